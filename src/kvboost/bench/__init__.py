@@ -1,0 +1,1 @@
+"""Measurements of the engine, each a command that prints a table."""

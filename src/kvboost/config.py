@@ -1,0 +1,65 @@
+"""The engine's settings, checked once when they are made."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from kvboost.errors import ConfigError
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+# Names that earlier users know and whose features are not built yet: giving them is an error, not a no-op.
+_NOT_BUILT = {
+    "recompute_strategy": (None, "moving chunks and repairing them"),
+    "recompute_overlap": (None, "moving chunks and repairing them"),
+    "recompute_ratio": (None, "moving chunks and repairing them"),
+    "kv_cache_bits": (16, "storing KV in fewer bits"),
+    "disk_cache_dir": (None, "the disk tier"),
+}
+
+
+def parse_bytes(value: int | str, *, name: str) -> int:
+    """A number of bytes from an int or from text such as ``"2GiB"`` or ``"500 MB"``."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
+        if match is None or match[2] not in _UNITS:
+            raise ConfigError(f"{name}={value!r} is not a size; write for example 2_000_000_000, '2GB' or '500MiB'")
+        value = int(float(match[1]) * _UNITS[match[2]])
+    if value < 0:
+        raise ConfigError(f"{name}={value} is negative; use 0 to keep nothing")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine. See :meth:`kvboost.KVBoost.from_pretrained` for what each one does."""
+
+    strict: bool = True
+    chunk_size: int = 128
+    chunking: Any = "content"
+    max_chunks: int | None = None
+    cache_bytes: int | str = "2GiB"
+    workspace_bytes: int | str = "1GiB"
+    tenant: str = ""
+    reuse_generated: bool = False
+    recompute_strategy: str | None = None
+    recompute_overlap: int | None = None
+    recompute_ratio: float | None = None
+    kv_cache_bits: int = 16
+    disk_cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, (built, feature) in _NOT_BUILT.items():
+            if getattr(self, name) != built:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} needs {feature}, which this version does not have yet; "
+                    f"leave {name} at {built!r}"
+                )
+        if self.chunk_size < 4:
+            raise ConfigError(f"chunk_size={self.chunk_size} is too small; use 4 or more (128 is a good start)")
+        if self.max_chunks is not None and self.max_chunks < 0:
+            raise ConfigError(f"max_chunks={self.max_chunks} is negative; leave it out for no limit")
+        object.__setattr__(self, "cache_bytes", parse_bytes(self.cache_bytes, name="cache_bytes"))
+        object.__setattr__(self, "workspace_bytes", parse_bytes(self.workspace_bytes, name="workspace_bytes"))

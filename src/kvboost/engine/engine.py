@@ -1,0 +1,387 @@
+"""The public engine. Reads as one line of verbs: plan, lease, place, forward, decode, commit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from kvboost.config import EngineConfig
+from kvboost.engine.clock import StageClock
+from kvboost.engine.decoding import Decoder, Request
+from kvboost.engine.prompt import Messages, Prompt, PromptEncoder
+from kvboost.engine.reader import PromptReader, Reading
+from kvboost.engine.streaming import PieceStreamer, stream_pieces
+from kvboost.engine.verify import warm_equals_cold
+from kvboost.engine.workspace import WorkspacePool
+from kvboost.errors import CapacityError, ConfigError, UnsupportedModelError
+from kvboost.extend import ChunkStore, Streamer
+from kvboost.model import ModelFacts, ModelIdentity, ModelRunner, load_model, probe_model, sampling_arguments
+from kvboost.plan import make_chunker
+from kvboost.store import MemoryStore
+from kvboost.types import (
+    CacheStats,
+    GenerationMode,
+    GenerationResult,
+    PrefillResult,
+    ReuseReport,
+    StreamPiece,
+)
+
+_DEFAULT_NEW_TOKENS = 64
+
+
+class KVBoost:
+    """A Transformers model that remembers what it has read.
+
+    Thread-safe: many threads may call one engine. Settings are keyword arguments; see
+    :meth:`from_pretrained`. ``model`` and ``tokenizer`` stay the Transformers objects they are.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, *, store: ChunkStore | None = None, **settings: Any) -> None:
+        """Wrap a loaded model. ``tokenizer`` may be None if prompts are always token ids."""
+        try:
+            self.config = EngineConfig(**settings)
+        except TypeError as error:
+            raise ConfigError(f"unknown setting: {error}") from error
+        self.model = model
+        self.tokenizer = tokenizer
+        if model.training:
+            raise ConfigError("the model is in training mode, where dropout changes every answer; call model.eval()")
+        self._facts, self._refusal = self._probe(model, strict=self.config.strict)
+        self._chunker = make_chunker(self.config.chunking, size=self.config.chunk_size)
+        self._runner = ModelRunner(model)
+        text_config = model.config.get_text_config(decoder=True)
+        limit = self._facts.max_positions if self._facts else None
+        self._encoder = PromptEncoder(
+            tokenizer, max_tokens=limit, vocab_size=model.get_input_embeddings().weight.shape[0]
+        )
+        self._model_type = text_config.model_type
+        self._decoder = Decoder(model, encoder=self._encoder, tokenizer=tokenizer, device=self._runner.device)
+        self._store: ChunkStore = (
+            store if store is not None else MemoryStore(int(self.config.cache_bytes), max_chunks=self.config.max_chunks)
+        )
+        self._pool: WorkspacePool | None = None
+        self._reader: PromptReader | None = None
+        if self._facts is not None:
+            self._pool = WorkspacePool(self._facts.layout, capacity_bytes=int(self.config.workspace_bytes))
+            self._reader = self._make_reader(self._facts, self._store, self._pool)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str,
+        *,
+        dtype: Any = "auto",
+        device: str | None = None,
+        strict: bool = True,
+        chunk_size: int = 128,
+        chunking: Any = "content",
+        max_chunks: int | None = None,
+        cache_bytes: int | str = "2GiB",
+        workspace_bytes: int | str = "1GiB",
+        tenant: str = "",
+        reuse_generated: bool = False,
+        recompute_strategy: str | None = None,
+        recompute_overlap: int | None = None,
+        recompute_ratio: float | None = None,
+        kv_cache_bits: int = 16,
+        disk_cache_dir: str | None = None,
+        **model_kwargs: Any,
+    ) -> KVBoost:
+        """Load a model and its tokenizer, and wrap them.
+
+        Args:
+            name_or_path: A folder or a hub name, as Transformers takes it.
+            dtype: Passed to Transformers; ``"auto"`` takes the checkpoint's own.
+            device: Where to put the model; the accelerator if there is one, else the CPU.
+            strict: Raise for a model whose cache cannot be reused. False runs it without reuse.
+            chunk_size: Tokens per chunk, on average. Smaller chunks leave less to compute after a hit and
+                make the first reading slower (see docs/results).
+            chunking: ``"content"`` (cuts that depend on the text just read), ``"fixed"``, or a Chunker.
+            max_chunks: Keep at most this many chunks.
+            cache_bytes: Keep at most this many bytes of chunks: a number or text such as ``"2GiB"``.
+            workspace_bytes: Memory for caches kept between requests, so that a repeated prefix needs no copy.
+            tenant: Chunks of different tenants never meet.
+            reuse_generated: Also keep KV made by decoding. Such a hit is not bitwise and is reported so.
+            recompute_strategy, recompute_overlap, recompute_ratio, kv_cache_bits, disk_cache_dir:
+                Not built yet; giving them raises.
+            **model_kwargs: Passed to ``AutoModelForCausalLM.from_pretrained``.
+        """
+        settings: dict[str, Any] = {
+            "strict": strict,
+            "chunk_size": chunk_size,
+            "chunking": chunking,
+            "max_chunks": max_chunks,
+            "cache_bytes": cache_bytes,
+            "workspace_bytes": workspace_bytes,
+            "tenant": tenant,
+            "reuse_generated": reuse_generated,
+            "recompute_strategy": recompute_strategy,
+            "recompute_overlap": recompute_overlap,
+            "recompute_ratio": recompute_ratio,
+            "kv_cache_bits": kv_cache_bits,
+            "disk_cache_dir": disk_cache_dir,
+        }
+        EngineConfig(**settings)  # a bad setting should not cost the user a model load
+        model, tokenizer = load_model(name_or_path, dtype=dtype, device=device, model_kwargs=model_kwargs)
+        return cls(model, tokenizer, **settings)
+
+    def warm(self, prompt: Prompt, *, boundaries: Sequence[int] = ()) -> int:
+        """Read ``prompt`` and keep its KV. Returns the number of chunks that were new.
+
+        Tokens behind the last chunk boundary are not kept: how they round depends on what follows them.
+        """
+        clock = StageClock()
+        tokens = self._encoder.encode(prompt)
+        reader, _ = self._reader_for(tokens, GenerationMode.CHUNK_KV_REUSE)
+        if reader is None:
+            return 0
+        with reader.open(tokens, boundaries=boundaries, new_rows=0, clock=clock) as reading:
+            complete = reading.chunks[-1].end if reading.chunks else 0
+            reader.advance(reading, to=complete)
+            return reader.commit(reading)
+
+    def prefill(
+        self,
+        prompt: Prompt,
+        *,
+        mode: GenerationMode = GenerationMode.CHUNK_KV_REUSE,
+        boundaries: Sequence[int] = (),
+    ) -> PrefillResult:
+        """Read ``prompt`` and stop before the first new token. The returned cache is the caller's own."""
+        clock = StageClock()
+        tokens = self._encoder.encode(prompt)
+        clock.lap("encode")
+        reader, reason = self._reader_for(tokens, mode)
+        if reader is None:
+            logits, cache = self._runner.read_whole(tokens)
+            clock.lap("first_token")
+            report = ReuseReport(0, 0, 0, len(tokens), bitwise=True, timings_ms=clock.stages(), reason=reason)
+            return PrefillResult(logits, cache, report)
+        with reader.open(tokens, boundaries=boundaries, new_rows=_DEFAULT_NEW_TOKENS, clock=clock) as reading:
+            reader.advance_to_last_step(reading)
+            logits = reader.finish(reading)
+            reader.commit(reading)
+            clock.lap("commit")
+            return PrefillResult(logits, reading.detach(), reading.report())
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        mode: GenerationMode = GenerationMode.CHUNK_KV_REUSE,
+        boundaries: Sequence[int] = (),
+        max_new_tokens: int = _DEFAULT_NEW_TOKENS,
+        temperature: float | None = None,
+        streamer: Streamer | None = None,
+        **generate_kwargs: Any,
+    ) -> GenerationResult:
+        """Generate behind ``prompt``.
+
+        ``boundaries`` are token positions to cut at, beside the chunker's own (ends of documents, say).
+        ``temperature=0`` is greedy. Everything else goes to ``model.generate`` and means what it means
+        there: top_p, top_k, min_p, penalties, stop_strings, logits_processor, stopping_criteria,
+        num_beams, assistant_model, ...
+        """
+        clock = StageClock()
+        tokens = self._encoder.encode(prompt)
+        clock.lap("encode")
+        request = self._request(tokens, boundaries, max_new_tokens, temperature, streamer, generate_kwargs)
+        return self._generate(tokens, mode, request, clock)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        mode: GenerationMode = GenerationMode.CHUNK_KV_REUSE,
+        boundaries: Sequence[int] = (),
+        max_new_tokens: int = _DEFAULT_NEW_TOKENS,
+        temperature: float | None = None,
+        **generate_kwargs: Any,
+    ) -> Iterator[StreamPiece]:
+        """Like :meth:`generate`, piece by piece. The last piece carries the result; closing the iterator stops."""
+        clock = StageClock()
+        tokens = self._encoder.encode(prompt)
+        clock.lap("encode")
+        # Bad arguments are reported here, by the call, rather than by the first piece.
+        request = self._request(tokens, boundaries, max_new_tokens, temperature, None, generate_kwargs)
+
+        def run(emit: Any, cancelled: Any) -> GenerationResult:
+            streamer = PieceStreamer(self._encoder.decode, emit)
+            live = Request(request.boundaries, {**request.arguments, "streamer": streamer}, cancelled)
+            return self._generate(tokens, mode, live, clock)
+
+        return stream_pieces(run)
+
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        mode: GenerationMode = GenerationMode.CHUNK_KV_REUSE,
+        max_new_tokens: int = _DEFAULT_NEW_TOKENS,
+        temperature: float | None = None,
+        streamer: Streamer | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        **generate_kwargs: Any,
+    ) -> GenerationResult:
+        """Answer a chat, through the tokenizer's template. The ends of messages are chunk boundaries."""
+        clock = StageClock()
+        tokens, boundaries = self._encoder.encode_chat(
+            messages, min_gap=self._chunker.min_tokens, template_kwargs=template_kwargs or {}
+        )
+        clock.lap("encode")
+        request = self._request(tokens, boundaries, max_new_tokens, temperature, streamer, generate_kwargs)
+        return self._generate(tokens, mode, request, clock)
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        mode: GenerationMode = GenerationMode.CHUNK_KV_REUSE,
+        max_new_tokens: int = _DEFAULT_NEW_TOKENS,
+        temperature: float | None = None,
+        **generate_kwargs: Any,
+    ) -> list[GenerationResult]:
+        """Generate for several prompts together; a prefix they share is computed once.
+
+        A batch runs other matrix shapes than a single request, so its numbers may round differently.
+        """
+        clock = StageClock()
+        if not prompts:
+            return []
+        encoded = [self._encoder.encode(prompt) for prompt in prompts]
+        clock.lap("encode")
+        longest = max(encoded, key=len)
+        request = self._request(longest, (), max_new_tokens, temperature, None, generate_kwargs)
+        reader, reason = self._reader_for(longest, mode)
+        if reader is None or self._facts is None:
+            return self._decoder.batch_without_cache(encoded, request, clock, reason=reason)
+
+        def read(tokens: list[int]) -> tuple[Reading, PromptReader]:
+            return reader.open(tokens, boundaries=(), new_rows=0, clock=clock), reader
+
+        return self._decoder.batch(encoded, read=read, layout=self._facts.layout, request=request, clock=clock)
+
+    def cache_stats(self) -> CacheStats:
+        """What the cache holds and how often it helped. Hits and misses count chunks asked for."""
+        stats = self._store.stats()
+        asked = stats.hits + stats.misses
+        rate = stats.hits / asked if asked else 0.0
+        return CacheStats(
+            hot_chunks=stats.chunks,
+            hot_memory_mb=stats.bytes / 1e6,
+            cache_hits=stats.hits,
+            approximate_hits=0,
+            cache_misses=stats.misses,
+            hit_rate=rate,
+            exact_hit_rate=rate,
+            evictions=stats.evictions,
+            bytes_by_tier={stats.tier: stats.bytes},
+            workspace_bytes=self._pool.idle_bytes if self._pool else 0,
+        )
+
+    def verify_correctness(self, prompt: Prompt | None = None) -> bool:
+        """Whether a warm run of ``prompt`` equals a cold one to the last bit, logits and KV.
+
+        Runs beside the engine's own cache, which stays as it is. False if nothing was reused, so that it
+        cannot pass without having compared anything.
+        """
+        if self._facts is None:
+            return False
+        vocab = self.model.get_input_embeddings().weight.shape[0]
+        made_up = [(i * 7919 + i * i) % vocab for i in range(self.config.chunk_size * 5 + 1)]
+        limit = self._facts.max_positions
+        tokens = self._encoder.encode(prompt if prompt is not None else made_up[:limit])
+        facts = self._facts
+
+        def fresh_reader() -> PromptReader:
+            store = MemoryStore(2 * len(tokens) * facts.layout.bytes_per_token)
+            return self._make_reader(facts, store, WorkspacePool(facts.layout, capacity_bytes=0))
+
+        return warm_equals_cold(fresh_reader, tokens)
+
+    def clear(self) -> None:
+        """Forget everything that was read."""
+        self._store.clear()
+        if self._pool:
+            self._pool.clear()
+
+    def close(self) -> None:
+        """Release the cache. The model stays usable, the engine does not."""
+        self.clear()
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _generate(
+        self, tokens: list[int], mode: GenerationMode, request: Request, clock: StageClock
+    ) -> GenerationResult:
+        reader, reason = self._reader_for(tokens, mode)
+        if reader is None:
+            return self._decoder.without_cache(tokens, request, clock, reason=reason)
+        with reader.open(
+            tokens, boundaries=request.boundaries, new_rows=request.max_new_tokens, clock=clock
+        ) as reading:
+            return self._decoder.with_cache(reading, reader, request, keep_decoded=self.config.reuse_generated)
+
+    def _reader_for(self, tokens: list[int], mode: GenerationMode) -> tuple[PromptReader | None, str | None]:
+        """Who reads this prompt: the reader, or nobody and why."""
+        if mode is GenerationMode.BASELINE:
+            return None, None
+        if self._reader is None or self._facts is None:
+            return None, self._refusal
+        limit = self._facts.exact_limit
+        if limit is not None and len(tokens) > limit:
+            return None, self._facts.exact_limit_reason
+        return self._reader, None
+
+    def _request(
+        self,
+        tokens: list[int],
+        boundaries: Sequence[int],
+        max_new_tokens: int,
+        temperature: float | None,
+        streamer: Streamer | None,
+        extra: dict[str, Any],
+    ) -> Request:
+        limit = self._facts.max_positions if self._facts else None
+        if limit is not None:
+            room = limit - len(tokens)
+            if room < 1:
+                raise CapacityError(
+                    f"the prompt fills all {limit} positions of this model, so there is no room for a reply; shorten it"
+                )
+            max_new_tokens = min(max_new_tokens, room)
+        arguments = sampling_arguments(max_new_tokens=max_new_tokens, temperature=temperature, extra=extra)
+        if streamer is not None:
+            arguments["streamer"] = streamer
+        return Request(boundaries, arguments, cancelled=lambda: False)
+
+    def _make_reader(self, facts: ModelFacts, store: ChunkStore, pool: WorkspacePool) -> PromptReader:
+        return PromptReader(
+            runner=self._runner,
+            identity=ModelIdentity(self.model, facts.layout),
+            chunker=self._chunker,
+            store=store,
+            pool=pool,
+            tenant=self.config.tenant,
+            keeps_decoded=self.config.reuse_generated,
+        )
+
+    @staticmethod
+    def _probe(model: Any, *, strict: bool) -> tuple[ModelFacts | None, str | None]:
+        try:
+            return probe_model(model), None
+        except UnsupportedModelError as error:
+            if strict:
+                raise
+            warnings.warn(f"running without reuse: {error}", stacklevel=3)
+            return None, str(error)

@@ -1,0 +1,103 @@
+"""Turns what a user gives (text, token ids, chat messages) into token ids and boundaries."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvboost.errors import CapacityError, ConfigError
+
+Prompt = str | Sequence[int] | torch.Tensor
+Messages = Sequence[Mapping[str, Any]]
+
+
+class PromptEncoder:
+    """Encodes prompts for one tokenizer and one model length."""
+
+    def __init__(self, tokenizer: Any, *, max_tokens: int | None, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._vocab_size = vocab_size
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of ``prompt``; an empty prompt becomes the begin-of-text token, as in Transformers."""
+        if isinstance(prompt, str):
+            ids = [int(i) for i in self._need_tokenizer()(prompt)["input_ids"]]
+        elif isinstance(prompt, torch.Tensor):
+            if prompt.dim() > 2 or (prompt.dim() == 2 and prompt.shape[0] != 1):
+                raise ConfigError(f"one prompt at a time, got shape {tuple(prompt.shape)}; use generate_batch for more")
+            ids = [int(i) for i in prompt.flatten().tolist()]
+        else:
+            ids = [int(i) for i in prompt]
+        return self._checked(ids)
+
+    def encode_chat(
+        self, messages: Messages, *, min_gap: int, template_kwargs: Mapping[str, Any]
+    ) -> tuple[list[int], list[int]]:
+        """Token ids of a chat ready for the reply, and the ends of its messages, ``min_gap`` tokens apart."""
+        tokenizer = self._need_tokenizer()
+        if not messages:
+            raise ConfigError("the chat is empty; give at least one message")
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ConfigError("this tokenizer has no chat template; use generate() with the text you want")
+
+        def render(part: Messages, **kwargs: Any) -> str:
+            return str(tokenizer.apply_chat_template(list(part), tokenize=False, **{**template_kwargs, **kwargs}))
+
+        text = render(messages, add_generation_prompt=True)
+        if not getattr(tokenizer, "is_fast", False):  # only fast tokenizers say where a token came from
+            return self._checked(tokenizer(text, add_special_tokens=False)["input_ids"]), []
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        token_ends = [end for _, end in encoded["offset_mapping"]]
+        boundaries: list[int] = []
+        for count in range(1, len(messages) + 1):
+            head = _head_of(render, messages[:count])
+            if head is None or not text.startswith(head):
+                continue  # a template that rewrites earlier turns: content boundaries still apply
+            index = bisect_left(token_ends, len(head))
+            on_token_end = index < len(token_ends) and token_ends[index] == len(head)
+            previous = boundaries[-1] if boundaries else 0
+            if on_token_end and index + 1 - previous >= min_gap:
+                boundaries.append(index + 1)
+        return self._checked([int(i) for i in encoded["input_ids"]]), boundaries
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of new tokens, without special ones. Empty where there is no tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _need_tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            raise ConfigError("this engine was made without a tokenizer; give token ids instead of text")
+        return self._tokenizer
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        if not ids:
+            begin = getattr(self._tokenizer, "bos_token_id", None)
+            if begin is None:
+                raise ConfigError("the prompt is empty and the tokenizer has no begin token; give at least one token")
+            ids = [int(begin)]
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            raise ConfigError(
+                f"token ids must lie in 0..{self._vocab_size - 1} for this model, got {min(ids)}..{max(ids)}; "
+                "was the prompt encoded with another model's tokenizer?"
+            )
+        if self._max_tokens is not None and len(ids) > self._max_tokens:
+            raise CapacityError(
+                f"the prompt has {len(ids)} tokens, this model reads at most {self._max_tokens}; shorten the prompt"
+            )
+        return ids
+
+
+def _head_of(render: Any, messages: Messages) -> str | None:
+    """The rendering of the first messages alone, or None where the template refuses a part of a chat."""
+    from jinja2 import TemplateError
+
+    try:
+        return str(render(messages, add_generation_prompt=False))
+    except TemplateError:
+        return None

@@ -1,0 +1,208 @@
+"""Reads a prompt into a cache, skipping the steps whose KV is stored: plan, lease, place, forward, commit.
+
+Used by the engine for every kind of request. Invariants: a step is one chunk of the prompt's own grid or
+its tail, whatever was reused; only KV straight from such a step is committed, and only behind KV that
+came from such steps itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from kvboost.engine.clock import StageClock
+from kvboost.engine.workspace import WorkspacePool
+from kvboost.extend import Chunker, ChunkStore, Lease
+from kvboost.model import ModelIdentity, ModelRunner, SlabCache
+from kvboost.plan import chunk_keys, fingerprint_root, plan_reuse, reusable_chunks, token_array
+from kvboost.types import Chunk, Fingerprint, KVBlock, PutOutcome, ReusePlan, ReuseReport
+
+
+@dataclass
+class Reading:
+    """A prompt being read. Owns a cache and a lease; close it (or leave its ``with`` block) to return both."""
+
+    tokens: list[int]
+    boundaries: Sequence[int]
+    root: bytes
+    chunks: list[Chunk]
+    plan: ReusePlan
+    cache: SlabCache
+    clock: StageClock
+    _lease: Lease
+    _pool: WorkspacePool
+    bitwise: bool
+    """Whether everything in the cache so far has the bits of a cold run."""
+    _exact_rows: int
+    """Rows ``[0, _exact_rows)`` were computed or placed on the prompt's own grid."""
+    _committed: int = 0
+    _detached: bool = field(default=False)
+
+    def report(self) -> ReuseReport:
+        """What was reused."""
+        exact = self.plan.exact_tokens
+        return ReuseReport(
+            exact_tokens=exact,
+            moved_tokens=0,
+            recomputed_tokens=0,
+            fresh_tokens=len(self.tokens) - exact,
+            bitwise=self.bitwise,
+            timings_ms=self.clock.stages(),
+        )
+
+    def detach(self) -> SlabCache:
+        """Give the cache away: it will not be pooled, and nobody else will write to it."""
+        self._detached = True
+        return self.cache
+
+    def close(self) -> None:
+        """Release the lease and return the cache to the pool."""
+        self._lease.release()
+        if not self._detached:
+            self._detached = True
+            held = [c.prefix_key for c in self.chunks if c.end <= self._exact_rows] if self.bitwise else []
+            self._pool.give_back(self.cache, held=held)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class PromptReader:
+    """Reads prompts with one model, one store and one chunker."""
+
+    def __init__(
+        self,
+        *,
+        runner: ModelRunner,
+        identity: ModelIdentity,
+        chunker: Chunker,
+        store: ChunkStore,
+        pool: WorkspacePool,
+        tenant: str,
+        keeps_decoded: bool,
+    ) -> None:
+        self._runner = runner
+        self._identity = identity
+        self._chunker = chunker
+        self._store = store
+        self._pool = pool
+        self._tenant = tenant
+        self._keeps_decoded = keeps_decoded
+        self._root_lock = threading.Lock()
+        self._root: tuple[Any, bytes] | None = None
+
+    def root(self) -> bytes:
+        """The key all others descend from, for the model as it is now."""
+        state = self._identity.state()
+        with self._root_lock:
+            if self._root is None or self._root[0] != state:
+                fields = self._identity.fields()
+                if self._keeps_decoded:
+                    # Decoded rows round differently: what stands behind them may not mix with exact chunks.
+                    fields["numerics"] += "|decoded-rows"
+                fingerprint = Fingerprint(**fields, chunker=self._chunker.spec, codec="none", tenant=self._tenant)
+                self._root = (state, fingerprint_root(fingerprint))
+            return self._root[1]
+
+    def open(self, tokens: list[int], *, boundaries: Sequence[int], new_rows: int, clock: StageClock) -> Reading:
+        """Plan the prompt and place all stored KV; ``new_rows`` is room for tokens to come."""
+        root = self.root()
+        ids = token_array(tokens)
+        chunks = chunk_keys(root, ids, self._chunker.cut(ids, boundaries))
+        clock.lap("plan")
+        lease = self._store.lease(reusable_chunks(chunks, prompt_tokens=len(tokens)))
+        try:
+            blocks = lease.blocks
+            plan = plan_reuse(chunks, prompt_tokens=len(tokens), available=len(blocks))
+            clock.lap("lease")
+            keys = [block.key for block in blocks]
+            cache, in_place = self._pool.take(rows=len(tokens) + new_rows, chain=keys)
+            for block, chunk in zip(blocks[in_place:], chunks[in_place:], strict=False):
+                cache.place(chunk.start, block.tensors)
+            cache.set_length(plan.exact_tokens)
+            clock.lap("place")
+        except BaseException:
+            lease.release()
+            raise
+        return Reading(
+            tokens=tokens,
+            boundaries=boundaries,
+            root=root,
+            chunks=chunks,
+            plan=plan,
+            cache=cache,
+            clock=clock,
+            _lease=lease,
+            _pool=self._pool,
+            bitwise=all(block.bitwise for block in blocks),
+            _exact_rows=plan.exact_tokens,
+            _committed=len(blocks),
+        )
+
+    def advance(self, reading: Reading, *, to: int) -> None:
+        """Run the steps that begin before row ``to``; the last one may be cut short there."""
+        for step in reading.plan.steps:
+            if step.start >= to:
+                break
+            end = min(step.end, to)
+            self._runner.append(reading.tokens[step.start : end], reading.cache, logits=False)
+            if end == step.end:
+                reading._exact_rows = end
+        reading.clock.lap("prefill")
+
+    def advance_to_last_step(self, reading: Reading) -> None:
+        """Run every step but the one that holds the last token."""
+        self.advance(reading, to=reading.plan.steps[-1].start)
+
+    def finish(self, reading: Reading) -> torch.Tensor:
+        """Run the last step and return the last token's logits, [vocab]."""
+        last = reading.plan.steps[-1]
+        logits = self._runner.append(reading.tokens[last.start :], reading.cache, logits=True)
+        assert logits is not None
+        reading._exact_rows = last.end
+        reading.clock.lap("first_token")
+        return logits
+
+    def commit(self, reading: Reading) -> int:
+        """Store every chunk computed since the last commit. Returns how many were new."""
+        return self._store_chunks(reading, reading.chunks, rows=reading._exact_rows, bitwise=reading.bitwise)
+
+    def commit_decoded(self, reading: Reading, generated: Sequence[int]) -> int:
+        """Store the chunks that decoding completed, marked as not bitwise. The last token has no KV yet."""
+        rows = reading.cache.get_seq_length()
+        ids = token_array([*reading.tokens, *generated][:rows])
+        chunks = chunk_keys(reading.root, ids, self._chunker.cut(ids, reading.boundaries))
+        return self._store_chunks(reading, chunks, rows=rows, bitwise=False)
+
+    def _store_chunks(self, reading: Reading, chunks: Sequence[Chunk], *, rows: int, bitwise: bool) -> int:
+        new = 0
+        for chunk in chunks[reading._committed :]:
+            if chunk.end > rows:
+                break
+            tensors = reading.cache.extract(chunk.start, chunk.end)
+            block = KVBlock(
+                key=chunk.prefix_key,
+                parent_key=chunk.parent_key,
+                content_key=chunk.content_key,
+                tokens=chunk.tokens,
+                tensors=tensors,
+                nbytes=sum(t.numel() * t.element_size() for t in tensors),
+                bitwise=bitwise,
+            )
+            outcome = self._store.put(block)
+            if outcome is PutOutcome.REFUSED:
+                break  # what follows could not be reached without it
+            new += outcome is PutOutcome.STORED
+            reading._committed += 1
+        self._store.used([chunk.prefix_key for chunk in chunks[: reading._committed]])
+        return new

@@ -1,0 +1,66 @@
+"""A small pool of caches, so that a request neither faults in fresh memory nor copies what is still in place.
+
+Used by the reader. A workspace that comes back remembers which chunks it holds; a request that begins
+with the same chunks gets it and copies only the rest. Invariant: a workspace has one owner at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from kvboost.model import KVLayout, SlabCache
+
+_MAX_IDLE = 4
+
+
+class WorkspacePool:
+    """Idle caches of one layout, at most ``capacity_bytes`` of them."""
+
+    def __init__(self, layout: KVLayout, *, capacity_bytes: int) -> None:
+        self._layout = layout
+        self._capacity = capacity_bytes
+        self._lock = threading.Lock()
+        self._idle: list[tuple[SlabCache, tuple[bytes, ...]]] = []  # last: most recently used
+
+    @property
+    def idle_bytes(self) -> int:
+        """Memory held by idle workspaces."""
+        with self._lock:
+            return self._bytes()
+
+    def take(self, *, rows: int, chain: Sequence[bytes]) -> tuple[SlabCache, int]:
+        """A cache with room for ``rows``, and how many leading chunks of ``chain`` it already holds."""
+        with self._lock:
+            fitting = [i for i, (cache, _) in enumerate(self._idle) if cache.capacity >= rows]
+            if fitting:
+                best = max(fitting, key=lambda i: (_common(self._idle[i][1], chain), -self._idle[i][0].capacity))
+                cache, held = self._idle.pop(best)
+                return cache, _common(held, chain)
+        return SlabCache(self._layout, capacity=rows), 0
+
+    def give_back(self, cache: SlabCache, *, held: Sequence[bytes]) -> None:
+        """Return a cache whose leading rows are exactly the chunks named by ``held``."""
+        if not cache.in_slabs or cache.nbytes > self._capacity:
+            return
+        with self._lock:
+            self._idle.append((cache, tuple(held)))
+            while len(self._idle) > _MAX_IDLE or self._bytes() > self._capacity:
+                self._idle.pop(0)
+
+    def clear(self) -> None:
+        """Drop every idle workspace."""
+        with self._lock:
+            self._idle.clear()
+
+    def _bytes(self) -> int:
+        return sum(cache.nbytes for cache, _ in self._idle)
+
+
+def _common(held: Sequence[bytes], chain: Sequence[bytes]) -> int:
+    count = 0
+    for mine, theirs in zip(held, chain, strict=False):
+        if mine != theirs:
+            break
+        count += 1
+    return count

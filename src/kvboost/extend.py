@@ -1,0 +1,130 @@
+"""Every Protocol an extension may implement: the one file an extender reads.
+
+Each has a conformance suite in :mod:`kvboost.testing`. Implementations are handed to the engine as
+objects; there is no registry to fill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost.types import Chunk, KVBlock, PutOutcome, StoreStats
+
+TokenArray = npt.NDArray[np.uint32]
+
+
+@runtime_checkable
+class Chunker(Protocol):
+    """Decides where a prompt is cut. Pure: no state between calls, no side effects."""
+
+    @property
+    def spec(self) -> str:
+        """Names the rule and every parameter of it. Part of the fingerprint: equal spec, equal cuts."""
+        ...
+
+    @property
+    def min_tokens(self) -> int:
+        """The shortest chunk this rule makes by itself (a caller's boundary may make a shorter one)."""
+        ...
+
+    def cut(self, tokens: TokenArray, boundaries: Sequence[int] = ()) -> list[int]:
+        """Ends of the complete chunks, ascending, each at most ``len(tokens)``.
+
+        Whether there is an end after token t may depend on tokens up to t and on boundaries up to t,
+        and on nothing else: so equal prefixes have equal cuts. Every boundary in ``1..len(tokens)``
+        is an end. Tokens behind the last end are an incomplete chunk and are not reported.
+        """
+        ...
+
+
+@runtime_checkable
+class EvictionPolicy(Protocol):
+    """Orders the keys of one store by who should go first. Not thread-safe: the store holds its lock."""
+
+    def inserted(self, key: bytes) -> None:
+        """A block was stored under ``key``."""
+        ...
+
+    def used(self, chain: Sequence[bytes]) -> None:
+        """The keys of one prompt were used, first chunk first."""
+        ...
+
+    def removed(self, key: bytes) -> None:
+        """The block under ``key`` is gone, by eviction or otherwise."""
+        ...
+
+    def victim(self, evictable: Callable[[bytes], bool]) -> bytes | None:
+        """The key to evict next among those that ``evictable`` allows; None if there is none. Removes nothing."""
+        ...
+
+
+class Lease(Protocol):
+    """Holds blocks against eviction until released. A context manager; releasing twice is harmless."""
+
+    @property
+    def blocks(self) -> Sequence[KVBlock]:
+        """The blocks held, first chunk first. Raises StoreError after release."""
+        ...
+
+    def release(self) -> None:
+        """Let the blocks go."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+@runtime_checkable
+class ChunkStore(Protocol):
+    """Keeps blocks. Thread-safe. A block that is absent, unfit or damaged is a miss, never an error."""
+
+    def lease(self, chunks: Sequence[Chunk]) -> Lease:
+        """Hold the longest leading run of ``chunks`` that is stored with exactly these tokens.
+
+        Counts hits and misses and marks what it holds as used.
+        """
+        ...
+
+    def put(self, block: KVBlock) -> PutOutcome:
+        """Keep ``block``; evict others to make room.
+
+        The store takes ownership: the caller must not write to the block's tensors afterwards.
+        A block whose parent is not stored is refused, as no lookup could reach it.
+        """
+        ...
+
+    def used(self, chain: Sequence[bytes]) -> None:
+        """Tell the eviction policy that these keys served one prompt, first chunk first."""
+        ...
+
+    def clear(self) -> None:
+        """Forget every block. Leases that are out keep their tensors alive until released."""
+        ...
+
+    def stats(self) -> StoreStats:
+        """Counters and sizes, consistent with each other."""
+        ...
+
+    def close(self) -> None:
+        """Release every resource. The store may not be used afterwards."""
+        ...
+
+
+class Streamer(Protocol):
+    """What Transformers calls a streamer: ``put`` with the prompt first, then with every new token."""
+
+    def put(self, value: Any) -> None:
+        """Take the next token ids, as a tensor."""
+        ...
+
+    def end(self) -> None:
+        """The generation is over."""
+        ...

@@ -1,0 +1,29 @@
+"""The model side, and the only place that imports Transformers."""
+
+from kvboost.model.cache import KVLayout, SlabCache
+from kvboost.model.fingerprint import ModelIdentity
+from kvboost.model.generation import (
+    Decoded,
+    end_token_ids,
+    run_generate,
+    sampling_arguments,
+    sequences_per_prompt,
+)
+from kvboost.model.loading import load_model
+from kvboost.model.probe import ModelFacts, probe_model
+from kvboost.model.runner import ModelRunner
+
+__all__ = [
+    "Decoded",
+    "KVLayout",
+    "ModelFacts",
+    "ModelIdentity",
+    "ModelRunner",
+    "SlabCache",
+    "end_token_ids",
+    "load_model",
+    "probe_model",
+    "run_generate",
+    "sampling_arguments",
+    "sequences_per_prompt",
+]

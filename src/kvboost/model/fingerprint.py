@@ -1,0 +1,149 @@
+"""What makes a model's KV its own: a digest of weights, config, RoPE, adapters and numeric settings.
+
+Called by the engine before keys are made. The expensive part (hashing the weights) is repeated only when
+a weight tensor was written to or exchanged since.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import transformers
+
+from kvboost.model.cache import KVLayout
+
+# Raise when a change to this package changes how KV is computed.
+_NUMERICS_VERSION = 1
+# Say nothing about the numbers: where the files lay, and who wrote them.
+_CONFIG_NOISE = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype")
+_HASH_PIECE = 16 * 2**20  # elements
+
+
+class ModelIdentity:
+    """Watches one model and names its present state."""
+
+    def __init__(self, model: Any, layout: KVLayout) -> None:
+        self._model = model
+        self._layout = layout
+        self._weights_state: tuple[Any, ...] = ()
+        self._weights = ""
+        self._config_and_rope = (_config_digest(model), _rope_digest(model))
+
+    def state(self) -> tuple[Any, ...]:
+        """A cheap value that changes whenever :meth:`fields` might. Compare before hashing anything."""
+        return (
+            *(_tensor_state(tensor) for _, tensor in _weight_tensors(self._model)),
+            self._model.config._attn_implementation,
+            self._model.training,
+            _adapter_state(self._model),
+            _numeric_settings(),
+        )
+
+    def fields(self) -> dict[str, str]:
+        """The fingerprint fields that the model decides."""
+        tensors = tuple(_tensor_state(tensor) for _, tensor in _weight_tensors(self._model))
+        if tensors != self._weights_state:
+            self._weights, self._weights_state = _weights_digest(self._model), tensors
+        config, rope = self._config_and_rope
+        return {
+            "weights": self._weights,
+            "config": config,
+            "rope": rope,
+            "dtype": ",".join(sorted({str(spec.dtype) for spec in self._layout.slots})),
+            "attention": str(self._model.config._attn_implementation),
+            "adapter": _adapter_state(self._model),
+            "numerics": "|".join(
+                [
+                    f"kvboost-numerics={_NUMERICS_VERSION}",
+                    f"training={self._model.training}",
+                    _numeric_settings(),
+                ]
+            ),
+        }
+
+
+def _weight_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    seen: set[int] = set()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        # Tied weights count once; rotary tables are state of the module and have a field of their own.
+        if id(tensor) not in seen and not name.endswith("inv_freq"):
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _tensor_state(tensor: torch.Tensor) -> tuple[int, int, str]:
+    version = 0 if tensor.is_inference() else tensor._version  # inference tensors count no versions
+    return id(tensor), version, str(tensor.device)
+
+
+def _weights_digest(model: Any) -> str:
+    """SHA-256 over every weight: name, type, shape, bytes. Hashing releases the GIL, so threads help."""
+
+    def one(item: tuple[str, torch.Tensor]) -> bytes:
+        name, tensor = item
+        hasher = hashlib.sha256(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        flat = tensor.detach().contiguous().view(-1)
+        for start in range(0, flat.numel(), _HASH_PIECE):  # so a GPU tensor never lies in host memory whole
+            piece = flat[start : start + _HASH_PIECE].cpu().view(torch.uint8)
+            hasher.update(piece.numpy().data)
+        return hasher.digest()
+
+    tensors = sorted(_weight_tensors(model), key=lambda item: item[0])
+    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
+        return hashlib.sha256(b"".join(pool.map(one, tensors))).hexdigest()
+
+
+def _config_digest(model: Any) -> str:
+    config = {k: v for k, v in model.config.to_dict().items() if k not in _CONFIG_NOISE}
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _rope_digest(model: Any) -> str:
+    """The rotary tables as loaded, which say more than their config: code and config made them together."""
+    hasher = hashlib.sha256()
+    for name, module in model.named_modules():
+        for key, buffer in module.named_buffers(recurse=False):
+            if key.endswith("inv_freq"):
+                values = getattr(module, "original_inv_freq", buffer) if key == "inv_freq" else buffer
+                hasher.update(f"{name}.{key}:{getattr(module, 'attention_scaling', 1.0)}".encode())
+                hasher.update(values.detach().float().cpu().numpy().tobytes())
+    return hasher.hexdigest()
+
+
+def _adapter_state(model: Any) -> str:
+    """Which PEFT adapters are active, and how strongly. Their weights are among the weights."""
+    if "peft" not in sys.modules:
+        return "none"
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    parts = {
+        f"{module.active_adapters}:{module.disable_adapters}:{module.merged_adapters}"
+        f":{sorted(getattr(module, 'scaling', {}).items())}"
+        for module in model.modules()
+        if isinstance(module, BaseTunerLayer)
+    }
+    return "|".join(sorted(parts)) or "none"
+
+
+def _numeric_settings() -> str:
+    """Settings of torch and the machine that change how sums are rounded."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "|".join(
+        [
+            f"torch={torch.__version__}",
+            f"transformers={transformers.__version__}",
+            f"threads={torch.get_num_threads()}",
+            f"cpu={torch.backends.cpu.get_cpu_capability()}",
+            f"mkldnn={torch.backends.mkldnn.enabled}",
+            f"matmul={torch.get_float32_matmul_precision()}",
+            f"deterministic={torch.are_deterministic_algorithms_enabled()}",
+            f"accelerator={accelerator}",
+            f"autocast={torch.is_autocast_enabled('cpu')}:{torch.get_autocast_dtype('cpu')}",
+        ]
+    )

@@ -1,0 +1,70 @@
+"""Names for KV: the root of a fingerprint, the chained prefix key and the content key.
+
+SHA-256 over typed, length-prefixed fields, so that no two different inputs share an encoding and keys
+are the same in every process. Equal prefix keys mean: same model, same settings, same tokens, same cuts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvboost.errors import ConfigError
+from kvboost.extend import TokenArray
+from kvboost.types import Chunk, Fingerprint
+
+_LENGTH = struct.Struct("<Q")
+_LITTLE_ENDIAN_IDS = np.dtype("<u4")
+
+
+def fingerprint_root(fingerprint: Fingerprint) -> bytes:
+    """The key every other key of this fingerprint descends from."""
+    hasher = hashlib.sha256(b"kvboost.root.1")
+    for name, value in fingerprint.items():
+        for part in (name.encode(), value.encode()):
+            hasher.update(_LENGTH.pack(len(part)))
+            hasher.update(part)
+    return hasher.digest()
+
+
+def token_array(token_ids: Sequence[int]) -> TokenArray:
+    """Token ids as uint32; raises ConfigError for what cannot be a token id."""
+    wide = np.asarray(token_ids, dtype=np.int64)
+    if wide.ndim != 1:
+        raise ConfigError(f"token ids must be one flat sequence, got {wide.ndim} dimensions")
+    if wide.size and (wide.min() < 0 or wide.max() >= 2**32):
+        raise ConfigError("token ids must lie in 0..2**32-1")
+    return wide.astype(np.uint32)
+
+
+def chunk_keys(root: bytes, tokens: TokenArray, ends: Sequence[int]) -> list[Chunk]:
+    """The chunks that end at ``ends``, with their keys. ``root`` names the model and settings."""
+    raw = tokens.astype(_LITTLE_ENDIAN_IDS, copy=False).tobytes()
+    content_seed = hashlib.sha256(b"kvboost.content.1" + root)
+    chunks: list[Chunk] = []
+    parent: bytes | None = None
+    start = 0
+    for end in ends:
+        body = raw[start * 4 : end * 4]
+        # Both parents are 32 bytes and each domain has its own label, so only the tokens need a length.
+        sized = _LENGTH.pack(len(body)) + body
+        label = b"kvboost.first.1" + root if parent is None else b"kvboost.next.1" + parent
+        content = content_seed.copy()
+        content.update(sized)
+        prefix_key = hashlib.sha256(label + sized).digest()
+        chunks.append(
+            Chunk(
+                start=start,
+                end=end,
+                tokens=body,
+                prefix_key=prefix_key,
+                parent_key=parent,
+                content_key=content.digest(),
+            )
+        )
+        parent = prefix_key
+        start = end
+    return chunks

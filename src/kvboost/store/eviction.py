@@ -1,0 +1,36 @@
+"""Who goes first when a store is full."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+
+class LeafFirstLRU:
+    """Least recently used first, and within one prompt the last chunk before the ones it follows.
+
+    A chunk whose successors are stored is useless to evict before them: they could never be reached
+    again. The store forbids that through ``evictable``; this policy's order makes such a refusal rare,
+    so finding a victim takes constant time on average.
+    """
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[bytes, None] = OrderedDict()  # first: the next to go
+
+    def inserted(self, key: bytes) -> None:
+        """A new key is the most recent one."""
+        self._order[key] = None
+
+    def used(self, chain: Sequence[bytes]) -> None:
+        """Refresh a prompt's keys, last chunk first, so that each key is more recent than its successors."""
+        for key in reversed(chain):
+            if key in self._order:
+                self._order.move_to_end(key)
+
+    def removed(self, key: bytes) -> None:
+        """Forget ``key``."""
+        self._order.pop(key, None)
+
+    def victim(self, evictable: Callable[[bytes], bool]) -> bytes | None:
+        """The least recently used key that may go."""
+        return next((key for key in self._order if evictable(key)), None)

@@ -1,0 +1,177 @@
+"""A store in process memory with a byte budget that is never exceeded.
+
+Called by the engine: ``lease`` before a prompt is read, ``put`` after. Invariants: the bytes held never
+pass the capacity; a leased block is not evicted; a block with stored successors is not evicted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from kvboost.errors import StoreError
+from kvboost.extend import EvictionPolicy
+from kvboost.store.eviction import LeafFirstLRU
+from kvboost.types import Chunk, KVBlock, PutOutcome, StoreStats
+
+
+class _Entry:
+    __slots__ = ("block", "leases", "successors")
+
+    def __init__(self, block: KVBlock) -> None:
+        self.block = block
+        self.leases = 0
+        self.successors = 0
+
+
+class MemoryLease:
+    """Blocks of a :class:`MemoryStore`, held against eviction until released."""
+
+    def __init__(self, store: MemoryStore, entries: list[_Entry]) -> None:
+        self._store = store
+        self._entries: list[_Entry] | None = entries
+
+    @property
+    def blocks(self) -> Sequence[KVBlock]:
+        """The blocks held, first chunk first."""
+        if self._entries is None:
+            raise StoreError("this lease was released; take a new one before reading blocks")
+        return [entry.block for entry in self._entries]
+
+    def release(self) -> None:
+        """Let the blocks go. Harmless the second time."""
+        entries, self._entries = self._entries, None
+        if entries:
+            self._store._release(entries)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class MemoryStore:
+    """Blocks in process memory, at most ``capacity_bytes`` and ``max_chunks`` of them."""
+
+    def __init__(
+        self, capacity_bytes: int, *, max_chunks: int | None = None, policy: EvictionPolicy | None = None
+    ) -> None:
+        self._capacity = capacity_bytes
+        self._max_chunks = max_chunks
+        self._policy = policy if policy is not None else LeafFirstLRU()
+        self._lock = threading.Lock()
+        self._entries: dict[bytes, _Entry] = {}
+        self._bytes = 0
+        self._leased = 0
+        self._hits = self._misses = self._rejected = self._evictions = self._refused = 0
+
+    def lease(self, chunks: Sequence[Chunk]) -> MemoryLease:
+        """Hold the longest leading run of ``chunks`` that is stored with exactly these tokens."""
+        with self._lock:
+            held: list[_Entry] = []
+            for chunk in chunks:
+                entry = self._entries.get(chunk.prefix_key)
+                if entry is None:
+                    break
+                if entry.block.tokens != chunk.tokens:
+                    self._rejected += 1
+                    break
+                held.append(entry)
+            for entry in held:
+                entry.leases += 1
+            self._leased += len(held)
+            self._hits += len(held)
+            self._misses += len(chunks) - len(held)
+            self._policy.used([entry.block.key for entry in held])
+            return MemoryLease(self, held)
+
+    def put(self, block: KVBlock) -> PutOutcome:
+        """Keep ``block``; evict others to make room."""
+        with self._lock:
+            if block.key in self._entries:
+                return PutOutcome.PRESENT
+            parent = None
+            if block.parent_key is not None:
+                parent = self._entries.get(block.parent_key)
+                if parent is None:
+                    self._refused += 1
+                    return PutOutcome.REFUSED
+                parent.successors += 1  # before making room: the parent itself must not be the victim
+            if not self._make_room(block.nbytes):
+                if parent is not None:
+                    parent.successors -= 1
+                self._refused += 1
+                return PutOutcome.REFUSED
+            self._entries[block.key] = _Entry(block)
+            self._bytes += block.nbytes
+            self._policy.inserted(block.key)
+            return PutOutcome.STORED
+
+    def used(self, chain: Sequence[bytes]) -> None:
+        """Tell the eviction policy that these keys served one prompt, first chunk first."""
+        with self._lock:
+            self._policy.used([key for key in chain if key in self._entries])
+
+    def clear(self) -> None:
+        """Forget every block."""
+        with self._lock:
+            for key in self._entries:
+                self._policy.removed(key)
+            self._entries.clear()
+            self._bytes = 0
+
+    def stats(self) -> StoreStats:
+        """Counters and sizes, consistent with each other."""
+        with self._lock:
+            return StoreStats(
+                tier="memory",
+                chunks=len(self._entries),
+                bytes=self._bytes,
+                capacity_bytes=self._capacity,
+                hits=self._hits,
+                misses=self._misses,
+                rejected=self._rejected,
+                evictions=self._evictions,
+                refused=self._refused,
+                leased=self._leased,
+            )
+
+    def close(self) -> None:
+        """Forget every block."""
+        self.clear()
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Evict until ``nbytes`` and one more chunk fit. False if they cannot; the lock is held."""
+        if nbytes > self._capacity or self._max_chunks == 0:
+            return False
+        while self._bytes + nbytes > self._capacity or (
+            self._max_chunks is not None and len(self._entries) >= self._max_chunks
+        ):
+            key = self._policy.victim(self._evictable)
+            if key is None:
+                return False
+            self._evict(key)
+        return True
+
+    def _evictable(self, key: bytes) -> bool:
+        entry = self._entries[key]
+        return entry.leases == 0 and entry.successors == 0
+
+    def _evict(self, key: bytes) -> None:
+        block = self._entries.pop(key).block
+        self._policy.removed(key)
+        self._bytes -= block.nbytes
+        self._evictions += 1
+        if block.parent_key is not None and block.parent_key in self._entries:
+            self._entries[block.parent_key].successors -= 1
+
+    def _release(self, entries: list[_Entry]) -> None:
+        with self._lock:
+            for entry in entries:
+                entry.leases -= 1
+            self._leased -= len(entries)

@@ -1,0 +1,1 @@
+"""Conformance suites that certify an extension: a store, a chunker, an eviction policy."""

@@ -1,0 +1,250 @@
+"""Plain frozen data that every other module passes around.
+
+Nothing here imports torch: planning and bookkeeping must run, and be tested, without it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypedDict
+
+if TYPE_CHECKING:
+    import torch
+
+
+class GenerationMode(enum.Enum):
+    """How much of the cache a request may use."""
+
+    BASELINE = "baseline"
+    """Plain Transformers: nothing is looked up, nothing is kept."""
+    PREFIX_CACHE = "prefix_cache"
+    """Exact reuse only: the same tokens after the same tokens."""
+    CHUNK_KV_REUSE = "chunk_kv_reuse"
+    """Every kind of reuse that is built. Today that is exact reuse, so it equals ``PREFIX_CACHE``."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Everything that changes the numbers in a KV cache. Two caches may mix only if all fields agree."""
+
+    weights: str
+    config: str
+    rope: str
+    dtype: str
+    attention: str
+    adapter: str
+    chunker: str
+    codec: str
+    numerics: str
+    tenant: str
+
+    def items(self) -> list[tuple[str, str]]:
+        """Field names and values in declaration order."""
+        return [(f.name, getattr(self, f.name)) for f in fields(self)]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of prompt tokens between two boundaries, with the keys that name its KV."""
+
+    start: int
+    end: int
+    tokens: bytes
+    """The token ids as little-endian uint32, compared on every hit."""
+    prefix_key: bytes
+    """Names these tokens after exactly the chunks before them."""
+    parent_key: bytes | None
+    """``prefix_key`` of the chunk before; None for the first."""
+    content_key: bytes
+    """Names these tokens wherever they stand."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVBlock:
+    """The stored keys and values of one chunk. Immutable once made: readers share its tensors."""
+
+    key: bytes
+    parent_key: bytes | None
+    content_key: bytes
+    tokens: bytes
+    tensors: tuple[torch.Tensor, ...]
+    nbytes: int
+    bitwise: bool
+    """True if a cold prefill of the same prompt would produce the same bits."""
+
+
+class PutOutcome(enum.Enum):
+    """What a store did with a block it was offered."""
+
+    STORED = "stored"
+    PRESENT = "present"
+    REFUSED = "refused"
+    """It does not fit, or no lookup could reach it because its parent is not stored."""
+
+
+class SegmentKind(enum.Enum):
+    """Where a stretch of the prompt gets its KV from."""
+
+    EXACT = "exact"
+    FRESH = "fresh"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One stretch ``[start, end)`` of the prompt. A FRESH segment is one forward step."""
+
+    kind: SegmentKind
+    start: int
+    end: int
+    chunk: Chunk | None
+    """The chunk this segment is, or None for the incomplete tail."""
+
+
+@dataclass(frozen=True)
+class ReusePlan:
+    """How a prompt will be read. The segments tile ``[0, prompt_tokens)`` and the last one is FRESH."""
+
+    prompt_tokens: int
+    segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        position = 0
+        for segment in self.segments:
+            if segment.start != position or segment.end <= segment.start:
+                raise ValueError(f"segments do not tile the prompt: {segment} at position {position}")
+            position = segment.end
+        if position != self.prompt_tokens:
+            raise ValueError(f"segments cover {position} of {self.prompt_tokens} tokens")
+        if self.segments[-1].kind is not SegmentKind.FRESH:
+            raise ValueError("the last token must be fresh: its logits are needed")
+
+    @property
+    def reused(self) -> tuple[Segment, ...]:
+        """The EXACT segments, in order."""
+        return tuple(s for s in self.segments if s.kind is SegmentKind.EXACT)
+
+    @property
+    def steps(self) -> tuple[Segment, ...]:
+        """The FRESH segments, in order: one forward each."""
+        return tuple(s for s in self.segments if s.kind is SegmentKind.FRESH)
+
+    @property
+    def exact_tokens(self) -> int:
+        """How many prompt tokens come from the cache."""
+        return sum(s.end - s.start for s in self.reused)
+
+
+@dataclass(frozen=True)
+class ReuseReport:
+    """What was reused for one request, and where its time went."""
+
+    exact_tokens: int
+    moved_tokens: int
+    recomputed_tokens: int
+    fresh_tokens: int
+    bitwise: bool
+    """True if a cold run of the same call gives the same bits. Approximate reuse is always False."""
+    timings_ms: Mapping[str, float] = field(default_factory=dict)
+    """Milliseconds by stage: encode, plan, lease, place, prefill, first_token, ..."""
+    reason: str | None = None
+    """Why nothing could be reused, where something stood in the way."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose KV came from the cache."""
+        return self.exact_tokens + self.moved_tokens
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """A finished generation. Times count from the moment ``generate`` was entered."""
+
+    output_text: str
+    token_ids: tuple[int, ...]
+    """The new tokens only."""
+    prompt_token_ids: tuple[int, ...]
+    finish_reason: str
+    """``stop`` (end token, stop string or stopping criterion), ``length`` or ``cancelled``."""
+    ttft_ms: float
+    total_ms: float
+    reuse: ReuseReport
+    raw: Any = field(default=None, repr=False)
+    """What ``model.generate`` returned, where the caller asked for more than ids."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt in tokens."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed again."""
+        return self.reuse.cached_tokens
+
+    @property
+    def kv_reuse_ratio(self) -> float:
+        """Share of the prompt that came from the cache, 0 to 1."""
+        return self.cached_tokens / self.prompt_tokens
+
+    @property
+    def tokens_per_sec(self) -> float:
+        """New tokens per second over the whole call, prompt included."""
+        return len(self.token_ids) / (self.total_ms / 1000.0)
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """A prompt that has been read, ready to go on from."""
+
+    logits: torch.Tensor
+    """[vocab], of the last prompt token."""
+    cache: Any
+    """A ``transformers.Cache`` that belongs to the caller: changing it cannot touch the store."""
+    reuse: ReuseReport
+
+
+@dataclass(frozen=True)
+class StreamPiece:
+    """A piece of streamed text. The last piece carries the finished result."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    result: GenerationResult | None = None
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """What a store holds and has done since it was made."""
+
+    tier: str
+    chunks: int
+    bytes: int
+    capacity_bytes: int
+    hits: int
+    misses: int
+    rejected: int
+    """Blocks found under the right key whose tokens did not match: treated as misses."""
+    evictions: int
+    refused: int
+    """Blocks that did not fit or whose parent was gone."""
+    leased: int
+
+
+class CacheStats(TypedDict):
+    """What :meth:`KVBoost.cache_stats` returns."""
+
+    hot_chunks: int
+    hot_memory_mb: float
+    cache_hits: int
+    approximate_hits: int
+    cache_misses: int
+    hit_rate: float
+    exact_hit_rate: float
+    evictions: int
+    bytes_by_tier: dict[str, int]
+    workspace_bytes: int
+
+
+Tokens = Sequence[int]
