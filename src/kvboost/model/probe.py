@@ -13,9 +13,12 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.model.cache import KVLayout, SlabCache, layout_of
+from kvboost.model.generation import run_generate
 from kvboost.model.runner import ModelRunner
 
 _PROBE_TOKENS = 12
+_PROBE_NEW_TOKENS = 3
+_WITHOUT_REUSE = "Pass strict=False to run it without reuse."
 # Largest difference, relative to the largest logit, that regrouped sums explain in each precision.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 # Rotary frequencies that depend on the sequence length, kept as state between calls.
@@ -53,37 +56,60 @@ def _check_layers(config: Any) -> None:
     if others:
         raise UnsupportedModelError(
             f"{config.model_type} keeps state that is not one row per token ({', '.join(others)}), "
-            "so its cache cannot be cut into chunks. Pass strict=False to run it without reuse."
+            f"so its cache cannot be cut into chunks. {_WITHOUT_REUSE}"
         )
 
 
 @torch.no_grad()
 def _check_forward(model: Any, config: Any) -> KVLayout:
-    """Two steps through our cache must give what one step without a cache gives."""
-    vocab = config.vocab_size
-    ids = torch.arange(_PROBE_TOKENS) * 7919 % max(2, min(vocab, 30_000))
+    """Reading in two steps through our cache, then decoding from it, must give what plain Transformers gives."""
+    ids = torch.arange(_PROBE_TOKENS) * 7919 % min(config.vocab_size, 30_000)
     runner = ModelRunner(model)
     batch = ids.view(1, -1).to(runner.device)
     stock = DynamicCache()  # without a config every layer keeps all rows, which is the layout we want to see
-    whole = model(input_ids=batch, past_key_values=stock, use_cache=True).logits[0, -1].float()
+    whole = model(input_ids=batch, past_key_values=stock, use_cache=True).logits[0, -1]
     if len(stock.layers) == 0 or any(layer.get_seq_length() != _PROBE_TOKENS for layer in stock.layers):
         raise UnsupportedModelError(
-            f"{config.model_type} did not fill a Transformers cache with one row per token; "
-            "pass strict=False to run it without reuse"
+            f"{config.model_type} did not fill a Transformers cache with one row per token. {_WITHOUT_REUSE}"
         )
     layout = layout_of(stock)
-    cache = SlabCache(layout, capacity=_PROBE_TOKENS)
-    runner.append(ids[: _PROBE_TOKENS // 2], cache, logits=False)
-    stepped = runner.append(ids[_PROBE_TOKENS // 2 :], cache, logits=True)
+    half = _PROBE_TOKENS // 2
+    cache = SlabCache(layout, capacity=_PROBE_TOKENS + _PROBE_NEW_TOKENS)
+    runner.append(ids[:half], cache, logits=False)
+    stepped = runner.append(ids[half:], cache, logits=True)
     assert stepped is not None
-    difference = (stepped.float() - whole).abs().max() / whole.abs().max().clamp_min(1e-12)
-    tolerance = _TOLERANCE.get(layout.slots[0].dtype, 8e-2)
-    if not difference <= tolerance:  # also catches NaN
-        raise UnsupportedModelError(
-            f"{config.model_type} answers differently when its prompt is read in two steps "
-            f"(relative difference {difference:.1e}, allowed {tolerance:.0e}); pass strict=False to run without reuse"
-        )
+    _compare(config, layout, whole, stepped, "its prompt is read in two steps")
+    cache.crop(-half)
+    for expected, found in zip(_greedy_logits(model, batch, None), _greedy_logits(model, batch, cache), strict=False):
+        _compare(config, layout, expected, found, "Transformers' generate goes on from a given cache")
+        if expected.argmax() != found.argmax():
+            break  # a near tie that rounding decided: from here on the two read different texts
     return layout
+
+
+def _greedy_logits(model: Any, batch: torch.Tensor, cache: SlabCache | None) -> list[torch.Tensor]:
+    """The logits of a few greedy steps, [vocab] each."""
+    arguments = {"do_sample": False, "max_new_tokens": _PROBE_NEW_TOKENS, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
+    decoded = run_generate(
+        model,
+        input_ids=batch,
+        attention_mask=torch.ones_like(batch),
+        cache=cache,
+        arguments=arguments | {"return_dict_in_generate": True, "output_logits": True},
+        after_each_token=lambda: False,
+        tokenizer=None,
+    )
+    return [step[0] for step in decoded.raw.logits]
+
+
+def _compare(config: Any, layout: KVLayout, expected: torch.Tensor, found: torch.Tensor, when: str) -> None:
+    difference = (found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-12)
+    tolerance = _TOLERANCE.get(layout.slots[0].dtype, 8e-2)
+    if not difference <= tolerance:  # written so that NaN fails too
+        raise UnsupportedModelError(
+            f"{config.model_type} answers differently when {when} "
+            f"(relative difference {difference:.1e}, rounding explains {tolerance:.0e}). {_WITHOUT_REUSE}"
+        )
 
 
 def _max_positions(config: Any) -> int | None:

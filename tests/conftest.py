@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.models import smollm2_folder, tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Callable[..., Any]:
+    """Tiny models by family, each made once."""
+    made: dict[Any, Any] = {}
+
+    def get(family: str, **overrides: Any) -> Any:
+        key = (family, repr(sorted(overrides.items())))
+        if key not in made:
+            made[key] = tiny_model(family, **overrides)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the conversion's own, once in a machine's life
+        return str(smollm2_folder())
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path: str) -> Any:
+    """The trained model in float32, and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(smollm2_path)

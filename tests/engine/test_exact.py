@@ -1,0 +1,71 @@
+"""Cold equals warm, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvboost import KVBoost
+from tests.helpers.exactness import ExactReuseMachine, assert_warm_equals_cold
+from tests.helpers.models import FAMILIES
+
+# `python proofs/exact_families.py` runs the same machine over 20,000 requests.
+_CI = settings(
+    max_examples=6,
+    stateful_step_count=20,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_requests_are_bit_identical_to_cold_ones(family: str, tiny: Callable[..., Any]) -> None:
+    machine = type("Machine", (ExactReuseMachine,), {"model": tiny(family), "requests": 0, "hits": 0})
+    run_state_machine_as_test(machine, settings=_CI)
+    assert machine.requests > 50
+    assert machine.hits > machine.requests // 8, "too few requests reused anything to prove anything"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("offset", [-1, 0, 1])
+def test_hit_lengths_around_every_chunk_end(family: str, offset: int, tiny: Callable[..., Any]) -> None:
+    size = 8
+    warm, cold = (KVBoost(tiny(family), None, chunk_size=size, chunking="fixed") for _ in range(2))
+    text = torch.randint(3, 97, (6 * size + 2,), generator=torch.Generator().manual_seed(1)).tolist()
+    warm.warm(text)
+    for k in range(1, 7):
+        length = k * size + offset
+        # The step that holds the last token always runs, so a prompt that ends on a boundary reuses one chunk less.
+        assert_warm_equals_cold(warm, cold, text[:length], expected_hit=(length - 1) // size * size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_precisions(dtype: torch.dtype, tiny: Callable[..., Any]) -> None:
+    model = tiny("llama", dtype=dtype)
+    warm, cold = (KVBoost(model, None, chunk_size=16) for _ in range(2))
+    text = torch.randint(3, 97, (300,), generator=torch.Generator().manual_seed(2)).tolist()
+    warm.warm(text)
+    for length in (120, 121, 250, 300):
+        cold.clear()
+        one, other = warm.prefill(text[:length]), cold.prefill(text[:length])
+        assert one.reuse.exact_tokens > length // 2
+        assert torch.equal(one.logits, other.logits)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trained_model(dtype: torch.dtype, smollm2_path: str) -> None:
+    """A short run; `python -m kvboost.bench exactness` does the 500 and 200 requests."""
+    warm = KVBoost.from_pretrained(smollm2_path, dtype=dtype, chunk_size=32, chunking="fixed")
+    cold = KVBoost(warm.model, warm.tokenizer, chunk_size=32, chunking="fixed")
+    text = warm.tokenizer(torch.nn.Module.register_buffer.__doc__ * 2)["input_ids"]
+    warm.warm(text[:200])
+    for length in (31, 32, 33, 159, 160, 161, 230):
+        hit = min((length - 1) // 32 * 32, 192)
+        assert_warm_equals_cold(warm, cold, text[:length], expected_hit=hit)

