@@ -109,9 +109,7 @@ class ExactReuseMachine(RuleBasedStateMachine):
         self.cold = KVBoost(self.model, None, **settings)
         self.reference = ReferenceCache(limit)
         generator = torch.Generator().manual_seed(seed)
-        self.texts = [
-            torch.randint(3, self.vocab, (self.longest,), generator=generator).tolist() for _ in range(2)
-        ]
+        self.texts = [torch.randint(3, self.vocab, (self.longest,), generator=generator).tolist() for _ in range(2)]
 
     def teardown(self) -> None:
         if hasattr(self, "warm"):

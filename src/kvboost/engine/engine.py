@@ -128,6 +128,10 @@ class KVBoost:
         model, tokenizer = load_model(name_or_path, dtype=dtype, device=device, model_kwargs=model_kwargs)
         return cls(model, tokenizer, **settings)
 
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids that ``prompt`` stands for, checked as every call checks them."""
+        return self._encoder.encode(prompt)
+
     def warm(self, prompt: Prompt, *, boundaries: Sequence[int] = ()) -> int:
         """Read ``prompt`` and keep its KV. Returns the number of chunks that were new.
 

@@ -21,7 +21,7 @@ def load_model(name_or_path: str, *, dtype: Any, device: str | None, model_kwarg
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **_shared(model_kwargs))
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **model_kwargs)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # Transformers raises either for a folder that lacks files
         raise ConfigError(f"cannot load {name_or_path!r}: {error}") from error
     if device is not None:
         model = model.to(device)

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvboost import ConfigError, KVBoost
+from tests.helpers.models import tiny_model
+from tests.helpers.tokenizer import byte_tokenizer
+
+_SYSTEM = {"role": "system", "content": "You are terse and you never, ever repeat yourself in any answer."}
+_USER = {"role": "user", "content": "Tell me about caches, please, in one sentence of moderate length."}
+
+
+@pytest.fixture
+def engine() -> KVBoost:
+    return KVBoost(tiny_model("llama", vocab_size=260), byte_tokenizer(), chunk_size=32)
+
+
+def test_the_next_turn_reuses_everything_up_to_the_last_message(engine: KVBoost) -> None:
+    messages = [_SYSTEM, _USER]
+    first = engine.chat(messages, max_new_tokens=6, temperature=0)
+    messages += [
+        {"role": "assistant", "content": "Caches keep what was costly to make, near to where it is used."},
+        _USER,
+    ]
+    second = engine.chat(messages, max_new_tokens=6, temperature=0)
+    head = len(engine.encode("<system>" + _SYSTEM["content"] + "\n<user>" + _USER["content"] + "\n"))
+    assert first.cached_tokens == 0
+    assert second.cached_tokens == head, "the reply and the new question are all that is live"
+
+
+def test_messages_become_boundaries_only_where_they_are_long_enough(engine: KVBoost) -> None:
+    short = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 10
+    _, boundaries = engine._encoder.encode_chat(short, min_gap=12, template_kwargs={})
+    assert boundaries
+    assert all(b - a >= 12 for a, b in zip([0, *boundaries], boundaries, strict=False))
+
+
+def test_a_template_that_rewrites_earlier_turns_still_works(engine: KVBoost) -> None:
+    engine.tokenizer.chat_template = (
+        "{% if messages|length < 2 %}{{ raise_exception('two at least') }}{% endif %}"
+        "{{ messages|length }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    result = engine.chat([_SYSTEM, _USER], max_new_tokens=2, temperature=0)
+    assert result.finish_reason in ("length", "stop")
+
+
+def test_mistakes_say_so(engine: KVBoost) -> None:
+    with pytest.raises(ConfigError, match="empty"):
+        engine.chat([])
+    engine.tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="no chat template"):
+        engine.chat([_USER])
+
+
+@pytest.mark.real
+def test_trained_model_chat(smollm2: Any) -> None:
+    model, tokenizer = smollm2
+    engine = KVBoost(model, tokenizer)
+    messages = [{"role": "system", "content": "You are a helpful assistant. " * 12}]
+    hits = []
+    for question in ("What is the capital of France?", "And of Italy?", "And of Spain?"):
+        messages.append({"role": "user", "content": question * 4})
+        reply = engine.chat(messages, max_new_tokens=12, temperature=0)
+        hits.append(reply.cached_tokens)
+        messages.append({"role": "assistant", "content": reply.output_text})
+    assert "Paris" in messages[2]["content"]
+    assert hits[0] == 0 < hits[1] <= hits[2]
