@@ -245,11 +245,13 @@ def test_a_failing_request_leaks_nothing(engine: KVBoost) -> None:
 
 
 def test_the_returned_cache_is_the_callers_own(engine: KVBoost) -> None:
-    clean = engine.prefill(_TEXT).logits.clone()
-    spoiled = engine.prefill(_TEXT)
-    for layer in spoiled.cache.layers:
-        layer.keys.zero_()
-        layer.values.fill_(9.0)
+    first = engine.prefill(_TEXT)  # made the stored chunks
+    clean = first.logits.clone()
+    second = engine.prefill(_TEXT)  # was made from them
+    for spoiled in (first, second):
+        for layer in spoiled.cache.layers:
+            layer.keys.zero_()
+            layer.values.fill_(9.0)
     assert torch.equal(engine.prefill(_TEXT).logits, clean)
     assert torch.equal(KVBoost(engine.model, None, chunk_size=16).prefill(engine.encode(_TEXT)).logits, clean)
 

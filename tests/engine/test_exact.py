@@ -23,6 +23,8 @@ _CI = settings(
     suppress_health_check=list(HealthCheck),
 )
 
+_WIDE = {"hidden_size": 256, "intermediate_size": 512}
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_requests_are_bit_identical_to_cold_ones(family: str, tiny: Callable[..., Any]) -> None:
@@ -46,16 +48,37 @@ def test_hit_lengths_around_every_chunk_end(family: str, offset: int, tiny: Call
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_precisions(dtype: torch.dtype, tiny: Callable[..., Any]) -> None:
-    model = tiny("llama", dtype=dtype)
-    warm, cold = (KVBoost(model, None, chunk_size=16) for _ in range(2))
-    text = torch.randint(3, 97, (300,), generator=torch.Generator().manual_seed(2)).tolist()
-    warm.warm(text)
-    for length in (120, 121, 250, 300):
-        cold.clear()
-        one, other = warm.prefill(text[:length]), cold.prefill(text[:length])
-        assert one.reuse.exact_tokens > length // 2
-        assert torch.equal(one.logits, other.logits)
+def test_random_requests_on_a_wide_model(dtype: torch.dtype, tiny: Callable[..., Any]) -> None:
+    """Wide enough that a step of another shape rounds differently: see the control below."""
+    wide = {"model": tiny("llama", dtype=dtype, **_WIDE), "requests": 0, "hits": 0, "scale": 4}
+    machine = type("Machine", (ExactReuseMachine,), wide)
+    run_state_machine_as_test(machine, settings=_CI)
+    assert machine.hits > machine.requests // 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_wide_model_shows_a_step_of_another_shape(dtype: torch.dtype, tiny: Callable[..., Any]) -> None:
+    """The control: the same rows computed in one step instead of chunk by chunk have other bits."""
+    engine = KVBoost(tiny("llama", dtype=dtype, **_WIDE), None, chunk_size=32, chunking="fixed")
+    same = 0
+    for seed in range(6):
+        text = torch.randint(3, 97, (300,), generator=torch.Generator().manual_seed(seed)).tolist()
+        stepped, other = engine.prefill(text), engine.prefill(text)
+        other.cache.crop(-204)
+        with torch.no_grad():
+            naive = engine.model(torch.tensor([text[96:]]), past_key_values=other.cache).logits[0, -1]
+        same += torch.equal(naive, stepped.logits)
+    assert same < 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_suffix_is_bit_identical(dtype: torch.dtype, tiny: Callable[..., Any]) -> None:
+    """Many steps behind a short hit: they must be the cold run's steps."""
+    warm, cold = (KVBoost(tiny("llama", dtype=dtype, **_WIDE), None, chunk_size=32, chunking="fixed") for _ in range(2))
+    for seed in range(6):
+        text = torch.randint(3, 97, (300,), generator=torch.Generator().manual_seed(seed)).tolist()
+        warm.warm(text[:100])
+        assert_warm_equals_cold(warm, cold, text, expected_hit=96)
 
 
 @pytest.mark.real

@@ -40,3 +40,10 @@ def test_too_small_and_multiplied_workspaces_are_not_used() -> None:
     pool.clear()
     pool.give_back(small, held=[_A])
     assert pool.idle_bytes == 0
+
+
+def test_a_growing_chat_keeps_its_workspace() -> None:
+    pool = WorkspacePool(_LAYOUT, capacity_bytes=10**8)
+    first, _ = pool.take(rows=1500, chain=[])
+    pool.give_back(first, held=[_A])
+    assert pool.take(rows=1740, chain=[_A, _B]) == (first, 1)

@@ -89,3 +89,7 @@ def smollm2_folder() -> Path:
         tokenizer.save_pretrained(part)
         part.rename(folder)  # whole or not at all: another process may be looking
     return folder
+
+
+if __name__ == "__main__":
+    print(smollm2_folder())

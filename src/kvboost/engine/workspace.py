@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from kvboost.model import KVLayout, SlabCache
 
 _MAX_IDLE = 4
+_MOST_HEADROOM = 2048  # rows; a growing chat then keeps its workspace for several turns
 
 
 class WorkspacePool:
@@ -37,7 +38,7 @@ class WorkspacePool:
                 best = max(fitting, key=lambda i: (_common(self._idle[i][1], chain), -self._idle[i][0].capacity))
                 cache, held = self._idle.pop(best)
                 return cache, _common(held, chain)
-        return SlabCache(self._layout, capacity=rows), 0
+        return SlabCache(self._layout, capacity=rows + min(rows // 4, _MOST_HEADROOM)), 0
 
     def give_back(self, cache: SlabCache, *, held: Sequence[bytes]) -> None:
         """Return a cache whose leading rows are exactly the chunks named by ``held``."""

@@ -38,7 +38,7 @@ class ModelIdentity:
     def state(self) -> tuple[Any, ...]:
         """A cheap value that changes whenever :meth:`fields` might. Compare before hashing anything."""
         return (
-            *(_tensor_state(tensor) for _, tensor in _weight_tensors(self._model)),
+            _weights_state(self._model),
             self._model.config._attn_implementation,
             self._model.training,
             _adapter_state(self._model),
@@ -47,9 +47,9 @@ class ModelIdentity:
 
     def fields(self) -> dict[str, str]:
         """The fingerprint fields that the model decides."""
-        tensors = tuple(_tensor_state(tensor) for _, tensor in _weight_tensors(self._model))
-        if tensors != self._weights_state:
-            self._weights, self._weights_state = _weights_digest(self._model), tensors
+        state = _weights_state(self._model)
+        if state != self._weights_state:
+            self._weights, self._weights_state = _weights_digest(self._model), state
         config, rope = self._config_and_rope
         return {
             "weights": self._weights,
@@ -77,9 +77,16 @@ def _weight_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
-def _tensor_state(tensor: torch.Tensor) -> tuple[int, int, str]:
-    version = 0 if tensor.is_inference() else tensor._version  # inference tensors count no versions
-    return id(tensor), version, str(tensor.device)
+def _weights_state(model: Any) -> tuple[Any, ...]:
+    """Changes when a weight is written to, moved or exchanged. Runs on every request, hence no names."""
+    return tuple(
+        # Inference tensors count no versions: a write to one of those goes unnoticed.
+        (id(tensor), 0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
+        for module in model.modules()
+        for tensors in (module._parameters, module._buffers)
+        for name, tensor in tensors.items()
+        if tensor is not None and not name.endswith("inv_freq")
+    )
 
 
 def _weights_digest(model: Any) -> str:

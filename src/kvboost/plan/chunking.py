@@ -27,11 +27,19 @@ def _check_boundaries(boundaries: Sequence[int], length: int) -> list[int]:
     return [b for b in ordered if b > 0]
 
 
+def _check_size(size: int) -> None:
+    if size < 1:  # cut() would never end
+        raise ConfigError(f"a chunker's size must be at least 1 token, got {size}")
+
+
 @dataclass(frozen=True)
 class FixedChunker:
     """A cut every ``size`` tokens, counted from the last boundary the caller gave."""
 
     size: int
+
+    def __post_init__(self) -> None:
+        _check_size(self.size)
 
     @property
     def spec(self) -> str:
@@ -64,6 +72,9 @@ class ContentChunker:
     """
 
     size: int
+
+    def __post_init__(self) -> None:
+        _check_size(self.size)
 
     @property
     def spec(self) -> str:

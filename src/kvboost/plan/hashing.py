@@ -32,11 +32,12 @@ def fingerprint_root(fingerprint: Fingerprint) -> bytes:
 
 def token_array(token_ids: Sequence[int]) -> TokenArray:
     """Token ids as uint32; raises ConfigError for what cannot be a token id."""
-    wide = np.asarray(token_ids, dtype=np.int64)
+    wide = np.asarray(token_ids)
     if wide.ndim != 1:
         raise ConfigError(f"token ids must be one flat sequence, got {wide.ndim} dimensions")
-    if wide.size and (wide.min() < 0 or wide.max() >= 2**32):
-        raise ConfigError("token ids must lie in 0..2**32-1")
+    # Not asking for int64 above: that would cut 1.5 down to 1, and overflow before the range is checked.
+    if wide.size and (wide.dtype.kind not in "iu" or wide.min() < 0 or wide.max() >= 2**32):
+        raise ConfigError("token ids must be integers in 0..2**32-1")
     return wide.astype(np.uint32)
 
 

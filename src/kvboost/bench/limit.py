@@ -1,0 +1,139 @@
+"""At the limit: a warm first token against the bare forward of only the tokens that are new.
+
+What no cache can undercut is the model's forward of the live tokens on KV already in place. Three warm
+requests are held against it: KV still in the engine's workspace, KV copied from the store, and a prompt
+given as text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+from kvboost.bench.measure import (
+    TextSource,
+    add_model_arguments,
+    alternate,
+    bare_forward,
+    first_token,
+    load_engine,
+    positive,
+    wall_ms,
+)
+from kvboost.bench.report import BenchError, Machine, Report, Spread, Table, describe_machine, ratios, say
+from kvboost.engine import KVBoost
+from kvboost.types import GenerationResult
+
+_CHUNK = 128
+_VARIANTS = ("in place", "from store", "text")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this measurement."""
+    add_model_arguments(parser, dtypes=("float32", "bfloat16"))
+    parser.add_argument("--lengths", type=positive, nargs="+", default=[2000, 6000], help="default: 2000 6000 tokens")
+    parser.add_argument("--live", type=positive, default=32, help="tokens that are new (default 32, at most 128)")
+    parser.add_argument("--repeat", type=positive, default=15, help="pairs measured (default 15)")
+    parser.add_argument("--warmups", type=positive, default=2, help="pairs run before (default 2)")
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Measure every dtype and length."""
+    if args.live > _CHUNK:
+        raise BenchError(f"--live {args.live} is more than one step of {_CHUNK} tokens; give {_CHUNK} or less")
+    report = Report("limit")
+    for dtype in args.dtype:
+        settings: dict[str, Any] = {"chunking": "fixed", "chunk_size": _CHUNK, "cache_bytes": "8GiB"}
+        engine = load_engine(args, dtype=dtype, **settings)
+        # Without workspaces every request copies its KV from the store, into memory the system hands out anew.
+        copying = KVBoost(engine.model, engine.tokenizer, workspace_bytes=0, **settings)
+        source = TextSource(engine.tokenizer, args.text)
+        machine = describe_machine(dtype=dtype, model=str(args.model))
+        samples = [
+            sample
+            for length in args.lengths
+            for sample in _measure(engine, copying, source.window(0, _length(length, args.live)), args)
+        ]
+        report.tables += [_table(samples, machine), _stage_table(samples, machine)]
+        report.raw[dtype] = samples
+    return report
+
+
+def _length(wanted: int, live: int) -> int:
+    """The length nearest to ``wanted`` whose cached part fills whole chunks."""
+    return max(1, round((wanted - live) / _CHUNK)) * _CHUNK + live
+
+
+def _measure(engine: KVBoost, copying: KVBoost, ids: list[int], args: argparse.Namespace) -> list[dict[str, Any]]:
+    text = engine.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    found = []
+    for variant in _VARIANTS:
+        asked = copying if variant == "from store" else engine
+        asked.clear()
+        prompt = text if variant == "text" else ids
+        say(f"{variant}: first reading of {len(ids)} tokens")
+        tokens = first_token(asked, prompt).prompt_token_ids  # cold: stores every chunk
+        live = first_token(asked, prompt).reuse.fresh_tokens
+        cache = asked.prefill(prompt).cache
+        cache.crop(-live)
+        results: list[GenerationResult] = []
+        calls: list[float] = []
+
+        def warm(asked: KVBoost = asked, prompt: Any = prompt, results: Any = results, calls: Any = calls) -> float:
+            calls.append(wall_ms(lambda: results.append(first_token(asked, prompt))))
+            return float(results[-1].ttft_ms)
+
+        label = f"{variant}, {len(tokens)} tokens"
+        times = alternate(
+            {"warm": warm, "bare": bare_forward(engine, tokens[-live:], cache)},
+            repeat=args.repeat,
+            warmups=args.warmups,
+            label=label,
+        )
+        kept = results[args.warmups :]
+        if any(result.reuse.fresh_tokens != live for result in kept):
+            raise BenchError(f"{label}: not every warm request computed {live} tokens; the cache is too small for it")
+        found.append(
+            {
+                "variant": variant,
+                "prompt_tokens": len(tokens),
+                "live_tokens": live,
+                "ttft_ms": times["warm"],
+                "call_ms": calls[args.warmups :],
+                "bare_ms": times["bare"],
+                "stages_ms": [dict(result.reuse.timings_ms) for result in kept],
+            }
+        )
+        asked.clear()
+    return found
+
+
+def _table(samples: list[dict[str, Any]], machine: Machine) -> Table:
+    columns = ["warm request", "prompt", "live", "TTFT ms", "whole call ms", "bare forward ms", "TTFT / bare"]
+    table = Table("At the limit: first token of a warm request / bare forward of its live tokens", machine, columns)
+    for sample in samples:
+        table.add(
+            sample["variant"],
+            sample["prompt_tokens"],
+            sample["live_tokens"],
+            Spread.of(sample["ttft_ms"]).text(1),
+            Spread.of(sample["call_ms"]).text(1),
+            Spread.of(sample["bare_ms"]).text(1),
+            Spread.of(ratios(sample["ttft_ms"], sample["bare_ms"])).text(3),
+        )
+    table.notes.append(
+        "TTFT is the engine's own, from the call; `whole call` is a clock around the same call (it adds commit and "
+        "the end of generate). Pairs alternate; cells are median [min max]. `in place`: KV still in the workspace. "
+        "`from store`: engine without workspaces, KV copied into new memory each time. `text`: tokenizing included."
+    )
+    return table
+
+
+def _stage_table(samples: list[dict[str, Any]], machine: Machine) -> Table:
+    stages = list(dict.fromkeys(stage for sample in samples for run in sample["stages_ms"] for stage in run))
+    table = Table("Where a warm request spends its time, median ms", machine, ["warm request", "prompt", *stages])
+    for sample in samples:
+        medians = [statistics.median(run.get(stage, 0.0) for run in sample["stages_ms"]) for stage in stages]
+        table.add(sample["variant"], sample["prompt_tokens"], *(f"{value:.2f}" for value in medians))
+    return table

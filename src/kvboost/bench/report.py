@@ -1,0 +1,190 @@
+"""What every measurement shares on the way out: the machine line, medians with spread, tables, JSON, progress.
+
+Used by every module of this package. Invariant: nothing written here names a path, only a folder's name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_SILENT_SECONDS = 2.0
+
+
+class BenchError(Exception):
+    """A measurement cannot start; the message says in one line what to do."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and on what the numbers were taken."""
+
+    date: str
+    cpu: str
+    cores: int
+    threads: int
+    torch: str
+    transformers: str
+    dtype: str
+    model: str
+
+    @property
+    def line(self) -> str:
+        """The line every table starts with."""
+        return (
+            f"{self.date}; {self.cpu}; {self.cores} cores, {self.threads} torch threads; torch {self.torch}, "
+            f"transformers {self.transformers}; dtype {self.dtype}; model {self.model}"
+        )
+
+
+def describe_machine(*, dtype: str = "none", model: str | None = None) -> Machine:
+    """This machine now, with the dtype and the model folder's name (never its path)."""
+    return Machine(
+        date=datetime.now(UTC).date().isoformat(),
+        cpu=cpu_model(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        transformers=metadata.version("transformers"),  # asked of the installation: only kvboost.model imports it
+        dtype=dtype,
+        model=Path(model).expanduser().resolve().name if model else "none",
+    )
+
+
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The CPU's name as Linux gives it, or what Python knows elsewhere."""
+    try:
+        for row in cpuinfo.read_text(errors="replace").splitlines():
+            name, _, value = row.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine() or "unknown CPU"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, smallest and largest of some samples."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        """Of at least one sample."""
+        if not samples:
+            raise ValueError("no samples")
+        return cls(statistics.median(samples), min(samples), max(samples), len(samples))
+
+    def text(self, digits: int = 2) -> str:
+        """``median [min max]``."""
+        return f"{self.median:.{digits}f} [{self.low:.{digits}f} {self.high:.{digits}f}]"
+
+
+def ratios(upper: Sequence[float], lower: Sequence[float]) -> list[float]:
+    """``upper / lower``, pair by pair: what ran next to each other is divided by each other."""
+    return [a / b for a, b in zip(upper, lower, strict=True)]
+
+
+@dataclass
+class Table:
+    """A titled table whose first line names the machine."""
+
+    title: str
+    machine: Machine
+    columns: Sequence[str]
+    rows: list[list[str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, *cells: object) -> None:
+        """Append a row."""
+        if len(cells) != len(self.columns):
+            raise ValueError(f"{len(cells)} cells for {len(self.columns)} columns")
+        self.rows.append([str(cell) for cell in cells])
+
+    def markdown(self) -> str:
+        """The machine line, the title, the table with aligned columns, the notes."""
+        everything = [list(self.columns), *self.rows]
+        widths = [max(len(row[i]) for row in everything) for i in range(len(self.columns))]
+
+        def line(cells: Sequence[str]) -> str:
+            padded = [
+                cell.ljust(width) if index == 0 else cell.rjust(width)
+                for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+            ]
+            return "| " + " | ".join(padded) + " |"
+
+        rule = [("-" * width if index == 0 else "-" * (width - 1) + ":") for index, width in enumerate(widths)]
+        lines = [self.machine.line, "", f"**{self.title}**", "", line(self.columns), line(rule)]
+        lines += [line(row) for row in self.rows]
+        lines += ["", *self.notes] if self.notes else []
+        return "\n".join(lines) + "\n"
+
+
+@dataclass
+class Report:
+    """What one command measured."""
+
+    command: str
+    tables: list[Table] = field(default_factory=list)
+    raw: dict[str, Any] = field(default_factory=dict)
+    """Every single sample, for the JSON file."""
+    failed: bool = False
+    """A proof that did not hold; the command then exits with 1."""
+
+    def markdown(self) -> str:
+        """All tables."""
+        return "\n".join(table.markdown() for table in self.tables)
+
+    def json(self, arguments: Mapping[str, Any]) -> str:
+        """Everything, with the command's arguments; paths are cut down to their last part."""
+        document = {
+            "command": self.command,
+            "arguments": {name: _without_folder(value) for name, value in arguments.items()},
+            "failed": self.failed,
+            "tables": [asdict(table) for table in self.tables],
+            "raw": self.raw,
+        }
+        return json.dumps(document, indent=1, default=str) + "\n"
+
+
+def _without_folder(value: Any) -> Any:
+    if isinstance(value, Path):
+        return value.name
+    return [_without_folder(item) for item in value] if isinstance(value, list) else value
+
+
+class Progress:
+    """Says on stderr how far a long measurement is; silent for anything under two seconds."""
+
+    def __init__(self, label: str, total: int) -> None:
+        self._label, self._total, self._done = label, total, 0
+        self._start = self._said = time.perf_counter()
+
+    def step(self, count: int = 1) -> None:
+        """``count`` more of the total are done."""
+        self._done += count
+        now = time.perf_counter()
+        if now - self._said >= _SILENT_SECONDS:
+            self._said = now
+            say(f"{self._label}: {self._done} of {self._total}, {now - self._start:.0f} s")
+
+
+def say(text: str) -> None:
+    """One line on stderr, where it does not mix with the tables."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,294 @@
+"""The memory store: its contract, its order of eviction, and a model it must agree with whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvboost.extend import ChunkStore, Lease
+from kvboost.store import LeafFirstLRU, MemoryStore
+from kvboost.testing import ChunkStoreContract
+from kvboost.testing.store import held_keys, prompt
+from kvboost.types import Chunk, KVBlock, PutOutcome
+
+
+class TestMemoryStoreContract(ChunkStoreContract):
+    def make_store(self, *, capacity_bytes: int, max_chunks: int | None = None) -> ChunkStore:
+        return MemoryStore(capacity_bytes, max_chunks=max_chunks)
+
+
+def block_of(chunk: Chunk, nbytes: int = 100) -> KVBlock:
+    return KVBlock(
+        key=chunk.prefix_key,
+        parent_key=chunk.parent_key,
+        content_key=chunk.content_key,
+        tokens=chunk.tokens,
+        tensors=(),
+        nbytes=nbytes,
+        bitwise=True,
+    )
+
+
+def put_all(store: MemoryStore, chunks: Sequence[Chunk]) -> None:
+    for chunk in chunks:
+        store.put(block_of(chunk))
+    store.used([chunk.prefix_key for chunk in chunks])
+
+
+def test_the_least_recently_used_prompt_goes_first_from_its_end() -> None:
+    store = MemoryStore(500)
+    old, young = prompt("a", "b", "c"), prompt("x", "y")
+    put_all(store, old)
+    put_all(store, young)
+    for number, left in enumerate((2, 1, 0)):
+        put_all(store, prompt(f"new {number}"))
+        with store.lease(young) as lease:
+            assert len(lease.blocks) == 2
+        assert store.stats().chunks == 5
+        # The policy's order is under test: looking the old prompt up would make it young.
+        assert [c.prefix_key in store._entries for c in old] == [i < left for i in range(3)]
+
+
+def test_a_lease_makes_a_prompt_young() -> None:
+    store = MemoryStore(200)
+    for word in ("a", "b"):
+        put_all(store, prompt(word))
+    store.lease(prompt("a")).release()
+    put_all(store, prompt("c"))
+    assert held_keys(store, prompt("b")) == []
+    assert len(held_keys(store, prompt("a"))) == 1
+
+
+def test_the_block_itself_is_handed_out() -> None:
+    """No copy: tensors are shared between readers, and a block found is the block put."""
+    store = MemoryStore(1000)
+    (chunk,) = prompt("a")
+    block, twin = block_of(chunk), block_of(chunk)
+    store.put(block)
+    assert store.put(twin) is PutOutcome.PRESENT
+    with store.lease([chunk]) as lease:
+        assert lease.blocks[0] is block
+
+
+def test_blocks_without_bytes_count_as_chunks() -> None:
+    store = MemoryStore(0, max_chunks=1)
+    for word in ("a", "b"):
+        assert store.put(block_of(prompt(word)[0], nbytes=0)) is PutOutcome.STORED
+    assert store.stats().chunks == 1
+
+
+def test_the_given_policy_decides() -> None:
+    class MostRecentFirst(LeafFirstLRU):
+        def victim(self, evictable: Any) -> bytes | None:
+            return next((key for key in reversed(self._order) if evictable(key)), None)
+
+    store = MemoryStore(200, policy=MostRecentFirst())
+    for word in ("a", "b", "c"):
+        put_all(store, prompt(word))
+    assert [len(held_keys(store, prompt(word))) for word in ("a", "b", "c")] == [1, 0, 1]
+
+
+def test_stats_name_the_tier_and_close_forgets() -> None:
+    store = MemoryStore(1000)
+    put_all(store, prompt("a"))
+    assert (store.stats().tier, store.stats().capacity_bytes) == ("memory", 1000)
+    store.close()
+    assert (store.stats().chunks, store.stats().bytes) == (0, 0)
+
+
+# A model: the same rules written the slow and obvious way.
+
+PROMPTS = {"".join(words): prompt(*words) for length in (1, 2, 3) for words in product("abc", repeat=length)}
+prompts = st.sampled_from(list(PROMPTS))  # by their words, which print better than chunks
+# Mostly blocks of one size and room for a few: then leases, successors and age all stand in the way of evictions.
+sizes = st.one_of(st.just(10), st.just(10), st.integers(0, 60))
+capacities = st.sampled_from([40, 30, 50, 60, 20, 85, 150, 0])
+limits = st.sampled_from([None, None, None, 3, 4, 6, 0])
+
+
+@dataclass
+class Model:
+    """Everything is searched for, nothing is counted along: no counter can drift."""
+
+    capacity: int
+    max_chunks: int | None
+    blocks: list[KVBlock] = field(default_factory=list)
+    """In the order of eviction: first, the next to go."""
+    leases: list[list[KVBlock]] = field(default_factory=list)
+    hits: int = 0
+    misses: int = 0
+    rejected: int = 0
+    evictions: int = 0
+    refused: int = 0
+
+    def find(self, key: bytes | None) -> KVBlock | None:
+        return next((block for block in self.blocks if block.key == key), None)
+
+    def put(self, block: KVBlock) -> PutOutcome:
+        if self.find(block.key):
+            return PutOutcome.PRESENT
+        if (block.parent_key is not None and not self.find(block.parent_key)) or block.nbytes > self.capacity:
+            self.refused += 1
+            return PutOutcome.REFUSED
+        while not self.fits(block):
+            needed = {b.parent_key for b in [*self.blocks, block]}
+            leased = {id(b) for lease in self.leases for b in lease}
+            victim = next((b for b in self.blocks if b.key not in needed and id(b) not in leased), None)
+            if victim is None:
+                self.refused += 1
+                return PutOutcome.REFUSED
+            self.blocks.remove(victim)
+            self.evictions += 1
+        self.blocks.append(block)
+        return PutOutcome.STORED
+
+    def fits(self, block: KVBlock) -> bool:
+        within_bytes = sum(b.nbytes for b in [*self.blocks, block]) <= self.capacity
+        return within_bytes and (self.max_chunks is None or len(self.blocks) < self.max_chunks)
+
+    def used(self, chain: Sequence[bytes]) -> None:
+        for key in reversed(chain):
+            if block := self.find(key):
+                self.blocks.remove(block)
+                self.blocks.append(block)
+
+    def lease(self, chunks: Sequence[Chunk]) -> list[KVBlock]:
+        held: list[KVBlock] = []
+        for chunk in chunks:
+            block = self.find(chunk.prefix_key)
+            if block is None or block.tokens != chunk.tokens:
+                self.rejected += block is not None
+                break
+            held.append(block)
+        self.hits += len(held)
+        self.misses += len(chunks) - len(held)
+        self.used([block.key for block in held])
+        return held
+
+
+class MemoryStoreMachine(RuleBasedStateMachine):
+    """Any sequence of calls gives what the model says, and the invariants hold after each."""
+
+    @initialize(capacity=capacities, max_chunks=limits)
+    def make(self, capacity: int, max_chunks: int | None) -> None:
+        self.store = MemoryStore(capacity, max_chunks=max_chunks)
+        self.model = Model(capacity, max_chunks)
+        self.leases: list[tuple[Lease, list[KVBlock]]] = []
+        self.forgotten = 0  # leases[:forgotten] are from before the last clear
+
+    def offer(self, chunk: Chunk, nbytes: int) -> None:
+        block = block_of(chunk, nbytes)
+        assert self.store.put(block) is self.model.put(block)
+
+    @rule(words=prompts, nbytes=sizes)
+    def put_one(self, words: str, nbytes: int) -> None:
+        self.offer(PROMPTS[words][-1], nbytes)
+
+    @rule(several=st.lists(prompts, min_size=1, max_size=4), nbytes=sizes)
+    def read_prompts(self, several: list[str], nbytes: int) -> None:
+        """As the engine does it: lease, put the rest, mark all as used, release."""
+        for words in several:
+            self.read(PROMPTS[words], nbytes)
+
+    def read(self, chunks: list[Chunk], nbytes: int) -> None:
+        with self.store.lease(chunks) as lease:
+            held = self.model.lease(chunks)
+            assert list(lease.blocks) == held
+            self.model.leases.append(held)
+            for chunk in chunks[len(held) :]:
+                self.offer(chunk, nbytes)
+            self.model.leases.pop()
+        self.store.used([chunk.prefix_key for chunk in chunks])
+        self.model.used([chunk.prefix_key for chunk in chunks])
+
+    @rule(words=prompts)
+    def lease(self, words: str) -> None:
+        chunks = PROMPTS[words]
+        held = self.model.lease(chunks)
+        self.leases.append((self.store.lease(chunks), held))
+        self.model.leases.append(held)
+
+    @rule(words=prompts, data=st.data())
+    def lease_with_other_tokens(self, words: str, data: Any) -> None:
+        chunks = PROMPTS[words]
+        at = data.draw(st.integers(0, len(chunks) - 1))
+        lie = [*chunks[:at], replace(chunks[at], tokens=b"lie!"), *chunks[at + 1 :]]
+        with self.store.lease(lie) as lease:
+            assert list(lease.blocks) == self.model.lease(lie)
+            assert len(lease.blocks) <= at
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: Any) -> None:
+        at = data.draw(st.integers(0, len(self.leases) - 1))
+        lease, _ = self.leases.pop(at)
+        self.model.leases.pop(at)
+        self.forgotten -= at < self.forgotten
+        lease.release()
+        lease.release()
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def find_what_is_leased(self, data: Any) -> None:
+        """Leased blocks never vanish, unless somebody clears the store."""
+        at = data.draw(st.integers(0, len(self.leases) - 1))
+        _, held = self.leases[at]
+        chunks = next(p for p in [*PROMPTS.values(), []] if [c.prefix_key for c in p] == [b.key for b in held])
+        with self.store.lease(chunks) as again:
+            assert list(again.blocks) == self.model.lease(chunks)
+            if at >= self.forgotten:
+                assert all(new is old for new, old in zip(again.blocks, held, strict=True))
+
+    @rule(words=prompts)
+    def used(self, words: str) -> None:
+        chain = [chunk.prefix_key for chunk in PROMPTS[words]]
+        self.store.used(chain)
+        self.model.used(chain)
+
+    @rule(really=st.sampled_from([False, False, False, True]))
+    def clear(self, really: bool) -> None:
+        if not really:  # an empty store has nothing to go wrong: keep most runs going
+            return
+        self.store.clear()
+        self.model.blocks.clear()
+        self.forgotten = len(self.leases)
+
+    @invariant()
+    def leases_stay_readable(self) -> None:
+        for lease, held in self.leases:
+            assert all(new is old for new, old in zip(lease.blocks, held, strict=True))
+
+    @invariant()
+    def the_ledger_holds(self) -> None:
+        stored = {key: entry.block for key, entry in self.store._entries.items()}
+        stats = self.store.stats()
+        assert stats.chunks == len(stored)
+        assert stats.bytes == sum(block.nbytes for block in stored.values()) <= self.model.capacity
+        assert self.model.max_chunks is None or stats.chunks <= self.model.max_chunks
+        assert all(block.parent_key is None or block.parent_key in stored for block in stored.values())
+        assert stored == {block.key: block for block in self.model.blocks}
+        assert (stats.hits, stats.misses, stats.rejected, stats.evictions, stats.refused, stats.leased) == (
+            self.model.hits,
+            self.model.misses,
+            self.model.rejected,
+            self.model.evictions,
+            self.model.refused,
+            sum(len(held) for _, held in self.leases),
+        )
+
+    def teardown(self) -> None:
+        for lease, _ in getattr(self, "leases", []):
+            lease.release()
+            assert self.store.stats().leased >= 0
+        if hasattr(self, "store"):
+            assert self.store.stats().leased == 0
+
+
+TestMemoryStoreAgainstTheModel = MemoryStoreMachine.TestCase
+TestMemoryStoreAgainstTheModel.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

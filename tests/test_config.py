@@ -1,0 +1,100 @@
+"""Settings are checked once, and every message says what to write instead."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvboost.config import EngineConfig, parse_bytes
+from kvboost.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", 0),
+        ("17", 17),
+        ("17b", 17),
+        ("2GB", 2 * 10**9),
+        ("2GiB", 2 * 2**30),
+        ("500 MB", 500 * 10**6),
+        (" 1.5 gib ", 3 * 2**29),
+        ("64KiB", 65536),
+        ("3kb", 3000),
+        ("7mib", 7 * 2**20),
+    ],
+)
+def test_sizes_in_words(text: str, expected: int) -> None:
+    assert parse_bytes(text, name="cache_bytes") == expected
+
+
+@given(st.integers(0, 2**50))
+def test_sizes_in_numbers(number: int) -> None:
+    assert parse_bytes(number, name="cache_bytes") == number
+    assert parse_bytes(str(number), name="cache_bytes") == number
+
+
+@pytest.mark.parametrize("bad", ["", "GB", "2XB", "two", "1e9", "-1", "1 2", "2GB!", -1])
+def test_what_is_no_size_is_named(bad: Any) -> None:
+    with pytest.raises(ConfigError, match="workspace_bytes="):
+        parse_bytes(bad, name="workspace_bytes")
+
+
+def test_defaults_are_valid_and_sizes_become_numbers() -> None:
+    config = EngineConfig()
+    assert (config.cache_bytes, config.workspace_bytes) == (2**31, 2**30)
+    assert (config.chunk_size, config.chunking, config.strict, config.max_chunks) == (128, "content", True, None)
+    assert EngineConfig(cache_bytes=0).cache_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"chunk_size": 3},
+        {"chunk_size": 0},
+        {"chunk_size": -128},
+        {"max_chunks": -1},
+        {"cache_bytes": -1},
+        {"cache_bytes": "lots"},
+        {"workspace_bytes": "-5"},
+        {"recompute_strategy": "selective"},
+        {"recompute_overlap": 16},
+        {"recompute_ratio": 0.15},
+        {"kv_cache_bits": 8},
+        {"disk_cache_dir": "/tmp/kv"},
+    ],
+    ids=lambda bad: "-".join(bad),
+)
+def test_a_bad_setting_is_named(bad: dict[str, Any]) -> None:
+    (name,) = bad
+    with pytest.raises(ConfigError, match=f"^{name}="):
+        EngineConfig(**bad)
+
+
+@pytest.mark.parametrize("name", ["recompute_strategy", "recompute_ratio", "kv_cache_bits", "disk_cache_dir"])
+def test_what_is_not_built_says_so(name: str) -> None:
+    """A setting that silently did nothing would be believed."""
+    with pytest.raises(ConfigError, match=f"does not have yet; leave {name} at"):
+        EngineConfig(**{name: 8})
+
+
+def test_the_limits_themselves_are_allowed() -> None:
+    assert EngineConfig(chunk_size=4, max_chunks=0, cache_bytes=0, workspace_bytes=0).chunk_size == 4
+
+
+def test_unknown_settings_and_late_changes_raise() -> None:
+    with pytest.raises(TypeError, match="chunk_sise"):
+        EngineConfig(chunk_sise=64)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        EngineConfig(True)  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        EngineConfig().chunk_size = 64  # type: ignore[misc]
+
+
+def test_a_config_error_is_a_value_error() -> None:
+    """So that a caller who knows nothing of this package can catch it."""
+    assert issubclass(ConfigError, ValueError)

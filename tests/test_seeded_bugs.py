@@ -1,0 +1,212 @@
+"""Bugs put in on purpose, each of which a named test must catch: the proof that those tests can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost import GenerationMode, KVBoost
+from kvboost.engine import decoding, reader, workspace
+from kvboost.model.cache import SlabCache, SlabLayer
+from kvboost.store.memory import MemoryStore
+from kvboost.types import Chunk, Fingerprint, ReusePlan, Segment, SegmentKind
+from tests.engine import test_batch, test_engine, test_exact, test_threads
+from tests.helpers.exactness import assert_warm_equals_cold
+from tests.helpers.models import tiny_model
+from tests.plan import test_hashing
+from tests.store.test_memory import TestMemoryStoreContract
+
+Tiny = Callable[..., Any]
+
+
+def _chain_ignores_parents(patch: pytest.MonkeyPatch) -> None:
+    right = reader.chunk_keys
+
+    def wrong(root: bytes, tokens: Any, ends: Sequence[int]) -> list[Chunk]:
+        chunks = right(root, tokens, ends)
+        parents = [None, *(c.content_key for c in chunks)]
+        return [replace(c, prefix_key=c.content_key, parent_key=p) for c, p in zip(chunks, parents, strict=False)]
+
+    patch.setattr(reader, "chunk_keys", wrong)
+
+
+def _last_token_reused(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reader, "reusable_chunks", lambda chunks, prompt_tokens: chunks)
+
+
+def _suffix_in_one_step(patch: pytest.MonkeyPatch) -> None:
+    right = reader.plan_reuse
+
+    def wrong(chunks: Sequence[Chunk], *, prompt_tokens: int, available: int) -> ReusePlan:
+        plan = right(chunks, prompt_tokens=prompt_tokens, available=available)
+        rest = Segment(SegmentKind.FRESH, plan.exact_tokens, prompt_tokens, None)
+        return ReusePlan(prompt_tokens, (*plan.reused, rest)) if available else plan
+
+    patch.setattr(reader, "plan_reuse", wrong)
+
+
+def _stored_tensors_shared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SlabCache, "extract", SlabCache.rows)
+
+
+def _placed_one_row_late(patch: pytest.MonkeyPatch) -> None:
+    right = SlabCache.place
+    patch.setattr(SlabCache, "place", lambda self, start, tensors, row=0: right(self, start + 1, tensors, row=row))
+
+
+def _mask_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SlabLayer, "get_mask_sizes", lambda self, query_length: (self.length + query_length, 1))
+
+
+def _padding_counted(patch: pytest.MonkeyPatch) -> None:
+    right = decoding.run_generate
+
+    def wrong(model: Any, *, attention_mask: torch.Tensor, **rest: Any) -> Any:
+        return right(model, attention_mask=torch.ones_like(attention_mask), **rest)
+
+    patch.setattr(decoding, "run_generate", wrong)
+
+
+def _leased_blocks_evicted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryStore, "_evictable", lambda self, key: self._entries[key].successors == 0)
+
+
+def _parents_evicted_first(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryStore, "_evictable", lambda self, key: self._entries[key].leases == 0)
+
+
+def _budget_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MemoryStore, "_make_room", lambda self, nbytes: True)
+
+
+def _fingerprint_without(field: str) -> Callable[[pytest.MonkeyPatch], None]:
+    def seed(patch: pytest.MonkeyPatch) -> None:
+        right = Fingerprint.items
+        patch.setattr(Fingerprint, "items", lambda self: [item for item in right(self) if item[0] != field])
+
+    return seed
+
+
+def _workspace_claims_everything(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(workspace, "_common", lambda held, chain: len(chain))
+
+
+def _workspace_shared(patch: pytest.MonkeyPatch) -> None:
+    right = workspace.WorkspacePool.take
+
+    def wrong(self: Any, *, rows: int, chain: Sequence[bytes]) -> Any:
+        cache, in_place = right(self, rows=rows, chain=chain)
+        self._idle.append((cache, tuple(chain)))
+        return cache, in_place
+
+    patch.setattr(workspace.WorkspacePool, "take", wrong)
+
+
+def _taint_forgotten(patch: pytest.MonkeyPatch) -> None:
+    right = reader.PromptReader._store_chunks
+    patch.setattr(
+        reader.PromptReader,
+        "_store_chunks",
+        lambda self, reading, chunks, *, rows, bitwise: right(self, reading, chunks, rows=rows, bitwise=True),
+    )
+
+
+# The tests that must fail, as plain functions.
+
+
+def _hits_around_chunk_ends(tiny: Tiny) -> None:
+    test_exact.test_hit_lengths_around_every_chunk_end("llama", 0, tiny)
+
+
+def _same_chunk_after_other_text(tiny: Tiny) -> None:
+    test_same_chunk_after_other_text_is_no_hit(tiny)
+
+
+def _batch_rows(tiny: Tiny) -> None:
+    test_batch.test_each_row_of_a_batch_is_its_own_prompt("llama", GenerationMode.PREFIX_CACHE, tiny)
+
+
+def _own_cache(tiny: Tiny) -> None:
+    test_engine.test_the_returned_cache_is_the_callers_own(_byte_engine())
+
+
+def _decoded_rows(tiny: Tiny) -> None:
+    test_engine.test_generated_rows_are_reused_only_on_request_and_never_called_bitwise(_byte_engine().model)
+
+
+def _threads(tiny: Tiny) -> None:
+    for _ in range(3):  # a race: not every run shows it
+        test_threads.test_many_threads_get_the_answers_of_one(tiny)
+
+
+def _many_steps(tiny: Tiny) -> None:
+    test_exact.test_a_long_suffix_is_bit_identical(torch.bfloat16, tiny)
+
+
+def _contract(name: str) -> Callable[[Tiny], None]:
+    return lambda tiny: getattr(TestMemoryStoreContract(), name)()
+
+
+def _byte_engine() -> KVBoost:
+    from tests.helpers.tokenizer import byte_tokenizer
+
+    return KVBoost(tiny_model("llama", vocab_size=260, max_position_embeddings=600), byte_tokenizer(), chunk_size=16)
+
+
+_BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Tiny], None]]] = {
+    "the last token is matched": (_last_token_reused, _hits_around_chunk_ends),
+    "the chain forgets the parent": (_chain_ignores_parents, _same_chunk_after_other_text),
+    "the suffix runs in one step": (_suffix_in_one_step, _many_steps),
+    "a stored tensor is shared with the caller": (_stored_tensors_shared, _own_cache),
+    "KV is placed one row late": (_placed_one_row_late, _hits_around_chunk_ends),
+    "the mask is off by one": (_mask_off_by_one, _hits_around_chunk_ends),
+    "padding is attended to": (_padding_counted, _batch_rows),
+    "a workspace claims rows it lacks": (_workspace_claims_everything, _same_chunk_after_other_text),
+    "two requests share a workspace": (_workspace_shared, _threads),
+    "decoded rows pass for exact ones": (_taint_forgotten, _decoded_rows),
+    "a lease does not protect": (_leased_blocks_evicted, _contract("test_a_leased_block_is_not_evicted")),
+    "a parent goes before its successor": (
+        _parents_evicted_first,
+        _contract("test_successors_are_evicted_before_what_they_follow"),
+    ),
+    "the byte budget is ignored": (_budget_forgotten, _contract("test_the_byte_budget_is_never_exceeded")),
+} | {
+    f"the fingerprint forgets {field}": (
+        _fingerprint_without(field),
+        lambda tiny, field=field: test_hashing.test_every_field_of_the_fingerprint_changes_every_key(field),
+    )
+    for field in Fingerprint.__dataclass_fields__
+}
+
+
+@pytest.mark.parametrize("bug", _BUGS)
+def test_a_seeded_bug_is_caught(bug: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed, check = _BUGS[bug]
+    check(tiny)  # passes while the code is right
+    with monkeypatch.context() as patch:
+        seed(patch)
+        with pytest.raises(Exception):  # noqa: B017 - an assertion, or the code's own guard
+            check(tiny)
+
+
+def test_same_chunk_after_other_text_is_no_hit(tiny: Tiny) -> None:
+    warm, cold = (KVBoost(tiny("llama"), None, chunk_size=8, chunking="fixed") for _ in range(2))
+    one, other, shared = list(range(3, 11)), list(range(20, 28)), list(range(40, 64))
+    warm.generate([*one, *shared], max_new_tokens=1, temperature=0)
+    warm.warm([*other, *one])
+    assert_warm_equals_cold(warm, cold, [*other, *shared], expected_hit=8)
+    assert_warm_equals_cold(warm, cold, [*one, *shared], expected_hit=24)
+    # A workspace that was used for another text in between holds none of this one.
+    warm.generate([*other, *shared], max_new_tokens=1, temperature=0)
+    result = warm.generate([*one, *shared], max_new_tokens=3, temperature=0, **_LOGITS)
+    cold.clear()
+    expected = cold.generate([*one, *shared], max_new_tokens=3, temperature=0, **_LOGITS)
+    assert result.cached_tokens == 24
+    assert all(torch.equal(a, b) for a, b in zip(result.raw.logits, expected.raw.logits, strict=True))
+
+
+_LOGITS = {"return_dict_in_generate": True, "output_logits": True}
