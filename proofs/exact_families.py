@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.helpers.exactness import ExactReuseMachine
 from tests.helpers.models import FAMILIES, tiny_model
 
-from kvboost.bench.report import machine_line
+from kvboost.bench.report import describe_machine
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     wide = {"hidden_size": 256, "intermediate_size": 512}
     cases["llama, wide"] = ("llama", torch.float32, wide, 4)
     cases["llama, wide, bfloat16"] = ("llama", torch.bfloat16, wide, 4)
-    print(machine_line())
+    print(describe_machine().line)
     print("\n| model | requests | with a hit | bits apart | seconds |\n|---|---|---|---|---|", flush=True)
     total = hits = 0
     for name, (family, dtype, overrides, scale) in cases.items():
