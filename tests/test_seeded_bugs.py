@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost import GenerationMode, KVBoost
+from kvboost import GenerationMode, KVBoost, UnsupportedModelError
 from kvboost.engine import decoding, reader, workspace
+from kvboost.model import fingerprint
 from kvboost.model.cache import SlabCache, SlabLayer
 from kvboost.store.memory import MemoryStore
 from kvboost.types import Chunk, Fingerprint, ReusePlan, Segment, SegmentKind
-from tests.engine import test_batch, test_engine, test_exact, test_threads
+from tests.engine import test_batch, test_engine, test_exact, test_workspace
 from tests.helpers.exactness import assert_warm_equals_cold
 from tests.helpers.models import tiny_model
+from tests.model import test_fingerprint as test_fp
 from tests.plan import test_hashing
 from tests.store.test_memory import TestMemoryStoreContract
 
@@ -106,6 +108,22 @@ def _workspace_shared(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(workspace.WorkspacePool, "take", wrong)
 
 
+def _weights_not_watched(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fingerprint, "_weights_state", lambda model: ())
+
+
+def _adapters_not_watched(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fingerprint, "_adapter_state", lambda model: "none")
+
+
+def _change_during_request_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reader.PromptReader, "_model_unchanged", lambda self, reading: True)
+
+
+def _given_cache_pooled(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reader.Reading, "detach", lambda self: self.cache)
+
+
 def _taint_forgotten(patch: pytest.MonkeyPatch) -> None:
     right = reader.PromptReader._store_chunks
     patch.setattr(
@@ -138,9 +156,8 @@ def _decoded_rows(tiny: Tiny) -> None:
     test_engine.test_generated_rows_are_reused_only_on_request_and_never_called_bitwise(_byte_engine().model)
 
 
-def _threads(tiny: Tiny) -> None:
-    for _ in range(3):  # a race: not every run shows it
-        test_threads.test_many_threads_get_the_answers_of_one(tiny)
+def _one_owner(tiny: Tiny) -> None:
+    test_workspace.test_one_owner_at_a_time_and_never_over_budget()
 
 
 def _many_steps(tiny: Tiny) -> None:
@@ -149,6 +166,11 @@ def _many_steps(tiny: Tiny) -> None:
 
 def _contract(name: str) -> Callable[[Tiny], None]:
     return lambda tiny: getattr(TestMemoryStoreContract(), name)()
+
+
+def _changed_meanwhile(tiny: Tiny) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_fp.test_weights_changed_during_a_request_store_nothing(patch)
 
 
 def _byte_engine() -> KVBoost:
@@ -166,8 +188,18 @@ _BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Tiny], No
     "the mask is off by one": (_mask_off_by_one, _hits_around_chunk_ends),
     "padding is attended to": (_padding_counted, _batch_rows),
     "a workspace claims rows it lacks": (_workspace_claims_everything, _same_chunk_after_other_text),
-    "two requests share a workspace": (_workspace_shared, _threads),
+    "two requests share a workspace": (_workspace_shared, _one_owner),
     "decoded rows pass for exact ones": (_taint_forgotten, _decoded_rows),
+    "changed weights go unnoticed": (
+        _weights_not_watched,
+        lambda tiny: test_fp.test_weights_changed_in_place_end_the_old_hits(),
+    ),
+    "adapters share a cache": (_adapters_not_watched, lambda tiny: test_fp.test_adapters_have_their_own_cache()),
+    "weights change during a request": (_change_during_request_ignored, _changed_meanwhile),
+    "the caller's cache is pooled": (
+        _given_cache_pooled,
+        lambda tiny: test_engine.test_a_cache_handed_out_with_the_result_is_the_callers(_byte_engine()),
+    ),
     "a lease does not protect": (_leased_blocks_evicted, _contract("test_a_leased_block_is_not_evicted")),
     "a parent goes before its successor": (
         _parents_evicted_first,
@@ -189,7 +221,8 @@ def test_a_seeded_bug_is_caught(bug: str, tiny: Tiny, monkeypatch: pytest.Monkey
     check(tiny)  # passes while the code is right
     with monkeypatch.context() as patch:
         seed(patch)
-        with pytest.raises(Exception):  # noqa: B017 - an assertion, or the code's own guard
+        # An assertion of the test, or a guard of the code's own: the plan's invariants, the probe.
+        with pytest.raises((AssertionError, ValueError, UnsupportedModelError)):
             check(tiny)
 
 

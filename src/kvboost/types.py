@@ -6,7 +6,7 @@ Nothing here imports torch: planning and bookkeeping must run, and be tested, wi
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -170,8 +170,12 @@ class GenerationResult:
     ttft_ms: float
     total_ms: float
     reuse: ReuseReport
-    raw: Any = field(default=None, repr=False)
-    """What ``model.generate`` returned, where the caller asked for more than ids."""
+    raw: Any = field(default=None, repr=False, compare=False)
+    """What ``model.generate`` returned: a tensor, or its output object with ``return_dict_in_generate=True``.
+
+    With beams or several return sequences, ``token_ids`` is the first one and the others are here. In a
+    batch it is the output of the whole batch.
+    """
 
     @property
     def prompt_tokens(self) -> int:
@@ -243,8 +247,6 @@ class CacheStats(TypedDict):
     hit_rate: float
     exact_hit_rate: float
     evictions: int
+    store_errors: int
     bytes_by_tier: dict[str, int]
     workspace_bytes: int
-
-
-Tokens = Sequence[int]

@@ -49,5 +49,30 @@ def test_rows_that_end_early_are_cut(tiny: Callable[..., Any]) -> None:
             assert short.finish_reason == "length"
 
 
+def test_rows_that_stop_at_a_string_carry_no_padding() -> None:
+    from tests.helpers.models import tiny_model
+    from tests.helpers.tokenizer import byte_tokenizer
+
+    engine = KVBoost(tiny_model("llama", vocab_size=260), byte_tokenizer(), chunk_size=16)
+    prompts = ["a", "some longer text than the other"]
+    free = engine.generate_batch(prompts, max_new_tokens=12, do_sample=True, temperature=2.0, **_seeded())
+    # A string that only one of the rows says, early on.
+    stop = next(
+        w for n in range(2, 9) if (w := free[0].output_text[n : n + 2]).isascii() and w not in free[1].output_text
+    )
+    rows = engine.generate_batch(
+        prompts, max_new_tokens=12, do_sample=True, temperature=2.0, stop_strings=[stop], **_seeded()
+    )
+    assert rows[0].finish_reason == "stop"
+    assert rows[0].output_text.endswith(stop)
+    assert rows[0].token_ids == free[0].token_ids[: len(rows[0].token_ids)]
+    assert len(rows[0].token_ids) < 12 == len(rows[1].token_ids)
+
+
+def _seeded() -> dict[str, Any]:
+    torch.manual_seed(5)
+    return {"eos_token_id": None, "pad_token_id": 0}
+
+
 def test_no_prompts(tiny: Callable[..., Any]) -> None:
     assert KVBoost(tiny("llama"), None).generate_batch([]) == []

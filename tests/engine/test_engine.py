@@ -93,6 +93,63 @@ class _StopAt(StoppingCriteria):
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
 
 
+@pytest.mark.parametrize("arguments", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": True}])
+def test_assisted_decoding_runs_without_reuse_and_says_so(engine: KVBoost, arguments: dict[str, Any]) -> None:
+    """Transformers feeds the whole prompt again there, so a hit would stand in the cache twice."""
+    if "assistant_model" in arguments:
+        arguments = {"assistant_model": tiny_model("llama", vocab_size=260, max_position_embeddings=600, seed=1)}
+    engine.warm(_TEXT)
+    ids = engine.encode(_TEXT)
+    batch = torch.tensor([ids])
+    wanted = {"max_new_tokens": 10, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    plain = engine.model.generate(batch, attention_mask=torch.ones_like(batch), **wanted, **arguments)
+    result = engine.generate(ids, **wanted, **arguments)
+    assert result.token_ids == tuple(plain.sequences[0, len(ids) :].tolist())
+    assert torch.allclose(result.raw.logits[0], plain.logits[0])
+    assert result.cached_tokens == 0
+    assert "feeds the whole prompt again" in str(result.reuse.reason)
+
+
+def test_a_prompt_read_twice_is_an_error_rather_than_a_wrong_answer(
+    engine: KVBoost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvboost import UnsupportedModelError
+    from kvboost.engine import engine as module
+
+    monkeypatch.setattr(module, "reads_prompt_again", lambda arguments: None)
+    engine.warm(_TEXT)
+    with pytest.raises(UnsupportedModelError, match="read the prompt again"):
+        engine.generate(_TEXT + "?", max_new_tokens=10, do_sample=False, prompt_lookup_num_tokens=3)
+
+
+def test_a_cache_handed_out_with_the_result_is_the_callers(engine: KVBoost) -> None:
+    clean = engine.prefill(_TEXT + "?").logits
+    first = engine.generate(_TEXT + "?", max_new_tokens=2, temperature=0, return_dict_in_generate=True)
+    for layer in first.raw.past_key_values.layers:
+        layer.key_store.zero_()
+        layer.value_store.zero_()
+    again = engine.prefill(_TEXT + "?")
+    assert again.reuse.exact_tokens > 0
+    assert torch.equal(again.logits, clean)
+    before = [layer.keys.clone() for layer in first.raw.past_key_values.layers]
+    engine.generate(_TEXT[::-1], max_new_tokens=2, temperature=0)
+    assert all(
+        torch.equal(old, layer.keys) for old, layer in zip(before, first.raw.past_key_values.layers, strict=True)
+    )
+
+
+def test_the_length_may_come_from_a_generation_config_or_max_length(engine: KVBoost) -> None:
+    from transformers import GenerationConfig
+
+    def new(**arguments: Any) -> int:
+        return len(engine.generate(_TEXT, temperature=0, eos_token_id=None, **arguments).token_ids)
+
+    assert new() == 64
+    assert new(max_length=len(_TEXT) + 5) == 5
+    assert new(generation_config=GenerationConfig(max_new_tokens=3)) == 3
+    assert new(generation_config=GenerationConfig(max_new_tokens=3), max_new_tokens=4) == 4
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -104,7 +161,6 @@ class _StopAt(StoppingCriteria):
         {"do_sample": False, "stopping_criteria": StoppingCriteriaList([_StopAt(240)])},
         {"do_sample": False, "num_beams": 3},
         {"do_sample": True, "temperature": 1.0, "num_return_sequences": 2},
-        {"do_sample": False, "prompt_lookup_num_tokens": 3},
         {"do_sample": False, "min_new_tokens": 12, "eos_token_id": [70, 71]},
         {"do_sample": False, "bad_words_ids": [[60], [61]]},
     ],
@@ -144,6 +200,8 @@ def test_stop_strings_and_finish_reasons(engine: KVBoost) -> None:
     assert (whole.output_text, whole.finish_reason) == ("hello world", "length")
     stopped = say("hello world", max_new_tokens=11, stop_strings=["o w"])
     assert (stopped.output_text, stopped.finish_reason) == ("hello w", "stop")
+    endless = say("hello</s>wor" + "ld", max_new_tokens=8, eos_token_id=None)
+    assert (len(endless.token_ids), endless.finish_reason) == (8, "length")
     end = engine.encode("w")[0]
     ended = say("hello world", max_new_tokens=11, eos_token_id=end)
     assert (ended.token_ids[-1], ended.finish_reason) == (end, "stop")
@@ -172,8 +230,10 @@ def test_edges_of_the_prompt(engine: KVBoost) -> None:
     with pytest.raises(CapacityError, match="no room"):
         engine.generate([70] * 600)
     assert len(engine.generate([70] * 598, max_new_tokens=50, temperature=0, min_new_tokens=2).token_ids) == 2
-    with pytest.raises(ConfigError, match="generate_batch"):
-        engine.generate(torch.ones(2, 3, dtype=torch.long))
+    for several in (torch.ones(2, 3, dtype=torch.long), ["one", "two"], [[70, 71], [72]], [5.5, 6.5], torch.ones(3)):
+        with pytest.raises(ConfigError, match="generate_batch"):
+            engine.generate(several)
+    assert engine.encode(engine.tokenizer("abc")) == engine.encode("abc")
 
 
 def test_an_engine_without_tokenizer_takes_ids_only(byte_model: Any) -> None:
@@ -307,9 +367,37 @@ def test_verify_correctness_cannot_pass_without_reuse(byte_model: Any, engine: K
 
 
 def test_as_a_context_manager(byte_model: Any) -> None:
+    from kvboost.store import MemoryStore
+
     with KVBoost(byte_model, None, chunk_size=16) as engine:
         engine.warm(list(range(3, 100)))
     assert engine.cache_stats()["hot_chunks"] == 0
+    with pytest.raises(ConfigError, match="closed"):
+        engine.generate([5, 6])
+    shared = MemoryStore(10**8)
+    with KVBoost(byte_model, None, chunk_size=16, store=shared) as engine:
+        engine.warm(list(range(3, 100)))
+    assert shared.stats().chunks > 0, "a store that was given is not the engine's to close"
+
+
+@pytest.mark.parametrize("broken", ["lease", "put", "used"])
+def test_a_failing_store_is_a_miss_and_one_warning(byte_model: Any, broken: str) -> None:
+    from kvboost.store import MemoryStore
+
+    class Failing(MemoryStore):
+        def __getattribute__(self, name: str) -> Any:
+            if name == broken:
+                raise OSError("the disk is gone")
+            return super().__getattribute__(name)
+
+    ids = list(range(3, 100))
+    expected = KVBoost(byte_model, None, chunk_size=16).prefill(ids).logits
+    engine = KVBoost(byte_model, None, chunk_size=16, store=Failing(10**8))
+    with pytest.warns(RuntimeWarning, match="disk is gone"):
+        first = engine.prefill(ids)
+    for result in (first, engine.prefill(ids), engine.prefill(ids)):  # a second warning would be an error here
+        assert torch.equal(result.logits, expected)
+    assert engine.cache_stats()["store_errors"] >= 3
 
 
 def test_generated_rows_are_reused_only_on_request_and_never_called_bitwise(byte_model: Any) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -49,9 +50,14 @@ def test_stream_gives_what_generate_gives(engine: KVBoost) -> None:
 
 def test_closing_the_stream_stops_the_generation(engine: KVBoost) -> None:
     before = threading.active_count()
+    started = engine.stream("Once upon a time", max_new_tokens=400, temperature=0, eos_token_id=None)
+    del started  # dropped unread: cancelled all the same
     stream: Any = engine.stream("Once upon a time", max_new_tokens=400, temperature=0, eos_token_id=None)
     next(stream)
     stream.close()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert threading.active_count() == before
     assert engine._store.stats().leased == 0
 
@@ -59,5 +65,27 @@ def test_closing_the_stream_stops_the_generation(engine: KVBoost) -> None:
 def test_errors_reach_the_caller(engine: KVBoost) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         engine.stream("text", max_new_tokens=0)
+    with pytest.raises(ConfigError, match="is the streamer"):
+        engine.stream("text", streamer=object())
     with pytest.raises(ValueError, match="not used by the model"):
         list(engine.stream("text", max_new_tokens=2, no_such_argument=1))
+
+
+def test_closing_during_the_prompt_stops_between_steps(engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    append = engine._runner.append
+    monkeypatch.setattr(
+        engine._runner, "append", lambda t, *a, **k: (steps.append(len(t)), time.sleep(0.05), append(t, *a, **k))[2]
+    )
+    stream = engine.stream("A prompt of many steps. " * 20, max_new_tokens=2, temperature=0)
+    stream.close()
+    assert len(steps) < 20
+    assert engine._store.stats().leased == 0
+
+
+def test_the_clock_of_a_stream_starts_with_the_call(engine: KVBoost) -> None:
+    stream = engine.stream("Once upon a time", max_new_tokens=3, temperature=0)
+    time.sleep(0.3)  # a slow consumer does not make the first token later
+    result = list(stream)[-1].result
+    assert result is not None
+    assert result.ttft_ms < 290

@@ -7,24 +7,32 @@ from typing import Any
 import torch
 
 from kvboost import KVBoost
+from kvboost.engine.verify import same_bits
+
+_LOGITS = {"max_new_tokens": 2, "temperature": 0, "return_dict_in_generate": True, "output_logits": True}
 
 
-def test_many_threads_get_the_answers_of_one(tiny: Callable[..., Any]) -> None:
-    model = tiny("llama")
-    text = torch.randint(3, 97, (120,), generator=torch.Generator().manual_seed(9)).tolist()
-    prompts = [[*text[: 20 + 5 * (i % 16)], 3 + i % 7] for i in range(160)]
-    quiet = KVBoost(model, None, chunk_size=8, chunking="fixed")
+def test_many_threads_get_the_bits_of_one(tiny: Callable[..., Any]) -> None:
+    """On a model wide enough that a wrong step shape shows, with evictions, batches and broken-off streams."""
+    model = tiny("llama", dtype=torch.bfloat16, hidden_size=256, intermediate_size=512)
+    text = torch.randint(3, 97, (240,), generator=torch.Generator().manual_seed(9)).tolist()
+    prompts = [[*text[: 40 + 10 * (i % 16)], 3 + i % 7] for i in range(120)]
+    quiet = KVBoost(model, None, chunk_size=16, chunking="fixed")
     expected = {tuple(p): quiet.prefill(p).logits for p in prompts}
-    engine = KVBoost(model, None, chunk_size=8, chunking="fixed", max_chunks=9)
+    engine = KVBoost(model, None, chunk_size=16, chunking="fixed", max_chunks=9)
 
-    def ask(prompt: list[int]) -> bool:
-        if len(prompt) % 3 == 0:
-            generated = engine.generate(prompt, max_new_tokens=2, temperature=0)
-            return generated.token_ids[0] == int(expected[tuple(prompt)].argmax())
-        return torch.equal(engine.prefill(prompt).logits, expected[tuple(prompt)])
+    def ask(index: int) -> bool:
+        prompt = prompts[index]
+        wanted = expected[tuple(prompt)]
+        if index % 4 == 0:
+            return same_bits(engine.generate(prompt, **_LOGITS).raw.logits[0][0], wanted.float())
+        if index % 4 == 1:
+            engine.generate_batch([prompt, prompt[:20]], max_new_tokens=2, temperature=0)
+            engine.stream(prompt, max_new_tokens=50, temperature=0).close()
+        return same_bits(engine.prefill(prompt).logits, wanted)
 
     with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(ask, prompts))
+        assert all(pool.map(ask, range(len(prompts))))
     stats = engine._store.stats()
     assert stats.leased == 0
     assert stats.chunks <= 9

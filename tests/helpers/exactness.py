@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvboost import KVBoost
+from kvboost.engine.verify import same_bits
 from kvboost.plan import token_array
 from tests.helpers.models import VOCAB
 
@@ -71,9 +72,9 @@ class ReferenceCache:
 
 def assert_same_bits(warm: Any, cold: Any, length: int) -> None:
     """Logits and every stored row of two prefills are equal to the last bit."""
-    assert torch.equal(warm.logits, cold.logits), "first-token logits differ"
+    assert same_bits(warm.logits, cold.logits), "first-token logits differ"
     for one, other in zip(warm.cache.extract(0, length), cold.cache.extract(0, length), strict=True):
-        assert torch.equal(one, other), "KV rows differ"
+        assert same_bits(one, other), "KV rows differ"
 
 
 def assert_warm_equals_cold(warm: KVBoost, cold: KVBoost, tokens: list[int], *, expected_hit: int) -> None:
@@ -154,7 +155,7 @@ class ExactReuseMachine(RuleBasedStateMachine):
         assert one.reuse.exact_tokens == expected
         assert one.token_ids == other.token_ids
         for mine, theirs in zip(one.raw.logits, other.raw.logits, strict=True):
-            assert torch.equal(mine, theirs), "logits differ"
+            assert same_bits(mine, theirs), "logits differ"
 
     @rule(text=st.integers(0, 1), length=st.integers(1, longest))
     def warm_up(self, text: int, length: int) -> None:

@@ -74,6 +74,57 @@ def test_a_replaced_parameter_ends_the_old_hits() -> None:
     assert engine.prefill(_PROMPT).reuse.exact_tokens == 0
 
 
+def test_weights_changed_during_a_request_store_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    engine = KVBoost(model, None, chunk_size=8, chunking="fixed")
+    append = engine._runner.append
+    weight = model.model.layers[0].self_attn.k_proj.weight
+
+    def change_meanwhile(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            weight.mul_(1.01)
+        return append(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "append", change_meanwhile)
+        engine.prefill(_PROMPT)
+        engine.generate(_PROMPT, max_new_tokens=1)
+    assert engine.cache_stats()["hot_chunks"] == 0
+    assert torch.equal(
+        engine.prefill(_PROMPT).logits, KVBoost(model, None, chunk_size=8, chunking="fixed").prefill(_PROMPT).logits
+    )
+
+
+def test_clear_looks_at_the_weights_anew() -> None:
+    model = tiny_model("llama")
+    engine = KVBoost(model, None, chunk_size=8, chunking="fixed")
+    before = engine._reader.root() if engine._reader else b""
+    model.model.layers[0].self_attn.k_proj.weight.data.mul_(2.0)  # leaves no trace
+    engine.clear()
+    assert engine._reader is not None
+    assert engine._reader.root() != before
+
+
+def test_attention_kernels_show(tiny: Callable[..., Any]) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    engine = KVBoost(tiny("llama"), None, chunk_size=8, chunking="fixed")
+    engine.warm(_PROMPT)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert engine.prefill(_PROMPT).reuse.exact_tokens == 0
+    assert engine.prefill(_PROMPT).reuse.exact_tokens == 32
+
+
+def test_weights_that_cannot_be_read_are_refused_with_a_reason() -> None:
+    from kvboost import UnsupportedModelError
+    from kvboost.model.fingerprint import _weights_digest
+
+    with torch.device("meta"):
+        offloaded = torch.nn.Linear(4, 4)
+    with pytest.raises(UnsupportedModelError, match="cannot be read"):
+        _weights_digest(offloaded)
+
+
 def test_adapters_have_their_own_cache() -> None:
     from peft import LoraConfig, get_peft_model
 

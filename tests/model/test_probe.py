@@ -71,10 +71,12 @@ def test_length_dependent_rope_limits_reuse(kind: str, tiny: Callable[..., Any])
     engine.warm(_PROMPT[:31])
     inside = engine.prefill(_PROMPT[:31])
     assert inside.reuse.exact_tokens == 24
-    if kind == "longrope":
-        beyond = engine.prefill(_PROMPT[:40])
-        assert beyond.reuse.exact_tokens == 0
-        assert "longrope" in str(beyond.reuse.reason)
+    beyond = engine.prefill(_PROMPT[:40])
+    assert beyond.reuse.exact_tokens == 0
+    assert kind in str(beyond.reuse.reason)
+    again = engine.prefill(_PROMPT[:31])
+    assert torch.equal(again.logits, inside.logits), "a long prompt in between must leave no trace"
+    assert engine.verify_correctness()
 
 
 def test_probing_leaves_the_random_numbers_alone(tiny: Callable[..., Any]) -> None:

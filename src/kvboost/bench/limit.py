@@ -46,14 +46,12 @@ def run(args: argparse.Namespace) -> Report:
     for dtype in args.dtype:
         settings: dict[str, Any] = {"chunking": "fixed", "chunk_size": _CHUNK, "cache_bytes": "8GiB"}
         engine = load_engine(args, dtype=dtype, **settings)
-        # Without workspaces every request copies its KV from the store, into memory the system hands out anew.
-        copying = KVBoost(engine.model, engine.tokenizer, workspace_bytes=0, **settings)
         source = TextSource(engine.tokenizer, args.text)
         machine = describe_machine(dtype=dtype, model=str(args.model))
         samples = [
             sample
             for length in args.lengths
-            for sample in _measure(engine, copying, source.window(0, _length(length, args.live)), args)
+            for sample in _measure(engine, settings, source, _length(length, args.live), args)
         ]
         report.tables += [_table(samples, machine), _stage_table(samples, machine)]
         report.raw[dtype] = samples
@@ -65,12 +63,29 @@ def _length(wanted: int, live: int) -> int:
     return max(1, round((wanted - live) / _CHUNK)) * _CHUNK + live
 
 
-def _measure(engine: KVBoost, copying: KVBoost, ids: list[int], args: argparse.Namespace) -> list[dict[str, Any]]:
+def _other_engine(engine: KVBoost, variant: str, ids: list[int], settings: dict[str, Any]) -> KVBoost:
+    """The engine to ask: another one, with less memory between requests, where KV is to be copied."""
+    if variant == "copied":
+        first_token(engine, ids)
+        stats = engine.cache_stats()
+        # Room for one workspace (a quarter larger than the prompt) but not for two.
+        room = int(1.6 * stats["bytes_by_tier"]["memory"])
+    elif variant == "new memory":
+        room = 0
+    else:
+        return engine
+    return KVBoost(engine.model, engine.tokenizer, workspace_bytes=room, **settings)
+
+
+def _measure(
+    engine: KVBoost, settings: dict[str, Any], source: TextSource, length: int, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    ids = source.window(0, length)
     text = engine.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     found = []
     for variant in _VARIANTS:
-        asked = copying if variant == "new memory" else engine
-        asked.clear()
+        engine.clear()
+        asked = _other_engine(engine, variant, ids, settings)
         prompt = text if variant == "text" else ids
         say(f"{variant}: first reading of {len(ids)} tokens")
         tokens = first_token(asked, prompt).prompt_token_ids  # cold: stores every chunk
@@ -80,8 +95,8 @@ def _measure(engine: KVBoost, copying: KVBoost, ids: list[int], args: argparse.N
         results: list[GenerationResult] = []
         calls: list[float] = []
 
-        # A short request of other text takes the workspace and leaves its own rows in it.
-        between = ids[1:200] if variant == "copied" else None
+        # Another text takes the one workspace there is and leaves its own rows in it.
+        between = source.window(1, length) if variant == "copied" else None
 
         def warm(
             asked: KVBoost = asked,

@@ -15,7 +15,8 @@ import torch
 from kvboost.engine.clock import StageClock
 from kvboost.engine.prompt import PromptEncoder
 from kvboost.engine.reader import PromptReader, Reading
-from kvboost.model import KVLayout, SlabCache, end_token_ids, run_generate, sequences_per_prompt
+from kvboost.errors import UnsupportedModelError
+from kvboost.model import KVLayout, SlabCache, end_token_ids, pad_token_id, run_generate, sequences_per_prompt
 from kvboost.types import GenerationResult, ReuseReport
 
 
@@ -78,13 +79,15 @@ class Decoder:
         self, reading: Reading, reader: PromptReader, request: Request, *, keep_decoded: bool
     ) -> GenerationResult:
         """Go on from ``reading``, which must stand at its first step."""
-        reader.advance_to_last_step(reading)
+        reader.advance_to_last_step(reading, cancelled=request.cancelled)
         copies = sequences_per_prompt(self._model, request.arguments)
         if copies > 1:
             reader.commit(reading)  # before the cache is multiplied
             reading.cache.batch_repeat_interleave(copies)
         watch = _FirstToken(reading.clock, cancelled=request.cancelled, then=lambda: reader.commit(reading))
         result = self._run([reading.tokens], reading.cache, request, watch, reading.clock, [reading.report()])[0]
+        if getattr(result.raw, "past_key_values", None) is reading.cache:
+            reading.detach()  # the caller has it now: nobody else may write to it
         if keep_decoded and copies == 1:
             reader.commit_decoded(reading, result.token_ids)
         return replace(result, reuse=reading.report())
@@ -146,11 +149,19 @@ class Decoder:
             tokenizer=self._tokenizer,
         )
         clock.lap("decode")
+        if cache is not None and cache.get_seq_length() >= decoded.sequences.shape[1]:
+            raise UnsupportedModelError(
+                "Transformers read the prompt again on top of the cache it was given, so this answer is wrong; "
+                "call with mode=GenerationMode.BASELINE for these arguments"
+            )
         ends = end_token_ids(self._model, request.arguments)
+        pad = pad_token_id(self._model, request.arguments)
         per_prompt = decoded.sequences.shape[0] // len(prompts)
         results: list[GenerationResult] = []
         for row, tokens in enumerate(prompts):
             new = _until_end(decoded.sequences[row * per_prompt, longest:].tolist(), ends)
+            if len(prompts) > 1 and not (new and new[-1] in ends):
+                new = self._without_padding(new, pad, request)
             text = self._encoder.decode(new)
             results.append(
                 GenerationResult(
@@ -166,6 +177,25 @@ class Decoder:
             )
         return results
 
+    def _without_padding(self, new: list[int], pad: int | None, request: Request) -> list[int]:
+        """A batch row that stopped before the others, without what fills it up: cut at its stop string."""
+        while new and new[-1] == pad:
+            new = new[:-1]
+        stops = _stop_strings(request)
+        text = self._encoder.decode(new)
+        while len(new) > 1 and any(stop in text for stop in stops):
+            shorter = self._encoder.decode(new[:-1])
+            if not any(stop in shorter for stop in stops):
+                break
+            new, text = new[:-1], shorter
+        return new
+
+
+def _stop_strings(request: Request) -> list[str]:
+    config = request.arguments.get("generation_config")
+    stops = request.arguments.get("stop_strings", getattr(config, "stop_strings", None)) or []
+    return [stops] if isinstance(stops, str) else list(stops)
+
 
 def _until_end(ids: list[int], ends: set[int]) -> list[int]:
     """The ids up to and including the first end token: what follows is a batch's padding."""
@@ -180,7 +210,6 @@ def _finish_reason(new: list[int], text: str, ends: set[int], request: Request, 
         return "stop"
     if cancelled:
         return "cancelled"
-    stops = request.arguments.get("stop_strings") or ()
-    if any(stop in text for stop in ([stops] if isinstance(stops, str) else stops)):
+    if any(stop in text for stop in _stop_strings(request)):
         return "stop"
     return "length" if len(new) >= request.max_new_tokens else "stop"

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
 from kvboost.config import EngineConfig
 from kvboost.engine.clock import StageClock
 from kvboost.engine.decoding import Decoder, Request
+from kvboost.engine.guard import GuardedStore
 from kvboost.engine.prompt import Messages, Prompt, PromptEncoder
 from kvboost.engine.reader import PromptReader, Reading
-from kvboost.engine.streaming import PieceStreamer, stream_pieces
+from kvboost.engine.streaming import PieceStream, PieceStreamer
 from kvboost.engine.verify import warm_equals_cold
 from kvboost.engine.workspace import WorkspacePool
 from kvboost.errors import CapacityError, ConfigError, UnsupportedModelError
 from kvboost.extend import ChunkStore, Streamer
-from kvboost.model import ModelFacts, ModelIdentity, ModelRunner, load_model, probe_model, sampling_arguments
+from kvboost.model import (
+    ModelFacts,
+    ModelIdentity,
+    ModelRunner,
+    load_model,
+    probe_model,
+    reads_prompt_again,
+    sampling_arguments,
+)
 from kvboost.plan import make_chunker
 from kvboost.store import MemoryStore
 from kvboost.types import (
@@ -26,10 +37,9 @@ from kvboost.types import (
     GenerationResult,
     PrefillResult,
     ReuseReport,
-    StreamPiece,
 )
 
-_DEFAULT_NEW_TOKENS = 64
+_MOST_ROWS_AHEAD = 1024  # room made for a reply in advance; a longer one grows the cache as it comes
 
 
 class KVBoost:
@@ -49,24 +59,38 @@ class KVBoost:
         self.tokenizer = tokenizer
         if model.training:
             raise ConfigError("the model is in training mode, where dropout changes every answer; call model.eval()")
-        self._facts, self._refusal = self._probe(model, strict=self.config.strict)
-        self._chunker = make_chunker(self.config.chunking, size=self.config.chunk_size)
         self._runner = ModelRunner(model)
-        text_config = model.config.get_text_config(decoder=True)
-        limit = self._facts.max_positions if self._facts else None
-        self._encoder = PromptEncoder(
-            tokenizer, max_tokens=limit, vocab_size=model.get_input_embeddings().weight.shape[0]
-        )
-        self._model_type = text_config.model_type
-        self._decoder = Decoder(model, encoder=self._encoder, tokenizer=tokenizer, device=self._runner.device)
+        self._chunker = make_chunker(self.config.chunking, size=self.config.chunk_size)
+        self._owns_store = store is None
         self._store: ChunkStore = (
             store if store is not None else MemoryStore(int(self.config.cache_bytes), max_chunks=self.config.max_chunks)
         )
+        self._guarded = GuardedStore(self._store)
+        self._closed = False
+        self._facts: ModelFacts | None = None
+        self._refusal: str | None = None
         self._pool: WorkspacePool | None = None
         self._reader: PromptReader | None = None
-        if self._facts is not None:
+        try:
+            self._facts = probe_model(model)
+            self._identity = ModelIdentity(model, self._facts.layout)
             self._pool = WorkspacePool(self._facts.layout, capacity_bytes=int(self.config.workspace_bytes))
-            self._reader = self._make_reader(self._facts, self._store, self._pool)
+            self._reader = self._make_reader(self._guarded, self._pool)
+            self._reader.root()  # hashes the weights now rather than in the first request
+        except UnsupportedModelError as error:
+            if self.config.strict:
+                raise
+            warnings.warn(f"running without reuse: {error}", stacklevel=2)
+            self._facts, self._reader, self._refusal = None, None, str(error)
+        # Length-dependent RoPE keeps its frequencies on the module: requests of different lengths must take turns.
+        takes_turns = self._facts is not None and self._facts.exact_limit is not None
+        self._turn: AbstractContextManager[Any] = threading.RLock() if takes_turns else nullcontext()
+        self._encoder = PromptEncoder(
+            tokenizer,
+            max_tokens=self._facts.max_positions if self._facts else None,
+            vocab_size=model.get_input_embeddings().weight.shape[0],
+        )
+        self._decoder = Decoder(model, encoder=self._encoder, tokenizer=tokenizer, device=self._runner.device)
 
     @classmethod
     def from_pretrained(
@@ -88,6 +112,7 @@ class KVBoost:
         recompute_ratio: float | None = None,
         kv_cache_bits: int = 16,
         disk_cache_dir: str | None = None,
+        store: ChunkStore | None = None,
         **model_kwargs: Any,
     ) -> KVBoost:
         """Load a model and its tokenizer, and wrap them.
@@ -107,6 +132,7 @@ class KVBoost:
             reuse_generated: Also keep KV made by decoding. Such a hit is not bitwise and is reported so.
             recompute_strategy, recompute_overlap, recompute_ratio, kv_cache_bits, disk_cache_dir:
                 Not built yet; giving them raises.
+            store: Keep chunks here instead of in a memory store of the engine's own.
             **model_kwargs: Passed to ``AutoModelForCausalLM.from_pretrained``.
         """
         settings: dict[str, Any] = {
@@ -126,7 +152,7 @@ class KVBoost:
         }
         EngineConfig(**settings)  # a bad setting should not cost the user a model load
         model, tokenizer = load_model(name_or_path, dtype=dtype, device=device, model_kwargs=model_kwargs)
-        return cls(model, tokenizer, **settings)
+        return cls(model, tokenizer, store=store, **settings)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids that ``prompt`` stands for, checked as every call checks them."""
@@ -142,7 +168,7 @@ class KVBoost:
         reader, _ = self._reader_for(tokens, GenerationMode.CHUNK_KV_REUSE)
         if reader is None:
             return 0
-        with reader.open(tokens, boundaries=boundaries, new_rows=0, clock=clock) as reading:
+        with self._turn, reader.open(tokens, boundaries=boundaries, new_rows=0, clock=clock) as reading:
             complete = reading.chunks[-1].end if reading.chunks else 0
             reader.advance(reading, to=complete)
             return reader.commit(reading)
@@ -160,11 +186,12 @@ class KVBoost:
         clock.lap("encode")
         reader, reason = self._reader_for(tokens, mode)
         if reader is None:
-            logits, cache = self._runner.read_whole(tokens)
+            with self._turn:
+                logits, cache = self._runner.read_whole(tokens)
             clock.lap("first_token")
             report = ReuseReport(0, 0, 0, len(tokens), bitwise=True, timings_ms=clock.stages(), reason=reason)
             return PrefillResult(logits, cache, report)
-        with reader.open(tokens, boundaries=boundaries, new_rows=_DEFAULT_NEW_TOKENS, clock=clock) as reading:
+        with self._turn, reader.open(tokens, boundaries=boundaries, new_rows=64, clock=clock) as reading:
             reader.advance_to_last_step(reading)
             logits = reader.finish(reading)
             reader.commit(reading)
@@ -177,7 +204,7 @@ class KVBoost:
         *,
         mode: GenerationMode = GenerationMode.CHUNK_KV_REUSE,
         boundaries: Sequence[int] = (),
-        max_new_tokens: int = _DEFAULT_NEW_TOKENS,
+        max_new_tokens: int | None = None,
         temperature: float | None = None,
         streamer: Streamer | None = None,
         **generate_kwargs: Any,
@@ -185,9 +212,11 @@ class KVBoost:
         """Generate behind ``prompt``.
 
         ``boundaries`` are token positions to cut at, beside the chunker's own (ends of documents, say).
-        ``temperature=0`` is greedy. Everything else goes to ``model.generate`` and means what it means
+        At most ``max_new_tokens`` new tokens; without it ``max_length`` or a ``generation_config`` decides, else
+        64. ``temperature=0`` is greedy. Everything else goes to ``model.generate`` and means what it means
         there: top_p, top_k, min_p, penalties, stop_strings, logits_processor, stopping_criteria,
-        num_beams, assistant_model, ...
+        num_beams, ... Assisted decoding (``assistant_model``, ``prompt_lookup_num_tokens``) runs without
+        reuse, and the result says so.
         """
         clock = StageClock()
         tokens = self._encoder.encode(prompt)
@@ -201,14 +230,16 @@ class KVBoost:
         *,
         mode: GenerationMode = GenerationMode.CHUNK_KV_REUSE,
         boundaries: Sequence[int] = (),
-        max_new_tokens: int = _DEFAULT_NEW_TOKENS,
+        max_new_tokens: int | None = None,
         temperature: float | None = None,
         **generate_kwargs: Any,
-    ) -> Iterator[StreamPiece]:
-        """Like :meth:`generate`, piece by piece. The last piece carries the result; closing the iterator stops."""
+    ) -> PieceStream:
+        """Like :meth:`generate`, piece by piece. The last piece carries the result; closing the stream stops it."""
         clock = StageClock()
         tokens = self._encoder.encode(prompt)
         clock.lap("encode")
+        if "streamer" in generate_kwargs:
+            raise ConfigError("stream() is the streamer; leave streamer out, or use generate()")
         # Bad arguments are reported here, by the call, rather than by the first piece.
         request = self._request(tokens, boundaries, max_new_tokens, temperature, None, generate_kwargs)
 
@@ -217,14 +248,14 @@ class KVBoost:
             live = Request(request.boundaries, {**request.arguments, "streamer": streamer}, cancelled)
             return self._generate(tokens, mode, live, clock)
 
-        return stream_pieces(run)
+        return PieceStream(run)
 
     def chat(
         self,
         messages: Messages,
         *,
         mode: GenerationMode = GenerationMode.CHUNK_KV_REUSE,
-        max_new_tokens: int = _DEFAULT_NEW_TOKENS,
+        max_new_tokens: int | None = None,
         temperature: float | None = None,
         streamer: Streamer | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
@@ -244,7 +275,7 @@ class KVBoost:
         prompts: Sequence[Prompt],
         *,
         mode: GenerationMode = GenerationMode.CHUNK_KV_REUSE,
-        max_new_tokens: int = _DEFAULT_NEW_TOKENS,
+        max_new_tokens: int | None = None,
         temperature: float | None = None,
         **generate_kwargs: Any,
     ) -> list[GenerationResult]:
@@ -259,14 +290,16 @@ class KVBoost:
         clock.lap("encode")
         longest = max(encoded, key=len)
         request = self._request(longest, (), max_new_tokens, temperature, None, generate_kwargs)
-        reader, reason = self._reader_for(longest, mode)
+        reader, reason = self._reader_for(longest, mode, request)
         if reader is None or self._facts is None:
-            return self._decoder.batch_without_cache(encoded, request, clock, reason=reason)
+            with self._turn:
+                return self._decoder.batch_without_cache(encoded, request, clock, reason=reason)
 
         def read(tokens: list[int]) -> tuple[Reading, PromptReader]:
             return reader.open(tokens, boundaries=(), new_rows=0, clock=clock), reader
 
-        return self._decoder.batch(encoded, read=read, layout=self._facts.layout, request=request, clock=clock)
+        with self._turn:
+            return self._decoder.batch(encoded, read=read, layout=self._facts.layout, request=request, clock=clock)
 
     def cache_stats(self) -> CacheStats:
         """What the cache holds and how often it helped. Hits and misses count chunks asked for."""
@@ -282,6 +315,7 @@ class KVBoost:
             hit_rate=rate,
             exact_hit_rate=rate,
             evictions=stats.evictions,
+            store_errors=self._guarded.errors,
             bytes_by_tier={stats.tier: stats.bytes},
             workspace_bytes=self._pool.idle_bytes if self._pool else 0,
         )
@@ -289,33 +323,41 @@ class KVBoost:
     def verify_correctness(self, prompt: Prompt | None = None) -> bool:
         """Whether a warm run of ``prompt`` equals a cold one to the last bit, logits and KV.
 
-        Runs beside the engine's own cache, which stays as it is. False if nothing was reused, so that it
-        cannot pass without having compared anything.
+        Runs with a store of its own beside the engine's, which stays as it is and is not checked. False if
+        nothing was reused, so that it cannot pass without having compared anything.
         """
         if self._facts is None:
             return False
         vocab = self.model.get_input_embeddings().weight.shape[0]
         made_up = [(i * 7919 + i * i) % vocab for i in range(self.config.chunk_size * 5 + 1)]
-        limit = self._facts.max_positions
-        tokens = self._encoder.encode(prompt if prompt is not None else made_up[:limit])
-        facts = self._facts
-
-        def fresh_reader() -> PromptReader:
-            store = MemoryStore(2 * len(tokens) * facts.layout.bytes_per_token)
-            return self._make_reader(facts, store, WorkspacePool(facts.layout, capacity_bytes=0))
-
-        return warm_equals_cold(fresh_reader, tokens)
+        limits = [n for n in (self._facts.max_positions, self._facts.exact_limit) if n is not None]
+        tokens = self._encoder.encode(prompt if prompt is not None else made_up[: min(limits, default=None)])
+        layout = self._facts.layout
+        store = GuardedStore(MemoryStore(2 * len(tokens) * layout.bytes_per_token))
+        with self._turn:
+            return warm_equals_cold(
+                lambda pool: self._make_reader(store, pool),
+                WorkspacePool(layout, capacity_bytes=int(self.config.workspace_bytes)),
+                tokens,
+            )
 
     def clear(self) -> None:
-        """Forget everything that was read."""
+        """Forget everything that was read, and look at the weights anew.
+
+        Call it after writing to weights through ``.data``, which leaves no trace the engine could see.
+        """
         self._store.clear()
-        if self._pool:
+        if self._reader and self._pool:
             self._pool.clear()
+            self._reader.forget()
 
     def close(self) -> None:
-        """Release the cache. The model stays usable, the engine does not."""
-        self.clear()
-        self._store.close()
+        """Release the cache. The model stays usable, the engine does not. A store that was given is left alone."""
+        self._closed = True
+        if self._pool:
+            self._pool.clear()
+        if self._owns_store:
+            self._store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -328,16 +370,20 @@ class KVBoost:
     def _generate(
         self, tokens: list[int], mode: GenerationMode, request: Request, clock: StageClock
     ) -> GenerationResult:
-        reader, reason = self._reader_for(tokens, mode)
+        reader, reason = self._reader_for(tokens, mode, request)
         if reader is None:
-            return self._decoder.without_cache(tokens, request, clock, reason=reason)
-        with reader.open(
-            tokens, boundaries=request.boundaries, new_rows=request.max_new_tokens, clock=clock
-        ) as reading:
+            with self._turn:
+                return self._decoder.without_cache(tokens, request, clock, reason=reason)
+        rows = min(request.max_new_tokens, _MOST_ROWS_AHEAD)
+        with self._turn, reader.open(tokens, boundaries=request.boundaries, new_rows=rows, clock=clock) as reading:
             return self._decoder.with_cache(reading, reader, request, keep_decoded=self.config.reuse_generated)
 
-    def _reader_for(self, tokens: list[int], mode: GenerationMode) -> tuple[PromptReader | None, str | None]:
+    def _reader_for(
+        self, tokens: list[int], mode: GenerationMode, request: Request | None = None
+    ) -> tuple[PromptReader | None, str | None]:
         """Who reads this prompt: the reader, or nobody and why."""
+        if self._closed:
+            raise ConfigError("this engine was closed; make a new one around the model")
         if mode is GenerationMode.BASELINE:
             return None, None
         if self._reader is None or self._facts is None:
@@ -345,13 +391,15 @@ class KVBoost:
         limit = self._facts.exact_limit
         if limit is not None and len(tokens) > limit:
             return None, self._facts.exact_limit_reason
+        if request is not None and (reason := reads_prompt_again(request.arguments)):
+            return None, reason
         return self._reader, None
 
     def _request(
         self,
         tokens: list[int],
         boundaries: Sequence[int],
-        max_new_tokens: int,
+        max_new_tokens: int | None,
         temperature: float | None,
         streamer: Streamer | None,
         extra: dict[str, Any],
@@ -363,29 +411,22 @@ class KVBoost:
                 raise CapacityError(
                     f"the prompt fills all {limit} positions of this model, so there is no room for a reply; shorten it"
                 )
-            max_new_tokens = min(max_new_tokens, room)
-        arguments = sampling_arguments(max_new_tokens=max_new_tokens, temperature=temperature, extra=extra)
+        arguments = sampling_arguments(
+            prompt_tokens=len(tokens), max_new_tokens=max_new_tokens, temperature=temperature, extra=extra
+        )
+        if limit is not None:
+            arguments["max_new_tokens"] = min(arguments["max_new_tokens"], room)
         if streamer is not None:
             arguments["streamer"] = streamer
         return Request(boundaries, arguments, cancelled=lambda: False)
 
-    def _make_reader(self, facts: ModelFacts, store: ChunkStore, pool: WorkspacePool) -> PromptReader:
+    def _make_reader(self, store: GuardedStore, pool: WorkspacePool) -> PromptReader:
         return PromptReader(
             runner=self._runner,
-            identity=ModelIdentity(self.model, facts.layout),
+            identity=self._identity,
             chunker=self._chunker,
             store=store,
             pool=pool,
             tenant=self.config.tenant,
             keeps_decoded=self.config.reuse_generated,
         )
-
-    @staticmethod
-    def _probe(model: Any, *, strict: bool) -> tuple[ModelFacts | None, str | None]:
-        try:
-            return probe_model(model), None
-        except UnsupportedModelError as error:
-            if strict:
-                raise
-            warnings.warn(f"running without reuse: {error}", stacklevel=3)
-            return None, str(error)

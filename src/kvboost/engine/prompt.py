@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from kvboost.errors import CapacityError, ConfigError
 
-Prompt = str | Sequence[int] | torch.Tensor
+Prompt = str | Sequence[int] | torch.Tensor | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -24,14 +25,16 @@ class PromptEncoder:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of ``prompt``; an empty prompt becomes the begin-of-text token, as in Transformers."""
+        if isinstance(prompt, Mapping):  # what a tokenizer returns
+            return self.encode(prompt["input_ids"])
         if isinstance(prompt, str):
             ids = [int(i) for i in self._need_tokenizer()(prompt)["input_ids"]]
         elif isinstance(prompt, torch.Tensor):
             if prompt.dim() > 2 or (prompt.dim() == 2 and prompt.shape[0] != 1):
                 raise ConfigError(f"one prompt at a time, got shape {tuple(prompt.shape)}; use generate_batch for more")
-            ids = [int(i) for i in prompt.flatten().tolist()]
+            ids = _as_ids(prompt.flatten().tolist())
         else:
-            ids = [int(i) for i in prompt]
+            ids = _as_ids(prompt)
         return self._checked(ids)
 
     def encode_chat(
@@ -91,6 +94,15 @@ class PromptEncoder:
                 f"the prompt has {len(ids)} tokens, this model reads at most {self._max_tokens}; shorten the prompt"
             )
         return ids
+
+
+def _as_ids(values: Sequence[Any]) -> list[int]:
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError as error:
+        raise ConfigError(
+            "a prompt is text or a flat sequence of integer token ids; for several prompts use generate_batch"
+        ) from error
 
 
 def _head_of(render: Any, messages: Messages) -> str | None:

@@ -8,7 +8,7 @@ came from such steps itself.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -16,8 +16,9 @@ from typing import Any, Self
 import torch
 
 from kvboost.engine.clock import StageClock
+from kvboost.engine.guard import GuardedStore
 from kvboost.engine.workspace import WorkspacePool
-from kvboost.extend import Chunker, ChunkStore, Lease
+from kvboost.extend import Chunker, Lease
 from kvboost.model import ModelIdentity, ModelRunner, SlabCache
 from kvboost.plan import chunk_keys, fingerprint_root, plan_reuse, reusable_chunks, token_array
 from kvboost.types import Chunk, Fingerprint, KVBlock, PutOutcome, ReusePlan, ReuseReport
@@ -38,8 +39,12 @@ class Reading:
     _pool: WorkspacePool
     bitwise: bool
     """Whether everything in the cache so far has the bits of a cold run."""
+    _model_state: Any
+    """The model's state when this reading began: what it computes is kept only if it is still the same."""
     _exact_rows: int
     """Rows ``[0, _exact_rows)`` were computed or placed on the prompt's own grid."""
+    _held_rows: int = 0
+    """Rows that the next owner of the cache may rely on: known only once they were committed."""
     _committed: int = 0
     _detached: bool = field(default=False)
 
@@ -65,7 +70,7 @@ class Reading:
         self._lease.release()
         if not self._detached:
             self._detached = True
-            held = [c.prefix_key for c in self.chunks if c.end <= self._exact_rows] if self.bitwise else []
+            held = [c.prefix_key for c in self.chunks if c.end <= self._held_rows]
             self._pool.give_back(self.cache, held=held)
 
     def __enter__(self) -> Self:
@@ -77,6 +82,10 @@ class Reading:
         self.close()
 
 
+class RequestCancelled(Exception):
+    """The caller closed the stream; nobody waits for the result."""
+
+
 class PromptReader:
     """Reads prompts with one model, one store and one chunker."""
 
@@ -86,7 +95,7 @@ class PromptReader:
         runner: ModelRunner,
         identity: ModelIdentity,
         chunker: Chunker,
-        store: ChunkStore,
+        store: GuardedStore,
         pool: WorkspacePool,
         tenant: str,
         keeps_decoded: bool,
@@ -101,9 +110,9 @@ class PromptReader:
         self._root_lock = threading.Lock()
         self._root: tuple[Any, bytes] | None = None
 
-    def root(self) -> bytes:
-        """The key all others descend from, for the model as it is now."""
-        state = self._identity.state()
+    def root(self, state: Any = None) -> bytes:
+        """The key all others descend from, for the model as it is now (or was when ``state`` was taken)."""
+        state = self._identity.state() if state is None else state
         with self._root_lock:
             if self._root is None or self._root[0] != state:
                 fields = self._identity.fields()
@@ -114,9 +123,16 @@ class PromptReader:
                 self._root = (state, fingerprint_root(fingerprint))
             return self._root[1]
 
+    def forget(self) -> None:
+        """Hash the weights anew before the next request."""
+        with self._root_lock:
+            self._root = None
+            self._identity.forget()
+
     def open(self, tokens: list[int], *, boundaries: Sequence[int], new_rows: int, clock: StageClock) -> Reading:
         """Plan the prompt and place all stored KV; ``new_rows`` is room for tokens to come."""
-        root = self.root()
+        state = self._identity.state()
+        root = self.root(state)
         ids = token_array(tokens)
         chunks = chunk_keys(root, ids, self._chunker.cut(ids, boundaries))
         clock.lap("plan")
@@ -145,24 +161,27 @@ class PromptReader:
             _lease=lease,
             _pool=self._pool,
             bitwise=all(block.bitwise for block in blocks),
+            _model_state=state,
             _exact_rows=plan.exact_tokens,
             _committed=len(blocks),
         )
 
-    def advance(self, reading: Reading, *, to: int) -> None:
+    def advance(self, reading: Reading, *, to: int, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Run the steps that begin before row ``to``; the last one may be cut short there."""
         for step in reading.plan.steps:
             if step.start >= to:
                 break
+            if cancelled():
+                raise RequestCancelled
             end = min(step.end, to)
             self._runner.append(reading.tokens[step.start : end], reading.cache, logits=False)
             if end == step.end:
                 reading._exact_rows = end
         reading.clock.lap("prefill")
 
-    def advance_to_last_step(self, reading: Reading) -> None:
+    def advance_to_last_step(self, reading: Reading, *, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Run every step but the one that holds the last token."""
-        self.advance(reading, to=reading.plan.steps[-1].start)
+        self.advance(reading, to=reading.plan.steps[-1].start, cancelled=cancelled)
 
     def finish(self, reading: Reading) -> torch.Tensor:
         """Run the last step and return the last token's logits, [vocab]."""
@@ -175,14 +194,24 @@ class PromptReader:
 
     def commit(self, reading: Reading) -> int:
         """Store every chunk computed since the last commit. Returns how many were new."""
+        if not self._model_unchanged(reading):
+            return 0
+        if reading.bitwise:
+            reading._held_rows = reading._exact_rows
         return self._store_chunks(reading, reading.chunks, rows=reading._exact_rows, bitwise=reading.bitwise)
 
     def commit_decoded(self, reading: Reading, generated: Sequence[int]) -> int:
         """Store the chunks that decoding completed, marked as not bitwise. The last token has no KV yet."""
+        if not self._model_unchanged(reading):
+            return 0
         rows = reading.cache.get_seq_length()
         ids = token_array([*reading.tokens, *generated][:rows])
         chunks = chunk_keys(reading.root, ids, self._chunker.cut(ids, reading.boundaries))
         return self._store_chunks(reading, chunks, rows=rows, bitwise=False)
+
+    def _model_unchanged(self, reading: Reading) -> bool:
+        """Rows computed while the weights changed are neither the old model's nor the new one's."""
+        return bool(self._identity.state() == reading._model_state)
 
     def _store_chunks(self, reading: Reading, chunks: Sequence[Chunk], *, rows: int, bitwise: bool) -> int:
         new = 0

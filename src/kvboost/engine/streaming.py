@@ -51,30 +51,42 @@ class PieceStreamer:
         self._pending = []
 
 
-def stream_pieces(
-    run: Callable[[Callable[[StreamPiece], None], Callable[[], bool]], GenerationResult],
-) -> Iterator[StreamPiece]:
-    """Run ``run(emit, cancelled)`` in a thread and yield what it emits; closing the iterator cancels it."""
-    pieces: queue.SimpleQueue[StreamPiece | BaseException] = queue.SimpleQueue()
-    cancel = threading.Event()
+class PieceStream(Iterator[StreamPiece]):
+    """Runs ``run(emit, cancelled)`` in a thread, from now on, and yields what it emits.
 
-    def work() -> None:
-        try:
-            result = run(pieces.put, cancel.is_set)
-            pieces.put(StreamPiece("", (), result))
-        except BaseException as error:  # noqa: BLE001 - handed to the consumer, who raises it
-            pieces.put(error)
+    Closing it, or dropping it, cancels the run at its next step or token.
+    """
 
-    worker = threading.Thread(target=work, name="kvboost-stream", daemon=True)
-    worker.start()
-    try:
-        while True:
-            piece = pieces.get()
-            if isinstance(piece, BaseException):
-                raise piece
-            yield piece
-            if piece.result is not None:
-                return
-    finally:
-        cancel.set()
-        worker.join()
+    def __init__(self, run: Callable[[Callable[[StreamPiece], None], Callable[[], bool]], GenerationResult]) -> None:
+        pieces: queue.SimpleQueue[StreamPiece | BaseException] = queue.SimpleQueue()
+        cancel = threading.Event()
+
+        def work() -> None:  # refers to the queue and the event only: a dropped stream must not be kept alive by it
+            try:
+                pieces.put(StreamPiece("", (), run(pieces.put, cancel.is_set)))
+            except BaseException as error:  # noqa: BLE001 - handed to the consumer, who raises it
+                pieces.put(error)
+
+        self._pieces, self._cancel, self._finished = pieces, cancel, False
+        self._worker = threading.Thread(target=work, name="kvboost-stream", daemon=True)
+        self._worker.start()
+
+    def __next__(self) -> StreamPiece:
+        if self._finished:
+            raise StopIteration
+        piece = self._pieces.get()
+        if isinstance(piece, BaseException):
+            self.close()
+            raise piece
+        if piece.result is not None:
+            self.close()
+        return piece
+
+    def close(self) -> None:
+        """Stop the generation and wait until it has let go of everything."""
+        self._finished = True
+        self._cancel.set()
+        self._worker.join()
+
+    def __del__(self) -> None:
+        self._cancel.set()

@@ -8,19 +8,33 @@ import torch
 
 from kvboost.engine.clock import StageClock
 from kvboost.engine.reader import PromptReader
+from kvboost.engine.workspace import WorkspacePool
 
 
-def warm_equals_cold(make_reader: Callable[[], PromptReader], tokens: list[int]) -> bool:
-    """Read ``tokens`` twice with one new reader and once with another; compare. False if nothing was reused."""
-    cold_logits, cold_rows, _ = _read(make_reader(), tokens)
-    reader = make_reader()
-    _read(reader, tokens)
-    warm_logits, warm_rows, reused = _read(reader, tokens)
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal shape, type and bytes. Stricter than ``torch.equal``, to which 0.0 and -0.0 are the same."""
     return (
-        reused > 0
-        and torch.equal(cold_logits, warm_logits)
-        and all(torch.equal(cold, warm) for cold, warm in zip(cold_rows, warm_rows, strict=True))
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
     )
+
+
+def warm_equals_cold(
+    make_reader: Callable[[WorkspacePool], PromptReader], pool: WorkspacePool, tokens: list[int]
+) -> bool:
+    """Read ``tokens`` cold, then with KV copied from a store, then with KV in place; compare. False without reuse."""
+    reader = make_reader(pool)
+    cold_logits, cold_rows, _ = _read(reader, tokens)
+    for drop_workspaces in (True, False):
+        if drop_workspaces:
+            pool.clear()
+        logits, rows, reused = _read(reader, tokens)
+        if reused == 0 or not same_bits(cold_logits, logits):
+            return False
+        if not all(same_bits(cold, warm) for cold, warm in zip(cold_rows, rows, strict=True)):
+            return False
+    return True
 
 
 def _read(reader: PromptReader, tokens: list[int]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], int]:

@@ -5,6 +5,8 @@ from kvboost.model.fingerprint import ModelIdentity
 from kvboost.model.generation import (
     Decoded,
     end_token_ids,
+    pad_token_id,
+    reads_prompt_again,
     run_generate,
     sampling_arguments,
     sequences_per_prompt,
@@ -22,7 +24,9 @@ __all__ = [
     "SlabCache",
     "end_token_ids",
     "load_model",
+    "pad_token_id",
     "probe_model",
+    "reads_prompt_again",
     "run_generate",
     "sampling_arguments",
     "sequences_per_prompt",

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 
+from kvboost.errors import UnsupportedModelError
 from kvboost.model.cache import KVLayout
 
 # Raise when a change to this package changes how KV is computed.
@@ -42,8 +43,12 @@ class ModelIdentity:
             self._model.config._attn_implementation,
             self._model.training,
             _adapter_state(self._model),
-            _numeric_settings(),
+            self._numerics(),
         )
+
+    def forget(self) -> None:
+        """Hash the weights anew next time: for writes that leave no trace, such as through ``.data``."""
+        self._weights_state = ()
 
     def fields(self) -> dict[str, str]:
         """The fingerprint fields that the model decides."""
@@ -56,16 +61,15 @@ class ModelIdentity:
             "config": config,
             "rope": rope,
             "dtype": ",".join(sorted({str(spec.dtype) for spec in self._layout.slots})),
-            "attention": str(self._model.config._attn_implementation),
+            "attention": f"{self._model.config._attn_implementation}|{_sdpa_backends()}",
             "adapter": _adapter_state(self._model),
-            "numerics": "|".join(
-                [
-                    f"kvboost-numerics={_NUMERICS_VERSION}",
-                    f"training={self._model.training}",
-                    _numeric_settings(),
-                ]
-            ),
+            "numerics": f"kvboost-numerics={_NUMERICS_VERSION}|training={self._model.training}|{self._numerics()}",
         }
+
+    def _numerics(self) -> str:
+        experts = getattr(self._model.config, "_experts_implementation", None)
+        devices = sorted({str(spec.device) for spec in self._layout.slots})
+        return f"{_numeric_settings(devices)}|experts={experts}|{_sdpa_backends()}"
 
 
 def _weight_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -102,8 +106,14 @@ def _weights_digest(model: Any) -> str:
         return hasher.digest()
 
     tensors = sorted(_weight_tensors(model), key=lambda item: item[0])
-    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
-        return hashlib.sha256(b"".join(pool.map(one, tensors))).hexdigest()
+    try:
+        with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
+            return hashlib.sha256(b"".join(pool.map(one, tensors))).hexdigest()
+    except (NotImplementedError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"the weights cannot be read to tell this model from others (offloaded or quantised? {error}). "
+            "Pass strict=False to run it without reuse."
+        ) from error
 
 
 def _config_digest(model: Any) -> str:
@@ -138,9 +148,16 @@ def _adapter_state(model: Any) -> str:
     return "|".join(sorted(parts)) or "none"
 
 
-def _numeric_settings() -> str:
+def _sdpa_backends() -> str:
+    """Which kernels scaled_dot_product_attention may choose from; the flags rule the CPU's choice too."""
+    backends: Any = torch.backends.cuda  # untyped in torch
+    names = ("flash_sdp_enabled", "math_sdp_enabled", "mem_efficient_sdp_enabled", "cudnn_sdp_enabled")
+    return f"sdpa={[bool(getattr(backends, name)()) for name in names]}"
+
+
+def _numeric_settings(devices: list[str]) -> str:
     """Settings of torch and the machine that change how sums are rounded."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kinds = sorted({torch.device(device).type for device in devices})
     return "|".join(
         [
             f"torch={torch.__version__}",
@@ -150,7 +167,7 @@ def _numeric_settings() -> str:
             f"mkldnn={torch.backends.mkldnn.enabled}",
             f"matmul={torch.get_float32_matmul_precision()}",
             f"deterministic={torch.are_deterministic_algorithms_enabled()}",
-            f"accelerator={accelerator}",
-            f"autocast={torch.is_autocast_enabled('cpu')}:{torch.get_autocast_dtype('cpu')}",
+            f"devices={devices}",
+            f"autocast={[(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]}",
         ]
     )

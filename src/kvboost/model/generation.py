@@ -29,6 +29,11 @@ _RESERVED = (
 )
 
 
+# Assisted decoding does not look at the cache's length in its first step; custom loops may do anything.
+_REREADS_PROMPT = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "custom_generate")
+DEFAULT_NEW_TOKENS = 64
+
+
 @dataclass(frozen=True)
 class Decoded:
     """What came out of ``generate``."""
@@ -44,14 +49,23 @@ class _AfterEachToken(StoppingCriteria):  # type: ignore[misc]  # transformers i
         self._callback = callback
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        int(input_ids[0, -1])  # an accelerator may still be computing the token: wait until it exists
         return torch.full((input_ids.shape[0],), self._callback(), dtype=torch.bool, device=input_ids.device)
 
 
-def sampling_arguments(*, max_new_tokens: int, temperature: float | None, extra: dict[str, Any]) -> dict[str, Any]:
-    """Arguments for ``generate``. ``temperature=0`` means greedy; any other temperature means sampling."""
+def sampling_arguments(
+    *, prompt_tokens: int, max_new_tokens: int | None, temperature: float | None, extra: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments for ``generate``. ``temperature=0`` means greedy; any other temperature means sampling.
+
+    Without ``max_new_tokens`` the caller's ``max_length`` or generation config decides, else 64 tokens.
+    """
     for name in _RESERVED:
         if name in extra:
             raise ConfigError(f"{name} is prepared by the engine; leave it out (give the prompt itself instead)")
+    extra = dict(extra)
+    if max_new_tokens is None:
+        max_new_tokens = _length_asked_for(extra, prompt_tokens)
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1; use prefill() to only read a prompt")
     arguments = dict(extra, max_new_tokens=max_new_tokens)
@@ -65,6 +79,27 @@ def sampling_arguments(*, max_new_tokens: int, temperature: float | None, extra:
             arguments["temperature"] = temperature
             arguments.setdefault("do_sample", True)
     return arguments
+
+
+def _length_asked_for(extra: dict[str, Any], prompt_tokens: int) -> int:
+    """New tokens wanted by ``max_length`` or a generation config; takes ``max_length`` out of ``extra``."""
+    config = extra.get("generation_config")
+    if (length := extra.pop("max_length", None)) is not None:
+        return int(length) - prompt_tokens
+    if (count := getattr(config, "max_new_tokens", None)) is not None:
+        return int(count)
+    if (length := getattr(config, "max_length", None)) is not None:
+        return int(length) - prompt_tokens
+    return DEFAULT_NEW_TOKENS
+
+
+def reads_prompt_again(arguments: dict[str, Any]) -> str | None:
+    """Why ``generate`` cannot go on from a cache with these arguments, or None if it can."""
+    config = arguments.get("generation_config")
+    for name in _REREADS_PROMPT:
+        if arguments.get(name, getattr(config, name, None)):
+            return f"with {name}, Transformers feeds the whole prompt again, whatever a cache already holds"
+    return None
 
 
 def sequences_per_prompt(model: Any, arguments: dict[str, Any]) -> int:
@@ -93,16 +128,14 @@ def run_generate(
     criteria = StoppingCriteriaList(
         [_AfterEachToken(after_each_token), *(arguments.pop("stopping_criteria", None) or ())]
     )
-    if arguments.get("stop_strings") is not None:
+    if arguments.get("stop_strings", getattr(arguments.get("generation_config"), "stop_strings", None)) is not None:
         arguments.setdefault("tokenizer", tokenizer)
     if cache is not None:
         # None overrides a cache kind that the model's generation config may ask for.
         arguments |= {"past_key_values": cache, "cache_implementation": None}
-    if model.generation_config.pad_token_id is None and "pad_token_id" not in arguments:
+    if pad_token_id(model, arguments) is None and (ends := end_token_ids(model, arguments)):
         # Transformers would pick the end token too, and warn about it on every call.
-        ends = end_token_ids(model, arguments)
-        if ends:
-            arguments["pad_token_id"] = min(ends)
+        arguments["pad_token_id"] = min(ends)
     with torch.no_grad():
         raw = model.generate(
             input_ids=input_ids, attention_mask=attention_mask, stopping_criteria=criteria, **arguments
@@ -112,8 +145,22 @@ def run_generate(
 
 def end_token_ids(model: Any, arguments: dict[str, Any]) -> set[int]:
     """The tokens that end a generation."""
-    given = arguments.get("eos_token_id", getattr(arguments.get("generation_config"), "eos_token_id", None))
-    value = given if given is not None else model.generation_config.eos_token_id
+    value = arguments.get("eos_token_id")
+    if "eos_token_id" not in arguments:  # an explicit None means: never end
+        value = getattr(arguments.get("generation_config"), "eos_token_id", None)
+        value = value if value is not None else model.generation_config.eos_token_id
     if value is None:
         return set()
     return {int(v) for v in value} if isinstance(value, Iterable) else {int(value)}
+
+
+def pad_token_id(model: Any, arguments: dict[str, Any]) -> int | None:
+    """The token that fills up rows of a batch that ended early."""
+    for value in (
+        arguments.get("pad_token_id"),
+        getattr(arguments.get("generation_config"), "pad_token_id", None),
+        model.generation_config.pad_token_id,
+    ):
+        if value is not None:
+            return int(value)
+    return None

@@ -45,7 +45,9 @@ def probe_model(model: Any) -> ModelFacts:
     _check_layers(config)
     layout = _check_forward(model, config)
     limit, reason = _exact_limit(config)
-    return ModelFacts(layout, _max_positions(config), limit, reason)
+    # Dynamic NTK is made for prompts beyond the configured length, so that length is no limit to it.
+    longest = None if reason and reason.startswith("dynamic") else _max_positions(config)
+    return ModelFacts(layout, longest, limit, reason)
 
 
 def _check_layers(config: Any) -> None:

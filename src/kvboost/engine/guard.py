@@ -1,0 +1,79 @@
+"""Keeps a failing store from failing a request: a cache may only help.
+
+The engine wraps whatever store it is given. A store that raises is a miss (or a block not kept), a
+counter and one warning.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from kvboost.extend import ChunkStore, Lease
+from kvboost.types import Chunk, KVBlock, PutOutcome
+
+
+class _NothingHeld:
+    """The lease of a lookup that failed."""
+
+    @property
+    def blocks(self) -> Sequence[KVBlock]:
+        """No blocks."""
+        return []
+
+    def release(self) -> None:
+        """Nothing to let go."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class GuardedStore:
+    """The part of a store that requests use, with every failure turned into a miss."""
+
+    def __init__(self, store: ChunkStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self.errors = 0
+
+    def lease(self, chunks: Sequence[Chunk]) -> Lease:
+        """As the store's own; nothing is held if it fails."""
+        try:
+            return self._store.lease(chunks)
+        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request goes on
+            self._failed(error)
+            return _NothingHeld()
+
+    def put(self, block: KVBlock) -> PutOutcome:
+        """As the store's own; REFUSED if it fails."""
+        try:
+            return self._store.put(block)
+        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request goes on
+            self._failed(error)
+            return PutOutcome.REFUSED
+
+    def used(self, chain: Sequence[bytes]) -> None:
+        """As the store's own."""
+        try:
+            self._store.used(chain)
+        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request goes on
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        with self._lock:
+            self.errors += 1
+            first = self.errors == 1
+        if first:
+            warnings.warn(
+                f"the store failed and is treated as empty for this request: {error!r}; "
+                "further failures are only counted (cache_stats()['store_errors'])",
+                RuntimeWarning,
+                stacklevel=4,
+            )
