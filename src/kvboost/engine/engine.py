@@ -342,14 +342,10 @@ class KVBoost:
             )
 
     def clear(self) -> None:
-        """Forget everything that was read, and look at the weights anew.
-
-        Call it after writing to weights through ``.data``, which leaves no trace the engine could see.
-        """
+        """Forget everything that was read."""
         self._store.clear()
-        if self._reader and self._pool:
+        if self._pool:
             self._pool.clear()
-            self._reader.forget()
 
     def close(self) -> None:
         """Release the cache. The model stays usable, the engine does not. A store that was given is left alone."""

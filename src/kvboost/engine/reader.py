@@ -123,12 +123,6 @@ class PromptReader:
                 self._root = (state, fingerprint_root(fingerprint))
             return self._root[1]
 
-    def forget(self) -> None:
-        """Hash the weights anew before the next request."""
-        with self._root_lock:
-            self._root = None
-            self._identity.forget()
-
     def open(self, tokens: list[int], *, boundaries: Sequence[int], new_rows: int, clock: StageClock) -> Reading:
         """Plan the prompt and place all stored KV; ``new_rows`` is room for tokens to come."""
         state = self._identity.state()

@@ -46,10 +46,6 @@ class ModelIdentity:
             self._numerics(),
         )
 
-    def forget(self) -> None:
-        """Hash the weights anew next time: for writes that leave no trace, such as through ``.data``."""
-        self._weights_state = ()
-
     def fields(self) -> dict[str, str]:
         """The fingerprint fields that the model decides."""
         state = _weights_state(self._model)
