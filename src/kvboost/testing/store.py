@@ -379,7 +379,7 @@ class ChunkStoreContract:
             finally:
                 sys.setswitchinterval(interval)
             if failures:
-                raise failures[0]
+                raise AssertionError(f"a thread failed: {failures[0]!r}") from failures[0]
             stats = store.stats()
             _expect(stats, hits=sum(asked) - stats.misses, chunks=sum(stored) - stats.evictions, leased=0)
             reachable = {key for chunks in prompts for key in held_keys(store, chunks)}
