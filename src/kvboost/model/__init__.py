@@ -13,6 +13,7 @@ from kvboost.model.generation import (
 )
 from kvboost.model.loading import load_model
 from kvboost.model.probe import ModelFacts, probe_model
+from kvboost.model.rows import RowRunner
 from kvboost.model.runner import ModelRunner
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "ModelFacts",
     "ModelIdentity",
     "ModelRunner",
+    "RowRunner",
     "SlabCache",
     "end_token_ids",
     "load_model",

@@ -53,6 +53,14 @@ class KVLayout:
         return sum(spec.bytes_per_row for spec in self.slots)
 
 
+@dataclass(frozen=True)
+class RowChanges:
+    """How far recomputed rows of one layer lie from what the cache held, [rows]: squared, over heads and dim."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
 class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
     """One layer's cache: writes new rows in place into storage that has room for more."""
 
@@ -60,6 +68,8 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         super().__init__()
         self.key_store, self.value_store = key_store, value_store  # [batch, heads, capacity, dim]
         self.rows: torch.Tensor | None = None
+        self.watched = False
+        self.changes: RowChanges | None = None
         self.dtype, self.device = key_store.dtype, key_store.device
         self.is_initialized = True
         self.set_length(0)
@@ -78,6 +88,11 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take new rows, [batch, heads, new, dim]; return all rows up to and including them."""
         if self.rows is not None:
+            if self.watched:
+                self.changes = RowChanges(
+                    _squared_change(self.key_store, self.rows, key_states),
+                    _squared_change(self.value_store, self.rows, value_states),
+                )
             # Recomputed rows go back to their own places; the sequence keeps its length.
             self.key_store.index_copy_(2, self.rows, key_states)
             self.value_store.index_copy_(2, self.rows, value_states)
@@ -131,6 +146,11 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
     def _replace(self, key_store: torch.Tensor, value_store: torch.Tensor) -> None:
         self.key_store, self.value_store = key_store, value_store
         self.set_length(self.length)
+
+
+def _squared_change(store: torch.Tensor, rows: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """Squared distance of new states [batch, heads, rows, dim] from what stands in their places, [rows]."""
+    return (store.index_select(2, rows).float() - states.float()).square_().sum(dim=(0, 1, 3))
 
 
 def _grown(store: torch.Tensor, used: int, needed: int) -> torch.Tensor:
@@ -206,15 +226,24 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return store
 
     @contextmanager
-    def rewriting(self, rows: torch.Tensor) -> Iterator[None]:
-        """Within this block the model's new keys and values replace ``rows`` instead of being appended."""
+    def rewriting(self, rows: torch.Tensor, *, watch: Sequence[int] = ()) -> Iterator[None]:
+        """Within this block the model's new keys and values replace ``rows`` instead of being appended.
+
+        The layers in ``watch`` note in ``changes`` how far the new ones lie from the old.
+        """
         try:
-            for layer in self.layers:
-                layer.rows = rows.to(layer.device)
+            self.narrow(rows, from_layer=0)
+            for index in watch:
+                self.layers[index].watched = True
             yield
         finally:
             for layer in self.layers:
-                layer.rows = None
+                layer.rows, layer.watched, layer.changes = None, False, None
+
+    def narrow(self, rows: torch.Tensor, *, from_layer: int) -> None:
+        """From this layer on the rows being replaced are these."""
+        for layer in self.layers[from_layer:]:
+            layer.rows = rows.to(layer.device)
 
 
 def layout_of(cache: Cache) -> KVLayout:
