@@ -635,7 +635,7 @@ def test_the_hooks_must_be_overridden() -> None:
 def test_the_thread_rule_does_not_hang() -> None:
     """A thread that fails must fail the rule, not leave the others waiting."""
     before = threading.active_count()
-    with pytest.raises(KeyError):
+    with pytest.raises(AssertionError, match="a thread failed: KeyError"):
         store_contract(RaisesOnAMiss).test_many_threads()
     assert threading.active_count() == before
 
