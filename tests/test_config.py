@@ -61,9 +61,12 @@ def test_defaults_are_valid_and_sizes_become_numbers() -> None:
         {"cache_bytes": -1},
         {"cache_bytes": "lots"},
         {"workspace_bytes": "-5"},
-        {"recompute_strategy": "selective"},
-        {"recompute_overlap": 16},
-        {"recompute_ratio": 0.15},
+        {"recompute_overlap": -1},
+        {"recompute_ratio": 1.01},
+        {"recompute_ratio": -0.1},
+        {"quality": "perfect"},
+        {"quality": 2.0},
+        {"quality": -0.1},
         {"kv_cache_bits": 8},
         {"disk_cache_dir": "/tmp/kv"},
     ],
@@ -75,7 +78,7 @@ def test_a_bad_setting_is_named(bad: dict[str, Any]) -> None:
         EngineConfig(**bad)
 
 
-@pytest.mark.parametrize("name", ["recompute_strategy", "recompute_ratio", "kv_cache_bits", "disk_cache_dir"])
+@pytest.mark.parametrize("name", ["kv_cache_bits", "disk_cache_dir"])
 def test_what_is_not_built_says_so(name: str) -> None:
     """A setting that silently did nothing would be believed."""
     with pytest.raises(ConfigError, match=f"does not have yet; leave {name} at"):

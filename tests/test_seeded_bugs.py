@@ -43,7 +43,7 @@ def _last_token_reused(patch: pytest.MonkeyPatch) -> None:
 def _suffix_in_one_step(patch: pytest.MonkeyPatch) -> None:
     right = reader.plan_reuse
 
-    def wrong(chunks: Sequence[Chunk], *, prompt_tokens: int, available: int) -> ReusePlan:
+    def wrong(chunks: Sequence[Chunk], *, prompt_tokens: int, available: int, moved: Any = ()) -> ReusePlan:
         plan = right(chunks, prompt_tokens=prompt_tokens, available=available)
         rest = Segment(SegmentKind.FRESH, plan.exact_tokens, prompt_tokens, None)
         return ReusePlan(prompt_tokens, (*plan.reused, rest)) if available else plan
@@ -227,7 +227,7 @@ def test_a_seeded_bug_is_caught(bug: str, tiny: Tiny, monkeypatch: pytest.Monkey
 
 
 def test_same_chunk_after_other_text_is_no_hit(tiny: Tiny) -> None:
-    warm, cold = (KVBoost(tiny("llama"), None, chunk_size=8, chunking="fixed") for _ in range(2))
+    warm, cold = (KVBoost(tiny("llama"), None, chunk_size=8, chunking="fixed", quality="exact") for _ in range(2))
     one, other, shared = list(range(3, 11)), list(range(20, 28)), list(range(40, 64))
     warm.generate([*one, *shared], max_new_tokens=1, temperature=0)
     warm.warm([*other, *one])

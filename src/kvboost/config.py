@@ -12,12 +12,12 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "m
 
 # Names that earlier users know and whose features are not built yet: giving them is an error, not a no-op.
 _NOT_BUILT = {
-    "recompute_strategy": (None, "moving chunks and repairing them"),
-    "recompute_overlap": (None, "moving chunks and repairing them"),
-    "recompute_ratio": (None, "moving chunks and repairing them"),
     "kv_cache_bits": (16, "storing KV in fewer bits"),
     "disk_cache_dir": (None, "the disk tier"),
 }
+
+
+QUALITIES = ("exact", "high", "fast")
 
 
 def parse_bytes(value: int | str, *, name: str) -> int:
@@ -44,7 +44,8 @@ class EngineConfig:
     workspace_bytes: int | str = "1GiB"
     tenant: str = ""
     reuse_generated: bool = False
-    recompute_strategy: str | None = None
+    quality: str | float = "high"
+    recompute_strategy: Any = None
     recompute_overlap: int | None = None
     recompute_ratio: float | None = None
     kv_cache_bits: int = 16
@@ -57,6 +58,17 @@ class EngineConfig:
                     f"{name}={getattr(self, name)!r} needs {feature}, which this version does not have yet; "
                     f"leave {name} at {built!r}"
                 )
+        if isinstance(self.quality, str) and self.quality not in QUALITIES:
+            raise ConfigError(
+                f"quality={self.quality!r} is not known; use one of {QUALITIES}, or the largest share of answers "
+                "that may differ, such as 0.02"
+            )
+        if not isinstance(self.quality, str) and not 0.0 <= self.quality <= 1.0:
+            raise ConfigError(f"quality={self.quality} is not a share; give 0.02 for two answers in a hundred")
+        if self.recompute_ratio is not None and not 0.0 <= self.recompute_ratio <= 1.0:
+            raise ConfigError(f"recompute_ratio={self.recompute_ratio} is not a share; give 0.15 for 15 % of the rows")
+        if self.recompute_overlap is not None and self.recompute_overlap < 0:
+            raise ConfigError(f"recompute_overlap={self.recompute_overlap} is negative; give a number of tokens")
         if self.chunk_size < 4:
             raise ConfigError(f"chunk_size={self.chunk_size} is too small; use 4 or more (128 is a good start)")
         if self.max_chunks is not None and self.max_chunks < 0:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from kvboost.types import Chunk, KVBlock, PutOutcome, StoreStats
+from kvboost.types import Chunk, KVBlock, PutOutcome, RepairSituation, StoreStats
+
+if TYPE_CHECKING:
+    import torch
 
 TokenArray = npt.NDArray[np.uint32]
 
@@ -82,6 +85,25 @@ class Lease(Protocol):
     ) -> None: ...
 
 
+class ContentLease(Protocol):
+    """Like :class:`Lease`, for chunks that need not stand side by side: None where nothing was found."""
+
+    @property
+    def blocks(self) -> Sequence[KVBlock | None]:
+        """One entry for each chunk asked for. Raises StoreError after release."""
+        ...
+
+    def release(self) -> None:
+        """Let the blocks go."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
 @runtime_checkable
 class ChunkStore(Protocol):
     """Keeps blocks. Thread-safe. A block that is absent, unfit or damaged is a miss, never an error."""
@@ -93,11 +115,20 @@ class ChunkStore(Protocol):
         """
         ...
 
+    def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> ContentLease:
+        """Hold, for each of ``chunks[after:]``, a block with exactly these tokens, wherever it was computed.
+
+        Of several, the one whose own context shares most with the chunks that stand before it here; the
+        ones before ``after`` are context only. Counts what it finds as moved hits and marks it as used.
+        """
+        ...
+
     def put(self, block: KVBlock) -> PutOutcome:
         """Keep ``block``; evict others to make room.
 
         The store takes ownership: the caller must not write to the block's tensors afterwards.
-        A block whose parent is not stored is refused, as no lookup could reach it.
+        A block whose parent is not stored is refused, as no lookup could reach it. So is one of a
+        generation above 0 if its content is stored several times already.
         """
         ...
 
@@ -115,6 +146,28 @@ class ChunkStore(Protocol):
 
     def close(self) -> None:
         """Release every resource. The store may not be used afterwards."""
+        ...
+
+
+@runtime_checkable
+class RepairStrategy(Protocol):
+    """Chooses which rows of moved chunks are computed again. A frozen dataclass: no state between calls."""
+
+    @property
+    def name(self) -> str:
+        """Named in every result it had a part in."""
+        ...
+
+    def attention_layers(self, layer_count: int) -> range:
+        """The layers in which the live tokens' attention is wanted; empty for none."""
+        ...
+
+    def decision_layers(self, layer_count: int) -> Sequence[int]:
+        """Before which layers :meth:`choose` is called, ascending. 0 is before anything is computed."""
+        ...
+
+    def choose(self, situation: RepairSituation) -> torch.Tensor:
+        """The rows that go on: indices into ``situation.rows``, ascending. May be empty."""
         ...
 
 

@@ -22,7 +22,7 @@ class GenerationMode(enum.Enum):
     PREFIX_CACHE = "prefix_cache"
     """Exact reuse only: the same tokens after the same tokens."""
     CHUNK_KV_REUSE = "chunk_kv_reuse"
-    """Every kind of reuse that is built. Today that is exact reuse, so it equals ``PREFIX_CACHE``."""
+    """Exact reuse, and chunks moved from elsewhere and repaired where that pays. Reported as approximate."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,16 @@ class KVBlock:
     nbytes: int
     bitwise: bool
     """True if a cold prefill of the same prompt would produce the same bits."""
+    start: int = 0
+    """Position of the first token when this KV was computed."""
+    context: bytes = b""
+    """What stood before it then: marks of the nearest chunks, in order (see :data:`CONTEXT_MARK_BYTES`)."""
+    generation: int = 0
+    """0: computed behind exact KV only. n: behind moved KV whose own generation was n - 1 at most."""
+
+
+CONTEXT_MARK_BYTES = 8
+"""A chunk is named in a context by this many bytes of its content key."""
 
 
 class PutOutcome(enum.Enum):
@@ -81,19 +91,20 @@ class PutOutcome(enum.Enum):
     STORED = "stored"
     PRESENT = "present"
     REFUSED = "refused"
-    """It does not fit, or no lookup could reach it because its parent is not stored."""
+    """It does not fit, its parent is not stored so that no lookup could reach it, or it has variants enough."""
 
 
 class SegmentKind(enum.Enum):
     """Where a stretch of the prompt gets its KV from."""
 
     EXACT = "exact"
+    MOVED = "moved"
     FRESH = "fresh"
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One stretch ``[start, end)`` of the prompt. A FRESH segment is one forward step."""
+    """One stretch ``[start, end)`` of the prompt. Before the first MOVED one, a FRESH segment is one forward step."""
 
     kind: SegmentKind
     start: int
@@ -119,6 +130,9 @@ class ReusePlan:
             raise ValueError(f"segments cover {position} of {self.prompt_tokens} tokens")
         if self.segments[-1].kind is not SegmentKind.FRESH:
             raise ValueError("the last token must be fresh: its logits are needed")
+        kinds = [s.kind for s in self.segments]
+        if SegmentKind.EXACT in kinds[kinds.count(SegmentKind.EXACT) :]:
+            raise ValueError("exact segments stand before all others: they need exactly the same text before them")
 
     @property
     def reused(self) -> tuple[Segment, ...]:
@@ -126,14 +140,51 @@ class ReusePlan:
         return tuple(s for s in self.segments if s.kind is SegmentKind.EXACT)
 
     @property
+    def moved(self) -> tuple[Segment, ...]:
+        """The MOVED segments, in order."""
+        return tuple(s for s in self.segments if s.kind is SegmentKind.MOVED)
+
+    @property
     def steps(self) -> tuple[Segment, ...]:
-        """The FRESH segments, in order: one forward each."""
+        """The FRESH segments, in order: one forward each where nothing was moved before them."""
         return tuple(s for s in self.segments if s.kind is SegmentKind.FRESH)
 
     @property
+    def untainted_end(self) -> int:
+        """Where the first MOVED segment begins: what stands before it is exact, what follows is not."""
+        return self.moved[0].start if self.moved else self.prompt_tokens
+
+    @property
+    def moved_tokens(self) -> int:
+        """How many prompt tokens are moved from elsewhere."""
+        return sum(s.end - s.start for s in self.moved)
+
+    @property
     def exact_tokens(self) -> int:
-        """How many prompt tokens come from the cache."""
+        """How many prompt tokens come from the cache as they are."""
         return sum(s.end - s.start for s in self.reused)
+
+
+@dataclass(frozen=True)
+class RepairSituation:
+    """What a repair strategy may look at when it chooses rows. Every tensor has one entry per row."""
+
+    layer: int
+    """The layer the rows are about to enter; 0 is before anything was computed."""
+    layer_count: int
+    rows: torch.Tensor
+    """Positions, ascending, of the moved rows that are still candidates."""
+    starts: torch.Tensor
+    """For each row, where the moved stretch it belongs to begins."""
+    ends: torch.Tensor
+    """For each row, where that stretch ends."""
+    budget: int
+    """How many rows may be recomputed, after the ratio asked for."""
+    attention: torch.Tensor | None
+    """How much the live tokens look at each row, if the strategy asked for it."""
+    key_change: torch.Tensor | None
+    value_change: torch.Tensor | None
+    """How far the layer before moved each row's keys and values, squared, if it was watched."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +200,9 @@ class ReuseReport:
     timings_ms: Mapping[str, float] = field(default_factory=dict)
     """Milliseconds by stage: encode, plan, lease, place, prefill, first_token, ..."""
     reason: str | None = None
-    """Why nothing could be reused, where something stood in the way."""
+    """Why nothing could be reused or moved, where something stood in the way."""
+    approximate: str | None = None
+    """The repair strategy, where chunks were moved: the answer may then differ from a full reading's."""
 
     @property
     def cached_tokens(self) -> int:
@@ -234,6 +287,8 @@ class StoreStats:
     refused: int
     """Blocks that did not fit or whose parent was gone."""
     leased: int
+    moved_hits: int = 0
+    """Chunks found by content alone and handed out."""
 
 
 class CacheStats(TypedDict):

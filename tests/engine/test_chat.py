@@ -14,7 +14,7 @@ _USER = {"role": "user", "content": "Tell me about caches, please, in one senten
 
 @pytest.fixture
 def engine() -> KVBoost:
-    return KVBoost(tiny_model("llama", vocab_size=260), byte_tokenizer(), chunk_size=32)
+    return KVBoost(tiny_model("llama", vocab_size=260), byte_tokenizer(), chunk_size=32, quality="exact")
 
 
 def test_the_next_turn_reuses_everything_up_to_the_last_message(engine: KVBoost) -> None:

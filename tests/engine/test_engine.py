@@ -248,9 +248,11 @@ def test_an_engine_without_tokenizer_takes_ids_only(byte_model: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"recompute_strategy": "cacheblend"}, "recompute_strategy"),
         ({"recompute_overlap": 8}, "recompute_overlap"),
-        ({"recompute_ratio": 0.1}, "recompute_ratio"),
+        ({"recompute_strategy": "guess"}, "recompute_strategy"),
+        ({"recompute_strategy": 7}, "recompute_strategy"),
+        ({"quality": "best"}, "quality"),
+        ({"recompute_ratio": 1.1}, "recompute_ratio"),
         ({"kv_cache_bits": 8}, "fewer bits"),
         ({"disk_cache_dir": "x"}, "disk"),
         ({"chunk_size": 1}, "too small"),
@@ -392,7 +394,7 @@ def test_a_failing_store_is_a_miss_and_one_warning(byte_model: Any, broken: str)
 
     ids = list(range(3, 100))
     expected = KVBoost(byte_model, None, chunk_size=16).prefill(ids).logits
-    engine = KVBoost(byte_model, None, chunk_size=16, store=Failing(10**8))
+    engine = KVBoost(byte_model, None, chunk_size=16, quality="exact", store=Failing(10**8))
     with pytest.warns(RuntimeWarning, match="disk is gone"):
         first = engine.prefill(ids)
     for result in (first, engine.prefill(ids), engine.prefill(ids)):  # a second warning would be an error here

@@ -107,7 +107,7 @@ class ExactReuseMachine(RuleBasedStateMachine):
         seed=st.integers(0, 2**16),
     )
     def start(self, size: int, chunking: str, limit: int, workspace: str, seed: int) -> None:
-        settings = {"chunk_size": size * self.scale, "chunking": chunking}
+        settings = {"chunk_size": size * self.scale, "chunking": chunking, "quality": "exact"}
         self.warm = KVBoost(self.model, None, max_chunks=limit, workspace_bytes=workspace, **settings)
         self.cold = KVBoost(self.model, None, **settings)
         self.reference = ReferenceCache(limit)

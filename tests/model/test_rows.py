@@ -125,10 +125,11 @@ def test_watched_layers_say_how_far_their_rows_moved(tiny: Callable[..., Any]) -
     assert not layer.watched
 
 
-def test_attention_is_what_the_eager_model_reports(tiny: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("watched", ["sdpa", "eager"])
+def test_attention_is_what_the_eager_model_reports(tiny: Callable[..., Any], watched: str) -> None:
     eager = tiny("llama", attn_implementation="eager")
     weights = eager(torch.tensor([_TEXT]), output_attentions=True).attentions  # [1, heads, 40, 40] each
-    model = tiny("llama")
+    model = tiny("llama", attn_implementation=watched)
     reading = _engine(model).prefill(_TEXT)
     reading.cache.set_length(36)
     runner = RowRunner(ModelRunner(model))

@@ -269,6 +269,81 @@ class CountsHitsOnly(MemoryStore):
         return replace(super().stats(), misses=0)
 
 
+class StopsAtAGap(MemoryStore):
+    """Looks for content as if it were a prefix."""
+
+    def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> Any:
+        lease = super().lease_content(chunks, after=after)
+        entries = list(lease._held())
+        for index in range(1, len(entries)):
+            if entries[index - 1] is None:
+                entries[index] = None
+        lease._entries = entries
+        return lease
+
+
+class TrustsContentKeys(MemoryStore):
+    """Does not compare the tokens of what it finds by content."""
+
+    def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> Any:
+        same = {chunk.content_key: self._same_content.get(chunk.content_key, ()) for chunk in chunks}
+        trusting = [
+            replace(c, tokens=self._entries[same[c.content_key][0]].block.tokens) if same[c.content_key] else c
+            for c in chunks
+        ]
+        return super().lease_content(trusting, after=after)
+
+
+class TakesTheNewest(MemoryStore):
+    """Does not look at contexts."""
+
+    def put(self, block: KVBlock) -> PutOutcome:
+        return super().put(replace(block, context=b""))
+
+
+class MovesWithoutSayingSo(MemoryStore):
+    """Hands out a variant where an exact block was asked for."""
+
+    def lease(self, chunks: Sequence[Chunk]) -> Any:
+        exact = super().lease(chunks)
+        return exact if exact.blocks else super().lease_content(chunks, after=len(chunks) - 1)
+
+
+class KeepsEveryVariant(MemoryStore):
+    """Counts no variants."""
+
+    def put(self, block: KVBlock) -> PutOutcome:
+        return super().put(replace(block, generation=0))
+
+
+class HoldsNoContent(MemoryStore):
+    """Its content leases protect nothing."""
+
+    def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> Any:
+        lease = super().lease_content(chunks, after=after)
+        self._release([entry for entry in lease._held() if entry is not None])
+        return lease
+
+
+class RemembersWhatIsGone(MemoryStore):
+    """Finds by content what was evicted."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gone: dict[bytes, Any] = {}
+
+    def put(self, block: KVBlock) -> PutOutcome:
+        outcome = super().put(block)
+        if outcome is PutOutcome.STORED:
+            self.gone[block.content_key] = self._entries[block.key]
+        return outcome
+
+    def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> Any:
+        lease = super().lease_content(chunks, after=after)
+        lease._entries = [self.gone.get(chunk.content_key) for chunk in chunks[after:]]
+        return lease
+
+
 class WithoutLock(MemoryStore):
     """Looks, then acts, and lets others in between."""
 
@@ -289,6 +364,13 @@ class NoLock:
 
 
 BROKEN_STORES: list[tuple[type, str]] = [
+    (StopsAtAGap, "test_content_is_found_wherever_it_stands"),
+    (TrustsContentKeys, "test_other_tokens_under_the_same_content_key_are_a_miss"),
+    (TakesTheNewest, "test_the_variant_with_most_of_the_same_context_is_chosen"),
+    (MovesWithoutSayingSo, "test_variants_are_moved_but_never_exact"),
+    (KeepsEveryVariant, "test_the_same_content_is_kept_only_a_few_times"),
+    (HoldsNoContent, "test_content_leases_hold_their_blocks"),
+    (RemembersWhatIsGone, "test_what_is_gone_is_not_found_by_content"),
     (WithoutStats, "test_is_a_chunk_store"),
     (ChangesBlocks, "test_what_was_put_is_found"),
     (RaisesOnAMiss, "test_nothing_is_found_in_an_empty_store"),

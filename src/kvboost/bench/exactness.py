@@ -191,7 +191,7 @@ def _subjects(loaded: KVBoost, source: TextSource) -> list[_Subject]:
     cold: dict[int, KVBoost] = {}
     subjects = []
     for size, max_chunks, max_tokens, workspaces in _SETTINGS:
-        grid: dict[str, Any] = {"chunking": "fixed", "chunk_size": size}
+        grid: dict[str, Any] = {"chunking": "fixed", "chunk_size": size, "quality": "exact"}
         if size not in cold:
             cold[size] = KVBoost(loaded.model, loaded.tokenizer, **grid)
         room: dict[str, Any] = {} if max_tokens is None else {"cache_bytes": max_tokens * per_token}

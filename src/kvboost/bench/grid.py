@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _measure(plain: KVBoost, ids: list[int], chunking: str, size: int, repeat: int, table: Table) -> dict[str, Any]:
-    engine = KVBoost(plain.model, plain.tokenizer, chunking=chunking, chunk_size=size)
+    engine = KVBoost(plain.model, plain.tokenizer, chunking=chunking, chunk_size=size, quality="exact")
     results: list[PrefillResult] = []
 
     def read(mode: GenerationMode) -> Callable[[], float]:

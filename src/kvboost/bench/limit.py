@@ -44,7 +44,12 @@ def run(args: argparse.Namespace) -> Report:
         raise BenchError(f"--live {args.live} is more than one step of {_CHUNK} tokens; give {_CHUNK} or less")
     report = Report("limit")
     for dtype in args.dtype:
-        settings: dict[str, Any] = {"chunking": "fixed", "chunk_size": _CHUNK, "cache_bytes": "8GiB"}
+        settings: dict[str, Any] = {
+            "chunking": "fixed",
+            "chunk_size": _CHUNK,
+            "cache_bytes": "8GiB",
+            "quality": "exact",
+        }
         engine = load_engine(args, dtype=dtype, **settings)
         source = TextSource(engine.tokenizer, args.text)
         machine = describe_machine(dtype=dtype, model=str(args.model))

@@ -13,23 +13,27 @@ from kvboost.config import EngineConfig
 from kvboost.engine.clock import StageClock
 from kvboost.engine.decoding import Decoder, Request
 from kvboost.engine.guard import GuardedStore
+from kvboost.engine.moving import MovedReuse
 from kvboost.engine.prompt import Messages, Prompt, PromptEncoder
 from kvboost.engine.reader import PromptReader, Reading
 from kvboost.engine.streaming import PieceStream, PieceStreamer
 from kvboost.engine.verify import warm_equals_cold
 from kvboost.engine.workspace import WorkspacePool
 from kvboost.errors import CapacityError, ConfigError, UnsupportedModelError
-from kvboost.extend import ChunkStore, Streamer
+from kvboost.extend import ChunkStore, RepairStrategy, Streamer
 from kvboost.model import (
     ModelFacts,
     ModelIdentity,
     ModelRunner,
     load_model,
     probe_model,
+    probe_mover,
+    probe_rows,
     reads_prompt_again,
     sampling_arguments,
 )
 from kvboost.plan import make_chunker
+from kvboost.repair import choose_repair
 from kvboost.store import MemoryStore
 from kvboost.types import (
     CacheStats,
@@ -70,11 +74,14 @@ class KVBoost:
         self._facts: ModelFacts | None = None
         self._refusal: str | None = None
         self._pool: WorkspacePool | None = None
+        self._moving: MovedReuse | None = None
+        self._move_refusal: str | None = None
         self._reader: PromptReader | None = None
         try:
             self._facts = probe_model(model)
             self._identity = ModelIdentity(model, self._facts.layout)
             self._pool = WorkspacePool(self._facts.layout, capacity_bytes=int(self.config.workspace_bytes))
+            self._moving, self._move_refusal = self._make_moving(self._facts)
             self._reader = self._make_reader(self._guarded, self._pool)
             self._reader.root()  # hashes the weights now rather than in the first request
         except UnsupportedModelError as error:
@@ -107,7 +114,8 @@ class KVBoost:
         workspace_bytes: int | str = "1GiB",
         tenant: str = "",
         reuse_generated: bool = False,
-        recompute_strategy: str | None = None,
+        quality: str | float = "high",
+        recompute_strategy: str | RepairStrategy | None = None,
         recompute_overlap: int | None = None,
         recompute_ratio: float | None = None,
         kv_cache_bits: int = 16,
@@ -130,8 +138,14 @@ class KVBoost:
             workspace_bytes: Memory for caches kept between requests, so that a repeated prefix needs no copy.
             tenant: Chunks of different tenants never meet.
             reuse_generated: Also keep KV made by decoding. Such a hit is not bitwise and is reported so.
-            recompute_strategy, recompute_overlap, recompute_ratio, kv_cache_bits, disk_cache_dir:
-                Not built yet; giving them raises.
+            quality: How far chunks that stand elsewhere may be used: ``"exact"`` (never), ``"high"``, ``"fast"``,
+                or the largest share of answers that may differ from a full reading's, such as 0.02.
+            recompute_strategy: How to choose the rows of moved chunks that are computed again, instead of the
+                quality's own way: ``"none"``, ``"selective"``, ``"first"``, ``"cacheblend"``, ``"query"``,
+                ``"auto"``, or a RepairStrategy.
+            recompute_ratio: The share of their rows to compute again, instead of the quality's own.
+            recompute_overlap: Rows per seam for the ``"selective"`` strategy.
+            kv_cache_bits, disk_cache_dir: Not built yet; giving them raises.
             store: Keep chunks here instead of in a memory store of the engine's own.
             **model_kwargs: Passed to ``AutoModelForCausalLM.from_pretrained``.
         """
@@ -144,6 +158,7 @@ class KVBoost:
             "workspace_bytes": workspace_bytes,
             "tenant": tenant,
             "reuse_generated": reuse_generated,
+            "quality": quality,
             "recompute_strategy": recompute_strategy,
             "recompute_overlap": recompute_overlap,
             "recompute_ratio": recompute_ratio,
@@ -191,7 +206,8 @@ class KVBoost:
             clock.lap("first_token")
             report = ReuseReport(0, 0, 0, len(tokens), bitwise=True, timings_ms=clock.stages(), reason=reason)
             return PrefillResult(logits, cache, report)
-        with self._turn, reader.open(tokens, boundaries=boundaries, new_rows=64, clock=clock) as reading:
+        move = mode is GenerationMode.CHUNK_KV_REUSE
+        with self._turn, reader.open(tokens, boundaries=boundaries, new_rows=64, clock=clock, move=move) as reading:
             reader.advance_to_last_step(reading)
             logits = reader.finish(reading)
             reader.commit(reading)
@@ -295,8 +311,10 @@ class KVBoost:
             with self._turn:
                 return self._decoder.batch_without_cache(encoded, request, clock, reason=reason)
 
+        move = mode is GenerationMode.CHUNK_KV_REUSE
+
         def read(tokens: list[int]) -> tuple[Reading, PromptReader]:
-            return reader.open(tokens, boundaries=(), new_rows=0, clock=clock), reader
+            return reader.open(tokens, boundaries=(), new_rows=0, clock=clock, move=move), reader
 
         with self._turn:
             return self._decoder.batch(encoded, read=read, layout=self._facts.layout, request=request, clock=clock)
@@ -305,15 +323,14 @@ class KVBoost:
         """What the cache holds and how often it helped. Hits and misses count chunks asked for."""
         stats = self._store.stats()
         asked = stats.hits + stats.misses
-        rate = stats.hits / asked if asked else 0.0
         return CacheStats(
             hot_chunks=stats.chunks,
             hot_memory_mb=stats.bytes / 1e6,
             cache_hits=stats.hits,
-            approximate_hits=0,
-            cache_misses=stats.misses,
-            hit_rate=rate,
-            exact_hit_rate=rate,
+            approximate_hits=stats.moved_hits,
+            cache_misses=stats.misses - stats.moved_hits,
+            hit_rate=(stats.hits + stats.moved_hits) / asked if asked else 0.0,
+            exact_hit_rate=stats.hits / asked if asked else 0.0,
             evictions=stats.evictions,
             store_errors=self._guarded.errors,
             bytes_by_tier={stats.tier: stats.bytes},
@@ -352,6 +369,8 @@ class KVBoost:
         self._closed = True
         if self._pool:
             self._pool.clear()
+        if self._moving:
+            self._moving.close()
         if self._owns_store:
             self._store.close()
 
@@ -371,7 +390,9 @@ class KVBoost:
             with self._turn:
                 return self._decoder.without_cache(tokens, request, clock, reason=reason)
         rows = min(request.max_new_tokens, _MOST_ROWS_AHEAD)
-        with self._turn, reader.open(tokens, boundaries=request.boundaries, new_rows=rows, clock=clock) as reading:
+        move = mode is GenerationMode.CHUNK_KV_REUSE
+        opened = reader.open(tokens, boundaries=request.boundaries, new_rows=rows, clock=clock, move=move)
+        with self._turn, opened as reading:
             return self._decoder.with_cache(reading, reader, request, keep_decoded=self.config.reuse_generated)
 
     def _reader_for(
@@ -425,4 +446,21 @@ class KVBoost:
             pool=pool,
             tenant=self.config.tenant,
             keeps_decoded=self.config.reuse_generated,
+            moving=self._moving if store is self._guarded else None,
+            move_refusal=self._move_refusal,
         )
+
+    def _make_moving(self, facts: ModelFacts) -> tuple[MovedReuse | None, str | None]:
+        """What moves chunks for this model, or nothing and why."""
+        repair = choose_repair(self.config)
+        if repair is None:
+            return None, None  # as asked: nothing stood in the way
+        try:
+            mover = probe_mover(self.model, facts.layout)
+            layers = repair.strategy.attention_layers(len(facts.layout.slots) // 2)
+            rows = probe_rows(self._runner, facts.layout, attention_layers=layers)
+        except UnsupportedModelError as error:
+            return None, str(error)
+        return MovedReuse(
+            store=self._guarded, mover=mover, rows=rows, strategy=repair.strategy, ratio=repair.ratio
+        ), None

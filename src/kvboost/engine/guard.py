@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from kvboost.extend import ChunkStore, Lease
+from kvboost.extend import ChunkStore, ContentLease, Lease
 from kvboost.types import Chunk, KVBlock, PutOutcome
 
 
@@ -47,6 +47,14 @@ class GuardedStore:
         """As the store's own; nothing is held if it fails."""
         try:
             return self._store.lease(chunks)
+        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request goes on
+            self._failed(error)
+            return _NothingHeld()
+
+    def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> ContentLease:
+        """As the store's own; nothing is held if it fails."""
+        try:
+            return self._store.lease_content(chunks, after=after)
         except Exception as error:  # noqa: BLE001 - whatever a store raises, the request goes on
             self._failed(error)
             return _NothingHeld()

@@ -17,10 +17,12 @@ import torch
 
 from kvboost.engine.clock import StageClock
 from kvboost.engine.guard import GuardedStore
+from kvboost.engine.moving import MovedChunks, MovedReuse
 from kvboost.engine.workspace import WorkspacePool
 from kvboost.extend import Chunker, Lease
 from kvboost.model import ModelIdentity, ModelRunner, SlabCache
 from kvboost.plan import chunk_keys, fingerprint_root, plan_reuse, reusable_chunks, token_array
+from kvboost.store import context_before
 from kvboost.types import Chunk, Fingerprint, KVBlock, PutOutcome, ReusePlan, ReuseReport
 
 
@@ -37,27 +39,60 @@ class Reading:
     clock: StageClock
     _lease: Lease
     _pool: WorkspacePool
-    bitwise: bool
-    """Whether everything in the cache so far has the bits of a cold run."""
+    begins_bitwise: bool
+    """Whether the chunks this reading began with, and what it computes right behind them, have a cold run's bits."""
     _model_state: Any
     """The model's state when this reading began: what it computes is kept only if it is still the same."""
     _exact_rows: int
-    """Rows ``[0, _exact_rows)`` were computed or placed on the prompt's own grid."""
+    """Rows ``[0, _exact_rows)`` were computed or placed on the prompt's own grid, behind nothing moved."""
+    moved: MovedChunks | None = None
+    reason: str | None = None
+    """Why nothing could be moved, where that was asked for."""
+    approximate: str | None = None
+    """Which repair strategy had a part in this, where something was moved."""
     _held_rows: int = 0
     """Rows that the next owner of the cache may rely on: known only once they were committed."""
     _committed: int = 0
+    _observed: bool = False
     _detached: bool = field(default=False)
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether everything in the cache has the bits of a cold run."""
+        return self.begins_bitwise and self.moved is None
+
+    def tainted_at(self, row: int) -> bool:
+        """Whether this row stands behind a moved chunk: then it is never stored under a prefix key."""
+        return row >= self.plan.untainted_end
 
     def report(self) -> ReuseReport:
         """What was reused."""
-        exact = self.plan.exact_tokens
+        exact, moved = self.plan.exact_tokens, self.plan.moved_tokens
         return ReuseReport(
             exact_tokens=exact,
-            moved_tokens=0,
-            recomputed_tokens=0,
-            fresh_tokens=len(self.tokens) - exact,
+            moved_tokens=moved,
+            recomputed_tokens=self.moved.recomputed_tokens if self.moved else 0,
+            fresh_tokens=len(self.tokens) - exact - moved,
             bitwise=self.bitwise,
             timings_ms=self.clock.stages(),
+            reason=self.reason,
+            approximate=self.approximate,
+        )
+
+    def block(self, chunk: Chunk, *, key: bytes, context: bytes, generation: int, bitwise: bool = False) -> KVBlock:
+        """A copy of this chunk's rows, ready for a store."""
+        tensors = self.cache.extract(chunk.start, chunk.end)
+        return KVBlock(
+            key=key,
+            parent_key=None if generation else chunk.parent_key,
+            content_key=chunk.content_key,
+            tokens=chunk.tokens,
+            tensors=tensors,
+            nbytes=sum(t.numel() * t.element_size() for t in tensors),
+            bitwise=bitwise,
+            start=chunk.start,
+            context=context,
+            generation=generation,
         )
 
     def detach(self) -> SlabCache:
@@ -68,6 +103,8 @@ class Reading:
     def close(self) -> None:
         """Release the lease and return the cache to the pool."""
         self._lease.release()
+        if self.moved is not None:
+            self.moved.lease.release()
         if not self._detached:
             self._detached = True
             held = [c.prefix_key for c in self.chunks if c.end <= self._held_rows]
@@ -99,6 +136,8 @@ class PromptReader:
         pool: WorkspacePool,
         tenant: str,
         keeps_decoded: bool,
+        moving: MovedReuse | None = None,
+        move_refusal: str | None = None,
     ) -> None:
         self._runner = runner
         self._identity = identity
@@ -107,6 +146,8 @@ class PromptReader:
         self._pool = pool
         self._tenant = tenant
         self._keeps_decoded = keeps_decoded
+        self._moving = moving
+        self._move_refusal = move_refusal
         self._root_lock = threading.Lock()
         self._root: tuple[Any, bytes] | None = None
 
@@ -123,17 +164,28 @@ class PromptReader:
                 self._root = (state, fingerprint_root(fingerprint))
             return self._root[1]
 
-    def open(self, tokens: list[int], *, boundaries: Sequence[int], new_rows: int, clock: StageClock) -> Reading:
-        """Plan the prompt and place all stored KV; ``new_rows`` is room for tokens to come."""
+    def open(
+        self, tokens: list[int], *, boundaries: Sequence[int], new_rows: int, clock: StageClock, move: bool = False
+    ) -> Reading:
+        """Plan the prompt and place all stored KV; ``new_rows`` is room for tokens to come.
+
+        With ``move``, chunks that stand elsewhere are used too, where that pays.
+        """
         state = self._identity.state()
         root = self.root(state)
         ids = token_array(tokens)
         chunks = chunk_keys(root, ids, self._chunker.cut(ids, boundaries))
         clock.lap("plan")
-        lease = self._store.lease(reusable_chunks(chunks, prompt_tokens=len(tokens)))
+        usable = reusable_chunks(chunks, prompt_tokens=len(tokens))
+        lease = self._store.lease(usable)
+        moved: MovedChunks | None = None
         try:
             blocks = lease.blocks
-            plan = plan_reuse(chunks, prompt_tokens=len(tokens), available=len(blocks))
+            if move and self._moving is not None:
+                moved = self._moving.find(usable, available=len(blocks), prompt_tokens=len(tokens))
+            plan = plan_reuse(
+                chunks, prompt_tokens=len(tokens), available=len(blocks), moved=moved.blocks if moved else ()
+            )
             clock.lap("lease")
             keys = [block.key for block in blocks]
             cache, in_place = self._pool.take(rows=len(tokens) + new_rows, chain=keys)
@@ -141,8 +193,13 @@ class PromptReader:
                 cache.place(chunk.start, block.tensors)
             cache.set_length(plan.exact_tokens)
             clock.lap("place")
+            if moved is not None and self._moving is not None:
+                self._moving.place(cache, chunks, moved)
+                clock.lap("move")
         except BaseException:
             lease.release()
+            if moved is not None:
+                moved.lease.release()
             raise
         return Reading(
             tokens=tokens,
@@ -154,24 +211,40 @@ class PromptReader:
             clock=clock,
             _lease=lease,
             _pool=self._pool,
-            bitwise=all(block.bitwise for block in blocks),
+            begins_bitwise=all(block.bitwise for block in blocks),
             _model_state=state,
             _exact_rows=plan.exact_tokens,
             _committed=len(blocks),
+            moved=moved,
+            reason=self._move_refusal if move else None,
+            approximate=self._moving.strategy_name if moved is not None and self._moving is not None else None,
         )
 
     def advance(self, reading: Reading, *, to: int, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Run the steps that begin before row ``to``; the last one may be cut short there."""
+        last = reading.plan.steps[-1]
         for step in reading.plan.steps:
             if step.start >= to:
                 break
             if cancelled():
                 raise RequestCancelled
+            if reading.tainted_at(step.start) and step is not last:
+                continue  # the repair computes it, together with what it repairs
+            if step is last:
+                self._repair(reading)
             end = min(step.end, to)
             self._runner.append(reading.tokens[step.start : end], reading.cache, logits=False)
-            if end == step.end:
+            if end == step.end and not reading.tainted_at(step.start):
                 reading._exact_rows = end
+        if to >= last.start:
+            self._repair(reading)
         reading.clock.lap("prefill")
+
+    def _repair(self, reading: Reading) -> None:
+        """Fill the rows between the first moved chunk and the last step, once."""
+        if reading.moved is not None and not reading.moved.repaired and self._moving is not None:
+            reading.clock.lap("prefill")
+            self._moving.repair(reading, reading.moved)
 
     def advance_to_last_step(self, reading: Reading, *, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Run every step but the one that holds the last token."""
@@ -182,26 +255,45 @@ class PromptReader:
         last = reading.plan.steps[-1]
         logits = self._runner.append(reading.tokens[last.start :], reading.cache, logits=True)
         assert logits is not None
-        reading._exact_rows = last.end
+        if not reading.tainted_at(last.start):
+            reading._exact_rows = last.end
         reading.clock.lap("first_token")
         return logits
 
     def commit(self, reading: Reading) -> int:
         """Store every chunk computed since the last commit. Returns how many were new."""
+        self._observe(reading)
         if not self._model_unchanged(reading):
             return 0
-        if reading.bitwise:
+        # Before the first moved chunk a reading is as exact as the chunks it began with.
+        if reading.begins_bitwise:
             reading._held_rows = reading._exact_rows
-        return self._store_chunks(reading, reading.chunks, rows=reading._exact_rows, bitwise=reading.bitwise)
+        new = self._store_chunks(reading, reading.chunks, rows=reading._exact_rows, bitwise=reading.begins_bitwise)
+        if reading.moved is not None and self._moving is not None:
+            new += self._moving.keep(reading, reading.moved)
+        return new
 
     def commit_decoded(self, reading: Reading, generated: Sequence[int]) -> int:
         """Store the chunks that decoding completed, marked as not bitwise. The last token has no KV yet."""
-        if not self._model_unchanged(reading):
-            return 0
+        if reading.moved is not None or not self._model_unchanged(reading):
+            return 0  # behind moved chunks everything is tainted
         rows = reading.cache.get_seq_length()
         ids = token_array([*reading.tokens, *generated][:rows])
         chunks = chunk_keys(reading.root, ids, self._chunker.cut(ids, reading.boundaries))
         return self._store_chunks(reading, chunks, rows=rows, bitwise=False)
+
+    def _observe(self, reading: Reading) -> None:
+        """Learn what this reading took, once its first token exists."""
+        stages = reading.clock.stages()
+        if self._moving is None or reading._observed or "first_token" not in stages:
+            return
+        reading._observed = True
+        if reading.moved is not None:
+            self._moving.costs.observe_move(rows=reading.plan.moved_tokens, seconds=stages["move"] / 1000.0)
+        else:
+            seconds = (stages.get("prefill", 0.0) + stages["first_token"]) / 1000.0
+            rows = len(reading.tokens) - reading.plan.exact_tokens
+            self._moving.costs.observe_read(forwards=len(reading.plan.steps), rows=rows, seconds=seconds)
 
     def _model_unchanged(self, reading: Reading) -> bool:
         """Rows computed while the weights changed are neither the old model's nor the new one's."""
@@ -212,16 +304,8 @@ class PromptReader:
         for chunk in chunks[reading._committed :]:
             if chunk.end > rows:
                 break
-            tensors = reading.cache.extract(chunk.start, chunk.end)
-            block = KVBlock(
-                key=chunk.prefix_key,
-                parent_key=chunk.parent_key,
-                content_key=chunk.content_key,
-                tokens=chunk.tokens,
-                tensors=tensors,
-                nbytes=sum(t.numel() * t.element_size() for t in tensors),
-                bitwise=bitwise,
-            )
+            context = context_before(chunks, reading._committed)
+            block = reading.block(chunk, key=chunk.prefix_key, context=context, generation=0, bitwise=bitwise)
             outcome = self._store.put(block)
             if outcome is PutOutcome.REFUSED:
                 break  # what follows could not be reached without it

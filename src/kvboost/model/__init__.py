@@ -13,12 +13,14 @@ from kvboost.model.generation import (
 )
 from kvboost.model.loading import load_model
 from kvboost.model.probe import ModelFacts, probe_model
-from kvboost.model.rows import RowRunner
+from kvboost.model.rope import KeyMover, probe_mover
+from kvboost.model.rows import RowRunner, probe_rows
 from kvboost.model.runner import ModelRunner
 
 __all__ = [
     "Decoded",
     "KVLayout",
+    "KeyMover",
     "ModelFacts",
     "ModelIdentity",
     "ModelRunner",
@@ -28,6 +30,8 @@ __all__ = [
     "load_model",
     "pad_token_id",
     "probe_model",
+    "probe_mover",
+    "probe_rows",
     "reads_prompt_again",
     "run_generate",
     "sampling_arguments",

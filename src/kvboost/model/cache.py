@@ -184,6 +184,11 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
         super().__init__(layers=[SlabLayer(k, v) for k, v in zip(stores[::2], stores[1::2], strict=True)])
 
     @property
+    def slabs(self) -> list[torch.Tensor]:
+        """The storage, [slots, batch, heads, capacity, dim] for each of ``layout.groups`` in that order."""
+        return [slab for slab, _ in self._slabs]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the slabs."""
         return sum(slab.numel() * slab.element_size() for slab, _ in self._slabs)

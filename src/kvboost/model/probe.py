@@ -44,9 +44,9 @@ def probe_model(model: Any) -> ModelFacts:
         raise UnsupportedModelError("encoder-decoder models read their prompt differently; use a decoder-only model")
     _check_layers(config)
     layout = _check_forward(model, config)
-    limit, reason = _exact_limit(config)
+    limit, reason = exact_limit_of(config)
     # Dynamic NTK is made for prompts beyond the configured length, so that length is no limit to it.
-    longest = None if reason and reason.startswith("dynamic") else _max_positions(config)
+    longest = None if reason and reason.startswith("dynamic") else max_positions_of(config)
     return ModelFacts(layout, longest, limit, reason)
 
 
@@ -80,10 +80,10 @@ def _check_forward(model: Any, config: Any) -> KVLayout:
     runner.append(ids[:half], cache, logits=False)
     stepped = runner.append(ids[half:], cache, logits=True)
     assert stepped is not None
-    _compare(config, layout, whole, stepped, "its prompt is read in two steps")
+    compare_logits(config, whole, stepped, "its prompt is read in two steps")
     cache.crop(-half)
     for expected, found in zip(_greedy_logits(model, batch, None), _greedy_logits(model, batch, cache), strict=False):
-        _compare(config, layout, expected, found, "Transformers' generate goes on from a given cache")
+        compare_logits(config, expected, found, "Transformers' generate goes on from a given cache")
         if expected.argmax() != found.argmax():
             break  # a near tie that rounding decided: from here on the two read different texts
     return layout
@@ -104,17 +104,21 @@ def _greedy_logits(model: Any, batch: torch.Tensor, cache: SlabCache | None) -> 
     return [step[0] for step in decoded.raw.logits]
 
 
-def _compare(config: Any, layout: KVLayout, expected: torch.Tensor, found: torch.Tensor, when: str) -> None:
+def compare_logits(
+    config: Any, expected: torch.Tensor, found: torch.Tensor, when: str, *, remedy: str = _WITHOUT_REUSE
+) -> None:
+    """Raise UnsupportedModelError if two readings of the same text differ by more than rounding explains."""
     difference = (found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-12)
-    tolerance = _TOLERANCE.get(layout.slots[0].dtype, 8e-2)
+    tolerance = _TOLERANCE.get(expected.dtype, 8e-2)
     if not difference <= tolerance:  # written so that NaN fails too
         raise UnsupportedModelError(
             f"{config.model_type} answers differently when {when} "
-            f"(relative difference {difference:.1e}, rounding explains {tolerance:.0e}). {_WITHOUT_REUSE}"
+            f"(relative difference {difference:.1e}, rounding explains {tolerance:.0e}). {remedy}"
         )
 
 
-def _max_positions(config: Any) -> int | None:
+def max_positions_of(config: Any) -> int | None:
+    """The longest sequence the model was made for; None if it names none."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
@@ -122,7 +126,8 @@ def _max_positions(config: Any) -> int | None:
     return None
 
 
-def _exact_limit(config: Any) -> tuple[int | None, str | None]:
+def exact_limit_of(config: Any) -> tuple[int | None, str | None]:
+    """Up to how many tokens the rotary frequencies stay the same, and why no further; None without a limit."""
     rope = getattr(config, "rope_parameters", None) or {}
     # One dict for the model, or one per layer type.
     variants = [rope, *(v for v in rope.values() if isinstance(v, dict))]
@@ -132,7 +137,7 @@ def _exact_limit(config: Any) -> tuple[int | None, str | None]:
             original = variant.get("original_max_position_embeddings") or getattr(
                 config, "original_max_position_embeddings", None
             )
-            limit = int(original or _max_positions(config) or 0) - 1
+            limit = int(original or max_positions_of(config) or 0) - 1
             return limit, (
                 f"{kind} RoPE changes its frequencies beyond {limit} tokens, so KV read before that point "
                 "cannot stand for KV read after it"

@@ -18,9 +18,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from kvboost.errors import UnsupportedModelError
-from kvboost.model.cache import RowChanges, SlabCache
+from kvboost.model.cache import KVLayout, RowChanges, SlabCache
+from kvboost.model.probe import compare_logits
 from kvboost.model.runner import ModelRunner
 
+_PROBE_TOKENS = 12
+_EXACT_GOES_ON = "Its text is reused only behind the same beginning."
 _MOST_ROWS = 2048  # per forward: bounds the mask, which has rows x keys entries
 
 Chooser = Callable[[int, torch.Tensor, RowChanges | None], torch.Tensor | None]
@@ -116,7 +119,7 @@ class RowRunner:
         device = self._runner.device
         positions = torch.arange(start, start + count, device=device)
         mask = self._masks(positions, start + count, known=known.to(device))
-        tap = _AttentionTap(layers, rows=start)
+        tap = _AttentionTap(layers, rows=start, keys=start + count)
         try:
             with tap:
                 self._runner.run(
@@ -132,8 +135,8 @@ class RowRunner:
             cache.set_length(start)
         if len(tap.seen) != len(layers):
             raise UnsupportedModelError(
-                "this model's attention does not go through scaled_dot_product_attention, so it cannot be watched; "
-                "load it with attn_implementation='sdpa' or choose a repair strategy that needs no attention"
+                f"the attention of {self._model.config._attn_implementation!r} cannot be watched; load the model with "
+                "attn_implementation='sdpa' or choose a repair strategy that needs no attention"
             )
         return torch.stack(tap.seen)
 
@@ -193,6 +196,40 @@ def _remove(hooks: Sequence[Any]) -> None:
         hook.remove()
 
 
+@torch.no_grad()
+def probe_rows(runner: ModelRunner, layout: KVLayout, *, attention_layers: range) -> RowRunner:
+    """A row runner for this model, once it has shown that its rows may be recomputed, dropped and watched.
+
+    Raises UnsupportedModelError with the reason where they may not.
+    """
+    rows = RowRunner(runner)
+    config = runner.model.config.get_text_config(decoder=True)
+    tokens = (torch.arange(_PROBE_TOKENS) * 7919 % min(config.vocab_size, 30_000)).tolist()
+    cache = SlabCache(layout, capacity=_PROBE_TOKENS)
+    whole = runner.append(tokens, cache, logits=True)
+    middle = rows.layer_count // 2
+
+    def drop_one(layer: int, positions: torch.Tensor, changes: RowChanges | None) -> torch.Tensor | None:
+        return torch.tensor([1, 2], device=positions.device) if layer == middle else None
+
+    try:
+        again, _ = rows.forward_rows(tokens, cache, [3, 7, _PROBE_TOKENS - 1], choose=drop_one)
+        if attention_layers:
+            cache.set_length(_PROBE_TOKENS - 2)
+            known = torch.ones(_PROBE_TOKENS - 2, dtype=torch.bool)
+            rows.attention_to(tokens[-2:], cache, known=known, layers=attention_layers)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        rows.close()
+        raise UnsupportedModelError(f"{config.model_type} cannot compute single rows again ({error})") from error
+    except UnsupportedModelError:
+        rows.close()
+        raise
+    assert whole is not None
+    assert again is not None
+    compare_logits(config, whole, again, "a few of its rows are computed again", remedy=_EXACT_GOES_ON)
+    return rows
+
+
 # Where the rows stand in what a decoder layer is given beside its hidden states.
 _ROW_DIMENSION = {"attention_mask": -2, "position_embeddings": -2, "position_ids": -1}
 
@@ -244,9 +281,9 @@ class _SeenEnough(Exception):
 class _AttentionTap(TorchFunctionMode):
     """Notes the attention mass on the first ``rows`` keys in chosen layers. Sees this thread's calls only."""
 
-    def __init__(self, layers: range, *, rows: int) -> None:
+    def __init__(self, layers: range, *, rows: int, keys: int) -> None:
         super().__init__()
-        self._layers, self._rows = layers, rows
+        self._layers, self._rows, self._keys = layers, rows, keys
         self._next = 0
         self.seen: list[torch.Tensor] = []
 
@@ -255,12 +292,18 @@ class _AttentionTap(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            if self._next in self._layers:
-                self.seen.append(_attention_mass(*args, **kwargs)[: self._rows])
-            self._next += 1
-            if self._next >= self._layers.stop:
-                raise _SeenEnough
-        return func(*args, **kwargs)
+            self._note(lambda: _attention_mass(*args, **kwargs))
+        result = func(*args, **kwargs)
+        if func is torch.nn.functional.softmax and result.dim() == 4 and result.shape[-1] >= self._keys:
+            self._note(lambda: result.float().sum(dim=(0, 1, 2)))  # eager attention; some add a sink behind the keys
+        return result
+
+    def _note(self, mass: Callable[[], torch.Tensor]) -> None:
+        if self._next in self._layers:
+            self.seen.append(mass()[: self._rows])
+        self._next += 1
+        if self._next >= self._layers.stop:
+            raise _SeenEnough
 
 
 def _attention_mass(

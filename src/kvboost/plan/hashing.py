@@ -69,3 +69,8 @@ def chunk_keys(root: bytes, tokens: TokenArray, ends: Sequence[int]) -> list[Chu
         parent = prefix_key
         start = end
     return chunks
+
+
+def variant_key(content_key: bytes, context: bytes) -> bytes:
+    """Names KV that was computed behind moved KV. No prefix key can equal it: its label is its own."""
+    return hashlib.sha256(b"kvboost.variant.1" + content_key + context).digest()

@@ -7,7 +7,7 @@ of a cold run, with the same shapes and therefore the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvboost.types import Chunk, ReusePlan, Segment, SegmentKind
 
@@ -24,12 +24,20 @@ def reusable_chunks(chunks: Sequence[Chunk], *, prompt_tokens: int) -> Sequence[
     return chunks[:count]
 
 
-def plan_reuse(chunks: Sequence[Chunk], *, prompt_tokens: int, available: int) -> ReusePlan:
-    """Reuse the first ``available`` chunks, compute the rest chunk by chunk, then the tail."""
-    if available > len(reusable_chunks(chunks, prompt_tokens=prompt_tokens)):
-        raise ValueError("the chunk that holds the last token cannot be reused")
+def plan_reuse(
+    chunks: Sequence[Chunk], *, prompt_tokens: int, available: int, moved: Collection[int] = ()
+) -> ReusePlan:
+    """Reuse the first ``available`` chunks as they are and move those with an index in ``moved``; compute the rest."""
+    usable = len(reusable_chunks(chunks, prompt_tokens=prompt_tokens))
+    if available > usable or any(not available <= index < usable for index in moved):
+        raise ValueError("only chunks behind the exact ones and before the last token can be moved or reused")
     segments = [
-        Segment(SegmentKind.EXACT if i < available else SegmentKind.FRESH, chunk.start, chunk.end, chunk)
+        Segment(
+            SegmentKind.EXACT if i < available else SegmentKind.MOVED if i in moved else SegmentKind.FRESH,
+            chunk.start,
+            chunk.end,
+            chunk,
+        )
         for i, chunk in enumerate(chunks)
     ]
     covered = chunks[-1].end if chunks else 0

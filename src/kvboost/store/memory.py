@@ -14,7 +14,10 @@ from typing import Self
 from kvboost.errors import StoreError
 from kvboost.extend import EvictionPolicy
 from kvboost.store.eviction import LeafFirstLRU
+from kvboost.store.variants import best_variant, context_mark
 from kvboost.types import Chunk, KVBlock, PutOutcome, StoreStats
+
+MOST_VARIANTS = 4  # of one content; measured in docs/results/variants.md
 
 
 class _Entry:
@@ -26,25 +29,23 @@ class _Entry:
         self.successors = 0
 
 
-class MemoryLease:
-    """Blocks of a :class:`MemoryStore`, held against eviction until released."""
+class _Held:
+    """Entries of a :class:`MemoryStore`, held against eviction until released."""
 
-    def __init__(self, store: MemoryStore, entries: list[_Entry]) -> None:
+    def __init__(self, store: MemoryStore, entries: Sequence[_Entry | None]) -> None:
         self._store = store
-        self._entries: list[_Entry] | None = entries
+        self._entries: Sequence[_Entry | None] | None = entries
 
-    @property
-    def blocks(self) -> Sequence[KVBlock]:
-        """The blocks held, first chunk first."""
+    def _held(self) -> Sequence[_Entry | None]:
         if self._entries is None:
             raise StoreError("this lease was released; take a new one before reading blocks")
-        return [entry.block for entry in self._entries]
+        return self._entries
 
     def release(self) -> None:
         """Let the blocks go. Harmless the second time."""
         entries, self._entries = self._entries, None
         if entries:
-            self._store._release(entries)
+            self._store._release([entry for entry in entries if entry is not None])
 
     def __enter__(self) -> Self:
         return self
@@ -53,6 +54,24 @@ class MemoryLease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+class MemoryLease(_Held):
+    """The blocks of a prompt's beginning."""
+
+    @property
+    def blocks(self) -> Sequence[KVBlock]:
+        """The blocks held, first chunk first."""
+        return [entry.block for entry in self._held() if entry is not None]
+
+
+class MemoryContentLease(_Held):
+    """Blocks found by content, None where there was none."""
+
+    @property
+    def blocks(self) -> Sequence[KVBlock | None]:
+        """One entry for each chunk asked for."""
+        return [entry.block if entry is not None else None for entry in self._held()]
 
 
 class MemoryStore:
@@ -66,9 +85,10 @@ class MemoryStore:
         self._policy = policy if policy is not None else LeafFirstLRU()
         self._lock = threading.Lock()
         self._entries: dict[bytes, _Entry] = {}
+        self._same_content: dict[bytes, tuple[bytes, ...]] = {}  # content key -> keys, oldest first
         self._bytes = 0
         self._leased = 0
-        self._hits = self._misses = self._rejected = self._evictions = self._refused = 0
+        self._hits = self._misses = self._rejected = self._evictions = self._refused = self._moved_hits = 0
 
     def lease(self, chunks: Sequence[Chunk]) -> MemoryLease:
         """Hold the longest leading run of ``chunks`` that is stored with exactly these tokens."""
@@ -82,19 +102,42 @@ class MemoryStore:
                     self._rejected += 1
                     break
                 held.append(entry)
-            for entry in held:
-                entry.leases += 1
-            self._leased += len(held)
             self._hits += len(held)
             self._misses += len(chunks) - len(held)
-            self._policy.used([entry.block.key for entry in held])
+            self._hold(held)
             return MemoryLease(self, held)
+
+    def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> MemoryContentLease:
+        """Hold, for each of ``chunks[after:]``, the best-fitting block with exactly these tokens."""
+        with self._lock:
+            marks = {context_mark(chunk.content_key) for chunk in chunks[:after]}
+            found: list[_Entry | None] = []
+            for chunk in chunks[after:]:
+                candidates = [self._entries[key] for key in self._same_content.get(chunk.content_key, ())]
+                matching = [entry for entry in candidates if entry.block.tokens == chunk.tokens]
+                self._rejected += len(candidates) - len(matching)
+                best = best_variant([entry.block for entry in matching], marks=marks)
+                found.append(self._entries[best.key] if best is not None else None)
+                marks.add(context_mark(chunk.content_key))
+            held = [entry for entry in found if entry is not None]
+            self._moved_hits += len(held)
+            self._hold(held)
+            return MemoryContentLease(self, found)
+
+    def _hold(self, entries: Sequence[_Entry]) -> None:
+        for entry in entries:
+            entry.leases += 1
+        self._leased += len(entries)
+        self._policy.used([entry.block.key for entry in entries])
 
     def put(self, block: KVBlock) -> PutOutcome:
         """Keep ``block``; evict others to make room."""
         with self._lock:
             if block.key in self._entries:
                 return PutOutcome.PRESENT
+            if block.generation and len(self._same_content.get(block.content_key, ())) >= MOST_VARIANTS:
+                self._refused += 1
+                return PutOutcome.REFUSED
             parent = None
             if block.parent_key is not None:
                 parent = self._entries.get(block.parent_key)
@@ -108,6 +151,7 @@ class MemoryStore:
                 self._refused += 1
                 return PutOutcome.REFUSED
             self._entries[block.key] = _Entry(block)
+            self._same_content[block.content_key] = (*self._same_content.get(block.content_key, ()), block.key)
             self._bytes += block.nbytes
             self._policy.inserted(block.key)
             return PutOutcome.STORED
@@ -123,6 +167,7 @@ class MemoryStore:
             for key in self._entries:
                 self._policy.removed(key)
             self._entries.clear()
+            self._same_content.clear()
             self._bytes = 0
 
     def stats(self) -> StoreStats:
@@ -139,6 +184,7 @@ class MemoryStore:
                 evictions=self._evictions,
                 refused=self._refused,
                 leased=self._leased,
+                moved_hits=self._moved_hits,
             )
 
     def close(self) -> None:
@@ -167,10 +213,15 @@ class MemoryStore:
         self._policy.removed(key)
         self._bytes -= block.nbytes
         self._evictions += 1
+        others = tuple(other for other in self._same_content[block.content_key] if other != key)
+        if others:
+            self._same_content[block.content_key] = others
+        else:
+            del self._same_content[block.content_key]
         if block.parent_key is not None and block.parent_key in self._entries:
             self._entries[block.parent_key].successors -= 1
 
-    def _release(self, entries: list[_Entry]) -> None:
+    def _release(self, entries: Sequence[_Entry]) -> None:
         with self._lock:
             for entry in entries:
                 entry.leases -= 1

@@ -7,7 +7,6 @@ measures blocks itself overrides :meth:`ChunkStoreContract.make_block`.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import sys
 import threading
@@ -16,21 +15,12 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 
-import numpy as np
-
 from kvboost.errors import StoreError
 from kvboost.extend import ChunkStore
-from kvboost.plan import chunk_keys
-from kvboost.types import Chunk, KVBlock, PutOutcome, StoreStats
+from kvboost.testing.content import SIZE, ContentRules, prompt
+from kvboost.types import Chunk, PutOutcome, StoreStats
 
-_SIZE = 100  # bytes of a block where its size does not matter
-_ROOT = hashlib.sha256(b"kvboost.testing").digest()
-
-
-def prompt(*words: str) -> list[Chunk]:
-    """A prompt with one chunk per word. Prompts that begin with the same words share those chunks."""
-    ids = b"".join(hashlib.sha256(word.encode()).digest()[:16] for word in words)
-    return chunk_keys(_ROOT, np.frombuffer(ids, dtype="<u4"), range(4, 4 * len(words) + 1, 4))
+_SIZE = SIZE
 
 
 def held_keys(store: ChunkStore, chunks: Sequence[Chunk]) -> list[bytes]:
@@ -39,24 +29,8 @@ def held_keys(store: ChunkStore, chunks: Sequence[Chunk]) -> list[bytes]:
         return [block.key for block in lease.blocks]
 
 
-class ChunkStoreContract:
+class ChunkStoreContract(ContentRules):
     """The rules of :class:`kvboost.extend.ChunkStore`. Override :meth:`make_store`."""
-
-    def make_store(self, *, capacity_bytes: int, max_chunks: int | None = None) -> ChunkStore:
-        """A new, empty store with these limits. The suite closes it."""
-        raise NotImplementedError("return the store under test")
-
-    def make_block(self, chunk: Chunk, nbytes: int = _SIZE) -> KVBlock:
-        """The block of ``chunk``, of ``nbytes`` bytes."""
-        return KVBlock(
-            key=chunk.prefix_key,
-            parent_key=chunk.parent_key,
-            content_key=chunk.content_key,
-            tokens=chunk.tokens,
-            tensors=(),
-            nbytes=nbytes,
-            bitwise=True,
-        )
 
     def put_all(self, store: ChunkStore, chunks: Sequence[Chunk]) -> list[PutOutcome]:
         """Offer every chunk's block, first chunk first."""

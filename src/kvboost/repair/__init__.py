@@ -1,0 +1,16 @@
+"""Which rows of moved chunks to compute again. Chooses; the engine computes."""
+
+from kvboost.repair.levels import Repair, choose_repair
+from kvboost.repair.strategies import STRATEGIES, CacheBlend, First, Nothing, Query, Selective, make_strategy
+
+__all__ = [
+    "STRATEGIES",
+    "CacheBlend",
+    "First",
+    "Nothing",
+    "Query",
+    "Repair",
+    "Selective",
+    "choose_repair",
+    "make_strategy",
+]

@@ -1,0 +1,207 @@
+"""How often approximate reuse changes an answer: a bound that may be read after every check, and a switch on it.
+
+Called by the engine, which now and then answers a request both ways and reports whether the first tokens
+differed. Invariant: looking often costs nothing. The probability that the bounds are ever wrong, over all
+the moments at which somebody looked, is at most ``1 - confidence``; an interval for a fixed number of
+samples breaks that promise as soon as it is watched and acted upon.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Self, TypedDict
+
+from kvboost.errors import ConfigError
+
+_HALVINGS = 64  # from [0, 1] down to 5e-20, below what a double next to a share of 1e-3 can tell apart
+
+
+@dataclass
+class DisagreementBound:
+    """A confidence sequence for the share of requests whose answer changes. Not thread-safe.
+
+    For a true share p, the likelihood of what was seen, averaged over shares drawn from Jeffreys' prior
+    Beta(1/2, 1/2), divided by its likelihood under p, is a martingale that starts at 1. By Ville's inequality
+    it ever reaches ``1 / (1 - confidence)`` with probability at most ``1 - confidence``. The interval is
+    every p for which it has not: ``lower <= p <= upper`` holds at all times together with probability
+    ``confidence``. One martingale watches both sides, so the error is not split between them.
+
+    This needs a share that stays the same, and checks chosen without regard to their outcome. The bounds depend
+    on the two counts only, not on the order of what was seen.
+    """
+
+    confidence: float = 0.95
+    checked: int = field(default=0, kw_only=True)
+    disagreements: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        _check_share("confidence", self.confidence, above_zero=True)
+        for name, count in (("checked", self.checked), ("disagreements", self.disagreements)):
+            if not isinstance(count, int) or isinstance(count, bool):
+                raise ConfigError(f"{name} must be a whole number, got {count!r}")
+        if not 0 <= self.disagreements <= self.checked:
+            raise ConfigError(
+                f"disagreements must lie in 0..checked, got {self.disagreements} of {self.checked}; "
+                "start with a new bound if the counts are lost"
+            )
+
+    def observe(self, disagreed: bool) -> None:
+        """Count one checked request."""
+        self.checked += 1
+        self.disagreements += bool(disagreed)
+
+    @property
+    def upper(self) -> float:
+        """The true share is below this; 1.0 before the first agreement."""
+        if self.disagreements == self.checked:
+            return 1.0
+        return self._edge(outside=1.0)
+
+    @property
+    def lower(self) -> float:
+        """The true share is above this; 0.0 before the first disagreement."""
+        if self.disagreements == 0:
+            return 0.0
+        return self._edge(outside=0.0)
+
+    def _edge(self, *, outside: float) -> float:
+        """Where the interval ends between the observed share and ``outside``, which is excluded."""
+        agreements = self.checked - self.disagreements
+        # B(s + 1/2, f + 1/2) / B(1/2, 1/2): the averaged likelihood. B(1/2, 1/2) is pi.
+        averaged = (
+            math.lgamma(self.disagreements + 0.5)
+            + math.lgamma(agreements + 0.5)
+            - math.lgamma(self.checked + 1.0)
+            - math.log(math.pi)
+        )
+        limit = averaged + math.log(1.0 - self.confidence)  # excluded: a likelihood at most this
+        inside = self.disagreements / self.checked  # never excluded: an average is at most the largest likelihood
+        for _ in range(_HALVINGS):
+            middle = (inside + outside) / 2
+            if middle in (inside, outside):
+                break
+            if self.disagreements * math.log(middle) + agreements * math.log1p(-middle) > limit:
+                inside = middle
+            else:
+                outside = middle
+        return outside  # the excluded end: rounding may widen the interval, never narrow it
+
+
+class GuardState(TypedDict):
+    """A :class:`ReuseGuard` as plain JSON types."""
+
+    tolerated: float
+    confidence: float
+    checked: int
+    disagreements: int
+    reason: str | None
+
+
+@dataclass
+class ReuseGuard:
+    """Switches moved reuse off once it is proven worse than tolerated. Thread-safe.
+
+    Guaranteed: while the share of answers that reuse changes is the same from check to check and at most
+    ``tolerated``, the guard ever switches off with probability at most ``1 - confidence``, however long
+    it runs. If the share is above ``tolerated``, it switches off sooner or later: the sooner, the larger the excess.
+
+    Not guaranteed: anything about a single request, since the share is an average; anything about
+    traffic that changes, since a long good past outweighs a bad present for a while; that the share is
+    below ``tolerated`` while the guard allows reuse, since lack of proof is no proof (read ``bound.upper`` for
+    that). Each ``reset`` starts a new promise with its own false alarm. There is no minimum number of checks:
+    at 95 % confidence and a tolerated share below 2.5 %, one disagreement in the very first check is proof enough.
+    """
+
+    tolerated: float
+    confidence: float = field(default=0.95, kw_only=True)
+    _bound: DisagreementBound = field(init=False, repr=False)
+    _reason: str | None = field(init=False, repr=False, default=None)
+    _lock: threading.Lock = field(init=False, repr=False, compare=False, default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        _check_share("tolerated", self.tolerated)
+        self._bound = DisagreementBound(self.confidence)
+
+    def observe(self, disagreed: bool) -> None:
+        """Count one checked request; may switch off."""
+        with self._lock:
+            self._bound.observe(disagreed)
+            self._judge()
+
+    @property
+    def allowed(self) -> bool:
+        """Whether moved reuse may go on."""
+        return self.reason is None
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is off and what to do; None while it is on."""
+        with self._lock:
+            return self._reason
+
+    @property
+    def bound(self) -> DisagreementBound:
+        """A copy of the counts and bounds as they are now."""
+        with self._lock:
+            return replace(self._bound)
+
+    def reset(self) -> None:
+        """Switch on again and forget what was seen: kept counts would switch it off at the next check."""
+        with self._lock:
+            self._bound = DisagreementBound(self.confidence)
+            self._reason = None
+
+    def state(self) -> GuardState:
+        """Everything, in plain JSON types, for :meth:`from_state`."""
+        with self._lock:
+            return GuardState(
+                tolerated=self.tolerated,
+                confidence=self.confidence,
+                checked=self._bound.checked,
+                disagreements=self._bound.disagreements,
+                reason=self._reason,
+            )
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, object]) -> Self:
+        """A guard that goes on where the one that gave ``state`` stood. Raises ConfigError for a damaged state."""
+        expected = sorted(GuardState.__annotations__)
+        if sorted(state) != expected:
+            raise ConfigError(f"a saved guard has the keys {expected}, got {sorted(state)}; delete it to start again")
+        reason = state["reason"]
+        if not (reason is None or isinstance(reason, str)):
+            raise ConfigError(f"a saved guard's reason is a text or null, got {reason!r}; delete it to start again")
+        # The constructors check the numbers, so what they take is what the casts claim.
+        guard = cls(state["tolerated"], confidence=state["confidence"])  # type: ignore[arg-type]
+        guard._bound = DisagreementBound(
+            guard.confidence,
+            checked=state["checked"],  # type: ignore[arg-type]
+            disagreements=state["disagreements"],  # type: ignore[arg-type]
+        )
+        guard._reason = reason
+        return guard
+
+    def _judge(self) -> None:
+        """Switch off if the bound says so. The caller holds the lock."""
+        if self._reason is not None:
+            return
+        lower = self._bound.lower
+        if lower > self.tolerated:
+            self._reason = (
+                f"reuse changed {self._bound.disagreements} of {self._bound.checked} checked answers: with "
+                f"{self.confidence:.4g} confidence more than {lower:.4g} of all, where {self.tolerated:.4g} is "
+                "tolerated; recompute more rows or tolerate more, then call reset()"
+            )
+
+
+def _check_share(name: str, value: float, *, above_zero: bool = False) -> None:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 <= value < 1
+        or (above_zero and not value)
+    ):
+        raise ConfigError(f"{name} must be {'above 0' if above_zero else '0 or more'} and below 1, got {value!r}")

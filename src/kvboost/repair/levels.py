@@ -1,0 +1,40 @@
+"""From the user's words to a way of repairing: what each quality means.
+
+Called once by the engine. The figures behind the levels are in docs/results/repair.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from kvboost.config import EngineConfig
+from kvboost.errors import ConfigError
+from kvboost.extend import RepairStrategy
+from kvboost.repair.strategies import Selective, make_strategy
+
+
+@dataclass(frozen=True)
+class Repair:
+    """A strategy and the share of moved rows it may recompute."""
+
+    strategy: RepairStrategy
+    ratio: float
+
+
+_RATIO = {"high": 0.3, "fast": 0.15}
+
+
+def choose_repair(config: EngineConfig) -> Repair | None:
+    """What these settings ask for; None if nothing may be moved."""
+    if config.quality == "exact" or config.quality == 0.0:
+        return None
+    strategy = make_strategy(config.recompute_strategy if config.recompute_strategy is not None else "query")
+    if config.recompute_overlap is not None:
+        if not isinstance(strategy, Selective):
+            raise ConfigError(
+                f'recompute_overlap belongs to recompute_strategy="selective", not to {strategy.name!r}; leave it out'
+            )
+        strategy = replace(strategy, overlap=config.recompute_overlap)
+    level = config.quality if isinstance(config.quality, str) else "high"
+    ratio = config.recompute_ratio if config.recompute_ratio is not None else _RATIO[level]
+    return Repair(strategy, ratio)

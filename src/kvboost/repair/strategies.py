@@ -1,0 +1,120 @@
+"""Ways to choose the rows of moved chunks that are computed again: a strategy is a dataclass with one method.
+
+Called by the engine while it repairs a prompt. A moved chunk's keys and values were computed behind other
+text; recomputing every row makes them right, recomputing few makes them nearly right. Invariant: choices
+depend only on the situation given, so the same request repairs the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvboost.errors import ConfigError
+from kvboost.extend import RepairStrategy
+from kvboost.types import RepairSituation
+
+_NO_LAYERS = range(0)
+
+
+def _highest(score: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the ``count`` highest scores, ascending."""
+    return score.topk(min(count, len(score))).indices.sort().values
+
+
+def _marked(mask: torch.Tensor) -> torch.Tensor:
+    return mask.nonzero().flatten()
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """Re-rotated, otherwise as they were."""
+
+    name = "none"
+
+    def attention_layers(self, layer_count: int) -> range:
+        """None wanted."""
+        return _NO_LAYERS
+
+    def decision_layers(self, layer_count: int) -> Sequence[int]:
+        """Once, before anything is computed."""
+        return (0,)
+
+    def choose(self, situation: RepairSituation) -> torch.Tensor:
+        """No rows."""
+        return _marked(torch.zeros_like(situation.rows, dtype=torch.bool))
+
+
+@dataclass(frozen=True)
+class Selective(Nothing):
+    """The last tokens before each seam: what the predecessor of this package does. For comparison."""
+
+    name = "selective"
+    overlap: int = 16
+
+    def choose(self, situation: RepairSituation) -> torch.Tensor:
+        """The last ``overlap`` rows of each moved stretch."""
+        return _marked(situation.ends - situation.rows <= self.overlap)
+
+
+@dataclass(frozen=True)
+class First(Nothing):
+    """The first tokens of each moved stretch, as in EPIC: they took themselves for the start of the text."""
+
+    name = "first"
+
+    def choose(self, situation: RepairSituation) -> torch.Tensor:
+        """The leading rows of each stretch, as many of each as the budget allows."""
+        share = situation.budget / max(1, len(situation.rows))
+        within = situation.rows - situation.starts
+        return _marked(within < (situation.ends - situation.starts) * share)
+
+
+@dataclass(frozen=True)
+class CacheBlend(Nothing):
+    """The rows whose values changed most in an early layer, which all rows pass. One forward, then fewer rows."""
+
+    name = "cacheblend"
+    layer: int = 1
+
+    def decision_layers(self, layer_count: int) -> Sequence[int]:
+        """Right behind the layer that is watched."""
+        return (min(self.layer + 1, layer_count - 1),)
+
+    def choose(self, situation: RepairSituation) -> torch.Tensor:
+        """The rows that changed most."""
+        assert situation.value_change is not None
+        return _highest(situation.value_change, situation.budget)
+
+
+@dataclass(frozen=True)
+class Query(Nothing):
+    """The rows that the live tokens look at most in the middle layers."""
+
+    name = "query"
+
+    def attention_layers(self, layer_count: int) -> range:
+        """The middle third, at least one."""
+        first = layer_count // 3
+        return range(first, max(first + 1, layer_count * 2 // 3))
+
+    def choose(self, situation: RepairSituation) -> torch.Tensor:
+        """The rows with most attention."""
+        assert situation.attention is not None
+        return _highest(situation.attention, situation.budget)
+
+
+STRATEGIES: dict[str, RepairStrategy] = {s.name: s for s in (Nothing(), Selective(), First(), CacheBlend(), Query())}
+
+
+def make_strategy(strategy: str | RepairStrategy) -> RepairStrategy:
+    """The strategy with this name, or ``strategy`` itself if it already is one."""
+    if isinstance(strategy, str):
+        if strategy not in STRATEGIES:
+            raise ConfigError(f"recompute_strategy={strategy!r} is not known; use one of {sorted(STRATEGIES)}")
+        return STRATEGIES[strategy]
+    if not isinstance(strategy, RepairStrategy):
+        raise ConfigError(f"recompute_strategy must be a name or a RepairStrategy, got {type(strategy).__name__}")
+    return strategy
