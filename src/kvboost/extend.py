@@ -158,6 +158,11 @@ class RepairStrategy(Protocol):
         """Named in every result it had a part in."""
         ...
 
+    @property
+    def spreads(self) -> bool:
+        """Whether what the chosen rows changed is carried over to their neighbours."""
+        ...
+
     def attention_layers(self, layer_count: int) -> range:
         """The layers in which the live tokens' attention is wanted; empty for none."""
         ...

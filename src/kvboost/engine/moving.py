@@ -6,8 +6,9 @@ chunk is stored under a prefix key; the last step never moves; where moving does
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from kvboost.engine.costs import CostModel
 from kvboost.engine.guard import GuardedStore
 from kvboost.extend import ContentLease, RepairStrategy
-from kvboost.model import KeyMover, RowRunner, SlabCache
+from kvboost.model import KeyMover, RowRunner, SlabCache, Spread
 from kvboost.plan import variant_key
 from kvboost.store import context_before, context_mark
 from kvboost.types import Chunk, KVBlock, PutOutcome, RepairSituation, SegmentKind
@@ -114,12 +115,23 @@ class MovedReuse:
         rows = chooser.first_rows()
         if len(rows):
             _, layer_rows = self._rows.forward_rows(
-                reading.tokens[:end], reading.cache, rows, logits=False, choose=chooser, watch=chooser.watched
+                reading.tokens[:end],
+                reading.cache,
+                rows,
+                logits=False,
+                choose=chooser,
+                watch=chooser.watched,
+                spread=self._spread_over(ground, end) if self._strategy.spreads and self._ratio < 1.0 else None,
             )
             again = layer_rows / self._rows.layer_count - int((~ground.is_moved).sum())
             moved.recomputed_tokens = round(again)
         moved.repaired = True
         reading.clock.lap("repair")
+
+    def _spread_over(self, ground: _Ground, end: int) -> Callable[..., Spread]:
+        stretches = torch.full((end,), -1)
+        stretches[ground.begin :][ground.is_moved] = ground.starts[ground.is_moved]
+        return partial(Spread, self._mover, stretches=stretches)
 
     def keep(self, reading: Reading, moved: MovedChunks) -> int:
         """Store the chunks computed behind moved ones, for moving only. Returns how many were new."""

@@ -16,6 +16,7 @@ from kvboost.model.probe import ModelFacts, probe_model
 from kvboost.model.rope import KeyMover, probe_mover
 from kvboost.model.rows import RowRunner, probe_rows
 from kvboost.model.runner import ModelRunner
+from kvboost.model.spread import Spread
 
 __all__ = [
     "Decoded",
@@ -26,6 +27,7 @@ __all__ = [
     "ModelRunner",
     "RowRunner",
     "SlabCache",
+    "Spread",
     "end_token_ids",
     "load_model",
     "pad_token_id",

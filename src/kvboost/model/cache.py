@@ -7,10 +7,11 @@ never seen by attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
@@ -61,6 +62,14 @@ class RowChanges:
     values: torch.Tensor
 
 
+class Spreading(Protocol):
+    """Changes other rows along with those that are computed again."""
+
+    def apply(self, layer_index: int, layer: SlabLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Called with each layer's new states before they replace the old ones."""
+        ...
+
+
 class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
     """One layer's cache: writes new rows in place into storage that has room for more."""
 
@@ -70,6 +79,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         self.rows: torch.Tensor | None = None
         self.watched = False
         self.changes: RowChanges | None = None
+        self.spread: Callable[[SlabLayer, torch.Tensor, torch.Tensor], None] | None = None
         self.dtype, self.device = key_store.dtype, key_store.device
         self.is_initialized = True
         self.set_length(0)
@@ -93,6 +103,8 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
                     _squared_change(self.key_store, self.rows, key_states),
                     _squared_change(self.value_store, self.rows, value_states),
                 )
+            if self.spread is not None:
+                self.spread(self, key_states, value_states)
             # Recomputed rows go back to their own places; the sequence keeps its length.
             self.key_store.index_copy_(2, self.rows, key_states)
             self.value_store.index_copy_(2, self.rows, value_states)
@@ -231,24 +243,28 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return store
 
     @contextmanager
-    def rewriting(self, rows: torch.Tensor, *, watch: Sequence[int] = ()) -> Iterator[None]:
+    def rewriting(
+        self, rows: torch.Tensor, *, watch: Sequence[int] = (), spread: Spreading | None = None
+    ) -> Iterator[None]:
         """Within this block the model's new keys and values replace ``rows`` instead of being appended.
 
-        The layers in ``watch`` note in ``changes`` how far the new ones lie from the old.
+        The layers in ``watch`` note in ``changes`` how far the new ones lie from the old; ``spread`` carries
+        what they change over to other rows.
         """
         try:
-            self.narrow(rows, from_layer=0)
+            self.narrow(rows, from_layer=0, spread=spread)
             for index in watch:
                 self.layers[index].watched = True
             yield
         finally:
             for layer in self.layers:
-                layer.rows, layer.watched, layer.changes = None, False, None
+                layer.rows, layer.watched, layer.changes, layer.spread = None, False, None, None
 
-    def narrow(self, rows: torch.Tensor, *, from_layer: int) -> None:
+    def narrow(self, rows: torch.Tensor, *, from_layer: int, spread: Spreading | None = None) -> None:
         """From this layer on the rows being replaced are these."""
-        for layer in self.layers[from_layer:]:
+        for index, layer in enumerate(self.layers[from_layer:], from_layer):
             layer.rows = rows.to(layer.device)
+            layer.spread = partial(spread.apply, index) if spread is not None else None
 
 
 def layout_of(cache: Cache) -> KVLayout:

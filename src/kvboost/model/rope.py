@@ -44,10 +44,9 @@ class _Rotary:
         cos, sin = _call(self.module, self.layer_type, positions.to(self.device))
         return cos[:, self.columns], sin[:, self.columns]
 
-    def turn(self, old_start: int, new_start: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine, [tokens, frequencies], of the rotation from the old positions to the new ones."""
-        steps = torch.arange(tokens)
-        cos, sin = self.angles(torch.cat([steps + old_start, steps + new_start]))
+    def turn(self, old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine, [tokens, frequencies], of the rotation from the old positions [tokens] to the new ones."""
+        cos, sin = self.angles(torch.cat([old, new]))
         old_cos, new_cos = cos.chunk(2)
         old_sin, new_sin = sin.chunk(2)
         # Not the angle (new - old) * frequency: at position 100,000 the model's own float32 angle is off by
@@ -87,6 +86,28 @@ class _Rotation(NamedTuple):
         out_right.addcmul_(left, sin)
 
 
+class Turns:
+    """Rotations of some tokens from where they stood to somewhere else, each token by its own angle."""
+
+    def __init__(
+        self, rotations: Sequence[_Rotation | None], turns: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        self._rotations, self._turns = rotations, turns
+        self._factors: dict[_Rotation, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def apply(self, slot: int, states: torch.Tensor) -> torch.Tensor:
+        """Float32 ``states`` [..., tokens, dim] of one slot as they would be at the new positions."""
+        rotation = self._rotations[slot]
+        if rotation is None:
+            return states
+        if rotation not in self._factors:
+            cos, sin = (factor.to(states.device) for factor in self._turns[rotation.rotary])
+            self._factors[rotation] = rotation.factors(cos, sin, states.shape[-1])
+        turned = torch.empty_like(states)
+        rotation.apply(states, *self._factors[rotation], out=turned)
+        return turned
+
+
 class KeyMover:
     """Copies stored KV to other positions of a cache, re-rotating the keys on the way.
 
@@ -104,6 +125,7 @@ class KeyMover:
     ) -> None:
         self._layout = layout
         self._rotaries = rotaries
+        self._rotations = rotations
         self._limit = limit
         # For every slab the slots that are treated alike, as slices: one call copies or turns them all.
         self._parts: list[list[tuple[slice, _Rotation | None]]] = []
@@ -135,7 +157,8 @@ class KeyMover:
                     target[slots].copy_(block[slots], non_blocking=True)
                     continue
                 if rotation.rotary not in turns:
-                    turns[rotation.rotary] = self._rotaries[rotation.rotary].turn(old_start, new_start, tokens)
+                    steps = torch.arange(tokens)
+                    turns[rotation.rotary] = self._rotaries[rotation.rotary].turn(steps + old_start, steps + new_start)
                 cos, sin = (factor.to(slab.device, work) for factor in turns[rotation.rotary])
                 whole, sin = rotation.factors(cos, sin, slab.shape[-1])
                 source = block[slots].to(slab.device, work)
@@ -145,6 +168,11 @@ class KeyMover:
                     turned = torch.empty_like(source)
                     rotation.apply(source, whole, sin, turned)
                     target[slots].copy_(turned)
+
+    @torch.no_grad()
+    def turns(self, old: torch.Tensor, new: torch.Tensor) -> Turns:
+        """The rotations from positions ``old`` [tokens] to ``new``, for every slot."""
+        return Turns(self._rotations, [rotary.turn(old, new) for rotary in self._rotaries])
 
     def _check(self, cache: SlabCache, end: int, new_end: int) -> None:
         if cache.layout is not self._layout and cache.layout != self._layout:
@@ -196,7 +224,8 @@ def probe_mover(model: Any, layout: KVLayout) -> KeyMover:
     if len(near_slots) != len(layout.slots):
         raise UnsupportedModelError(f"{name} filled another number of cache layers than before. {_WITHOUT_MOVING}")
     rotaries = _distinct_rotaries(name, modules, far)
-    turns = [rotary.turn(0, far, _PROBE_TOKENS) for rotary in rotaries]
+    steps = torch.arange(_PROBE_TOKENS)
+    turns = [rotary.turn(steps, steps + far) for rotary in rotaries]
     rotations: list[_Rotation | None] = []
     for slot, (stored, fresh) in enumerate(zip(near_slots, far_slots, strict=True)):
         # [heads, tokens, dim] each

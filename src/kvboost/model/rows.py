@@ -12,19 +12,29 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from kvboost.errors import UnsupportedModelError
-from kvboost.model.cache import KVLayout, RowChanges, SlabCache
+from kvboost.model.cache import KVLayout, RowChanges, SlabCache, Spreading
 from kvboost.model.probe import compare_logits
 from kvboost.model.runner import ModelRunner
 
 _PROBE_TOKENS = 12
 _EXACT_GOES_ON = "Its text is reused only behind the same beginning."
 _MOST_ROWS = 2048  # per forward: bounds the mask, which has rows x keys entries
+
+
+class SpreadMaker(Protocol):
+    """Makes what carries the change of recomputed rows over to others."""
+
+    def __call__(self, rows: torch.Tensor, *, begin: int, end: int) -> Spreading:
+        """``rows`` are computed again; others in ``[begin, end)`` may change along."""
+        ...
+
 
 Chooser = Callable[[int, torch.Tensor, RowChanges | None], torch.Tensor | None]
 """Called before each layer with its index, the rows [n] that reach it and what the layer before changed in
@@ -38,10 +48,15 @@ class _Pass:
     cache: SlabCache
     rows: torch.Tensor  # [n] positions still running
     choose: Chooser | None
+    make_spread: Callable[[torch.Tensor], Spreading] | None
     kept: torch.Tensor | None = None  # [n] indices into the rows the forward began with
     sliced: dict[int, Any] = field(default_factory=dict)
     layer_rows: int = 0
     """Rows computed so far, summed over layers."""
+
+    def spread_of(self, rows: torch.Tensor) -> Spreading | None:
+        """What carries the change of these rows over to others, if that was asked for."""
+        return self.make_spread(rows) if self.make_spread is not None else None
 
 
 class RowRunner:
@@ -78,12 +93,14 @@ class RowRunner:
         logits: bool = True,
         choose: Chooser | None = None,
         watch: Sequence[int] = (),
+        spread: SpreadMaker | None = None,
     ) -> tuple[torch.Tensor | None, int]:
         """Compute again the given rows of a sequence the cache already holds, in place.
 
         ``token_ids`` is that whole sequence, ``rows`` ascending positions in it; layers in ``watch`` note
-        what they change. Returns the logits of the last row, [vocab], if asked, and how many rows were
-        computed, summed over layers. More than a few thousand rows run in several forwards, first rows first.
+        what they change; ``spread`` makes what carries that over to other rows. Returns the logits of the
+        last row, [vocab], if asked, and how many rows were computed, summed over layers. More than a few
+        thousand rows run in several forwards, first rows first.
         """
         length = cache.get_seq_length()
         if len(token_ids) != length:
@@ -93,9 +110,12 @@ class RowRunner:
         ids = torch.as_tensor(token_ids, device=device)
         last: torch.Tensor | None = None
         layer_rows = 0
-        for part in torch.split(positions, _MOST_ROWS):
-            running = _Pass(cache, part, choose)
-            with self._running(running), cache.rewriting(part, watch=watch):
+        parts = torch.split(positions, _MOST_ROWS)
+        for index, part in enumerate(parts):
+            begin = int(part[0]) if index else 0
+            end = int(parts[index + 1][0]) if index + 1 < len(parts) else length
+            running = _Pass(cache, part, choose, partial(spread, begin=begin, end=end) if spread else None)
+            with self._running(running), cache.rewriting(part, watch=watch, spread=running.spread_of(part)):
                 last = self._runner.run(
                     ids[part].view(1, -1),
                     cache,
@@ -178,7 +198,7 @@ def _narrowing_hook(index: int, active: threading.local) -> Callable[..., Any]:
             running.rows = running.rows[chosen]
             running.kept = chosen if running.kept is None else running.kept[chosen]
             running.sliced.clear()
-            running.cache.narrow(running.rows, from_layer=index)
+            running.cache.narrow(running.rows, from_layer=index, spread=running.spread_of(running.rows))
             if args:
                 args = (args[0][:, chosen], *args[1:])
             else:

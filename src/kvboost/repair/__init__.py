@@ -1,10 +1,11 @@
 """Which rows of moved chunks to compute again. Chooses; the engine computes."""
 
 from kvboost.repair.levels import Repair, choose_repair
-from kvboost.repair.strategies import STRATEGIES, CacheBlend, First, Nothing, Query, Selective, make_strategy
+from kvboost.repair.strategies import STRATEGIES, Auto, CacheBlend, First, Nothing, Query, Selective, make_strategy
 
 __all__ = [
     "STRATEGIES",
+    "Auto",
     "CacheBlend",
     "First",
     "Nothing",

@@ -28,7 +28,7 @@ def choose_repair(config: EngineConfig) -> Repair | None:
     """What these settings ask for; None if nothing may be moved."""
     if config.quality == "exact" or config.quality == 0.0:
         return None
-    strategy = make_strategy(config.recompute_strategy if config.recompute_strategy is not None else "query")
+    strategy = make_strategy(config.recompute_strategy if config.recompute_strategy is not None else "auto")
     if config.recompute_overlap is not None:
         if not isinstance(strategy, Selective):
             raise ConfigError(
