@@ -203,6 +203,8 @@ class ReuseReport:
     """Why nothing could be reused or moved, where something stood in the way."""
     approximate: str | None = None
     """The repair strategy, where chunks were moved: the answer may then differ from a full reading's."""
+    error_estimate: float | None = None
+    """What the repair left wrong, where it could tell: attention times relative change of rows not computed again."""
 
     @property
     def cached_tokens(self) -> int:

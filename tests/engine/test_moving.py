@@ -206,7 +206,8 @@ def test_a_model_without_rope_says_why_and_goes_on_exactly(tiny: Tiny) -> None:
 def test_where_computing_is_cheaper_nothing_moves(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(tiny("llama"))
     warm(engine, HEAD, ONE, TWO)
-    moving = engine._moving
+    assert engine._parts is not None
+    moving = engine._parts.moving
     assert isinstance(moving, MovedReuse)
     for _ in range(200):  # a machine on which a forward costs much and a row nothing
         moving.costs.observe_read(forwards=1, rows=100, seconds=1.0)

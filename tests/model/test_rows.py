@@ -117,10 +117,10 @@ def test_watched_layers_say_how_far_their_rows_moved(tiny: Callable[..., Any]) -
     assert noted[1].keys.max() <= 1e-6
     with result.cache.rewriting(torch.tensor([10, 11]), watch=[1]):
         stored = layer.keys[:, :, 10:12].clone(), layer.values[:, :, 10:12].clone()
-        layer.update(stored[0] + 1.0, stored[1] * 0.0)
-        expected = stored[1].square().sum(dim=(0, 1, 3))
-        assert torch.allclose(layer.changes.values, expected)
-        assert torch.allclose(layer.changes.keys, torch.full((2,), 2.0 * 8))  # 2 heads of 8, each off by one
+        layer.update(stored[0] + 1.0, stored[1] * 0.5)
+        assert torch.allclose(layer.changes.values.mean(), torch.tensor(1.0))  # as far off as they are long now
+        size = (stored[0] + 1.0).square().sum(dim=(0, 1, 3)).mean()
+        assert torch.allclose(layer.changes.keys, torch.full((2,), 2.0 * 8) / size)  # 2 heads of 8, each off by one
     assert layer.changes is None
     assert not layer.watched
 
@@ -137,7 +137,7 @@ def test_attention_is_what_the_eager_model_reports(tiny: Callable[..., Any], wat
     mass = runner.attention_to(_TEXT[36:], reading.cache, known=known, layers=range(0, 2))
     assert reading.cache.get_seq_length() == 36
     for found, right in zip(mass, weights, strict=True):
-        assert torch.allclose(found, right[0, :, 36:, :36].sum(dim=(0, 1)), atol=1e-5)
+        assert torch.allclose(found, right[0, :, 36:, :36].mean(dim=(0, 1)), atol=1e-5)
     known[5] = False
     hidden = runner.attention_to(_TEXT[36:], reading.cache, known=known, layers=range(1, 2))
     assert hidden.shape == (1, 36)

@@ -10,10 +10,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvboost.config import EngineConfig
+from kvboost.engine.assembly import Assembly, assemble
 from kvboost.engine.clock import StageClock
 from kvboost.engine.decoding import Decoder, Request
 from kvboost.engine.guard import GuardedStore
-from kvboost.engine.moving import MovedReuse
 from kvboost.engine.prompt import Messages, Prompt, PromptEncoder
 from kvboost.engine.reader import PromptReader, Reading
 from kvboost.engine.streaming import PieceStream, PieceStreamer
@@ -22,18 +22,12 @@ from kvboost.engine.workspace import WorkspacePool
 from kvboost.errors import CapacityError, ConfigError, UnsupportedModelError
 from kvboost.extend import ChunkStore, RepairStrategy, Streamer
 from kvboost.model import (
-    ModelFacts,
-    ModelIdentity,
     ModelRunner,
     load_model,
-    probe_model,
-    probe_mover,
-    probe_rows,
     reads_prompt_again,
     sampling_arguments,
 )
 from kvboost.plan import make_chunker
-from kvboost.repair import choose_repair
 from kvboost.store import MemoryStore
 from kvboost.types import (
     CacheStats,
@@ -71,30 +65,21 @@ class KVBoost:
         )
         self._guarded = GuardedStore(self._store)
         self._closed = False
-        self._facts: ModelFacts | None = None
+        self._parts: Assembly | None = None
         self._refusal: str | None = None
-        self._pool: WorkspacePool | None = None
-        self._moving: MovedReuse | None = None
-        self._move_refusal: str | None = None
-        self._reader: PromptReader | None = None
         try:
-            self._facts = probe_model(model)
-            self._identity = ModelIdentity(model, self._facts.layout)
-            self._pool = WorkspacePool(self._facts.layout, capacity_bytes=int(self.config.workspace_bytes))
-            self._moving, self._move_refusal = self._make_moving(self._facts)
-            self._reader = self._make_reader(self._guarded, self._pool)
-            self._reader.root()  # hashes the weights now rather than in the first request
+            self._parts = assemble(self._runner, config=self.config, chunker=self._chunker, store=self._guarded)
         except UnsupportedModelError as error:
             if self.config.strict:
                 raise
             warnings.warn(f"running without reuse: {error}", stacklevel=2)
-            self._facts, self._reader, self._refusal = None, None, str(error)
+            self._refusal = str(error)
         # Length-dependent RoPE keeps its frequencies on the module: requests of different lengths must take turns.
-        takes_turns = self._facts is not None and self._facts.exact_limit is not None
+        takes_turns = self._parts is not None and self._parts.facts.exact_limit is not None
         self._turn: AbstractContextManager[Any] = threading.RLock() if takes_turns else nullcontext()
         self._encoder = PromptEncoder(
             tokenizer,
-            max_tokens=self._facts.max_positions if self._facts else None,
+            max_tokens=self._parts.facts.max_positions if self._parts else None,
             vocab_size=model.get_input_embeddings().weight.shape[0],
         )
         self._decoder = Decoder(model, encoder=self._encoder, tokenizer=tokenizer, device=self._runner.device)
@@ -307,7 +292,7 @@ class KVBoost:
         longest = max(encoded, key=len)
         request = self._request(longest, (), max_new_tokens, temperature, None, generate_kwargs)
         reader, reason = self._reader_for(longest, mode, request)
-        if reader is None or self._facts is None:
+        if reader is None or self._parts is None:
             with self._turn:
                 return self._decoder.batch_without_cache(encoded, request, clock, reason=reason)
 
@@ -316,8 +301,9 @@ class KVBoost:
         def read(tokens: list[int]) -> tuple[Reading, PromptReader]:
             return reader.open(tokens, boundaries=(), new_rows=0, clock=clock, move=move), reader
 
+        layout = self._parts.facts.layout
         with self._turn:
-            return self._decoder.batch(encoded, read=read, layout=self._facts.layout, request=request, clock=clock)
+            return self._decoder.batch(encoded, read=read, layout=layout, request=request, clock=clock)
 
     def cache_stats(self) -> CacheStats:
         """What the cache holds and how often it helped. Hits and misses count chunks asked for."""
@@ -334,7 +320,7 @@ class KVBoost:
             evictions=stats.evictions,
             store_errors=self._guarded.errors,
             bytes_by_tier={stats.tier: stats.bytes},
-            workspace_bytes=self._pool.idle_bytes if self._pool else 0,
+            workspace_bytes=self._parts.pool.idle_bytes if self._parts else 0,
         )
 
     def verify_correctness(self, prompt: Prompt | None = None) -> bool:
@@ -343,34 +329,32 @@ class KVBoost:
         Runs with a store of its own beside the engine's, which stays as it is and is not checked. False if
         nothing was reused, so that it cannot pass without having compared anything.
         """
-        if self._facts is None:
+        if self._parts is None:
             return False
+        facts, parts = self._parts.facts, self._parts
         vocab = self.model.get_input_embeddings().weight.shape[0]
         made_up = [(i * 7919 + i * i) % vocab for i in range(self.config.chunk_size * 5 + 1)]
-        limits = [n for n in (self._facts.max_positions, self._facts.exact_limit) if n is not None]
+        limits = [n for n in (facts.max_positions, facts.exact_limit) if n is not None]
         tokens = self._encoder.encode(prompt if prompt is not None else made_up[: min(limits, default=None)])
-        layout = self._facts.layout
-        store = GuardedStore(MemoryStore(2 * len(tokens) * layout.bytes_per_token))
+        store = GuardedStore(MemoryStore(2 * len(tokens) * facts.layout.bytes_per_token))
         with self._turn:
             return warm_equals_cold(
-                lambda pool: self._make_reader(store, pool),
-                WorkspacePool(layout, capacity_bytes=int(self.config.workspace_bytes)),
+                lambda pool: parts.exact_reader(store, pool),
+                WorkspacePool(facts.layout, capacity_bytes=int(self.config.workspace_bytes)),
                 tokens,
             )
 
     def clear(self) -> None:
         """Forget everything that was read."""
         self._store.clear()
-        if self._pool:
-            self._pool.clear()
+        if self._parts:
+            self._parts.pool.clear()
 
     def close(self) -> None:
         """Release the cache. The model stays usable, the engine does not. A store that was given is left alone."""
         self._closed = True
-        if self._pool:
-            self._pool.clear()
-        if self._moving:
-            self._moving.close()
+        if self._parts:
+            self._parts.close()
         if self._owns_store:
             self._store.close()
 
@@ -403,14 +387,14 @@ class KVBoost:
             raise ConfigError("this engine was closed; make a new one around the model")
         if mode is GenerationMode.BASELINE:
             return None, None
-        if self._reader is None or self._facts is None:
+        if self._parts is None:
             return None, self._refusal
-        limit = self._facts.exact_limit
+        limit = self._parts.facts.exact_limit
         if limit is not None and len(tokens) > limit:
-            return None, self._facts.exact_limit_reason
+            return None, self._parts.facts.exact_limit_reason
         if request is not None and (reason := reads_prompt_again(request.arguments)):
             return None, reason
-        return self._reader, None
+        return self._parts.reader, None
 
     def _request(
         self,
@@ -421,7 +405,7 @@ class KVBoost:
         streamer: Streamer | None,
         extra: dict[str, Any],
     ) -> Request:
-        limit = self._facts.max_positions if self._facts else None
+        limit = self._parts.facts.max_positions if self._parts else None
         if limit is not None:
             room = limit - len(tokens)
             if room < 1:
@@ -436,31 +420,3 @@ class KVBoost:
         if streamer is not None:
             arguments["streamer"] = streamer
         return Request(boundaries, arguments, cancelled=lambda: False)
-
-    def _make_reader(self, store: GuardedStore, pool: WorkspacePool) -> PromptReader:
-        return PromptReader(
-            runner=self._runner,
-            identity=self._identity,
-            chunker=self._chunker,
-            store=store,
-            pool=pool,
-            tenant=self.config.tenant,
-            keeps_decoded=self.config.reuse_generated,
-            moving=self._moving if store is self._guarded else None,
-            move_refusal=self._move_refusal,
-        )
-
-    def _make_moving(self, facts: ModelFacts) -> tuple[MovedReuse | None, str | None]:
-        """What moves chunks for this model, or nothing and why."""
-        repair = choose_repair(self.config)
-        if repair is None:
-            return None, None  # as asked: nothing stood in the way
-        try:
-            mover = probe_mover(self.model, facts.layout)
-            layers = repair.strategy.attention_layers(len(facts.layout.slots) // 2)
-            rows = probe_rows(self._runner, facts.layout, attention_layers=layers)
-        except UnsupportedModelError as error:
-            return None, str(error)
-        return MovedReuse(
-            store=self._guarded, mover=mover, rows=rows, strategy=repair.strategy, ratio=repair.ratio
-        ), None

@@ -17,7 +17,8 @@ import torch
 
 from kvboost.engine.clock import StageClock
 from kvboost.engine.guard import GuardedStore
-from kvboost.engine.moving import MovedChunks, MovedReuse
+from kvboost.engine.moving import MovedReuse
+from kvboost.engine.repairing import MovedChunks
 from kvboost.engine.workspace import WorkspacePool
 from kvboost.extend import Chunker, Lease
 from kvboost.model import ModelIdentity, ModelRunner, SlabCache
@@ -76,6 +77,7 @@ class Reading:
             bitwise=self.bitwise,
             timings_ms=self.clock.stages(),
             reason=self.reason,
+            error_estimate=self.moved.error_estimate if self.moved else None,
             approximate=self.approximate,
         )
 

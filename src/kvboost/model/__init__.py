@@ -1,6 +1,6 @@
 """The model side, and the only place that imports Transformers."""
 
-from kvboost.model.cache import KVLayout, SlabCache
+from kvboost.model.cache import KVLayout, RowChanges, SlabCache
 from kvboost.model.fingerprint import ModelIdentity
 from kvboost.model.generation import (
     Decoded,
@@ -25,6 +25,7 @@ __all__ = [
     "ModelFacts",
     "ModelIdentity",
     "ModelRunner",
+    "RowChanges",
     "RowRunner",
     "SlabCache",
     "Spread",

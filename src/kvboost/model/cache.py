@@ -56,7 +56,7 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class RowChanges:
-    """How far recomputed rows of one layer lie from what the cache held, [rows]: squared, over heads and dim."""
+    """How far recomputed rows of one layer lie from what the cache held, [rows]: squared, against their mean square."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -162,7 +162,9 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
 
 def _squared_change(store: torch.Tensor, rows: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     """Squared distance of new states [batch, heads, rows, dim] from what stands in their places, [rows]."""
-    return (store.index_select(2, rows).float() - states.float()).square_().sum(dim=(0, 1, 3))
+    new = states.float()
+    change = (store.index_select(2, rows).float() - new).square_().sum(dim=(0, 1, 3))
+    return change / new.square().sum(dim=(0, 1, 3)).mean().clamp_min(1e-12)
 
 
 def _grown(store: torch.Tensor, used: int, needed: int) -> torch.Tensor:

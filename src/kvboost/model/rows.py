@@ -130,7 +130,7 @@ class RowRunner:
     def attention_to(
         self, token_ids: Sequence[int], cache: SlabCache, *, known: torch.Tensor, layers: range
     ) -> torch.Tensor:
-        """How much the last tokens look at each row before them: [layers, rows], summed over heads and tokens.
+        """Which share of the last tokens' attention goes to each row before them: [layers, rows], over all heads.
 
         ``token_ids`` stand right behind what the cache holds; of its rows they see those marked in ``known``
         [rows], and each other. Runs up to the last of ``layers``; the cache keeps its length.
@@ -315,7 +315,7 @@ class _AttentionTap(TorchFunctionMode):
             self._note(lambda: _attention_mass(*args, **kwargs))
         result = func(*args, **kwargs)
         if func is torch.nn.functional.softmax and result.dim() == 4 and result.shape[-1] >= self._keys:
-            self._note(lambda: result.float().sum(dim=(0, 1, 2)))  # eager attention; some add a sink behind the keys
+            self._note(lambda: result.float().mean(dim=(0, 1, 2)))  # eager attention; some add a sink behind the keys
         return result
 
     def _note(self, mass: Callable[[], torch.Tensor]) -> None:
@@ -336,11 +336,11 @@ def _attention_mass(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attention probabilities summed over heads and queries, [keys]. Takes what the kernel itself is given."""
+    """Attention probabilities averaged over heads and queries, [keys]. Takes what the kernel itself is given."""
     if enable_gqa:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = query.float() @ key.float().transpose(-1, -2)  # [1, heads, queries, keys]
     scores *= scale if scale is not None else query.shape[-1] ** -0.5
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return scores.softmax(dim=-1).sum(dim=(0, 1, 2))
+    return scores.softmax(dim=-1).mean(dim=(0, 1, 2))

@@ -19,9 +19,12 @@ class Repair:
 
     strategy: RepairStrategy
     ratio: float
+    tolerated_error: float
+    """Of the estimate; above it more rows are computed."""
 
 
 _RATIO = {"high": 0.3, "fast": 0.15}
+_TOLERATED = {"high": 1.0, "fast": 1.0}
 
 
 def choose_repair(config: EngineConfig) -> Repair | None:
@@ -37,4 +40,4 @@ def choose_repair(config: EngineConfig) -> Repair | None:
         strategy = replace(strategy, overlap=config.recompute_overlap)
     level = config.quality if isinstance(config.quality, str) else "high"
     ratio = config.recompute_ratio if config.recompute_ratio is not None else _RATIO[level]
-    return Repair(strategy, ratio)
+    return Repair(strategy, ratio, _TOLERATED[level])

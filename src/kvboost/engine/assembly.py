@@ -1,0 +1,96 @@
+"""Puts the parts around a loaded model together: what it allows, who reads prompts, who moves chunks.
+
+Called once when an engine is made. Raises UnsupportedModelError for a model that allows no reuse at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvboost.config import EngineConfig
+from kvboost.engine.guard import GuardedStore
+from kvboost.engine.moving import MovedReuse
+from kvboost.engine.reader import PromptReader
+from kvboost.engine.workspace import WorkspacePool
+from kvboost.errors import UnsupportedModelError
+from kvboost.extend import Chunker
+from kvboost.model import ModelFacts, ModelIdentity, ModelRunner, probe_model, probe_mover, probe_rows
+from kvboost.repair import choose_repair
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The parts of one engine."""
+
+    facts: ModelFacts
+    pool: WorkspacePool
+    reader: PromptReader
+    moving: MovedReuse | None
+    """None if nothing may be moved: as asked, or because the model does not allow it."""
+    _runner: ModelRunner
+    _identity: ModelIdentity
+    _chunker: Chunker
+    _config: EngineConfig
+
+    def exact_reader(self, store: GuardedStore, pool: WorkspacePool) -> PromptReader:
+        """A reader like the engine's own over another store, which moves nothing."""
+        return _make_reader(self._runner, self._identity, self._chunker, self._config, store=store, pool=pool)
+
+    def close(self) -> None:
+        """Let go of the memory and leave the model as it was."""
+        self.pool.clear()
+        if self.moving is not None:
+            self.moving.close()
+
+
+def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, store: GuardedStore) -> Assembly:
+    """Probe the model and build what its answers allow."""
+    facts = probe_model(runner.model)
+    identity = ModelIdentity(runner.model, facts.layout)
+    pool = WorkspacePool(facts.layout, capacity_bytes=int(config.workspace_bytes))
+    moving, refusal = _make_moving(runner, facts, config, store)
+    reader = _make_reader(
+        runner, identity, chunker, config, store=store, pool=pool, moving=moving, move_refusal=refusal
+    )
+    reader.root()  # hashes the weights now rather than in the first request
+    return Assembly(facts, pool, reader, moving, runner, identity, chunker, config)
+
+
+def _make_reader(
+    runner: ModelRunner,
+    identity: ModelIdentity,
+    chunker: Chunker,
+    config: EngineConfig,
+    *,
+    store: GuardedStore,
+    pool: WorkspacePool,
+    moving: MovedReuse | None = None,
+    move_refusal: str | None = None,
+) -> PromptReader:
+    return PromptReader(
+        runner=runner,
+        identity=identity,
+        chunker=chunker,
+        store=store,
+        pool=pool,
+        tenant=config.tenant,
+        keeps_decoded=config.reuse_generated,
+        moving=moving,
+        move_refusal=move_refusal,
+    )
+
+
+def _make_moving(
+    runner: ModelRunner, facts: ModelFacts, config: EngineConfig, store: GuardedStore
+) -> tuple[MovedReuse | None, str | None]:
+    """What moves chunks for this model, or nothing and why."""
+    repair = choose_repair(config)
+    if repair is None:
+        return None, None  # as asked: nothing stood in the way
+    try:
+        mover = probe_mover(runner.model, facts.layout)
+        layers = repair.strategy.attention_layers(len(facts.layout.slots) // 2)
+        rows = probe_rows(runner, facts.layout, attention_layers=layers)
+    except UnsupportedModelError as error:
+        return None, str(error)
+    return MovedReuse(store=store, mover=mover, rows=rows, repair=repair), None
