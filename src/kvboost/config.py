@@ -45,6 +45,7 @@ class EngineConfig:
     tenant: str = ""
     reuse_generated: bool = False
     quality: str | float = "high"
+    shadow_share: float = 0.0
     recompute_strategy: Any = None
     recompute_overlap: int | None = None
     recompute_ratio: float | None = None
@@ -65,6 +66,10 @@ class EngineConfig:
             )
         if not isinstance(self.quality, str) and not 0.0 <= self.quality <= 1.0:
             raise ConfigError(f"quality={self.quality} is not a share; give 0.02 for two answers in a hundred")
+        if not 0.0 <= self.shadow_share <= 1.0:
+            raise ConfigError(
+                f"shadow_share={self.shadow_share} is not a share; give 0.02 to check 2 % of the requests"
+            )
         if self.recompute_ratio is not None and not 0.0 <= self.recompute_ratio <= 1.0:
             raise ConfigError(f"recompute_ratio={self.recompute_ratio} is not a share; give 0.15 for 15 % of the rows")
         if self.recompute_overlap is not None and self.recompute_overlap < 0:

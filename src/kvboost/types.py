@@ -293,6 +293,19 @@ class StoreStats:
     """Chunks found by content alone and handed out."""
 
 
+class MovedReuseStats(TypedDict):
+    """How moved reuse fares, in :class:`CacheStats`."""
+
+    allowed: bool
+    reason: str | None
+    """Why it is off."""
+    checked: int
+    """Requests answered both ways by the shadow check."""
+    differing: int
+    differing_at_most: float
+    """With 95 % confidence, at any time: the share of requests whose first tokens differ, under stable traffic."""
+
+
 class CacheStats(TypedDict):
     """What :meth:`KVBoost.cache_stats` returns."""
 
@@ -306,4 +319,5 @@ class CacheStats(TypedDict):
     evictions: int
     store_errors: int
     bytes_by_tier: dict[str, int]
+    moved_reuse: MovedReuseStats
     workspace_bytes: int

@@ -15,6 +15,8 @@ from kvboost.engine.moving import MovedReuse
 from kvboost.repair import STRATEGIES
 from tests.helpers.models import FAMILIES, tiny_model
 
+pytestmark = pytest.mark.usefixtures("prices_as_guessed")
+
 Tiny = Callable[..., Any]
 MOVABLE = [name for name in FAMILIES if name != "gpt2"]
 
@@ -36,8 +38,8 @@ def joined(*parts: list[int]) -> tuple[list[int], list[int]]:
     return tokens, ends[:-1]
 
 
-def engine_for(model: Any, **settings: Any) -> KVBoost:
-    return KVBoost(model, None, **{"chunk_size": 32, **settings})
+def engine_for(model: Any, tokenizer: Any = None, **settings: Any) -> KVBoost:
+    return KVBoost(model, tokenizer, **{"chunk_size": 32, **settings})
 
 
 def read(engine: KVBoost, *parts: list[int], **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
@@ -13,9 +13,12 @@ from kvboost.config import EngineConfig
 from kvboost.engine.assembly import Assembly, assemble
 from kvboost.engine.clock import StageClock
 from kvboost.engine.decoding import Decoder, Request
+from kvboost.engine.documents import warm_documents
 from kvboost.engine.guard import GuardedStore
 from kvboost.engine.prompt import Messages, Prompt, PromptEncoder
 from kvboost.engine.reader import PromptReader, Reading
+from kvboost.engine.shadow import ShadowChecks, answers_differ
+from kvboost.engine.stats import cache_stats
 from kvboost.engine.streaming import PieceStream, PieceStreamer
 from kvboost.engine.verify import warm_equals_cold
 from kvboost.engine.workspace import WorkspacePool
@@ -77,6 +80,10 @@ class KVBoost:
         # Length-dependent RoPE keeps its frequencies on the module: requests of different lengths must take turns.
         takes_turns = self._parts is not None and self._parts.facts.exact_limit is not None
         self._turn: AbstractContextManager[Any] = threading.RLock() if takes_turns else nullcontext()
+        self._shadow: ShadowChecks | None = None
+        moving = self._parts.moving if self._parts else None
+        if self.config.shadow_share > 0.0 and moving is not None:
+            self._shadow = ShadowChecks(self._answers_differ, share=self.config.shadow_share, guard=moving.guard)
         self._encoder = PromptEncoder(
             tokenizer,
             max_tokens=self._parts.facts.max_positions if self._parts else None,
@@ -98,6 +105,7 @@ class KVBoost:
         cache_bytes: int | str = "2GiB",
         workspace_bytes: int | str = "1GiB",
         tenant: str = "",
+        shadow_share: float = 0.0,
         reuse_generated: bool = False,
         quality: str | float = "high",
         recompute_strategy: str | RepairStrategy | None = None,
@@ -122,6 +130,8 @@ class KVBoost:
             cache_bytes: Keep at most this many bytes of chunks: a number or text such as ``"2GiB"``.
             workspace_bytes: Memory for caches kept between requests, so that a repeated prefix needs no copy.
             tenant: Chunks of different tenants never meet.
+            shadow_share: Answer this share of the requests that used moved chunks both ways, in the background, and
+                stop moving once too many answers differ (see ``cache_stats()["moved_reuse"]``).
             reuse_generated: Also keep KV made by decoding. Such a hit is not bitwise and is reported so.
             quality: How far chunks that stand elsewhere may be used: ``"exact"`` (never), ``"high"``, ``"fast"``,
                 or the largest share of answers that may differ from a full reading's, such as 0.02.
@@ -144,6 +154,7 @@ class KVBoost:
             "tenant": tenant,
             "reuse_generated": reuse_generated,
             "quality": quality,
+            "shadow_share": shadow_share,
             "recompute_strategy": recompute_strategy,
             "recompute_overlap": recompute_overlap,
             "recompute_ratio": recompute_ratio,
@@ -307,20 +318,33 @@ class KVBoost:
 
     def cache_stats(self) -> CacheStats:
         """What the cache holds and how often it helped. Hits and misses count chunks asked for."""
-        stats = self._store.stats()
-        asked = stats.hits + stats.misses
-        return CacheStats(
-            hot_chunks=stats.chunks,
-            hot_memory_mb=stats.bytes / 1e6,
-            cache_hits=stats.hits,
-            approximate_hits=stats.moved_hits,
-            cache_misses=stats.misses - stats.moved_hits,
-            hit_rate=(stats.hits + stats.moved_hits) / asked if asked else 0.0,
-            exact_hit_rate=stats.hits / asked if asked else 0.0,
-            evictions=stats.evictions,
-            store_errors=self._guarded.errors,
-            bytes_by_tier={stats.tier: stats.bytes},
-            workspace_bytes=self._parts.pool.idle_bytes if self._parts else 0,
+        return cache_stats(self._store.stats(), errors=self._guarded.errors, parts=self._parts, refusal=self._refusal)
+
+    def warm_documents(
+        self,
+        documents: Iterable[Prompt],
+        *,
+        head: Prompt | None = None,
+        company: int = 2,
+        key: Callable[[Prompt], Any] | None = None,
+        progress: bool = True,
+    ) -> int:
+        """Read documents so that they can be moved into later prompts. Returns the number of chunks that were new.
+
+        Each is read behind ``head`` (the beginning your prompts share, such as the system prompt) and ``company``
+        other documents: its neighbours, or with ``key`` those whose keys sort next to its own. Documents whose
+        text is already stored are skipped, so a run that was broken off goes on where it stopped.
+        """
+        ordered = documents if key is None else sorted(documents, key=key)
+        if self._parts is None:
+            return 0
+        return warm_documents(
+            [self._encoder.encode_part(document) for document in ordered],
+            head=self._encoder.encode(head) if head is not None else [],
+            company=company,
+            parts=self._parts,
+            warm=lambda tokens, ends: self.warm(tokens, boundaries=ends),
+            progress=progress,
         )
 
     def verify_correctness(self, prompt: Prompt | None = None) -> bool:
@@ -352,6 +376,8 @@ class KVBoost:
 
     def close(self) -> None:
         """Release the cache. The model stays usable, the engine does not. A store that was given is left alone."""
+        if self._shadow:
+            self._shadow.close()
         self._closed = True
         if self._parts:
             self._parts.close()
@@ -377,7 +403,17 @@ class KVBoost:
         move = mode is GenerationMode.CHUNK_KV_REUSE
         opened = reader.open(tokens, boundaries=request.boundaries, new_rows=rows, clock=clock, move=move)
         with self._turn, opened as reading:
-            return self._decoder.with_cache(reading, reader, request, keep_decoded=self.config.reuse_generated)
+            result = self._decoder.with_cache(reading, reader, request, keep_decoded=self.config.reuse_generated)
+        if self._shadow is not None and result.reuse.approximate:
+            self._shadow.offer(tokens, request.boundaries, result.token_ids)
+        return result
+
+    def _answers_differ(self, tokens: list[int], boundaries: Sequence[int], produced: list[int]) -> bool | None:
+        reader, _ = self._reader_for(tokens, GenerationMode.CHUNK_KV_REUSE)
+        if reader is None:
+            return None
+        with self._turn:
+            return answers_differ(self._runner, reader, tokens, boundaries, produced)
 
     def _reader_for(
         self, tokens: list[int], mode: GenerationMode, request: Request | None = None

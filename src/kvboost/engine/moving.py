@@ -15,7 +15,7 @@ from kvboost.engine.guard import GuardedStore
 from kvboost.engine.repairing import MovedChunks, Repairer
 from kvboost.model import KeyMover, RowRunner, SlabCache
 from kvboost.plan import variant_key
-from kvboost.repair import Repair
+from kvboost.repair import Repair, ReuseGuard
 from kvboost.store import context_before
 from kvboost.types import Chunk, KVBlock, PutOutcome, SegmentKind
 
@@ -37,6 +37,7 @@ class MovedReuse:
         self._repair = repair
         self._repairer = Repairer(mover=mover, rows=rows, repair=repair)
         self.costs = CostModel()
+        self.guard = ReuseGuard(repair.tolerated_share)
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -47,13 +48,18 @@ class MovedReuse:
         """Which strategy chooses the rows."""
         return self._repair.strategy.name
 
-    def find(self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int) -> MovedChunks | None:
+    def find(
+        self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int, only_if_it_pays: bool = True
+    ) -> MovedChunks | None:
         """The chunks behind the first ``available`` that are worth moving here; None if nothing is."""
-        if available >= len(chunks):
+        if available >= len(chunks) or not self.guard.allowed:
             return None
         lease = self._store.lease_content(chunks, after=available)
         blocks = {available + i: block for i, block in enumerate(lease.blocks) if block is not None}
-        if not blocks or not self._pays(chunks, blocks, available=available, prompt_tokens=prompt_tokens):
+        pays = blocks and (
+            not only_if_it_pays or self._pays(chunks, blocks, available=available, prompt_tokens=prompt_tokens)
+        )
+        if not pays:
             lease.release()
             return None
         return MovedChunks(lease, blocks)

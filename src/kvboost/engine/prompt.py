@@ -37,6 +37,13 @@ class PromptEncoder:
             ids = _as_ids(prompt)
         return self._checked(ids)
 
+    def encode_part(self, part: Prompt) -> list[int]:
+        """Token ids of a text that will stand inside prompts: without the tokens that open or close a prompt."""
+        if isinstance(part, str):
+            ids = self._need_tokenizer()(part, add_special_tokens=False)["input_ids"]
+            return self._checked([int(i) for i in ids])
+        return self.encode(part)
+
     def encode_chat(
         self, messages: Messages, *, min_gap: int, template_kwargs: Mapping[str, Any]
     ) -> tuple[list[int], list[int]]:

@@ -167,11 +167,18 @@ class PromptReader:
             return self._root[1]
 
     def open(
-        self, tokens: list[int], *, boundaries: Sequence[int], new_rows: int, clock: StageClock, move: bool = False
+        self,
+        tokens: list[int],
+        *,
+        boundaries: Sequence[int],
+        new_rows: int,
+        clock: StageClock,
+        move: bool = False,
+        only_if_it_pays: bool = True,
     ) -> Reading:
         """Plan the prompt and place all stored KV; ``new_rows`` is room for tokens to come.
 
-        With ``move``, chunks that stand elsewhere are used too, where that pays.
+        With ``move``, chunks that stand elsewhere are used too, where that pays or at any price.
         """
         state = self._identity.state()
         root = self.root(state)
@@ -184,7 +191,9 @@ class PromptReader:
         try:
             blocks = lease.blocks
             if move and self._moving is not None:
-                moved = self._moving.find(usable, available=len(blocks), prompt_tokens=len(tokens))
+                moved = self._moving.find(
+                    usable, available=len(blocks), prompt_tokens=len(tokens), only_if_it_pays=only_if_it_pays
+                )
             plan = plan_reuse(
                 chunks, prompt_tokens=len(tokens), available=len(blocks), moved=moved.blocks if moved else ()
             )
@@ -218,9 +227,20 @@ class PromptReader:
             _exact_rows=plan.exact_tokens,
             _committed=len(blocks),
             moved=moved,
-            reason=self._move_refusal if move else None,
+            reason=self.why_not_moved() if move else None,
             approximate=self._moving.strategy_name if moved is not None and self._moving is not None else None,
         )
+
+    def why_not_moved(self) -> str | None:
+        """What keeps chunks from being moved at all, if anything does."""
+        return self._moving.guard.reason if self._moving is not None else self._move_refusal
+
+    def knows(self, tokens: list[int]) -> bool:
+        """Whether every chunk of this text, cut on its own, is stored somewhere."""
+        ids = token_array(tokens)
+        chunks = chunk_keys(self.root(), ids, self._chunker.cut(ids, [len(tokens)]))
+        with self._store.lease_content(chunks, after=0) as lease:
+            return len(lease.blocks) == len(chunks) and all(block is not None for block in lease.blocks)
 
     def advance(self, reading: Reading, *, to: int, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Run the steps that begin before row ``to``; the last one may be cut short there."""

@@ -47,6 +47,16 @@ class ModelRunner:
         output = self.model(input_ids=ids, use_cache=True, **keep)
         return output.logits[0, -1], output.past_key_values
 
+    @torch.no_grad()
+    def next_tokens(self, tokens: Sequence[int], cache: SlabCache | None, *, keep: int) -> torch.Tensor:
+        """The likeliest token behind each of the last ``keep`` of ``tokens``, [keep]; without a cache, from scratch."""
+        ids = torch.as_tensor(tokens, device=self.device).view(1, -1)
+        wanted = {"logits_to_keep": keep} if self._takes_logits_to_keep else {}
+        logits: torch.Tensor = self.model(
+            input_ids=ids, past_key_values=cache, use_cache=cache is not None, **wanted
+        ).logits
+        return logits[0, -keep:].argmax(dim=-1)
+
     def run(self, ids: torch.Tensor, cache: SlabCache, *, logits: bool, **inputs: Any) -> torch.Tensor | None:
         """One forward of ``ids`` [1, tokens] over ``cache``. Returns the last token's logits [vocab], if asked."""
         if not logits:

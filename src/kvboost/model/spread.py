@@ -16,7 +16,7 @@ from kvboost.model.rope import KeyMover, Turns
 
 _WIDTH = 32.0  # rows; how far a change is taken to reach, as the deviation of a Gaussian
 _REACH = 96  # rows; beyond three deviations nothing is left
-_DOUBT = 0.5  # the weight of "nothing changed", so that a row far from all others stays as it is
+_DOUBT = 1.0  # the weight of "nothing changed", so that a row far from all others stays as it is
 _BLOCK = 256  # rows changed at once: bounds the weights, which have changed x computed entries
 
 

@@ -1,5 +1,6 @@
 """Which rows of moved chunks to compute again. Chooses; the engine computes."""
 
+from kvboost.repair.bound import DisagreementBound, ReuseGuard
 from kvboost.repair.levels import Repair, choose_repair
 from kvboost.repair.strategies import STRATEGIES, Auto, CacheBlend, First, Nothing, Query, Selective, make_strategy
 
@@ -7,10 +8,12 @@ __all__ = [
     "STRATEGIES",
     "Auto",
     "CacheBlend",
+    "DisagreementBound",
     "First",
     "Nothing",
     "Query",
     "Repair",
+    "ReuseGuard",
     "Selective",
     "choose_repair",
     "make_strategy",

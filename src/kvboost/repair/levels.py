@@ -21,10 +21,13 @@ class Repair:
     ratio: float
     tolerated_error: float
     """Of the estimate; above it more rows are computed."""
+    tolerated_share: float
+    """Of answers that may differ from a full reading's; the shadow check holds the engine to it."""
 
 
 _RATIO = {"high": 0.3, "fast": 0.15}
 _TOLERATED = {"high": 1.0, "fast": 1.0}
+_SHARE = {"high": 0.15, "fast": 0.3}
 
 
 def choose_repair(config: EngineConfig) -> Repair | None:
@@ -40,4 +43,5 @@ def choose_repair(config: EngineConfig) -> Repair | None:
         strategy = replace(strategy, overlap=config.recompute_overlap)
     level = config.quality if isinstance(config.quality, str) else "high"
     ratio = config.recompute_ratio if config.recompute_ratio is not None else _RATIO[level]
-    return Repair(strategy, ratio, _TOLERATED[level])
+    share = _SHARE[level] if isinstance(config.quality, str) else float(config.quality)
+    return Repair(strategy, ratio, _TOLERATED[level], share)

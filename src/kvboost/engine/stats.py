@@ -1,0 +1,40 @@
+"""What the engine tells about its cache."""
+
+from __future__ import annotations
+
+from kvboost.engine.assembly import Assembly
+from kvboost.types import CacheStats, MovedReuseStats, StoreStats
+
+
+def cache_stats(stats: StoreStats, *, errors: int, parts: Assembly | None, refusal: str | None) -> CacheStats:
+    """The store's counters and what the engine adds. Hits and misses count chunks asked for."""
+    asked = stats.hits + stats.misses
+    return CacheStats(
+        hot_chunks=stats.chunks,
+        hot_memory_mb=stats.bytes / 1e6,
+        cache_hits=stats.hits,
+        approximate_hits=stats.moved_hits,
+        cache_misses=stats.misses - stats.moved_hits,
+        hit_rate=(stats.hits + stats.moved_hits) / asked if asked else 0.0,
+        exact_hit_rate=stats.hits / asked if asked else 0.0,
+        evictions=stats.evictions,
+        store_errors=errors,
+        bytes_by_tier={stats.tier: stats.bytes},
+        moved_reuse=_moved_reuse(parts, refusal),
+        workspace_bytes=parts.pool.idle_bytes if parts else 0,
+    )
+
+
+def _moved_reuse(parts: Assembly | None, refusal: str | None) -> MovedReuseStats:
+    moving = parts.moving if parts else None
+    if moving is None:
+        reason = parts.reader.why_not_moved() if parts else refusal
+        return MovedReuseStats(allowed=False, reason=reason, checked=0, differing=0, differing_at_most=1.0)
+    bound = moving.guard.bound
+    return MovedReuseStats(
+        allowed=moving.guard.allowed,
+        reason=moving.guard.reason,
+        checked=bound.checked,
+        differing=bound.disagreements,
+        differing_at_most=bound.upper,
+    )

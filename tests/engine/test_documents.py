@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kvboost import GenerationMode
+from kvboost.engine.documents import groups_in_company
+from tests.engine.test_moving import HEAD, QUESTION, engine_for, joined, text
+from tests.helpers.models import tiny_model
+from tests.helpers.tokenizer import byte_tokenizer
+
+pytestmark = pytest.mark.usefixtures("prices_as_guessed")
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), max_size=12),
+    head=st.integers(0, 20),
+    company=st.integers(0, 3),
+    most=st.integers(30, 200),
+)
+def test_every_document_comes_once_as_new_and_in_company_where_it_fits(
+    lengths: list[int], head: int, company: int, most: int
+) -> None:
+    documents = [[1000 * (i + 1) + j for j in range(n)] for i, n in enumerate(lengths)]
+    start = list(range(head))
+    read: list[int] = []
+    for tokens, ends, new in groups_in_company(documents, head=start, company=company, most_tokens=most):
+        assert tokens[:head] == start
+        parts = [tokens[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        bodies = parts[1:] if head else parts
+        assert all(part in documents for part in bodies)
+        assert new >= 1
+        assert len(tokens) <= most or new == 1
+        read += [documents.index(part) for part in bodies[-new:]]
+        others = len(bodies) - new
+        room = most - head - len(bodies[-new])
+        if company and len(documents) > 1 and all(n <= room // company for n in lengths):
+            assert others == min(company, len(documents) - 1) or others >= 1
+    assert read == list(range(len(documents)))
+
+
+def test_documents_fit_into_later_prompts_and_are_read_once(tiny: Callable[..., Any]) -> None:
+    engine = engine_for(tiny("llama", max_position_embeddings=2048))
+    documents = [text(30 + i, 90 + 7 * i) for i in range(6)]
+    assert engine.warm_documents(documents, head=HEAD, progress=False) > 0
+    assert engine.warm_documents(documents, head=HEAD, progress=False) == 0
+    assert engine.warm_documents([*documents, text(50, 64)], head=HEAD, progress=False) > 0
+    tokens, ends = joined(HEAD, documents[4], documents[0], documents[5], QUESTION)
+    reuse = engine.prefill(tokens, boundaries=ends).reuse
+    assert reuse.exact_tokens == len(HEAD)
+    assert reuse.moved_tokens == len(documents[4] + documents[0] + documents[5])
+    assert engine.prefill(tokens, boundaries=ends, mode=GenerationMode.PREFIX_CACHE).reuse.moved_tokens == 0
+
+
+def test_texts_a_key_and_a_model_without_reuse() -> None:
+    engine = engine_for(tiny_model("llama", vocab_size=260), chunk_size=16, tokenizer=byte_tokenizer())
+    seen: list[str] = []
+
+    def key(document: Any) -> str:
+        seen.append(document)
+        return str(document)[::-1]
+
+    texts = [f"document number {i} says {i * i} things" for i in range(5)]
+    assert engine.warm_documents(iter(texts), head="You are kind.", key=key, progress=False) > 0
+    assert sorted(seen) == sorted(texts)
+    assert engine.warm_documents([], progress=False) == 0

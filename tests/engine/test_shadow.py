@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvboost import KVBoost
+from kvboost.engine.shadow import ShadowChecks
+from kvboost.repair import ReuseGuard
+from tests.engine.test_moving import HEAD, ONE, QUESTION, TWO, engine_for, joined, text, warm
+
+pytestmark = pytest.mark.usefixtures("prices_as_guessed")
+
+Tiny = Callable[..., Any]
+
+
+def _ask(engine: KVBoost, *parts: list[int]) -> Any:
+    tokens, ends = joined(*parts)
+    return engine.generate(tokens, boundaries=ends, max_new_tokens=8, min_new_tokens=8, temperature=0)
+
+
+def _ask_until_off(engine: KVBoost) -> None:
+    assert engine._shadow is not None
+    for seed in range(40):
+        if not engine.cache_stats()["moved_reuse"]["allowed"]:
+            return
+        assert _ask(engine, HEAD, TWO, ONE, text(100 + seed, 20)).reuse.moved_tokens > 0
+        engine._shadow.wait()
+    raise AssertionError("the guard did not act within 40 requests")
+
+
+def _offer(shadow: ShadowChecks, numbers: range) -> None:
+    for number in numbers:
+        shadow.offer([number], (), [5])
+    shadow.wait()
+
+
+def test_a_bad_repair_switches_itself_off_and_says_so(tiny: Tiny) -> None:
+    """On a random model nothing but a full repair is good enough."""
+    engine = engine_for(tiny("llama"), recompute_strategy="none", recompute_ratio=0.0, quality=0.05, shadow_share=1.0)
+    warm(engine, HEAD, ONE, TWO)
+    assert engine._shadow is not None
+    with pytest.warns(RuntimeWarning, match="moved reuse is off from here on"):
+        _ask_until_off(engine)
+    stats = engine.cache_stats()["moved_reuse"]
+    assert stats["differing"] >= 2
+    assert stats["reason"] is not None
+    after = _ask(engine, HEAD, TWO, ONE, QUESTION).reuse
+    assert (after.moved_tokens, after.bitwise, after.reason) == (0, True, stats["reason"])
+    engine.close()
+
+
+def test_a_full_repair_stays_on_and_its_bound_sinks(tiny: Tiny) -> None:
+    engine = engine_for(tiny("llama"), recompute_ratio=1.0, quality=0.05, shadow_share=1.0)
+    warm(engine, HEAD, ONE, TWO)
+    assert engine._shadow is not None
+    bounds = []
+    for seed in range(30):
+        _ask(engine, HEAD, TWO, ONE, text(200 + seed, 20))
+        engine._shadow.wait()
+        bounds.append(engine.cache_stats()["moved_reuse"]["differing_at_most"])
+    stats = engine.cache_stats()["moved_reuse"]
+    assert (stats["allowed"], stats["checked"], stats["differing"]) == (True, 30, 0)
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[-1] < 0.25
+    engine.close()
+
+
+def test_checks_store_nothing_and_exact_requests_are_not_checked(tiny: Tiny) -> None:
+    engine = engine_for(tiny("llama"), recompute_ratio=1.0, shadow_share=1.0)
+    warm(engine, HEAD, ONE, TWO)
+    assert engine._shadow is not None
+    _ask(engine, HEAD, ONE, QUESTION)  # a plain prefix
+    engine._shadow.wait()
+    assert engine.cache_stats()["moved_reuse"]["checked"] == 0
+    _ask(engine, HEAD, TWO, ONE, QUESTION)
+    before = engine.cache_stats()["hot_chunks"]
+    engine._shadow.wait()
+    assert engine.cache_stats()["moved_reuse"]["checked"] == 1
+    assert engine.cache_stats()["hot_chunks"] == before
+    assert engine._store.stats().leased == 0
+    engine.close()
+
+
+def test_without_a_share_nothing_is_checked(tiny: Tiny) -> None:
+    engine = engine_for(tiny("llama"))
+    warm(engine, HEAD, ONE, TWO)
+    _ask(engine, HEAD, TWO, ONE, QUESTION)
+    assert engine._shadow is None
+    assert engine.cache_stats()["moved_reuse"] == {
+        "allowed": True,
+        "reason": None,
+        "checked": 0,
+        "differing": 0,
+        "differing_at_most": 1.0,
+    }
+
+
+def test_checks_that_cannot_keep_up_are_dropped() -> None:
+    go_on = threading.Event()
+
+    def slow(*args: Any) -> bool:
+        go_on.wait()
+        return False
+
+    guard = ReuseGuard(0.1)
+    shadow = ShadowChecks(slow, share=1.0, guard=guard)
+    for _ in range(50):
+        shadow.offer([1], (), [2])
+    assert shadow.dropped >= 40
+    go_on.set()
+    shadow.wait()
+    assert guard.bound.checked + shadow.dropped == 50
+    shadow.close()
+
+
+def test_a_check_that_fails_does_not_count_and_does_not_end_the_others() -> None:
+    guard, seen = ReuseGuard(0.1), []
+
+    def failing(tokens: list[int], *rest: Any) -> bool | None:
+        seen.append(tokens)
+        if tokens == [0]:
+            raise OSError("no memory")
+        return None if tokens == [1] else False
+
+    shadow = ShadowChecks(failing, share=1.0, guard=guard)
+    with pytest.warns(RuntimeWarning, match="does not count"):
+        _offer(shadow, range(3))
+    assert seen == [[0], [1], [2]]
+    assert guard.bound.checked == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shadow.offer([3], (), [])  # nothing produced: nothing to compare
+        shadow.close()
+
+
+def test_about_the_asked_share_is_checked() -> None:
+    guard = ReuseGuard(0.5)
+    shadow = ShadowChecks(lambda *args: False, share=0.3, guard=guard)
+    for _ in range(1000):
+        shadow.offer([1], (), [2])
+        shadow.wait()
+    assert 230 <= guard.bound.checked <= 370
+    shadow.close()
