@@ -46,6 +46,7 @@ class EngineConfig:
     reuse_generated: bool = False
     quality: str | float = "high"
     shadow_share: float = 0.0
+    move_at_any_price: bool = False
     recompute_strategy: Any = None
     recompute_overlap: int | None = None
     recompute_ratio: float | None = None

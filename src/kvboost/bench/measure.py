@@ -18,7 +18,8 @@ import torch
 
 from kvboost.bench.report import BenchError, Progress, say
 from kvboost.engine import KVBoost
-from kvboost.types import GenerationMode, GenerationResult
+from kvboost.store import MemoryStore
+from kvboost.types import GenerationMode, GenerationResult, KVBlock, PutOutcome
 
 DTYPES = ("float32", "bfloat16", "float16")
 # English and Python that every installation has, so that nothing needs to be downloaded.
@@ -58,6 +59,19 @@ def load_engine(args: argparse.Namespace, *, dtype: str, **settings: Any) -> KVB
     say(f"loading {folder.resolve().name} as {dtype}")
     # These measurements are about exact reuse; those that move chunks say so.
     return KVBoost.from_pretrained(str(folder.resolve()), dtype=dtype, **{"quality": "exact", **settings})
+
+
+class FreezableStore(MemoryStore):
+    """A memory store that several engines share and that keeps nothing new while it is frozen.
+
+    What one contestant reads would otherwise be an exact hit for the next one.
+    """
+
+    frozen = False
+
+    def put(self, block: KVBlock) -> PutOutcome:
+        """Keep ``block``, unless frozen."""
+        return PutOutcome.REFUSED if self.frozen else super().put(block)
 
 
 class TextSource:

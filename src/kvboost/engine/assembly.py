@@ -93,4 +93,5 @@ def _make_moving(
         rows = probe_rows(runner, facts.layout, attention_layers=layers)
     except UnsupportedModelError as error:
         return None, str(error)
-    return MovedReuse(store=store, mover=mover, rows=rows, repair=repair), None
+    moving = MovedReuse(store=store, mover=mover, rows=rows, repair=repair, at_any_price=config.move_at_any_price)
+    return moving, None

@@ -106,6 +106,7 @@ class KVBoost:
         workspace_bytes: int | str = "1GiB",
         tenant: str = "",
         shadow_share: float = 0.0,
+        move_at_any_price: bool = False,
         reuse_generated: bool = False,
         quality: str | float = "high",
         recompute_strategy: str | RepairStrategy | None = None,
@@ -135,6 +136,7 @@ class KVBoost:
             reuse_generated: Also keep KV made by decoding. Such a hit is not bitwise and is reported so.
             quality: How far chunks that stand elsewhere may be used: ``"exact"`` (never), ``"high"``, ``"fast"``,
                 or the largest share of answers that may differ from a full reading's, such as 0.02.
+            move_at_any_price: Move chunks also where computing them is expected to be faster, as measurements do.
             recompute_strategy: How to choose the rows of moved chunks that are computed again, instead of the
                 quality's own way: ``"none"``, ``"selective"``, ``"first"``, ``"cacheblend"``, ``"query"``,
                 ``"auto"``, or a RepairStrategy.
@@ -155,6 +157,7 @@ class KVBoost:
             "reuse_generated": reuse_generated,
             "quality": quality,
             "shadow_share": shadow_share,
+            "move_at_any_price": move_at_any_price,
             "recompute_strategy": recompute_strategy,
             "recompute_overlap": recompute_overlap,
             "recompute_ratio": recompute_ratio,

@@ -30,8 +30,11 @@ _MOST_GENERATIONS = 4  # of KV computed behind moved KV; see docs/results/genera
 class MovedReuse:
     """Moves chunks of one store into prompts of one model, and repairs them."""
 
-    def __init__(self, *, store: GuardedStore, mover: KeyMover, rows: RowRunner, repair: Repair) -> None:
+    def __init__(
+        self, *, store: GuardedStore, mover: KeyMover, rows: RowRunner, repair: Repair, at_any_price: bool = False
+    ) -> None:
         self._store = store
+        self._at_any_price = at_any_price
         self._mover = mover
         self._rows = rows
         self._repair = repair
@@ -49,32 +52,37 @@ class MovedReuse:
         return self._repair.strategy.name
 
     def find(
-        self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int, only_if_it_pays: bool = True
-    ) -> MovedChunks | None:
-        """The chunks behind the first ``available`` that are worth moving here; None if nothing is."""
+        self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int, at_any_price: bool
+    ) -> tuple[MovedChunks | None, str | None]:
+        """The chunks behind the first ``available`` that are worth moving here, or None, and why not."""
         if available >= len(chunks) or not self.guard.allowed:
-            return None
+            return None, self.guard.reason
         lease = self._store.lease_content(chunks, after=available)
         blocks = {available + i: block for i, block in enumerate(lease.blocks) if block is not None}
-        pays = blocks and (
-            not only_if_it_pays or self._pays(chunks, blocks, available=available, prompt_tokens=prompt_tokens)
-        )
-        if not pays:
+        if not blocks:
             lease.release()
-            return None
-        return MovedChunks(lease, blocks)
+            return None, None
+        price = self._price(chunks, blocks, available=available, prompt_tokens=prompt_tokens)
+        if price > _MUST_SAVE and not (at_any_price or self._at_any_price):
+            lease.release()
+            known = sum(chunks[i].end - chunks[i].start for i in blocks)
+            return None, f"{known} tokens could be moved here, at {price:.2f} of the time that computing them takes"
+        return MovedChunks(lease, blocks), None
 
-    def _pays(self, chunks: Sequence[Chunk], blocks: dict[int, KVBlock], *, available: int, prompt_tokens: int) -> bool:
+    def _price(
+        self, chunks: Sequence[Chunk], blocks: dict[int, KVBlock], *, available: int, prompt_tokens: int
+    ) -> float:
+        """What moving these blocks is expected to take, as a share of computing instead."""
         begin, end = chunks[available].start, chunks[-1].end
         moved = sum(chunks[i].end - chunks[i].start for i in blocks)
-        tail = prompt_tokens - end
         compute = self.costs.read_seconds(forwards=len(chunks) - available, rows=end - begin)
         rows = _ROW_OVERHEAD * (end - begin - moved + self._repair.ratio * moved)
-        probe = 0.0
-        if self._repair.strategy.attention_layers(self._rows.layer_count):
-            probe = self.costs.read_seconds(forwards=1, rows=tail)
-        move = self.costs.move_seconds(moved) + probe + self.costs.read_seconds(forwards=1, rows=rows)
-        return move <= _MUST_SAVE * compute
+        move = self.costs.move_seconds(moved)
+        if rows:
+            move += self.costs.read_seconds(forwards=1, rows=rows)
+        if self._repairer.looks_first:
+            move += self.costs.read_seconds(forwards=1, rows=prompt_tokens - end)
+        return move / compute
 
     def place(self, cache: SlabCache, chunks: Sequence[Chunk], moved: MovedChunks) -> None:
         """Copy the moved chunks to their rows, keys re-rotated."""

@@ -174,7 +174,7 @@ class PromptReader:
         new_rows: int,
         clock: StageClock,
         move: bool = False,
-        only_if_it_pays: bool = True,
+        at_any_price: bool = False,
     ) -> Reading:
         """Plan the prompt and place all stored KV; ``new_rows`` is room for tokens to come.
 
@@ -188,11 +188,12 @@ class PromptReader:
         usable = reusable_chunks(chunks, prompt_tokens=len(tokens))
         lease = self._store.lease(usable)
         moved: MovedChunks | None = None
+        reason = self._move_refusal if move else None
         try:
             blocks = lease.blocks
             if move and self._moving is not None:
-                moved = self._moving.find(
-                    usable, available=len(blocks), prompt_tokens=len(tokens), only_if_it_pays=only_if_it_pays
+                moved, reason = self._moving.find(
+                    usable, available=len(blocks), prompt_tokens=len(tokens), at_any_price=at_any_price
                 )
             plan = plan_reuse(
                 chunks, prompt_tokens=len(tokens), available=len(blocks), moved=moved.blocks if moved else ()
@@ -227,7 +228,7 @@ class PromptReader:
             _exact_rows=plan.exact_tokens,
             _committed=len(blocks),
             moved=moved,
-            reason=self.why_not_moved() if move else None,
+            reason=reason,
             approximate=self._moving.strategy_name if moved is not None and self._moving is not None else None,
         )
 

@@ -48,6 +48,11 @@ class Repairer:
         self._strategy, self._ratio, self._tolerated = repair.strategy, repair.ratio, repair.tolerated_error
         self._layers = self._strategy.attention_layers(rows.layer_count) if self._ratio > 0.0 else range(0)
 
+    @property
+    def looks_first(self) -> bool:
+        """Whether the live tokens run once over the stale cache before rows are chosen."""
+        return bool(self._layers)
+
     def repair(self, reading: Reading, moved: MovedChunks) -> None:
         """Compute what is missing behind the first moved chunk, and again what the strategy chooses.
 

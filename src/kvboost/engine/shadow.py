@@ -42,7 +42,7 @@ def answers_differ(
     behind = list(produced[: FIRST_TOKENS - 1])
     keep = len(behind) + 1
     with reader.open(
-        tokens, boundaries=boundaries, new_rows=len(behind), clock=StageClock(), move=True, only_if_it_pays=False
+        tokens, boundaries=boundaries, new_rows=len(behind), clock=StageClock(), move=True, at_any_price=True
     ) as reading:
         if reading.moved is None:
             return None

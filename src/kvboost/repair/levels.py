@@ -43,5 +43,7 @@ def choose_repair(config: EngineConfig) -> Repair | None:
         strategy = replace(strategy, overlap=config.recompute_overlap)
     level = config.quality if isinstance(config.quality, str) else "high"
     ratio = config.recompute_ratio if config.recompute_ratio is not None else _RATIO[level]
+    if strategy.name == "none":
+        ratio = 0.0
     share = _SHARE[level] if isinstance(config.quality, str) else float(config.quality)
     return Repair(strategy, ratio, _TOLERATED[level], share)
