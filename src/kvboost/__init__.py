@@ -1,5 +1,6 @@
 """KV-cache reuse for Hugging Face models."""
 
+from kvboost.config import EngineConfig
 from kvboost.engine import KVBoost
 from kvboost.errors import CapacityError, ConfigError, KVBoostError, StoreError, UnsupportedModelError
 from kvboost.types import (
@@ -17,6 +18,7 @@ __all__ = [
     "CacheStats",
     "CapacityError",
     "ConfigError",
+    "EngineConfig",
     "GenerationMode",
     "GenerationResult",
     "KVBoost",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvboost.errors import ConfigError
@@ -34,24 +35,45 @@ def parse_bytes(value: int | str, *, name: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Settings of one engine. See :meth:`kvboost.KVBoost.from_pretrained` for what each one does."""
+    """Settings of one engine, given to :class:`kvboost.KVBoost` as keyword arguments."""
 
     strict: bool = True
+    """Raise for a model whose cache cannot be reused. False runs it without reuse."""
     chunk_size: int = 128
+    """Tokens per chunk, on average. Smaller ones leave less to compute after a hit and slow the first reading down."""
     chunking: Any = "content"
+    """``"content"`` (cuts that depend on the text just read), ``"fixed"``, or a Chunker."""
     max_chunks: int | None = None
+    """Keep at most this many chunks."""
     cache_bytes: int | str = "2GiB"
+    """Keep at most this many bytes of chunks: a number or text such as ``"2GiB"``."""
     workspace_bytes: int | str = "1GiB"
+    """Memory for caches kept between requests, so that a repeated prefix needs no copy."""
     tenant: str = ""
+    """Chunks of different tenants never meet."""
     reuse_generated: bool = False
+    """Also keep KV made by decoding. Such a hit is not bitwise and is reported so."""
     quality: str | float = "high"
+    """How far chunks that stand elsewhere may be used: ``"exact"`` (never), ``"high"``, ``"fast"``, or the largest
+    share of answers that may differ from a full reading's, such as 0.02."""
     shadow_share: float = 0.0
-    move_at_any_price: bool = False
+    """Answer this share of the requests that used moved chunks both ways, in the background, and stop moving once
+    too many answers differ (see ``cache_stats()["moved_reuse"]``)."""
+    calibration: str | Path | None = None
+    """A file written by :meth:`kvboost.KVBoost.calibrate`: how to repair with this model, not the quality's way."""
     recompute_strategy: Any = None
-    recompute_overlap: int | None = None
+    """How to choose the rows of moved chunks that are computed again, instead of the quality's way: ``"none"``,
+    ``"selective"``, ``"first"``, ``"cacheblend"``, ``"query"``, ``"auto"``, or a RepairStrategy."""
     recompute_ratio: float | None = None
+    """The share of their rows to compute again, instead of the quality's own."""
+    recompute_overlap: int | None = None
+    """Rows per seam for the ``"selective"`` strategy."""
+    move_at_any_price: bool = False
+    """Move chunks also where computing them is expected to be faster, as measurements do."""
     kv_cache_bits: int = 16
+    """Not built yet; anything else raises."""
     disk_cache_dir: str | None = None
+    """Not built yet; anything else raises."""
 
     def __post_init__(self) -> None:
         for name, (built, feature) in _NOT_BUILT.items():

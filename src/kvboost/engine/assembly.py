@@ -12,10 +12,10 @@ from kvboost.engine.guard import GuardedStore
 from kvboost.engine.moving import MovedReuse
 from kvboost.engine.reader import PromptReader
 from kvboost.engine.workspace import WorkspacePool
-from kvboost.errors import UnsupportedModelError
+from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.extend import Chunker
 from kvboost.model import ModelFacts, ModelIdentity, ModelRunner, probe_model, probe_mover, probe_rows
-from kvboost.repair import choose_repair
+from kvboost.repair import Calibration, Repair, choose_repair
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,32 @@ class Assembly:
     reader: PromptReader
     moving: MovedReuse | None
     """None if nothing may be moved: as asked, or because the model does not allow it."""
-    _runner: ModelRunner
+    runner: ModelRunner
     _identity: ModelIdentity
     _chunker: Chunker
-    _config: EngineConfig
+    config: EngineConfig
+
+    @property
+    def weights(self) -> str:
+        """The digest of the model's weights."""
+        return self._identity.fields()["weights"]
+
+    def moving_reader(self, store: GuardedStore, pool: WorkspacePool, repair: Repair) -> PromptReader:
+        """A reader over another store that moves chunks and repairs them in this way."""
+        assert self.moving is not None
+        return _make_reader(
+            self.runner,
+            self._identity,
+            self._chunker,
+            self.config,
+            store=store,
+            pool=pool,
+            moving=self.moving.over(store, repair),
+        )
 
     def exact_reader(self, store: GuardedStore, pool: WorkspacePool) -> PromptReader:
         """A reader like the engine's own over another store, which moves nothing."""
-        return _make_reader(self._runner, self._identity, self._chunker, self._config, store=store, pool=pool)
+        return _make_reader(self.runner, self._identity, self._chunker, self.config, store=store, pool=pool)
 
     def close(self) -> None:
         """Let go of the memory and leave the model as it was."""
@@ -48,7 +66,18 @@ def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, sto
     facts = probe_model(runner.model)
     identity = ModelIdentity(runner.model, facts.layout)
     pool = WorkspacePool(facts.layout, capacity_bytes=int(config.workspace_bytes))
-    moving, refusal = _make_moving(runner, facts, config, store)
+    calibration = Calibration.load(config.calibration) if config.calibration is not None else None
+    if calibration is not None and calibration.weights != identity.fields()["weights"]:
+        raise ConfigError(
+            f"calibration={str(config.calibration)!r} was made with another model's weights; "
+            "run `kvboost calibrate` for this one, or leave calibration out"
+        )
+    repair = choose_repair(config, calibration)
+    moving, refusal = _make_moving(runner, facts, config, store, repair)
+    if calibration is not None and calibration.ratio is None:
+        refusal = (
+            f"the calibration found no ratio that keeps {calibration.tolerated_share:.0%} of the answers from differing"
+        )
     reader = _make_reader(
         runner, identity, chunker, config, store=store, pool=pool, moving=moving, move_refusal=refusal
     )
@@ -81,10 +110,9 @@ def _make_reader(
 
 
 def _make_moving(
-    runner: ModelRunner, facts: ModelFacts, config: EngineConfig, store: GuardedStore
+    runner: ModelRunner, facts: ModelFacts, config: EngineConfig, store: GuardedStore, repair: Repair | None
 ) -> tuple[MovedReuse | None, str | None]:
     """What moves chunks for this model, or nothing and why."""
-    repair = choose_repair(config)
     if repair is None:
         return None, None  # as asked: nothing stood in the way
     try:

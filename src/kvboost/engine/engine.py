@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from kvboost.config import EngineConfig
 from kvboost.engine.assembly import Assembly, assemble
+from kvboost.engine.calibration import calibrate
 from kvboost.engine.clock import StageClock
 from kvboost.engine.decoding import Decoder, Request
 from kvboost.engine.documents import warm_documents
@@ -18,12 +21,12 @@ from kvboost.engine.guard import GuardedStore
 from kvboost.engine.prompt import Messages, Prompt, PromptEncoder
 from kvboost.engine.reader import PromptReader, Reading
 from kvboost.engine.shadow import ShadowChecks, answers_differ
-from kvboost.engine.stats import cache_stats
+from kvboost.engine.stats import cache_stats, describe
 from kvboost.engine.streaming import PieceStream, PieceStreamer
 from kvboost.engine.verify import warm_equals_cold
 from kvboost.engine.workspace import WorkspacePool
 from kvboost.errors import CapacityError, ConfigError, UnsupportedModelError
-from kvboost.extend import ChunkStore, RepairStrategy, Streamer
+from kvboost.extend import ChunkStore, Streamer
 from kvboost.model import (
     ModelRunner,
     load_model,
@@ -31,6 +34,7 @@ from kvboost.model import (
     sampling_arguments,
 )
 from kvboost.plan import make_chunker
+from kvboost.repair import Calibration
 from kvboost.store import MemoryStore
 from kvboost.types import (
     CacheStats,
@@ -46,8 +50,8 @@ _MOST_ROWS_AHEAD = 1024  # room made for a reply in advance; a longer one grows 
 class KVBoost:
     """A Transformers model that remembers what it has read.
 
-    Thread-safe: many threads may call one engine. Settings are keyword arguments; see
-    :meth:`from_pretrained`. ``model`` and ``tokenizer`` stay the Transformers objects they are.
+    Thread-safe: many threads may call one engine. Settings are keyword arguments, the
+    fields of :class:`kvboost.EngineConfig`. ``model`` and ``tokenizer`` stay the Transformers objects they are.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, *, store: ChunkStore | None = None, **settings: Any) -> None:
@@ -98,24 +102,8 @@ class KVBoost:
         *,
         dtype: Any = "auto",
         device: str | None = None,
-        strict: bool = True,
-        chunk_size: int = 128,
-        chunking: Any = "content",
-        max_chunks: int | None = None,
-        cache_bytes: int | str = "2GiB",
-        workspace_bytes: int | str = "1GiB",
-        tenant: str = "",
-        shadow_share: float = 0.0,
-        move_at_any_price: bool = False,
-        reuse_generated: bool = False,
-        quality: str | float = "high",
-        recompute_strategy: str | RepairStrategy | None = None,
-        recompute_overlap: int | None = None,
-        recompute_ratio: float | None = None,
-        kv_cache_bits: int = 16,
-        disk_cache_dir: str | None = None,
         store: ChunkStore | None = None,
-        **model_kwargs: Any,
+        **settings_and_model_kwargs: Any,
     ) -> KVBoost:
         """Load a model and its tokenizer, and wrap them.
 
@@ -123,47 +111,13 @@ class KVBoost:
             name_or_path: A folder or a hub name, as Transformers takes it.
             dtype: Passed to Transformers; ``"auto"`` takes the checkpoint's own.
             device: Where to put the model; the accelerator if there is one, else the CPU.
-            strict: Raise for a model whose cache cannot be reused. False runs it without reuse.
-            chunk_size: Tokens per chunk, on average. Smaller chunks leave less to compute after a hit and
-                make the first reading slower (see docs/results).
-            chunking: ``"content"`` (cuts that depend on the text just read), ``"fixed"``, or a Chunker.
-            max_chunks: Keep at most this many chunks.
-            cache_bytes: Keep at most this many bytes of chunks: a number or text such as ``"2GiB"``.
-            workspace_bytes: Memory for caches kept between requests, so that a repeated prefix needs no copy.
-            tenant: Chunks of different tenants never meet.
-            shadow_share: Answer this share of the requests that used moved chunks both ways, in the background, and
-                stop moving once too many answers differ (see ``cache_stats()["moved_reuse"]``).
-            reuse_generated: Also keep KV made by decoding. Such a hit is not bitwise and is reported so.
-            quality: How far chunks that stand elsewhere may be used: ``"exact"`` (never), ``"high"``, ``"fast"``,
-                or the largest share of answers that may differ from a full reading's, such as 0.02.
-            move_at_any_price: Move chunks also where computing them is expected to be faster, as measurements do.
-            recompute_strategy: How to choose the rows of moved chunks that are computed again, instead of the
-                quality's own way: ``"none"``, ``"selective"``, ``"first"``, ``"cacheblend"``, ``"query"``,
-                ``"auto"``, or a RepairStrategy.
-            recompute_ratio: The share of their rows to compute again, instead of the quality's own.
-            recompute_overlap: Rows per seam for the ``"selective"`` strategy.
-            kv_cache_bits, disk_cache_dir: Not built yet; giving them raises.
             store: Keep chunks here instead of in a memory store of the engine's own.
-            **model_kwargs: Passed to ``AutoModelForCausalLM.from_pretrained``.
+            **settings_and_model_kwargs: The engine's settings, by the names of :class:`kvboost.EngineConfig`, which
+                says what each does; everything else goes to ``AutoModelForCausalLM.from_pretrained``.
         """
-        settings: dict[str, Any] = {
-            "strict": strict,
-            "chunk_size": chunk_size,
-            "chunking": chunking,
-            "max_chunks": max_chunks,
-            "cache_bytes": cache_bytes,
-            "workspace_bytes": workspace_bytes,
-            "tenant": tenant,
-            "reuse_generated": reuse_generated,
-            "quality": quality,
-            "shadow_share": shadow_share,
-            "move_at_any_price": move_at_any_price,
-            "recompute_strategy": recompute_strategy,
-            "recompute_overlap": recompute_overlap,
-            "recompute_ratio": recompute_ratio,
-            "kv_cache_bits": kv_cache_bits,
-            "disk_cache_dir": disk_cache_dir,
-        }
+        names = {field.name for field in dataclasses.fields(EngineConfig)}
+        settings = {name: value for name, value in settings_and_model_kwargs.items() if name in names}
+        model_kwargs = {name: value for name, value in settings_and_model_kwargs.items() if name not in names}
         EngineConfig(**settings)  # a bad setting should not cost the user a model load
         model, tokenizer = load_model(name_or_path, dtype=dtype, device=device, model_kwargs=model_kwargs)
         return cls(model, tokenizer, store=store, **settings)
@@ -349,6 +303,34 @@ class KVBoost:
             warm=lambda tokens, ends: self.warm(tokens, boundaries=ends),
             progress=progress,
         )
+
+    def calibrate(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        tolerated: float | None = None,
+        save_to: str | Path | None = None,
+        progress: bool = True,
+    ) -> Calibration:
+        """Find the smallest share of rows to compute again, on prompts as your traffic has them, in their order.
+
+        Each prompt is read whole and, where earlier ones left text that turns up in it, with moved chunks at
+        several ratios. ``tolerated`` is the largest share of answers whose first tokens may differ (by default
+        what ``quality`` stands for). Give the file written to ``save_to`` to new engines as ``calibration``.
+        """
+        if self._parts is None or self._parts.moving is None:
+            reason = self._parts.reader.why_not_moved() if self._parts else self._refusal
+            raise ConfigError(f"nothing to calibrate: this engine moves no chunks ({reason or 'quality is exact'})")
+        encoded = [self._encoder.encode(prompt) for prompt in prompts]
+        with self._turn:
+            result = calibrate(encoded, parts=self._parts, tolerated=tolerated, progress=progress)
+        if save_to is not None:
+            result.save(save_to)
+        return result
+
+    def describe(self) -> dict[str, str]:
+        """What this engine can do with its model, and why not more; what ``kvboost doctor`` prints."""
+        return describe(self.model, parts=self._parts, refusal=self._refusal)
 
     def verify_correctness(self, prompt: Prompt | None = None) -> bool:
         """Whether a warm run of ``prompt`` equals a cold one to the last bit, logits and KV.

@@ -42,9 +42,18 @@ class MovedReuse:
         self.costs = CostModel()
         self.guard = ReuseGuard(repair.tolerated_share)
 
+    def over(self, store: GuardedStore, repair: Repair) -> MovedReuse:
+        """The same for another store and another way of repairing."""
+        return MovedReuse(store=store, mover=self._mover, rows=self._rows, repair=repair)
+
     def close(self) -> None:
         """Leave the model as it was."""
         self._rows.close()
+
+    @property
+    def repair_settings(self) -> Repair:
+        """How moved chunks are repaired."""
+        return self._repair
 
     @property
     def strategy_name(self) -> str:

@@ -1,6 +1,8 @@
-"""What the engine tells about its cache."""
+"""What the engine tells about itself: counters, and what its model allows."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from kvboost.engine.assembly import Assembly
 from kvboost.types import CacheStats, MovedReuseStats, StoreStats
@@ -38,3 +40,21 @@ def _moved_reuse(parts: Assembly | None, refusal: str | None) -> MovedReuseStats
         differing=bound.disagreements,
         differing_at_most=bound.upper,
     )
+
+
+def describe(model: Any, *, parts: Assembly | None, refusal: str | None) -> dict[str, str]:
+    """What can be reused with this model, and why not more."""
+    told = {"model": str(model.config.model_type), "device": str(model.device), "dtype": str(model.dtype)}
+    if parts is None:
+        return {**told, "exact reuse": f"off: {refusal}", "moved reuse": "off: it needs exact reuse"}
+    facts = parts.facts
+    limit = f"up to {facts.exact_limit} tokens: {facts.exact_limit_reason}" if facts.exact_limit is not None else "on"
+    told |= {"longest prompt": str(facts.max_positions or "no limit"), "exact reuse": limit}
+    told["bytes per token"] = str(facts.layout.bytes_per_token)
+    moving = parts.moving
+    if moving is None:
+        told["moved reuse"] = f"off: {parts.reader.why_not_moved() or 'as asked'}"
+    else:
+        repair = moving.repair_settings
+        told["moved reuse"] = f"on: {repair.strategy.name}, {repair.ratio:.0%} of the rows computed again"
+    return told

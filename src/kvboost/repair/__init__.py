@@ -1,6 +1,7 @@
 """Which rows of moved chunks to compute again. Chooses; the engine computes."""
 
 from kvboost.repair.bound import DisagreementBound, ReuseGuard
+from kvboost.repair.calibration import Calibration, CalibrationRow, Comparisons, conclude
 from kvboost.repair.levels import Repair, choose_repair
 from kvboost.repair.strategies import STRATEGIES, Auto, CacheBlend, First, Nothing, Query, Selective, make_strategy
 
@@ -8,6 +9,9 @@ __all__ = [
     "STRATEGIES",
     "Auto",
     "CacheBlend",
+    "Calibration",
+    "CalibrationRow",
+    "Comparisons",
     "DisagreementBound",
     "First",
     "Nothing",
@@ -16,5 +20,6 @@ __all__ = [
     "ReuseGuard",
     "Selective",
     "choose_repair",
+    "conclude",
     "make_strategy",
 ]

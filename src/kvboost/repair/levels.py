@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from kvboost.config import EngineConfig
 from kvboost.errors import ConfigError
 from kvboost.extend import RepairStrategy
+from kvboost.repair.calibration import Calibration
 from kvboost.repair.strategies import Selective, make_strategy
 
 
@@ -30,10 +31,19 @@ _TOLERATED = {"high": 1.0, "fast": 1.0}
 _SHARE = {"high": 0.15, "fast": 0.3}
 
 
-def choose_repair(config: EngineConfig) -> Repair | None:
-    """What these settings ask for; None if nothing may be moved."""
+def choose_repair(config: EngineConfig, calibration: Calibration | None = None) -> Repair | None:
+    """What these settings ask for, with what was measured for this model; None if nothing may be moved."""
     if config.quality == "exact" or config.quality == 0.0:
         return None
+    if calibration is not None and config.recompute_strategy is None and config.recompute_ratio is None:
+        if calibration.ratio is None:
+            return None
+        return Repair(
+            make_strategy(calibration.strategy),
+            calibration.ratio,
+            calibration.tolerated_error,
+            calibration.tolerated_share,
+        )
     strategy = make_strategy(config.recompute_strategy if config.recompute_strategy is not None else "auto")
     if config.recompute_overlap is not None:
         if not isinstance(strategy, Selective):

@@ -1,0 +1,100 @@
+"""Finds out, on the user's own prompts, how many rows must be computed again for this model.
+
+Called by :meth:`KVBoost.calibrate`. Prompts are read in the order given, each with what the earlier ones left:
+where their texts turn up again, full reading and moved reuse are compared at several ratios.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
+
+from kvboost.engine.assembly import Assembly
+from kvboost.engine.clock import StageClock
+from kvboost.engine.guard import GuardedStore
+from kvboost.engine.reader import PromptReader
+from kvboost.engine.shadow import FIRST_TOKENS
+from kvboost.engine.workspace import WorkspacePool
+from kvboost.model import ModelRunner
+from kvboost.repair import Calibration, Comparisons, conclude
+from kvboost.store import MemoryStore
+
+RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)
+
+
+def calibrate(
+    prompts: Sequence[list[int]],
+    *,
+    parts: Assembly,
+    tolerated: float | None,
+    progress: bool,
+) -> Calibration:
+    """Compare at every ratio, on a store of its own, and take the smallest that is good enough."""
+    assert parts.moving is not None
+    repair = parts.moving.repair_settings
+    store = GuardedStore(MemoryStore(int(parts.config.cache_bytes)))
+    pool = WorkspacePool(parts.facts.layout, capacity_bytes=int(parts.config.workspace_bytes))
+    moving = {
+        ratio: parts.moving_reader(store, pool, replace(repair, ratio=ratio, tolerated_error=math.inf))
+        for ratio in RATIOS
+    }
+    with tqdm(total=len(prompts), unit="prompt", desc="calibrating", disable=not progress, delay=2) as bar:
+        outcomes = compare_on(
+            prompts, runner=parts.runner, exact=parts.exact_reader(store, pool), moving=moving, step=bar.update
+        )
+    share = repair.tolerated_share if tolerated is None else tolerated
+    return conclude(outcomes, weights=parts.weights, strategy=repair.strategy.name, tolerated=share)
+
+
+def compare_on(
+    prompts: Iterable[list[int]],
+    *,
+    runner: ModelRunner,
+    exact: PromptReader,
+    moving: dict[float, PromptReader],
+    step: Callable[[], None],
+) -> dict[float, Comparisons]:
+    """Read every prompt whole and with moved chunks at each ratio. All readers share one store."""
+    outcomes = {ratio: Comparisons() for ratio in moving}
+    for tokens in prompts:
+        with exact.open(tokens, boundaries=(), new_rows=FIRST_TOKENS, clock=StageClock()) as whole:
+            exact.advance_to_last_step(whole)
+            answer = _greedy(runner, tokens[whole.plan.steps[-1].start :], whole.cache)
+            for ratio, reader in moving.items():
+                _compare(runner, reader, tokens, answer, outcomes[ratio])
+            # Only now: a prompt must not find itself.
+            exact.commit(whole)
+        step()
+    return outcomes
+
+
+def _greedy(runner: ModelRunner, tokens: Sequence[int], cache: Any) -> list[int]:
+    """The first tokens of the greedy answer; the cache keeps its length."""
+    length = cache.get_seq_length()
+    answer = [int(runner.next_tokens(tokens, cache, keep=1))]
+    while len(answer) < FIRST_TOKENS:
+        answer.append(int(runner.next_tokens(answer[-1:], cache, keep=1)))
+    cache.set_length(length)
+    return answer
+
+
+def _compare(
+    runner: ModelRunner, reader: PromptReader, tokens: list[int], answer: list[int], outcome: Comparisons
+) -> None:
+    with reader.open(
+        tokens, boundaries=(), new_rows=FIRST_TOKENS, clock=StageClock(), move=True, at_any_price=True
+    ) as reading:
+        if reading.moved is None:
+            return
+        reader.advance_to_last_step(reading)
+        rest = [*tokens[reading.plan.steps[-1].start :], *answer[:-1]]
+        same = runner.next_tokens(rest, reading.cache, keep=len(answer)).cpu() == torch.tensor(answer)
+        outcome.differing.append(not bool(same.all()))
+        outcome.agreement.append(float(same.float().mean()))
+        if reading.moved.error_estimate is not None:
+            outcome.estimates.append(reading.moved.error_estimate)
