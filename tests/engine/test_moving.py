@@ -252,3 +252,24 @@ def test_any_mix_of_known_and_new_parts_is_read_right(first: list[int], second: 
     assert reuse.exact_tokens + reuse.moved_tokens + reuse.fresh_tokens == sum(map(len, prompt)) + len(QUESTION)
     assert reuse.bitwise is (reuse.moved_tokens == 0)
     assert distance(found, full) <= 3e-5
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "none"])
+@pytest.mark.parametrize("rows_at_once", [2048, 16])
+def test_what_a_workspace_held_before_cannot_be_seen(
+    strategy: str, rows_at_once: int, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows not computed yet are masked, but nothing times a masked NaN is still NaN."""
+    monkeypatch.setattr("kvboost.model.rows._MOST_ROWS", rows_at_once)
+    engine = engine_for(tiny("llama"), recompute_strategy=strategy, recompute_ratio=0.3)
+    assert engine._parts is not None
+    warm(engine, HEAD, ONE, TWO)
+    cache, _ = engine._parts.pool.take(rows=500, chain=())
+    for slab in cache.slabs:
+        slab.fill_(float("nan"))
+    engine._parts.pool.give_back(cache, held=())
+    found = read(engine, HEAD, TWO, text(9, 70), ONE, text(10, 60), QUESTION)
+    assert found.reuse.moved_tokens == len(ONE + TWO)
+    assert found.cache is cache, "the test must run on the poisoned workspace"
+    assert not found.logits.isnan().any()
+    assert not any(rows.isnan().any() for rows in found.cache.extract(0, 406))

@@ -60,6 +60,10 @@ class Repairer:
         """
         begin, end = reading.plan.untainted_end, reading.plan.steps[-1].start
         reading.cache.set_length(end)
+        for segment in reading.plan.steps:
+            if begin <= segment.start < end:
+                # Masked until it is computed; but a NaN left by an earlier request would spread through 0 * NaN.
+                reading.cache.wipe(segment.start, segment.end)
         ground = _Ground.of(reading.chunks, moved.blocks, begin=begin, end=end)
         attention = self._attention(reading, ground) if self._layers else None
         chooser = _Chooser(self._strategy, self._rows.layer_count, ground, attention, self._ratio)

@@ -227,6 +227,11 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
         for (slab, _), block in zip(self._slabs, tensors, strict=True):
             slab[:, row, :, start : start + block.shape[2]].copy_(block, non_blocking=True)
 
+    def wipe(self, start: int, end: int) -> None:
+        """Set rows ``[start, end)`` of every sequence to zero."""
+        for slab, _ in self._slabs:
+            slab[:, :, :, start:end].zero_()
+
     def rows(self, start: int, end: int) -> tuple[torch.Tensor, ...]:
         """Rows ``[start, end)`` of sequence 0 as :meth:`place` takes them: views where they can be."""
         if self.in_slabs:
