@@ -103,14 +103,14 @@ def run(args: argparse.Namespace) -> Report:
     progress = Progress("settings", len(prompts) * len(args.histories) * len(settings))
     report = Report("repair", raw={"full": [], "samples": []})
     for number, prompt in enumerate(prompts):
-        full = _FullReading(plain, prompt, tokens=args.tokens)
+        full = FullReading(plain, prompt, tokens=args.tokens)
         report.raw["full"].append({"prompt": number, **full.record(prompt)})
         for history in args.histories:
             store.frozen = False
             rag.read_before(plain, prompt, history)
             store.frozen = True
             for setting, engine in engines.items():
-                sample = _compare(engine, prompt, full, f1=args.f1)
+                sample = compare(engine, prompt, full, f1=args.f1)
                 labels = {"strategy": setting.strategy, "ratio": setting.ratio, "label": setting.label}
                 report.raw["samples"].append({"prompt": number, "history": history, **labels, **sample})
                 progress.step()
@@ -135,7 +135,7 @@ def _engine(plain: KVBoost, store: FreezableStore, setting: Setting, args: argpa
     )
 
 
-class _FullReading:
+class FullReading:
     """The prompt read in one go by plain Transformers, and its greedy answer."""
 
     def __init__(self, engine: KVBoost, prompt: rag.RagPrompt, *, tokens: int) -> None:
@@ -181,7 +181,8 @@ def _forward(model: Any, tokens: Sequence[int], cache: Any) -> torch.Tensor:
     return logits[0]
 
 
-def _compare(engine: KVBoost, prompt: rag.RagPrompt, full: _FullReading, *, f1: bool) -> dict[str, Any]:
+def compare(engine: KVBoost, prompt: rag.RagPrompt, full: FullReading, *, f1: bool) -> dict[str, Any]:
+    """Read ``prompt`` with moved passages, feed the full reading's answer behind it, and say how far the two agree."""
     reads: list[PrefillResult] = []
     took = wall_ms(lambda: reads.append(engine.prefill(prompt.tokens, boundaries=prompt.boundaries)))
     read = reads[0]

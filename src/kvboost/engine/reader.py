@@ -236,10 +236,14 @@ class PromptReader:
         """What keeps chunks from being moved at all, if anything does."""
         return self._moving.guard.reason if self._moving is not None else self._move_refusal
 
+    def chunks_of(self, tokens: list[int]) -> list[Chunk]:
+        """The chunks of a text that stands between boundaries, cut on its own."""
+        ids = token_array(tokens)
+        return chunk_keys(self.root(), ids, self._chunker.cut(ids, [len(tokens)]))
+
     def knows(self, tokens: list[int]) -> bool:
         """Whether every chunk of this text, cut on its own, is stored somewhere."""
-        ids = token_array(tokens)
-        chunks = chunk_keys(self.root(), ids, self._chunker.cut(ids, [len(tokens)]))
+        chunks = self.chunks_of(tokens)
         with self._store.lease_content(chunks, after=0) as lease:
             return len(lease.blocks) == len(chunks) and all(block is not None for block in lease.blocks)
 

@@ -1,0 +1,145 @@
+"""What each part of the `auto` strategy brings, and what was tried beside it, at one ratio.
+
+python proofs/repair_choices.py --model FOLDER [--prompts 12] [--ratio 0.15] [--history company]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvboost import KVBoost
+from kvboost.bench import rag
+from kvboost.bench.measure import FreezableStore
+from kvboost.bench.repair import FullReading, compare, interval
+from kvboost.bench.report import describe_machine
+from kvboost.extend import RepairStrategy
+from kvboost.repair import Auto, CacheBlend, First, Query
+from kvboost.types import RepairSituation
+
+
+@dataclass(frozen=True)
+class QuerySpread(Query):
+    """The rows most looked at, and their change carried over."""
+
+    name = "query, spread"
+    spreads = True
+
+
+@dataclass(frozen=True)
+class AutoWithoutSpread(Auto):
+    """Auto's rows, their change not carried over."""
+
+    name = "auto without spreading"
+    spreads = False
+
+
+@dataclass(frozen=True)
+class FirstSpread(First):
+    """The first rows of each stretch, and their change carried over."""
+
+    name = "first, spread"
+    spreads = True
+
+
+@dataclass(frozen=True)
+class CacheBlendSpread(CacheBlend):
+    """The rows that changed most, and their change carried over."""
+
+    name = "cacheblend, spread"
+    spreads = True
+
+
+@dataclass(frozen=True)
+class AttentionTimesChange(Query):
+    """Attention times the square root of the change of values in layer 1, which all rows pass."""
+
+    name = "attention x change, spread"
+    spreads = True
+
+    def decision_layers(self, layer_count: int) -> Sequence[int]:
+        """Behind layer 1."""
+        return (2,)
+
+    def choose(self, situation: RepairSituation) -> torch.Tensor:
+        """The highest products."""
+        assert situation.attention is not None
+        assert situation.value_change is not None
+        score = situation.attention * situation.value_change.sqrt()
+        return score.topk(min(situation.budget, len(score))).indices.sort().values
+
+
+@dataclass(frozen=True)
+class Shrinking(Auto):
+    """Four thirds of the rows in the first third of the layers, two thirds in the last."""
+
+    name = "auto, fewer rows with depth"
+
+    def decision_layers(self, layer_count: int) -> Sequence[int]:
+        """Three times."""
+        return (0, layer_count // 3, 2 * layer_count // 3)
+
+    def choose(self, situation: RepairSituation) -> torch.Tensor:
+        """As auto, with a budget that shrinks."""
+        third = 3 * situation.layer // situation.layer_count
+        budget = round(situation.budget * (4 / 3, 1.0, 2 / 3)[third])
+        assert situation.attention is not None
+        return situation.attention.topk(min(budget, len(situation.rows))).indices.sort().values
+
+
+TRIED: list[RepairStrategy] = [
+    CacheBlend(),
+    CacheBlendSpread(),
+    First(),
+    FirstSpread(),
+    Query(),
+    QuerySpread(),
+    AutoWithoutSpread(),
+    Auto(),
+    Auto(neighbours=1),
+    Auto(every=12),
+    AttentionTimesChange(),
+    Shrinking(),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--ratio", type=float, default=0.15)
+    parser.add_argument("--history", choices=list(rag.HISTORIES), default="company")
+    rag.add_arguments(parser)
+    args = parser.parse_args()
+    store = FreezableStore(8 * 2**30)
+    plain = KVBoost.from_pretrained(str(args.model), dtype="float32", quality="exact", store=store)
+    prompts = rag.load_prompts(plain.tokenizer, args.data, count=args.prompts, passages=args.passages)
+    settings = {"store": store, "recompute_ratio": args.ratio, "move_at_any_price": True}
+    engines = {repr(s): KVBoost(plain.model, plain.tokenizer, recompute_strategy=s, **settings) for s in TRIED}
+    samples: dict[str, list[dict[str, float]]] = {}
+    for number, prompt in enumerate(prompts):
+        full = FullReading(plain, prompt, tokens=32)
+        store.frozen = False
+        rag.read_before(plain, prompt, args.history)
+        store.frozen = True
+        for name, engine in engines.items():
+            samples.setdefault(name, []).append(compare(engine, prompt, full, f1=False))
+        print(f"{number + 1} of {len(prompts)} prompts", flush=True)
+    print(f"\n{describe_machine(dtype='float32', model=str(args.model)).line}\n")
+    print(f"Passages read before: {args.history}; {len(prompts)} prompts, {args.ratio:.0%} of the rows.\n")
+    print("| strategy | rows, % | KL | top-1, % |\n|---|---|---|---|")
+    for strategy in TRIED:
+        mine = samples[repr(strategy)]
+        kl, top = (interval([s[value] for s in mine], seed=1) for value in ("kl", "top1"))
+        rows = 100 * sum(s["rows"] for s in mine) / len(mine)
+        options = repr(strategy).partition("(")[2].rstrip(")")
+        told = f"{strategy.name} ({options})" if options else strategy.name
+        spread = f"{100 * top[0]:.1f} [{100 * top[1]:.1f} {100 * top[2]:.1f}]"
+        print(f"| {told} | {rows:.1f} | {kl[0]:.4f} [{kl[1]:.4f} {kl[2]:.4f}] | {spread} |")
+
+
+if __name__ == "__main__":
+    main()
