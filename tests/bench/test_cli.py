@@ -9,7 +9,7 @@ import pytest
 
 from kvboost.bench.cli import main
 
-NEED_A_MODEL = ("limit", "rivals", "grid", "exactness", "fidelity", "repair", "moved")
+NEED_A_MODEL = ("limit", "rivals", "grid", "exactness", "fidelity", "repair", "moved", "reasoning")
 
 
 @pytest.mark.parametrize("command", NEED_A_MODEL)

@@ -100,3 +100,21 @@ def test_a_frozen_store_keeps_nothing_new() -> None:
 def test_lengths_below_a_few_chunks_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["moved", "--model", str(folder), "--lengths", "50"]) == 2
     assert "give 200 or more" in capsys.readouterr().err
+
+
+def test_reasoning_finds_what_moved_when_the_thinking_went(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    files = ["--model", str(folder), "--text", str(folder.parent / "text.txt"), "--json", str(file)]
+    assert main(["reasoning", *files, "--turns", "3", "--chats", "2"]) == 0
+    samples = json.loads(file.read_text())["raw"]["samples"]
+    assert len(samples) == 2 * 3 * 2
+    for sample in samples:
+        stripped = 150 + (sample["turn"] - 1) * (40 + 30 + 400 + 80)
+        if sample["turn"] == 1:
+            assert sample["moved"] == 0
+        if sample["engine"] != "default":
+            assert sample["moved"] == 0
+            # Up to the user message of the turn before: behind it stood thinking that is gone.
+            assert sample["exact"] == (0 if sample["turn"] == 1 else stripped - (30 + 400 + 80))
+        elif sample["turn"] > 1 and sample["moved"]:
+            assert sample["moved"] >= 400, "the tool result stands elsewhere now"
