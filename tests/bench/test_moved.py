@@ -117,4 +117,5 @@ def test_reasoning_finds_what_moved_when_the_thinking_went(folder: Path, tmp_pat
             # Up to the user message of the turn before: behind it stood thinking that is gone.
             assert sample["exact"] == (0 if sample["turn"] == 1 else stripped - (30 + 400 + 80))
         elif sample["turn"] > 1 and sample["moved"]:
-            assert sample["moved"] >= 400, "the tool result stands elsewhere now"
+            # The tool result stands elsewhere now; its last chunk was never stored, as the prompt ended with it.
+            assert sample["moved"] >= 200
