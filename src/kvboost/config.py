@@ -33,6 +33,11 @@ def parse_bytes(value: int | str, *, name: str) -> int:
     return value
 
 
+def _is_share(value: Any, *, below_one: bool = False) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0.0 <= value <= 1.0 and not (below_one and value == 1.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Settings of one engine, given to :class:`kvboost.KVBoost` as keyword arguments."""
@@ -87,9 +92,9 @@ class EngineConfig:
                 f"quality={self.quality!r} is not known; use one of {QUALITIES}, or the largest share of answers "
                 "that may differ, such as 0.02"
             )
-        if not isinstance(self.quality, str) and not 0.0 <= self.quality <= 1.0:
-            raise ConfigError(f"quality={self.quality} is not a share; give 0.02 for two answers in a hundred")
-        if not 0.0 <= self.shadow_share <= 1.0:
+        if not isinstance(self.quality, str) and not _is_share(self.quality, below_one=True):
+            raise ConfigError(f"quality={self.quality!r} is not a share; give 0.02 for two answers in a hundred")
+        if not _is_share(self.shadow_share):
             raise ConfigError(
                 f"shadow_share={self.shadow_share} is not a share; give 0.02 to check 2 % of the requests"
             )

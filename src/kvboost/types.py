@@ -45,6 +45,10 @@ class Fingerprint:
         return [(f.name, getattr(self, f.name)) for f in fields(self)]
 
 
+TOKEN_BYTES = 4
+"""Bytes of a token id where tokens are stored."""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A run of prompt tokens between two boundaries, with the keys that name its KV."""

@@ -89,7 +89,7 @@ def test_a_calibration_that_found_nothing_moves_nothing(tmp_path: Path) -> None:
     stats = engine.cache_stats()["moved_reuse"]
     assert not stats["allowed"]
     assert stats["reason"] is not None
-    assert "no ratio" in stats["reason"]
+    assert "more than 5% of" in stats["reason"]
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 99}', '{"format": 1, "measured": []}'])

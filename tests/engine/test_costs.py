@@ -35,12 +35,35 @@ def test_a_machine_that_changes_is_learnt_again() -> None:
     assert costs.read_seconds(forwards=8, rows=1024) == pytest.approx(4.1, rel=0.1)
 
 
-def test_requests_of_one_shape_are_charged_to_their_rows() -> None:
+@pytest.mark.parametrize("repeats", [1, 200])
+def test_requests_of_one_shape_do_not_make_rows_or_forwards_free(repeats: int) -> None:
+    """Eight steps of 128 rows in a second say nothing about what a step costs and what a row does."""
     costs = CostModel()
-    for _ in range(400):
-        costs.observe_read(forwards=1, rows=100, seconds=0.2)
-    assert costs.read_seconds(forwards=1, rows=100) == pytest.approx(0.2, rel=0.05)
-    assert costs.read_seconds(forwards=0, rows=0) == 0.0
+    for _ in range(repeats):
+        costs.observe_read(forwards=8, rows=1024, seconds=1.0)
+    assert costs.read_seconds(forwards=8, rows=1024) == pytest.approx(1.0, rel=0.01)
+    assert 0.05 < costs.read_seconds(forwards=1, rows=64) < 0.15
+    assert 0.7 < costs.read_seconds(forwards=1, rows=1024) < 0.95
+
+
+def test_noise_does_not_make_rows_free() -> None:
+    costs, noise = CostModel(), random.Random(3)
+    for _ in range(30):
+        chunks = noise.randint(1, 16)
+        seconds = (0.005 * chunks + 0.001 * 128 * chunks) * noise.uniform(0.85, 1.15)
+        costs.observe_read(forwards=chunks, rows=128 * chunks, seconds=seconds)
+    assert costs.read_seconds(forwards=1, rows=1024) > 0.5 * 1.029
+
+
+def test_repairs_that_take_longer_are_expected_to() -> None:
+    costs = CostModel()
+    first = costs.repair_factor
+    for _ in range(40):
+        costs.observe_repair(expected=1.0, seconds=3.0)
+    assert costs.repair_factor == pytest.approx(3.0, rel=0.05)
+    for _ in range(2000):
+        costs.repair_refused()
+    assert costs.repair_factor == pytest.approx(first, rel=0.05), "bad luck must not put an end to moving"
 
 
 def test_moving_costs_what_it_took_lately() -> None:

@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvboost import GenerationMode
+from kvboost import ConfigError, GenerationMode
 from kvboost.engine.documents import groups_in_company
 from tests.engine.test_moving import HEAD, QUESTION, engine_for, joined, text
 from tests.helpers.models import tiny_model
@@ -36,10 +36,9 @@ def test_every_document_comes_once_as_new_and_in_company_where_it_fits(
         assert new >= 1
         assert len(tokens) <= most or new == 1
         read += [documents.index(part) for part in bodies[-new:]]
-        others = len(bodies) - new
-        room = most - head - len(bodies[-new])
-        if company and len(documents) > 1 and all(n <= room // company for n in lengths):
-            assert others == min(company, len(documents) - 1) or others >= 1
+        assert len({documents.index(part) for part in bodies}) == len(bodies), "something stands twice in a prompt"
+        if all(head + (company + 1) * n <= most for n in lengths):
+            assert len(bodies) - new == min(company, len(documents) - 1)
     assert read == list(range(len(documents)))
 
 
@@ -49,10 +48,10 @@ def test_documents_fit_into_later_prompts_and_are_read_once(tiny: Callable[..., 
     assert engine.warm_documents(documents, head=HEAD, progress=False) > 0
     assert engine.warm_documents(documents, head=HEAD, progress=False) == 0
     assert engine.warm_documents([*documents, text(50, 64)], head=HEAD, progress=False) > 0
-    tokens, ends = joined(HEAD, documents[4], documents[0], documents[5], QUESTION)
+    tokens, ends = joined(HEAD, documents[3], documents[0], documents[5], QUESTION)
     reuse = engine.prefill(tokens, boundaries=ends).reuse
     assert reuse.exact_tokens == len(HEAD)
-    assert reuse.moved_tokens == len(documents[4] + documents[0] + documents[5])
+    assert reuse.moved_tokens == len(documents[3] + documents[0] + documents[5])
     assert engine.prefill(tokens, boundaries=ends, mode=GenerationMode.PREFIX_CACHE).reuse.moved_tokens == 0
 
 
@@ -68,3 +67,5 @@ def test_texts_a_key_and_a_model_without_reuse() -> None:
     assert engine.warm_documents(iter(texts), head="You are kind.", key=key, progress=False) > 0
     assert sorted(seen) == sorted(texts)
     assert engine.warm_documents([], progress=False) == 0
+    with pytest.raises(ConfigError, match="documents are read to be moved"):
+        engine_for(engine.model, quality="exact").warm_documents(texts)

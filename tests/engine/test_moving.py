@@ -94,13 +94,15 @@ def test_gaps_repeats_and_a_chunk_that_comes_first(tiny: Tiny) -> None:
         (TWO, QUESTION),  # moved to position 0
         (HEAD, text(8, 50), TWO, QUESTION),  # a gap before it
         (HEAD, TWO, text(9, 50), ONE, QUESTION),  # a gap between
-        (HEAD, TWO, TWO, ONE, TWO, QUESTION),  # several times
+        (HEAD, ONE, TWO, TWO, ONE, TWO, QUESTION),  # exact, then the same several times
         (text(10, 7), ONE, QUESTION),  # behind a beginning of another length
     ):
         found = read(engine, *parts)
-        known = sum(len(part) for part in parts if part is ONE or part is TWO)
+        exact = found.reuse.exact_tokens - (len(HEAD) if parts[0] is HEAD else 0)
+        known = sum(len(part) for part in parts if part is ONE or part is TWO) - exact
         assert found.reuse.moved_tokens == known, [len(part) for part in parts]
         assert found.reuse.exact_tokens + known + found.reuse.fresh_tokens == sum(map(len, parts))
+        assert exact == (len(ONE + TWO) if parts[:2] == (HEAD, ONE) else 0)
         assert distance(found, read(full, *parts)) <= 3e-5
 
 
@@ -183,6 +185,8 @@ def test_generate_stream_and_batch_move_too(tiny: Tiny) -> None:
     assert one.token_ids == full.token_ids
     assert one.cached_tokens == len(HEAD + ONE + TWO)
     assert one.reuse.moved_tokens == len(ONE + TWO)
+    engine = engine_for(model, recompute_ratio=1.0)
+    warm(engine, HEAD, ONE, TWO)
     *_, last = engine.stream(tokens, boundaries=ends, max_new_tokens=8, temperature=0)
     assert last.result is not None
     assert last.result.token_ids == full.token_ids
@@ -273,3 +277,98 @@ def test_what_a_workspace_held_before_cannot_be_seen(
     assert found.cache is cache, "the test must run on the poisoned workspace"
     assert not found.logits.isnan().any()
     assert not any(rows.isnan().any() for rows in found.cache.extract(0, 406))
+
+
+def test_a_prompt_that_comes_again_becomes_exact(tiny: Tiny) -> None:
+    """Moved once; then computed, as it came again; from then on an exact hit."""
+    model = tiny("llama")
+    engine = engine_for(model, recompute_ratio=0.3)
+    warm(engine, HEAD, ONE, TWO)
+    new = text(9, 64)
+    reuses = [read(engine, HEAD, TWO, new, ONE, QUESTION).reuse for _ in range(3)]
+    assert [r.moved_tokens for r in reuses] == [len(ONE + TWO), 0, 0]
+    assert [r.bitwise for r in reuses] == [False, True, True]
+    assert reuses[2].exact_tokens == len(HEAD + TWO + new + ONE)
+    # A prompt that only begins like it is exact as far as that goes, and moved behind.
+    reuse = read(engine, HEAD, TWO, ONE, QUESTION).reuse
+    assert (reuse.exact_tokens, reuse.moved_tokens) == (len(HEAD + TWO), len(ONE))
+
+
+@pytest.mark.parametrize("stage", ["place", "repair"])
+def test_a_failure_while_moving_is_computed_instead(stage: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    engine = engine_for(model, recompute_ratio=0.3)
+    assert engine._parts is not None
+    warm(engine, HEAD, ONE, TWO)
+
+    def failing(*args: Any, **kwargs: Any) -> None:
+        raise OSError("out of luck")
+
+    monkeypatch.setattr(engine._parts.moving, stage, failing)
+    with pytest.warns(RuntimeWarning, match="out of luck"):
+        found = read(engine, HEAD, text(9, 64), TWO, ONE, QUESTION)
+    full = read(engine_for(model, quality="exact"), HEAD, text(9, 64), TWO, ONE, QUESTION)
+    assert torch.equal(found.logits, full.logits)
+    assert (found.reuse.moved_tokens, found.reuse.bitwise, found.reuse.approximate) == (0, True, None)
+    assert found.reuse.reason is not None
+    assert "out of luck" in found.reuse.reason
+    assert engine._store.stats().leased == 0
+    again = read(engine, HEAD, text(9, 64), TWO, ONE, QUESTION)
+    assert again.reuse.exact_tokens == len(HEAD + text(9, 64) + TWO + ONE), "what was computed was kept"
+
+
+def test_more_rows_are_computed_where_the_estimate_is_too_high(tiny: Tiny) -> None:
+    model = tiny("llama", num_hidden_layers=6)
+    full = read(engine_for(model, quality="exact"), HEAD, TWO, text(9, 64), ONE, QUESTION)
+    rows: list[int] = []
+    off: list[float] = []
+    estimate = 0.0
+    for rounds in (1, 2, 3):
+        engine = engine_for(model, recompute_ratio=0.2)
+        assert engine._parts is not None
+        assert engine._parts.moving is not None
+        # For two rounds: nine tenths of what the first one leaves, which the second must undercut.
+        engine._parts.moving._repairer._tolerated = {1: 1e9, 2: 0.9 * estimate, 3: 0.0}[rounds]
+        warm(engine, HEAD, ONE, TWO)
+        found = read(engine, HEAD, TWO, text(9, 64), ONE, QUESTION)
+        assert found.reuse.error_estimate is not None
+        estimate = found.reuse.error_estimate
+        rows.append(found.reuse.recomputed_tokens)
+        off.append(distance(found, full))
+    moved = len(ONE + TWO)
+    assert rows[0] == pytest.approx(0.2 * moved, abs=2)
+    assert rows[1] == pytest.approx(0.4 * moved, abs=2)
+    assert rows[2] == pytest.approx(1.4 * moved, abs=3)  # two rounds, then everything
+    assert min(off[:2]) > 1e-2
+    assert off[2] <= 3e-5
+    assert estimate == 0.0
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("ratio", [0.0, 0.004, 0.99])
+def test_small_models_and_odd_ratios(layers: int, strategy: str, ratio: float, tiny: Tiny) -> None:
+    engine = engine_for(tiny("llama", num_hidden_layers=layers), recompute_strategy=strategy, recompute_ratio=ratio)
+    warm(engine, HEAD, ONE, TWO)
+    for parts in ((HEAD, TWO, ONE, [7]), (HEAD, text(9, 64), TWO, text(7, 64), ONE, text(8, 50))):
+        found = read(engine, *parts)
+        assert found.reuse.reason is None, found.reuse.reason
+        assert found.reuse.moved_tokens > 0
+        assert not found.logits.isnan().any()
+
+
+def test_beams_and_cancelled_streams_taint_nothing(tiny: Tiny) -> None:
+    model = tiny("llama")
+    engine = engine_for(model, recompute_ratio=0.2)
+    warm(engine, HEAD, ONE, TWO)
+    tokens, ends = joined(HEAD, TWO, text(9, 64), ONE, QUESTION)
+    engine.generate(tokens, boundaries=ends, max_new_tokens=4, num_beams=2, temperature=0)
+    other, other_ends = joined(HEAD, text(10, 64), TWO, ONE, QUESTION)
+    stream = engine.stream(other, boundaries=other_ends, max_new_tokens=50)
+    next(iter(stream))
+    stream.close()
+    assert engine._store.stats().leased == 0
+    exact = engine_for(model, quality="exact")
+    for prompt, boundaries in ((tokens, ends), (other, other_ends)):
+        found = engine.prefill(prompt, boundaries=boundaries, mode=GenerationMode.PREFIX_CACHE)
+        assert torch.equal(found.logits, exact.prefill(prompt, boundaries=boundaries).logits)

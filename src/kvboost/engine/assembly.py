@@ -15,6 +15,7 @@ from kvboost.engine.workspace import WorkspacePool
 from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.extend import Chunker
 from kvboost.model import ModelFacts, ModelIdentity, ModelRunner, probe_model, probe_mover, probe_rows
+from kvboost.plan import make_chunker
 from kvboost.repair import Calibration, Repair, choose_repair
 
 
@@ -61,6 +62,12 @@ class Assembly:
             self.moving.close()
 
 
+def check_settings(config: EngineConfig) -> None:
+    """Raise ConfigError for settings that cannot work with any model."""
+    make_chunker(config.chunking, size=config.chunk_size)
+    choose_repair(config, Calibration.load(config.calibration) if config.calibration is not None else None)
+
+
 def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, store: GuardedStore) -> Assembly:
     """Probe the model and build what its answers allow."""
     facts = probe_model(runner.model)
@@ -76,7 +83,7 @@ def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, sto
     moving, refusal = _make_moving(runner, facts, config, store, repair)
     if calibration is not None and calibration.ratio is None:
         refusal = (
-            f"the calibration found no ratio that keeps {calibration.tolerated_share:.0%} of the answers from differing"
+            f"at every ratio of the calibration more than {calibration.tolerated_share:.0%} of the answers differed"
         )
     reader = _make_reader(
         runner, identity, chunker, config, store=store, pool=pool, moving=moving, move_refusal=refusal
@@ -121,5 +128,7 @@ def _make_moving(
         rows = probe_rows(runner, facts.layout, attention_layers=layers)
     except UnsupportedModelError as error:
         return None, str(error)
+    except Exception as error:  # noqa: BLE001 - exact reuse was shown to work and goes on, whatever trips here
+        return None, f"trying whether this model's chunks can be moved failed: {error!r}"
     moving = MovedReuse(store=store, mover=mover, rows=rows, repair=repair, at_any_price=config.move_at_any_price)
     return moving, None

@@ -86,9 +86,7 @@ def _greedy(runner: ModelRunner, tokens: Sequence[int], cache: Any) -> list[int]
 def _compare(
     runner: ModelRunner, reader: PromptReader, tokens: list[int], answer: list[int], outcome: Comparisons
 ) -> None:
-    with reader.open(
-        tokens, boundaries=(), new_rows=FIRST_TOKENS, clock=StageClock(), move=True, at_any_price=True
-    ) as reading:
+    with reader.open(tokens, boundaries=(), new_rows=FIRST_TOKENS, clock=StageClock(), move=True) as reading:
         if reading.moved is None:
             return
         reader.advance_to_last_step(reading)

@@ -1,8 +1,8 @@
 """Reads documents in company, so that they fit wherever they turn up later.
 
 Called by :meth:`KVBoost.warm_documents`. A document read behind the head and a few others is far closer to
-what a later prompt needs than one read alone (docs/results/repair.md), and costs hardly more: each group of
-documents is one growing prompt, of which only the newest document is computed.
+what a later prompt needs than one read alone (docs/results/repair.md). Each group of documents is one prompt;
+the documents that only keep the others company are read, and stored, once more in it.
 """
 
 from __future__ import annotations
@@ -42,30 +42,27 @@ def groups_in_company(
 ) -> Iterator[tuple[list[int], list[int], int]]:
     """Prompts that hold each document behind ``company`` others: tokens, boundaries, and how many are new in it.
 
-    Each prompt is the head, the ``company`` documents before the new ones (those after them for the very first),
-    and new documents while there is room for ``most_tokens``. A document that fits in no company comes alone
-    behind the head, however long it is.
+    Each prompt is the head, the ``company`` documents before the new ones (the last ones for the very first), and
+    new documents while there is room for ``most_tokens``. Nothing stands twice in one prompt. A document that fits
+    in no company comes alone behind the head, however long it is.
     """
+    count = len(documents)
     index = 0
-    while index < len(documents):
-        before = documents[max(0, index - company) : index]
-        if not before:
-            before = documents[index + 1 : index + 1 + company]
-        parts = [list(head)] if head else []
-        for other in before:
-            if sum(map(len, parts)) + len(other) + len(documents[index]) <= most_tokens:
-                parts.append(other)
-        new = 0
-        while index + new < len(documents):
-            document = documents[index + new]
-            if new and sum(map(len, parts)) + len(document) > most_tokens:
-                break
-            parts.append(document)
-            new += 1
-        tokens: list[int] = []
-        ends: list[int] = []
-        for part in parts:
-            tokens.extend(part)
+    while index < count:
+        room = most_tokens - len(head) - len(documents[index])
+        numbers: list[int] = []
+        for back in range(min(company, count - 1), 0, -1):
+            other = (index - back) % count
+            if len(documents[other]) <= room:
+                numbers.append(other)
+                room -= len(documents[other])
+        new = [index]
+        while new[-1] + 1 < count and new[-1] + 1 not in numbers and len(documents[new[-1] + 1]) <= room:
+            new.append(new[-1] + 1)
+            room -= len(documents[new[-1]])
+        tokens, ends = list(head), [len(head)] if head else []
+        for number in [*numbers, *new]:
+            tokens += documents[number]
             ends.append(len(tokens))
-        yield tokens, ends, new
-        index += new
+        yield tokens, ends, len(new)
+        index += len(new)

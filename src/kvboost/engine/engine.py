@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -12,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvboost.config import EngineConfig
-from kvboost.engine.assembly import Assembly, assemble
+from kvboost.engine.assembly import Assembly, assemble, check_settings
 from kvboost.engine.calibration import calibrate
 from kvboost.engine.clock import StageClock
 from kvboost.engine.decoding import Decoder, Request
@@ -20,7 +22,7 @@ from kvboost.engine.documents import warm_documents
 from kvboost.engine.guard import GuardedStore
 from kvboost.engine.prompt import Messages, Prompt, PromptEncoder
 from kvboost.engine.reader import PromptReader, Reading
-from kvboost.engine.shadow import ShadowChecks, answers_differ
+from kvboost.engine.shadow import Answered, ShadowChecks, answers_differ
 from kvboost.engine.stats import cache_stats, describe
 from kvboost.engine.streaming import PieceStream, PieceStreamer
 from kvboost.engine.verify import warm_equals_cold
@@ -87,7 +89,13 @@ class KVBoost:
         self._shadow: ShadowChecks | None = None
         moving = self._parts.moving if self._parts else None
         if self.config.shadow_share > 0.0 and moving is not None:
-            self._shadow = ShadowChecks(self._answers_differ, share=self.config.shadow_share, guard=moving.guard)
+            check = weakref.WeakMethod(self._answers_differ)  # the thread must not keep the engine alive
+            self._shadow = ShadowChecks(
+                lambda request: ask(request) if (ask := check()) is not None else None,
+                share=self.config.shadow_share,
+                guard=moving.guard,
+            )
+            weakref.finalize(self, self._shadow.stop)
         self._encoder = PromptEncoder(
             tokenizer,
             max_tokens=self._parts.facts.max_positions if self._parts else None,
@@ -118,7 +126,10 @@ class KVBoost:
         names = {field.name for field in dataclasses.fields(EngineConfig)}
         settings = {name: value for name, value in settings_and_model_kwargs.items() if name in names}
         model_kwargs = {name: value for name, value in settings_and_model_kwargs.items() if name not in names}
-        EngineConfig(**settings)  # a bad setting should not cost the user a model load
+        for name in model_kwargs:
+            if near := difflib.get_close_matches(name, names, n=1, cutoff=0.8):
+                raise ConfigError(f"{name} is not a setting; did you mean {near[0]}?")
+        check_settings(EngineConfig(**settings))  # a bad one should not cost the user a model load
         model, tokenizer = load_model(name_or_path, dtype=dtype, device=device, model_kwargs=model_kwargs)
         return cls(model, tokenizer, store=store, **settings)
 
@@ -292,9 +303,10 @@ class KVBoost:
         other documents: its neighbours, or with ``key`` those whose keys sort next to its own. Documents whose
         text is already stored are skipped, so a run that was broken off goes on where it stopped.
         """
+        if self._parts is None or self._parts.moving is None:
+            reason = self._parts.reader.why_not_moved() if self._parts else self._refusal
+            raise ConfigError(f"documents are read to be moved, which this engine does not do ({reason or 'as asked'})")
         ordered = documents if key is None else sorted(documents, key=key)
-        if self._parts is None:
-            return 0
         return warm_documents(
             [self._encoder.encode_part(document) for document in ordered],
             head=self._encoder.encode(head) if head is not None else [],
@@ -327,6 +339,11 @@ class KVBoost:
         if save_to is not None:
             result.save(save_to)
         return result
+
+    def allow_moving(self) -> None:
+        """Forget what the shadow checks counted, and move chunks again if they had put an end to it."""
+        if self._parts is not None and self._parts.moving is not None:
+            self._parts.moving.guard.reset()
 
     def describe(self) -> dict[str, str]:
         """What this engine can do with its model, and why not more; what ``kvboost doctor`` prints."""
@@ -389,16 +406,17 @@ class KVBoost:
         opened = reader.open(tokens, boundaries=request.boundaries, new_rows=rows, clock=clock, move=move)
         with self._turn, opened as reading:
             result = self._decoder.with_cache(reading, reader, request, keep_decoded=self.config.reuse_generated)
-        if self._shadow is not None and result.reuse.approximate:
-            self._shadow.offer(tokens, request.boundaries, result.token_ids)
+            if self._shadow is not None and reading.moved is not None:
+                blocks, produced = reading.moved.blocks, list(result.token_ids)
+                self._shadow.offer(Answered(tokens, request.boundaries, blocks, produced))
         return result
 
-    def _answers_differ(self, tokens: list[int], boundaries: Sequence[int], produced: list[int]) -> bool | None:
-        reader, _ = self._reader_for(tokens, GenerationMode.CHUNK_KV_REUSE)
+    def _answers_differ(self, request: Answered) -> bool | None:
+        reader, _ = self._reader_for(request.tokens, GenerationMode.CHUNK_KV_REUSE)
         if reader is None:
             return None
         with self._turn:
-            return answers_differ(self._runner, reader, tokens, boundaries, produced)
+            return answers_differ(self._runner, reader, request)
 
     def _reader_for(
         self, tokens: list[int], mode: GenerationMode, request: Request | None = None

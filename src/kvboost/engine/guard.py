@@ -16,7 +16,7 @@ from kvboost.extend import ChunkStore, ContentLease, Lease
 from kvboost.types import Chunk, KVBlock, PutOutcome
 
 
-class _NothingHeld:
+class NothingHeld:
     """The lease of a lookup that failed."""
 
     @property
@@ -49,7 +49,7 @@ class GuardedStore:
             return self._store.lease(chunks)
         except Exception as error:  # noqa: BLE001 - whatever a store raises, the request goes on
             self._failed(error)
-            return _NothingHeld()
+            return NothingHeld()
 
     def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> ContentLease:
         """As the store's own; nothing is held if it fails."""
@@ -57,7 +57,7 @@ class GuardedStore:
             return self._store.lease_content(chunks, after=after)
         except Exception as error:  # noqa: BLE001 - whatever a store raises, the request goes on
             self._failed(error)
-            return _NothingHeld()
+            return NothingHeld()
 
     def put(self, block: KVBlock) -> PutOutcome:
         """As the store's own; REFUSED if it fails."""

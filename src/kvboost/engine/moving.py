@@ -7,24 +7,49 @@ where moving does not pay, nothing moves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvboost.engine.costs import CostModel
 from kvboost.engine.guard import GuardedStore
 from kvboost.engine.repairing import MovedChunks, Repairer
+from kvboost.extend import ContentLease
 from kvboost.model import KeyMover, RowRunner, SlabCache
 from kvboost.plan import variant_key
 from kvboost.repair import Repair, ReuseGuard
 from kvboost.store import context_before
-from kvboost.types import Chunk, KVBlock, PutOutcome, SegmentKind
+from kvboost.types import TOKEN_BYTES, Chunk, PutOutcome, SegmentKind
 
 if TYPE_CHECKING:
     from kvboost.engine.reader import Reading
 
 _MUST_SAVE = 0.95  # move only if it takes at most this share of computing; guesses have an error
-_ROW_OVERHEAD = 1.25  # a scattered row against one of a plain step: its mask, its place, narrower matrices
-_MOST_GENERATIONS = 4  # of KV computed behind moved KV; see docs/results/generations.md
+_MOST_GENERATIONS = 2  # of KV computed behind moved KV; see docs/results/generations.md
+_MOST_TAINTED = 65_536  # places remembered
+
+
+class _Places:
+    """The last places (a chunk behind exactly these chunks) where KV was approximate."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def __contains__(self, key: bytes) -> bool:
+        with self._lock:
+            return key in self._keys
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        """Remember these."""
+        with self._lock:
+            for key in keys:
+                self._keys[key] = None
+                self._keys.move_to_end(key)
+            while len(self._keys) > _MOST_TAINTED:
+                self._keys.popitem(last=False)
 
 
 class MovedReuse:
@@ -39,12 +64,15 @@ class MovedReuse:
         self._rows = rows
         self._repair = repair
         self._repairer = Repairer(mover=mover, rows=rows, repair=repair)
+        self._places = _Places()
         self.costs = CostModel()
         self.guard = ReuseGuard(repair.tolerated_share)
+        self.moved_chunks = 0
+        self.failures = 0
 
     def over(self, store: GuardedStore, repair: Repair) -> MovedReuse:
-        """The same for another store and another way of repairing."""
-        return MovedReuse(store=store, mover=self._mover, rows=self._rows, repair=repair)
+        """The same for another store and another way of repairing, at any price."""
+        return MovedReuse(store=store, mover=self._mover, rows=self._rows, repair=repair, at_any_price=True)
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -55,43 +83,63 @@ class MovedReuse:
         """How moved chunks are repaired."""
         return self._repair
 
-    @property
-    def strategy_name(self) -> str:
-        """Which strategy chooses the rows."""
-        return self._repair.strategy.name
-
     def find(
-        self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int, at_any_price: bool
+        self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int
     ) -> tuple[MovedChunks | None, str | None]:
         """The chunks behind the first ``available`` that are worth moving here, or None, and why not."""
-        if available >= len(chunks) or not self.guard.allowed:
+        if not self.guard.allowed:
             return None, self.guard.reason
-        lease = self._store.lease_content(chunks, after=available)
-        blocks = {available + i: block for i, block in enumerate(lease.blocks) if block is not None}
-        if not blocks:
-            lease.release()
+        # Where this very text was approximate before, it is computed now: then it is exact from here on. Otherwise
+        # a prompt that comes again, or a chat that grows, would be repaired anew every time.
+        first = available
+        while not self._at_any_price and first < len(chunks) and chunks[first].prefix_key in self._places:
+            first += 1
+        if first >= len(chunks):
             return None, None
-        price = self._price(chunks, blocks, available=available, prompt_tokens=prompt_tokens)
-        if price > _MUST_SAVE and not (at_any_price or self._at_any_price):
+        lease = self._store.lease_content(chunks, after=first)
+        try:
+            found = self._worth_moving(lease, chunks, available=available, first=first, prompt_tokens=prompt_tokens)
+        except BaseException:
             lease.release()
-            known = sum(chunks[i].end - chunks[i].start for i in blocks)
-            return None, f"{known} tokens could be moved here, at {price:.2f} of the time that computing them takes"
-        return MovedChunks(lease, blocks), None
+            raise
+        if not isinstance(found, MovedChunks):
+            lease.release()
+            return None, found
+        self._places.add(chunk.prefix_key for chunk in chunks[min(found.blocks) :])
+        self.moved_chunks += len(found.blocks)
+        return found, None
 
-    def _price(
-        self, chunks: Sequence[Chunk], blocks: dict[int, KVBlock], *, available: int, prompt_tokens: int
-    ) -> float:
-        """What moving these blocks is expected to take, as a share of computing instead."""
-        begin, end = chunks[available].start, chunks[-1].end
+    def _worth_moving(
+        self, lease: ContentLease, chunks: Sequence[Chunk], *, available: int, first: int, prompt_tokens: int
+    ) -> MovedChunks | str | None:
+        """The blocks of ``lease`` as moved chunks, or why they are not moved."""
+        blocks = {
+            first + i: block
+            for i, block in enumerate(lease.blocks)
+            if block is not None and self._mover.can_move(block.start + len(block.tokens) // TOKEN_BYTES)
+        }
+        if not blocks:
+            return None
+        begin, end = chunks[first].start, chunks[-1].end
         moved = sum(chunks[i].end - chunks[i].start for i in blocks)
-        compute = self.costs.read_seconds(forwards=len(chunks) - available, rows=end - begin)
-        rows = _ROW_OVERHEAD * (end - begin - moved + self._repair.ratio * moved)
-        move = self.costs.move_seconds(moved)
-        if rows:
-            move += self.costs.read_seconds(forwards=1, rows=rows)
+        rows = end - begin - moved + self._repair.ratio * moved
+        expected = self.costs.read_seconds(forwards=1, rows=rows) if rows else 0.0
         if self._repairer.looks_first:
-            move += self.costs.read_seconds(forwards=1, rows=prompt_tokens - end)
-        return move / compute
+            expected += self.costs.read_seconds(forwards=1, rows=prompt_tokens - end)
+        compute = self.costs.read_seconds(forwards=len(chunks) - first, rows=end - begin)
+        price = (self.costs.move_seconds(moved) + self.costs.repair_factor * expected) / compute
+        if price > _MUST_SAVE and not self._at_any_price:
+            self.costs.repair_refused()
+            return f"{moved} tokens could be moved here, at {price:.2f} of the time that computing them takes"
+        return MovedChunks(lease, blocks, expected_seconds=expected if self.costs.in_seconds else 0.0)
+
+    def failed(self, error: Exception) -> str:
+        """Moving or repairing raised: count it, warn once, and say why this prompt is computed."""
+        self.failures += 1
+        reason = f"moving chunks failed, so this prompt was computed: {error!r}"
+        if self.failures == 1:
+            warnings.warn(f"{reason}; further failures are only counted", RuntimeWarning, stacklevel=4)
+        return reason
 
     def place(self, cache: SlabCache, chunks: Sequence[Chunk], moved: MovedChunks) -> None:
         """Copy the moved chunks to their rows, keys re-rotated."""

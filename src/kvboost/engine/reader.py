@@ -8,7 +8,7 @@ came from such steps itself.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 
 from kvboost.engine.clock import StageClock
-from kvboost.engine.guard import GuardedStore
+from kvboost.engine.guard import GuardedStore, NothingHeld
 from kvboost.engine.moving import MovedReuse
 from kvboost.engine.repairing import MovedChunks
 from kvboost.engine.workspace import WorkspacePool
@@ -24,7 +24,7 @@ from kvboost.extend import Chunker, Lease
 from kvboost.model import ModelIdentity, ModelRunner, SlabCache
 from kvboost.plan import chunk_keys, fingerprint_root, plan_reuse, reusable_chunks, token_array
 from kvboost.store import context_before
-from kvboost.types import Chunk, Fingerprint, KVBlock, PutOutcome, ReusePlan, ReuseReport
+from kvboost.types import Chunk, Fingerprint, KVBlock, PutOutcome, ReusePlan, ReuseReport, SegmentKind
 
 
 @dataclass
@@ -96,6 +96,15 @@ class Reading:
             context=context,
             generation=generation,
         )
+
+    def stop_moving(self, reason: str) -> None:
+        """Go on as if nothing had been found elsewhere."""
+        if self.moved is not None:
+            self.moved.lease.release()
+        exact = sum(segment.kind is SegmentKind.EXACT for segment in self.plan.segments)
+        self.plan = plan_reuse(self.chunks, prompt_tokens=len(self.tokens), available=exact)
+        self.moved, self.approximate, self.reason = None, None, reason
+        self.cache.set_length(self._exact_rows)
 
     def detach(self) -> SlabCache:
         """Give the cache away: it will not be pooled, and nobody else will write to it."""
@@ -174,11 +183,12 @@ class PromptReader:
         new_rows: int,
         clock: StageClock,
         move: bool = False,
-        at_any_price: bool = False,
+        using: Mapping[int, KVBlock] | None = None,
     ) -> Reading:
         """Plan the prompt and place all stored KV; ``new_rows`` is room for tokens to come.
 
-        With ``move``, chunks that stand elsewhere are used too, where that pays or at any price.
+        With ``move``, chunks that stand elsewhere are used too, where that pays; ``using`` names them by the
+        chunk's index instead, to read a prompt once more as it was read before.
         """
         state = self._identity.state()
         root = self.root(state)
@@ -191,10 +201,11 @@ class PromptReader:
         reason = self._move_refusal if move else None
         try:
             blocks = lease.blocks
-            if move and self._moving is not None:
-                moved, reason = self._moving.find(
-                    usable, available=len(blocks), prompt_tokens=len(tokens), at_any_price=at_any_price
-                )
+            if using is not None:
+                blocks = blocks[: min(using)]
+                moved = MovedChunks(NothingHeld(), dict(using))
+            elif move and self._moving is not None:
+                moved, reason = self._moving.find(usable, available=len(blocks), prompt_tokens=len(tokens))
             plan = plan_reuse(
                 chunks, prompt_tokens=len(tokens), available=len(blocks), moved=moved.blocks if moved else ()
             )
@@ -206,7 +217,13 @@ class PromptReader:
             cache.set_length(plan.exact_tokens)
             clock.lap("place")
             if moved is not None and self._moving is not None:
-                self._moving.place(cache, chunks, moved)
+                try:
+                    self._moving.place(cache, chunks, moved)
+                except Exception as error:  # noqa: BLE001 - a cache may only help: what cannot be moved is computed
+                    reason = self._moving.failed(error)
+                    moved.lease.release()
+                    moved = None
+                    plan = plan_reuse(chunks, prompt_tokens=len(tokens), available=len(blocks))
                 clock.lap("move")
         except BaseException:
             lease.release()
@@ -229,7 +246,7 @@ class PromptReader:
             _committed=len(blocks),
             moved=moved,
             reason=reason,
-            approximate=self._moving.strategy_name if moved is not None and self._moving is not None else None,
+            approximate=self._moving.repair_settings.strategy.name if moved is not None and self._moving else None,
         )
 
     def why_not_moved(self) -> str | None:
@@ -249,29 +266,35 @@ class PromptReader:
 
     def advance(self, reading: Reading, *, to: int, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Run the steps that begin before row ``to``; the last one may be cut short there."""
-        last = reading.plan.steps[-1]
+        self._run_steps(reading, to=min(to, reading.plan.untainted_end), cancelled=cancelled)
+        if reading.moved is not None and not reading.moved.repaired and to >= reading.plan.steps[-1].start:
+            reading.clock.lap("prefill")
+            self._repair(reading)
+        self._run_steps(reading, to=to, cancelled=cancelled)
+        reading.clock.lap("prefill")
+
+    def _run_steps(self, reading: Reading, *, to: int, cancelled: Callable[[], bool]) -> None:
+        """Run what is missing of the steps that begin before row ``to``."""
         for step in reading.plan.steps:
             if step.start >= to:
                 break
+            if step.start < reading.cache.get_seq_length():
+                continue  # done, or computed by the repair
             if cancelled():
                 raise RequestCancelled
-            if reading.tainted_at(step.start) and step is not last:
-                continue  # the repair computes it, together with what it repairs
-            if step is last:
-                self._repair(reading)
             end = min(step.end, to)
             self._runner.append(reading.tokens[step.start : end], reading.cache, logits=False)
             if end == step.end and not reading.tainted_at(step.start):
                 reading._exact_rows = end
-        if to >= last.start:
-            self._repair(reading)
-        reading.clock.lap("prefill")
 
     def _repair(self, reading: Reading) -> None:
-        """Fill the rows between the first moved chunk and the last step, once."""
-        if reading.moved is not None and not reading.moved.repaired and self._moving is not None:
-            reading.clock.lap("prefill")
+        """Fill the rows between the first moved chunk and the last step; if that fails, compute them after all."""
+        assert self._moving is not None
+        assert reading.moved is not None
+        try:
             self._moving.repair(reading, reading.moved)
+        except Exception as error:  # noqa: BLE001 - a cache may only help: what cannot be repaired is computed
+            reading.stop_moving(self._moving.failed(error))
 
     def advance_to_last_step(self, reading: Reading, *, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Run every step but the one that holds the last token."""
@@ -315,12 +338,16 @@ class PromptReader:
         if self._moving is None or reading._observed or "first_token" not in stages:
             return
         reading._observed = True
+        costs = self._moving.costs
         if reading.moved is not None:
-            self._moving.costs.observe_move(rows=reading.plan.moved_tokens, seconds=stages["move"] / 1000.0)
-        else:
+            costs.observe_move(rows=reading.plan.moved_tokens, seconds=stages["move"] / 1000.0)
+            if reading.moved.expected_seconds:
+                took = (stages.get("select", 0.0) + stages["repair"]) / 1000.0
+                costs.observe_repair(expected=reading.moved.expected_seconds, seconds=took)
+        elif reading.reason is None or "move" not in stages:
             seconds = (stages.get("prefill", 0.0) + stages["first_token"]) / 1000.0
             rows = len(reading.tokens) - reading.plan.exact_tokens
-            self._moving.costs.observe_read(forwards=len(reading.plan.steps), rows=rows, seconds=seconds)
+            costs.observe_read(forwards=len(reading.plan.steps), rows=rows, seconds=seconds)
 
     def _model_unchanged(self, reading: Reading) -> bool:
         """Rows computed while the weights changed are neither the old model's nor the new one's."""

@@ -30,6 +30,8 @@ class MovedChunks:
     lease: ContentLease
     blocks: dict[int, KVBlock]
     """By index of the chunk in the prompt."""
+    expected_seconds: float = 0.0
+    """What looking and repairing were expected to take, as plain steps."""
     repaired: bool = False
     recomputed_tokens: int = 0
     error_estimate: float | None = None
@@ -68,16 +70,20 @@ class Repairer:
         attention = self._attention(reading, ground) if self._layers else None
         chooser = _Chooser(self._strategy, self._rows.layer_count, ground, attention, self._ratio)
         chooser.listen_to(self._layers)
-        layer_rows = self._compute(reading, ground, chooser.first_rows(), chooser)
+        stretches = ground.stretches
+        again = self._compute(reading, ground, chooser.first_rows(), chooser, stretches)
         estimate = chooser.remaining_error()
         if estimate is not None and estimate > self._tolerated:
-            layer_rows += self._compute(reading, ground, chooser.more_rows(), chooser)
+            # What was computed is right by now, as far as it can be: it must not change along.
+            stretches[ground.begin :][chooser.computed] = -1
+            more = chooser.more_rows()
+            stretches[more] = ground.stretches[more]
+            again += self._compute(reading, ground, more, chooser, stretches)
             estimate = chooser.remaining_error()
             if estimate is not None and estimate > self._tolerated:
-                layer_rows += self._compute(reading, ground, torch.arange(begin, end), None)
+                again += self._compute(reading, ground, torch.arange(begin, end), None, None)
                 estimate = 0.0
-        missing = int((~ground.is_moved).sum())
-        moved.recomputed_tokens = round(layer_rows / self._rows.layer_count) - missing
+        moved.recomputed_tokens = round(again)
         moved.error_estimate = estimate
         moved.repaired = True
         reading.clock.lap("repair")
@@ -91,12 +97,24 @@ class Repairer:
         reading.clock.lap("select")
         return seen.mean(dim=0)[ground.begin :].cpu()
 
-    def _compute(self, reading: Reading, ground: _Ground, rows: torch.Tensor, chooser: _Chooser | None) -> int:
-        """Run ``rows`` through the model, fewer from layer to layer where the chooser says so."""
+    def _compute(
+        self,
+        reading: Reading,
+        ground: _Ground,
+        rows: torch.Tensor,
+        chooser: _Chooser | None,
+        stretches: torch.Tensor | None,
+    ) -> float:
+        """Run ``rows`` through the model, fewer from layer to layer where the chooser says so.
+
+        Returns how many moved rows were computed, as a mean over the layers.
+        """
         if not len(rows):
-            return 0
+            return 0.0
         # Where every moved row is computed there is nobody left to spread to.
-        spreads = self._strategy.spreads and chooser is not None and self._ratio < 1.0
+        spread = None
+        if self._strategy.spreads and stretches is not None and self._ratio < 1.0:
+            spread = partial(Spread, self._mover, stretches=stretches)
         _, layer_rows = self._rows.forward_rows(
             reading.tokens[: ground.end],
             reading.cache,
@@ -104,9 +122,9 @@ class Repairer:
             logits=False,
             choose=chooser,
             watch=chooser.watched if chooser is not None else (),
-            spread=partial(Spread, self._mover, stretches=ground.stretches) if spreads else None,
+            spread=spread,
         )
-        return layer_rows
+        return layer_rows / self._rows.layer_count - int((~ground.is_moved[rows - ground.begin]).sum())
 
 
 @dataclass(frozen=True)
@@ -168,7 +186,9 @@ class _Chooser:
         self._listening: frozenset[int] = frozenset()
         self._deciding = True
         self._budget = round(ratio * int(ground.is_moved.sum()))
-        self._computed = ~ground.is_moved
+        self.computed = ~ground.is_moved
+        """Rows that need no more work: computed again, or never moved."""
+        self._part_budget = self._budget
         self._change = torch.zeros(len(ground.is_moved))  # summed over the layers listened to
         self._heard = torch.zeros(len(ground.is_moved))
 
@@ -189,23 +209,24 @@ class _Chooser:
             every = every[~self._ground.is_moved]
         elif self._ratio < 1.0 and 0 in self._decisions:
             every = every[self._going_on(0, every, None)]
-        self._computed[every] = True
+        self.computed[every] = True
+        self._entering = len(every)
         return every + self._ground.begin
 
     def more_rows(self) -> torch.Tensor:
         """Once more as many rows, those that weigh most in the estimate; from here on all of them go on."""
         self._deciding = False
-        weight = torch.where(self._computed, -1.0, self._weight())
-        count = min(self._budget, int((~self._computed).sum()))
+        weight = torch.where(self.computed, -1.0, self._weight())
+        count = min(self._budget, int((~self.computed).sum()))
         rows = weight.topk(count).indices.sort().values
-        self._computed[rows] = True
+        self.computed[rows] = True
         return rows + self._ground.begin
 
     def remaining_error(self) -> float | None:
         """Attention times relative change, over the rows that were not computed again; None if not known."""
         if self._attention is None or not self._heard.any():
             return None
-        return float(self._weight()[~self._computed].sum())
+        return float(self._weight()[~self.computed].sum())
 
     def _weight(self) -> torch.Tensor:
         """Each row's attention times how far it is taken to be off: as the computed rows of its stretch were."""
@@ -227,12 +248,12 @@ class _Chooser:
             self._heard[within[known]] += 1
         if layer == 0:
             # One forward may be only a part of the rows, where there are very many.
-            self._budget = round(self._ratio * int(self._ground.is_moved[within].sum()))
+            self._part_budget = round(self._budget * len(within) / max(1, self._entering))
         if layer == 0 or layer not in self._decisions or self._ratio >= 1.0 or not self._deciding:
             return None
         going = self._going_on(layer, within, changes)
-        self._computed[within] = False
-        self._computed[within[going]] = True
+        self.computed[within] = False
+        self.computed[within[going]] = True
         return going.to(rows.device)
 
     def _going_on(self, layer: int, within: torch.Tensor, changes: RowChanges | None) -> torch.Tensor:
@@ -245,11 +266,13 @@ class _Chooser:
             rows=at + self._ground.begin,
             starts=self._ground.starts[at],
             ends=self._ground.ends[at],
-            budget=self._budget,
+            budget=self._part_budget,
             attention=None if self._attention is None else self._attention[at],
             key_change=None if changes is None else changes.keys.cpu()[candidates],
             value_change=None if changes is None else changes.values.cpu()[candidates],
         )
         goes_on = ~moved
         goes_on[candidates[self._strategy.choose(situation)]] = True
+        if layer and not goes_on.any():
+            goes_on[-1] = True  # a model cannot run on no rows at all
         return goes_on.nonzero().flatten()

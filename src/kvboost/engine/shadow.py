@@ -1,8 +1,9 @@
 """Answers a share of moved requests both ways, off their path, and counts how often the answers differ.
 
-Made by the engine where ``shadow_share`` asks for it. Invariants: a check delays no request and stores nothing;
-a check that cannot keep up is dropped, not queued without end. The count feeds a bound that holds at any
-time (:mod:`kvboost.repair.bound`); when it proves too many answers differ, moved reuse switches itself off.
+Made by the engine where ``shadow_share`` asks for it. Invariants: no request waits for a check, though a check
+takes its share of the machine; it stores nothing; checks that cannot keep up are dropped. The count feeds a
+bound that holds at any time (:mod:`kvboost.repair.bound`); when it proves that too many answers differ,
+moved reuse switches itself off. Requests made by ``generate``, ``chat`` and ``stream`` are checked.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import queue
 import random
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,57 +21,59 @@ from kvboost.engine.clock import StageClock
 from kvboost.engine.reader import PromptReader
 from kvboost.model import ModelRunner
 from kvboost.repair import ReuseGuard
+from kvboost.types import KVBlock
 
 FIRST_TOKENS = 8  # of an answer are compared: long enough to say something else, short enough to be cheap
 _MOST_WAITING = 8
 
 
 @dataclass(frozen=True)
-class _Check:
+class Answered:
+    """A request that used moved chunks, and how it began to answer."""
+
     tokens: list[int]
     boundaries: Sequence[int]
+    blocks: Mapping[int, KVBlock]
+    """What was moved, by the chunk's index."""
     produced: list[int]
 
 
-def answers_differ(
-    runner: ModelRunner, reader: PromptReader, tokens: list[int], boundaries: Sequence[int], produced: Sequence[int]
-) -> bool | None:
-    """Whether moved reuse prefers another token than a full reading, at any of the first tokens produced.
+def answers_differ(runner: ModelRunner, reader: PromptReader, request: Answered) -> bool:
+    """Whether moved reuse prefers another token than a cold reading, at any of the first tokens produced.
 
-    Both read the prompt and then the same tokens, whatever sampling chose. None if nothing is moved this time.
+    Both read the prompt and then the same tokens, whatever sampling chose.
     """
-    behind = list(produced[: FIRST_TOKENS - 1])
-    keep = len(behind) + 1
-    with reader.open(
-        tokens, boundaries=boundaries, new_rows=len(behind), clock=StageClock(), move=True, at_any_price=True
-    ) as reading:
-        if reading.moved is None:
-            return None
-        reader.advance_to_last_step(reading)
-        rest = [*tokens[reading.plan.steps[-1].start :], *behind]
-        moved = runner.next_tokens(rest, reading.cache, keep=keep)
-    return not torch.equal(moved, runner.next_tokens([*tokens, *behind], None, keep=keep))
+    count = min(FIRST_TOKENS, len(request.produced))
+    behind = request.produced[: count - 1]
+    preferred = []
+    for using in (request.blocks, None):
+        with reader.open(
+            request.tokens, boundaries=request.boundaries, new_rows=count, clock=StageClock(), using=using
+        ) as reading:
+            reader.advance_to_last_step(reading)
+            rest = [*request.tokens[reading.plan.steps[-1].start :], *behind]
+            preferred.append(runner.next_tokens(rest, reading.cache, keep=count))
+    return not torch.equal(*preferred)
 
 
 class ShadowChecks:
     """Checks in a thread of their own."""
 
-    def __init__(
-        self, check: Callable[[list[int], Sequence[int], list[int]], bool | None], *, share: float, guard: ReuseGuard
-    ) -> None:
+    def __init__(self, check: Callable[[Answered], bool | None], *, share: float, guard: ReuseGuard) -> None:
         self._check, self._share, self._guard = check, share, guard
         self._chance = random.Random()
-        self._waiting: queue.Queue[_Check | None] = queue.Queue(maxsize=_MOST_WAITING)
+        self._closed = False
+        self._waiting: queue.Queue[Answered | None] = queue.Queue(maxsize=_MOST_WAITING)
         self._thread = threading.Thread(target=self._work, name="kvboost-shadow", daemon=True)
         self._thread.start()
         self.dropped = 0
 
-    def offer(self, tokens: list[int], boundaries: Sequence[int], produced: Sequence[int]) -> None:
-        """Perhaps check this request, which used moved chunks."""
-        if not produced or not self._guard.allowed or self._chance.random() >= self._share:
+    def offer(self, request: Answered) -> None:
+        """Perhaps check this request."""
+        if self._closed or not request.produced or not self._guard.allowed or self._chance.random() >= self._share:
             return
         try:
-            self._waiting.put_nowait(_Check(tokens, boundaries, list(produced)))
+            self._waiting.put_nowait(request)
         except queue.Full:
             self.dropped += 1  # requests come faster than checks: a smaller share is checked, still by chance
 
@@ -80,6 +83,12 @@ class ShadowChecks:
 
     def close(self) -> None:
         """Finish the check that runs, drop the others, end the thread."""
+        self.stop()
+        self._thread.join()
+
+    def stop(self) -> None:
+        """Take no more requests, drop those that wait, and let the thread end by itself."""
+        self._closed = True
         while True:
             try:
                 self._waiting.get_nowait()
@@ -87,21 +96,22 @@ class ShadowChecks:
             except queue.Empty:
                 break
         self._waiting.put(None)
-        self._thread.join()
 
     def _work(self) -> None:
         while True:
-            item = self._waiting.get()
+            request = self._waiting.get()
             try:
-                if item is None:
+                if request is None:
                     return
-                self._judge(item)
+                self._judge(request)
+            except Warning:
+                pass  # the user turned warnings into errors; what they say also stands in cache_stats()
             finally:
                 self._waiting.task_done()
 
-    def _judge(self, item: _Check) -> None:
+    def _judge(self, request: Answered) -> None:
         try:
-            differ = self._check(item.tokens, item.boundaries, item.produced)
+            differ = self._check(request)
         except Exception as error:  # noqa: BLE001 - a check nobody waits for must not end the thread
             warnings.warn(f"a shadow check failed and does not count: {error!r}", RuntimeWarning, stacklevel=1)
             return

@@ -11,13 +11,14 @@ from kvboost.types import CacheStats, MovedReuseStats, StoreStats
 def cache_stats(stats: StoreStats, *, errors: int, parts: Assembly | None, refusal: str | None) -> CacheStats:
     """The store's counters and what the engine adds. Hits and misses count chunks asked for."""
     asked = stats.hits + stats.misses
+    moved = parts.moving.moved_chunks if parts and parts.moving else 0
     return CacheStats(
         hot_chunks=stats.chunks,
         hot_memory_mb=stats.bytes / 1e6,
         cache_hits=stats.hits,
-        approximate_hits=stats.moved_hits,
-        cache_misses=stats.misses - stats.moved_hits,
-        hit_rate=(stats.hits + stats.moved_hits) / asked if asked else 0.0,
+        approximate_hits=moved,
+        cache_misses=stats.misses - moved,
+        hit_rate=(stats.hits + moved) / asked if asked else 0.0,
         exact_hit_rate=stats.hits / asked if asked else 0.0,
         evictions=stats.evictions,
         store_errors=errors,
@@ -52,7 +53,7 @@ def describe(model: Any, *, parts: Assembly | None, refusal: str | None) -> dict
     told |= {"longest prompt": str(facts.max_positions or "no limit"), "exact reuse": limit}
     told["bytes per token"] = str(facts.layout.bytes_per_token)
     moving = parts.moving
-    if moving is None:
+    if moving is None or not moving.guard.allowed:
         told["moved reuse"] = f"off: {parts.reader.why_not_moved() or 'as asked'}"
     else:
         repair = moving.repair_settings

@@ -169,6 +169,10 @@ class KeyMover:
                     rotation.apply(source, whole, sin, turned)
                     target[slots].copy_(turned)
 
+    def can_move(self, end: int) -> bool:
+        """Whether rows up to this position have the frequencies that hold here."""
+        return self._limit is None or end <= self._limit
+
     @torch.no_grad()
     def turns(self, old: torch.Tensor, new: torch.Tensor) -> Turns:
         """The rotations from positions ``old`` [tokens] to ``new``, for every slot."""

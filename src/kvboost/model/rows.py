@@ -50,7 +50,7 @@ class _Pass:
     choose: Chooser | None
     make_spread: Callable[[torch.Tensor], Spreading] | None
     kept: torch.Tensor | None = None  # [n] indices into the rows the forward began with
-    sliced: dict[int, Any] = field(default_factory=dict)
+    sliced: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     layer_rows: int = 0
     """Rows computed so far, summed over layers."""
 
@@ -258,13 +258,16 @@ def _slice(name: str, value: Any, running: _Pass) -> Any:
     """A layer's argument with only the rows still running. The model passes the same objects to every layer."""
     if name not in _ROW_DIMENSION or value is None:
         return value
-    if id(value) not in running.sliced:
+    whole, part = running.sliced.get(id(value), (None, None))
+    if whole is not value:
         dim, kept = _ROW_DIMENSION[name], running.kept
-        if isinstance(value, tuple):
-            running.sliced[id(value)] = tuple(part.index_select(dim, kept) for part in value)
-        else:
-            running.sliced[id(value)] = value.index_select(dim, kept)
-    return running.sliced[id(value)]
+        part = (
+            tuple(piece.index_select(dim, kept) for piece in value)
+            if isinstance(value, tuple)
+            else value.index_select(dim, kept)
+        )
+        running.sliced[id(value)] = (value, part)  # kept alive, so that its id is nobody else's
+    return part
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:

@@ -92,7 +92,9 @@ def conclude(outcomes: Mapping[float, Comparisons], *, weights: str, strategy: s
         )
         for ratio, outcome in sorted(outcomes.items())
     )
-    chosen = next((row for row in rows if row.differing <= tolerated), None)
+    # With few prompts one ratio may pass by luck: every larger one must pass as well.
+    good = [row for i, row in enumerate(rows) if all(later.differing <= tolerated for later in rows[i:])]
+    chosen = good[0] if good else None
     return Calibration(
         weights=weights,
         strategy=strategy,

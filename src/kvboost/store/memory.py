@@ -17,7 +17,8 @@ from kvboost.store.eviction import LeafFirstLRU
 from kvboost.store.variants import best_variant, context_mark
 from kvboost.types import Chunk, KVBlock, PutOutcome, StoreStats
 
-MOST_VARIANTS = 4  # of one content; measured in docs/results/variants.md
+MOST_VARIANTS = 4  # of one content that are kept for moving only
+_MOST_LOOKED_AT = 8  # of one content in a lookup; exact blocks may hold the same text behind any number of beginnings
 
 
 class _Entry:
@@ -113,7 +114,8 @@ class MemoryStore:
             marks = {context_mark(chunk.content_key) for chunk in chunks[:after]}
             found: list[_Entry | None] = []
             for chunk in chunks[after:]:
-                candidates = [self._entries[key] for key in self._same_content.get(chunk.content_key, ())]
+                newest = self._same_content.get(chunk.content_key, ())[-_MOST_LOOKED_AT:]
+                candidates = [self._entries[key] for key in newest]
                 matching = [entry for entry in candidates if entry.block.tokens == chunk.tokens]
                 self._rejected += len(candidates) - len(matching)
                 best = best_variant([entry.block for entry in matching], marks=marks)
