@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from kvboost.errors import UnsupportedModelError
+from kvboost.model.attention import AttentionTap, BlockedAttention, SeenEnough
 from kvboost.model.cache import KVLayout, RowChanges, SlabCache, Spreading
 from kvboost.model.probe import compare_logits
 from kvboost.model.runner import ModelRunner
@@ -115,7 +115,8 @@ class RowRunner:
             begin = int(part[0]) if index else 0
             end = int(parts[index + 1][0]) if index + 1 < len(parts) else length
             running = _Pass(cache, part, choose, partial(spread, begin=begin, end=end) if spread else None)
-            with self._running(running), cache.rewriting(part, watch=watch, spread=running.spread_of(part)):
+            rewriting = cache.rewriting(part, watch=watch, spread=running.spread_of(part))
+            with self._running(running), rewriting, BlockedAttention(running):
                 last = self._runner.run(
                     ids[part].view(1, -1),
                     cache,
@@ -139,7 +140,7 @@ class RowRunner:
         device = self._runner.device
         positions = torch.arange(start, start + count, device=device)
         mask = self._masks(positions, start + count, known=known.to(device))
-        tap = _AttentionTap(layers, rows=start, keys=start + count)
+        tap = AttentionTap(layers, rows=start, keys=start + count)
         try:
             with tap:
                 self._runner.run(
@@ -149,7 +150,7 @@ class RowRunner:
                     attention_mask=mask,
                     position_ids=positions.view(1, -1),
                 )
-        except _SeenEnough:
+        except SeenEnough:
             pass  # the layers behind the last one asked for need not run
         finally:
             cache.set_length(start)
@@ -295,55 +296,3 @@ def _attention_windows(model: Any) -> dict[str, int | None]:
             f"recomputing single rows is not built for layers of kind {', '.join(strange)}; exact reuse goes on"
         )
     return {kind: known[kind] for kind in kinds}
-
-
-class _SeenEnough(Exception):
-    """The last layer that was asked for has been seen."""
-
-
-class _AttentionTap(TorchFunctionMode):
-    """Notes the attention mass on the first ``rows`` keys in chosen layers. Sees this thread's calls only."""
-
-    def __init__(self, layers: range, *, rows: int, keys: int) -> None:
-        super().__init__()
-        self._layers, self._rows, self._keys = layers, rows, keys
-        self._next = 0
-        self.seen: list[torch.Tensor] = []
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            self._note(lambda: _attention_mass(*args, **kwargs))
-        result = func(*args, **kwargs)
-        if func is torch.nn.functional.softmax and result.dim() == 4 and result.shape[-1] >= self._keys:
-            self._note(lambda: result.float().mean(dim=(0, 1, 2)))  # eager attention; some add a sink behind the keys
-        return result
-
-    def _note(self, mass: Callable[[], torch.Tensor]) -> None:
-        if self._next in self._layers:
-            self.seen.append(mass()[: self._rows])
-        self._next += 1
-        if self._next >= self._layers.stop:
-            raise _SeenEnough
-
-
-def _attention_mass(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Attention probabilities averaged over heads and queries, [keys]. Takes what the kernel itself is given."""
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scores = query.float() @ key.float().transpose(-1, -2)  # [1, heads, queries, keys]
-    scores *= scale if scale is not None else query.shape[-1] ** -0.5
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return scores.softmax(dim=-1).mean(dim=(0, 1, 2))
