@@ -4,7 +4,7 @@ Every passage is first read in company (generation 0). For each further generati
 behind two others of the generation before, which were moved, and only that reading is kept. Then the whole
 prompt is put together from passages of one generation and held against a full reading.
 
-    python proofs/generations.py --model FOLDER [--prompts 8] [--generations 4]
+    python proofs/generations.py --model FOLDER --prompts 33 --generations 3
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def main() -> None:
                 sample = compare(engine, prompt, full, f1=False)
                 results.setdefault((generation, name), []).append(sample)
         print(f"{len(results[0, 'none'])} of {len(prompts)} prompts", flush=True)
+    if not results:
+        raise SystemExit("in every prompt a passage repeats another one; give more --prompts")
     print(f"\n{describe_machine(dtype='float32', model=str(args.model)).line}\n")
     print("| generation | no repair: KL | top-1, % | auto, 15 % of rows: KL | top-1, % |\n|---|---|---|---|---|")
     for generation in range(args.generations + 1):
@@ -98,8 +100,8 @@ def _sorted_out(
 
 
 def _alone(block: KVBlock) -> KVBlock:
-    """A block that needs no other block to be stored."""
-    return replace(block, parent_key=None, bitwise=False)
+    """A block that needs no other block to be stored, and may be followed by as many generations as are asked for."""
+    return replace(block, parent_key=None, bitwise=False, generation=0)
 
 
 def _next_generation(
