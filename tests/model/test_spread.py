@@ -83,3 +83,32 @@ def test_many_rows_in_several_forwards_spread_each_once(
     monkeypatch.setattr("kvboost.model.rows._MOST_ROWS", 3)
     runner.forward_rows(_TEXT, cache, [10, 20, 30, 60, 70, 80, 119], spread=spread)
     assert made == [(0, 60, [10, 20, 30]), (60, 119, [60, 70, 80]), (119, 120, [119])]
+
+
+def test_a_row_that_changed_beyond_all_measure_says_nothing_about_others(tiny: Callable[..., Any]) -> None:
+    """An attention sink of the old place; without care it would spoil a hundred rows around it."""
+    cache, mover = _cache_and_mover(tiny("llama"))
+    layer = cache.layers[0]
+    rows = torch.arange(20, 100, 4)
+    changes = []
+    for outlier in (0.0, 500.0):
+        layer.values.copy_(torch.zeros_like(layer.values))
+        new = torch.full_like(layer.values[:, :, rows], 0.1)
+        new[:, :, 10] += outlier
+        Spread(mover, rows, stretches=_stretches((20, 100)), begin=0, end=120).apply(
+            0, layer, layer.keys[:, :, rows], new
+        )
+        changes.append(layer.values.clone())
+    assert changes[1].abs().max() <= 0.11
+    assert (changes[1] - changes[0]).abs().max() <= 0.02
+
+
+def test_changes_that_neighbours_do_not_share_are_not_carried_over(tiny: Callable[..., Any]) -> None:
+    cache, mover = _cache_and_mover(tiny("llama"))
+    layer = cache.layers[0]
+    rows = torch.arange(20, 100, 2)
+    layer.values.copy_(torch.zeros_like(layer.values))
+    new = torch.ones_like(layer.values[:, :, rows])
+    new[:, :, ::2] *= -1.0  # every other row the other way
+    Spread(mover, rows, stretches=_stretches((20, 100)), begin=0, end=120).apply(0, layer, layer.keys[:, :, rows], new)
+    assert layer.values.abs().max() <= 0.05

@@ -17,6 +17,7 @@ from kvboost.model.rope import KeyMover, Turns
 _WIDTH = 32.0  # rows; how far a change is taken to reach, as the deviation of a Gaussian
 _REACH = 96  # rows; beyond three deviations nothing is left
 _DOUBT = 1.0  # the weight of "nothing changed", so that a row far from all others stays as it is
+_USUAL_TIMES = 2.0  # the median change of a head; larger ones are left out
 _BLOCK = 256  # rows changed at once: bounds the weights, which have changed x computed entries
 
 
@@ -44,18 +45,11 @@ class Spread:
         waiting = stretches[begin:end] >= 0
         waiting[rows[(rows >= begin) & (rows < end)] - begin] = False
         candidates = waiting.nonzero().flatten() + begin
-        self._blocks: list[_Block] = []
-        targets: list[torch.Tensor] = []
-        for part in _neighbourhoods(candidates, stretches):
-            low, high = int(part[0]) - _REACH, int(part[-1]) + _REACH
-            inside = (computed >= low) & (computed <= high) & (stretches[computed] == stretches[part[0]])
-            near = inside.nonzero().flatten()
-            if len(near):
-                first, last = int(near[0]), int(near[-1]) + 1  # ascending and of one stretch, so side by side
-                self._blocks.append(_Block(first, last, _weights(part, computed[first:last])))
-                targets.append(part)
         self._computed = computed
-        self._targets = torch.cat(targets) if targets else candidates[:0]
+        self._blocks, self._targets = _blocks(candidates, computed, stretches)
+        # Each computed row as its computed neighbours would have guessed it: how well that goes decides how far
+        # the others are trusted with it.
+        self._guesses, _ = _blocks(computed, computed, stretches)
         origin = torch.zeros(1, dtype=torch.long)
         # Keys are compared as they would be at position 0: only there do neighbours change alike.
         self._to_origin: Turns = mover.turns(computed, origin.expand(len(computed)))
@@ -72,12 +66,50 @@ class Spread:
             device = store.device
             old = store.index_select(2, self._computed.to(device)).float()
             change = states.index_select(2, self._sources.to(device)).float() - old  # [1, heads, sources, dim]
-            change = self._to_origin.apply(slot, change)
-            spread = torch.cat(
-                [block.weights.to(device) @ change[:, :, block.first : block.last] for block in self._blocks], dim=2
-            )
+            change = _without_outliers(self._to_origin.apply(slot, change))
+            spread = _trust(_mixed(self._guesses, change), change) * _mixed(self._blocks, change)
             spread = self._from_origin.apply(slot, spread)
             store.index_add_(2, self._targets.to(device), spread.to(store.dtype))
+
+
+def _blocks(
+    targets: torch.Tensor, computed: torch.Tensor, stretches: torch.Tensor
+) -> tuple[list[_Block], torch.Tensor]:
+    """The targets that have computed rows near them, in blocks, and those targets."""
+    blocks: list[_Block] = []
+    reached: list[torch.Tensor] = [targets[:0]]
+    for part in _neighbourhoods(targets, stretches):
+        low, high = int(part[0]) - _REACH, int(part[-1]) + _REACH
+        inside = (computed >= low) & (computed <= high) & (stretches[computed] == stretches[part[0]])
+        near = inside.nonzero().flatten()
+        if len(near):
+            first, last = int(near[0]), int(near[-1]) + 1  # ascending and of one stretch, so side by side
+            blocks.append(_Block(first, last, _weights(part, computed[first:last])))
+            reached.append(part)
+    return blocks, torch.cat(reached)
+
+
+def _mixed(blocks: list[_Block], change: torch.Tensor) -> torch.Tensor:
+    """The change of the sources [1, heads, sources, dim], mixed for every target."""
+    parts = [block.weights.to(change.device) @ change[:, :, block.first : block.last] for block in blocks]
+    return torch.cat(parts, dim=2)
+
+
+def _without_outliers(change: torch.Tensor) -> torch.Tensor:
+    """Changes [1, heads, sources, dim], none far larger than usual.
+
+    A token that was an attention sink where it stood, and is none here, changes beyond all measure; that says
+    nothing about its neighbours.
+    """
+    size = change.square().sum(dim=3).sqrt()  # [1, heads, sources]
+    usual = size.median(dim=2, keepdim=True).values
+    return change * (size <= _USUAL_TIMES * usual).unsqueeze(3)
+
+
+def _trust(guessed: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
+    """From 0, neighbours say nothing about each other's change, to 1, they tell it."""
+    size = guessed.square().sum()
+    return ((guessed * change).sum() / size.clamp_min(1e-12)).clamp(0.0, 1.0)
 
 
 def _neighbourhoods(rows: torch.Tensor, stretches: torch.Tensor) -> list[torch.Tensor]:
@@ -95,5 +127,5 @@ def _neighbourhoods(rows: torch.Tensor, stretches: torch.Tensor) -> list[torch.T
 def _weights(targets: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
     """How much each target follows each source, [targets, sources]: rows sum to less than one."""
     distance = (targets.view(-1, 1) - sources).float() / _WIDTH
-    weights = torch.exp(-0.5 * distance.square())
+    weights = torch.exp(-0.5 * distance.square()) * (distance != 0.0)  # no row tells about itself
     return weights / (weights.sum(dim=1, keepdim=True) + _DOUBT)
