@@ -28,7 +28,7 @@ class Repair:
 
 
 _RATIO = {"high": 0.6, "fast": 0.15}
-# Of the error estimate: a little above what 95 % of the prompts in docs/results/repair.md had, so that unusual
+# Of the error estimate: a little above what 95 % of ordinary prompts had with 15 % of the rows, so that unusual
 # requests get more rows.
 _TOLERATED = {"high": 0.03, "fast": 0.05}
 # Of answers whose first tokens may differ before the shadow check puts an end to moving.
