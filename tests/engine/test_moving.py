@@ -130,14 +130,19 @@ def test_mode_and_quality_decide_whether_chunks_move(tiny: Tiny) -> None:
         assert reuse.bitwise is not moves
 
 
-@pytest.mark.parametrize("decoded", [False, True])
-def test_nothing_behind_a_moved_chunk_is_found_as_exact(tiny: Tiny, decoded: bool) -> None:
+@pytest.mark.parametrize("how", ["generate", "generate and keep the reply", "prefill", "batch"])
+def test_nothing_behind_a_moved_chunk_is_found_as_exact(tiny: Tiny, how: str) -> None:
     """One poisoned prefix key would be wrong for ever. Fails if tainted rows are committed like others."""
     model = tiny("llama")
-    engine = engine_for(model, recompute_ratio=0.1, reuse_generated=decoded)
+    engine = engine_for(model, recompute_ratio=0.1, reuse_generated="keep" in how)
     tokens, ends = joined(HEAD, TWO, text(9, 64), ONE, QUESTION)
     warm(engine, HEAD, ONE, TWO)
-    engine.generate(tokens, boundaries=ends, max_new_tokens=40, min_new_tokens=40, temperature=0)
+    if how == "prefill":
+        assert engine.prefill(tokens, boundaries=ends).reuse.moved_tokens == len(ONE + TWO)
+    elif how == "batch":
+        engine.generate_batch([tokens, tokens[: len(HEAD) + 30]], max_new_tokens=4)
+    else:
+        engine.generate(tokens, boundaries=ends, max_new_tokens=40, min_new_tokens=40, temperature=0)
     again = engine.prefill(tokens, boundaries=ends, mode=GenerationMode.PREFIX_CACHE)
     assert again.reuse.exact_tokens == len(HEAD)
     assert torch.equal(again.logits, engine_for(model, quality="exact").prefill(tokens, boundaries=ends).logits)

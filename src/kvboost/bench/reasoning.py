@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvboost.bench.measure import TextSource, add_model_arguments, first_token, load_engine, positive
+from kvboost.bench.moved import joined
 from kvboost.bench.report import Progress, Report, Spread, Table, describe_machine, ratios
 from kvboost.engine import KVBoost
 from kvboost.types import GenerationResult
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> Report:
             # The one that goes first changes from request to request.
             order = list(engines) if (turn + is_first) % 2 else list(reversed(engines))
             for name in order:
-                result = first_token(engines[name], tokens, boundaries=ends)
+                result = first_token(engines[name], tokens, boundaries=ends[:-1])
                 if is_first:
                     first[name][turn].append(result)
                     report.raw["samples"].append(_record(chat, turn, name, result))
@@ -75,18 +76,9 @@ def _requests(source: TextSource, chat: int, *, turns: int) -> Iterator[tuple[in
     stripped = [take(_SYSTEM)]
     for number in range(1, turns + 1):
         turn = _Turn(take(_USER), take(_THOUGHT), take(_CALL), take(_TOOL), take(_ANSWER))
-        yield number, True, *_joined([*stripped, turn.user])
-        yield number, False, *_joined([*stripped, turn.user, turn.thought, turn.call, turn.tool])
+        yield number, True, *joined([*stripped, turn.user])
+        yield number, False, *joined([*stripped, turn.user, turn.thought, turn.call, turn.tool])
         stripped += [turn.user, turn.call, turn.tool, turn.answer]
-
-
-def _joined(parts: list[list[int]]) -> tuple[list[int], list[int]]:
-    tokens: list[int] = []
-    ends: list[int] = []
-    for part in parts:
-        tokens += part
-        ends.append(len(tokens))
-    return tokens, ends[:-1]
 
 
 def _record(chat: int, turn: int, name: str, result: GenerationResult) -> dict[str, Any]:
