@@ -6,14 +6,14 @@ objects; there is no registry to fill.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from kvboost.types import Chunk, KVBlock, PutOutcome, RepairSituation, StoreStats
+from kvboost.types import BlockInfo, Chunk, KVBlock, PutOutcome, RepairSituation, StoreStats
 
 if TYPE_CHECKING:
     import torch
@@ -146,6 +146,68 @@ class ChunkStore(Protocol):
 
     def close(self) -> None:
         """Release every resource. The store may not be used afterwards."""
+        ...
+
+
+@runtime_checkable
+class Tier(Protocol):
+    """One level of a tiered store: blocks by key, within a byte budget. Thread-safe.
+
+    What is absent, damaged, foreign or out of reach is a miss and never an error; the first trouble of a kind is
+    one warning, the others are counted. A tier opened for one namespace never shows another's blocks.
+    """
+
+    @property
+    def name(self) -> str:
+        """Of the kind, in statistics: ``"disk"``, ``"redis"``."""
+        ...
+
+    @property
+    def outlives_process(self) -> bool:
+        """Whether what is stored here is found again by the next process. Such a tier is written to behind a put."""
+        ...
+
+    def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
+        """Which of these can probably be loaded. A hint, in one round trip: it may be wrong a moment later."""
+        ...
+
+    def variants(self, content_keys: Sequence[bytes]) -> Sequence[Sequence[BlockInfo]]:
+        """For each content, blocks that probably hold it, newest last, a few at most. A hint, in one round trip."""
+        ...
+
+    def load(self, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
+        """The blocks under these keys, in this order, each as soon as it is here; None for a miss.
+
+        Every block has passed its record's checks and carries the key asked for. The caller compares the tokens.
+        """
+        ...
+
+    def store(self, block: KVBlock) -> PutOutcome:
+        """Keep ``block``, evicting others to stay within the budget; parents outlast their successors."""
+        ...
+
+    def used(self, chain: Sequence[bytes]) -> None:
+        """The keys of one prompt were used, first chunk first. May be written down later."""
+        ...
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Forget these blocks, if they are here."""
+        ...
+
+    def flush(self) -> None:
+        """Return once everything stored so far is as safe as this tier makes it."""
+        ...
+
+    def clear(self) -> None:
+        """Forget every block of this namespace."""
+        ...
+
+    def stats(self) -> StoreStats:
+        """Counters and sizes."""
+        ...
+
+    def close(self) -> None:
+        """Release every resource. The tier may not be used afterwards; what it stored stays."""
         ...
 
 

@@ -89,6 +89,30 @@ CONTEXT_MARK_BYTES = 8
 """A chunk is named in a context by this many bytes of its content key."""
 
 
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """A stored block without its tensors and tokens: enough to choose it among others of the same content."""
+
+    key: bytes
+    parent_key: bytes | None
+    content_key: bytes
+    nbytes: int
+    bitwise: bool
+    start: int
+    context: bytes
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Whose blocks these are. Records of another namespace are foreign, wherever they turn up."""
+
+    root: bytes
+    """32 bytes: the digest of the fingerprint, which every key is derived from."""
+    tenant: bytes
+    """32 bytes: a digest of the tenant's name, so that all of a tenant's blocks can be counted and purged."""
+
+
 class PutOutcome(enum.Enum):
     """What a store did with a block it was offered."""
 
