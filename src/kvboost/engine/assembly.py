@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvboost.config import EngineConfig
 from kvboost.engine.guard import GuardedStore
 from kvboost.engine.moving import MovedReuse
+from kvboost.engine.naming import ChunkNames
 from kvboost.engine.reader import PromptReader
 from kvboost.engine.workspace import WorkspacePool
 from kvboost.errors import ConfigError, UnsupportedModelError
@@ -30,7 +31,6 @@ class Assembly:
     """None if nothing may be moved: as asked, or because the model does not allow it."""
     runner: ModelRunner
     _identity: ModelIdentity
-    _chunker: Chunker
     config: EngineConfig
 
     @property
@@ -41,19 +41,12 @@ class Assembly:
     def moving_reader(self, store: GuardedStore, pool: WorkspacePool, repair: Repair) -> PromptReader:
         """A reader over another store that moves chunks and repairs them in this way."""
         assert self.moving is not None
-        return _make_reader(
-            self.runner,
-            self._identity,
-            self._chunker,
-            self.config,
-            store=store,
-            pool=pool,
-            moving=self.moving.over(store, repair),
-        )
+        moving = self.moving.over(store, repair)
+        return PromptReader(runner=self.runner, names=self.reader.names, store=store, pool=pool, moving=moving)
 
     def exact_reader(self, store: GuardedStore, pool: WorkspacePool) -> PromptReader:
         """A reader like the engine's own over another store, which moves nothing."""
-        return _make_reader(self.runner, self._identity, self._chunker, self.config, store=store, pool=pool)
+        return PromptReader(runner=self.runner, names=self.reader.names, store=store, pool=pool)
 
     def close(self) -> None:
         """Let go of the memory and leave the model as it was."""
@@ -85,35 +78,10 @@ def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, sto
         refusal = (
             f"at every ratio of the calibration more than {calibration.tolerated_share:.0%} of the answers differed"
         )
-    reader = _make_reader(
-        runner, identity, chunker, config, store=store, pool=pool, moving=moving, move_refusal=refusal
-    )
-    reader.root()  # hashes the weights now rather than in the first request
-    return Assembly(facts, pool, reader, moving, runner, identity, chunker, config)
-
-
-def _make_reader(
-    runner: ModelRunner,
-    identity: ModelIdentity,
-    chunker: Chunker,
-    config: EngineConfig,
-    *,
-    store: GuardedStore,
-    pool: WorkspacePool,
-    moving: MovedReuse | None = None,
-    move_refusal: str | None = None,
-) -> PromptReader:
-    return PromptReader(
-        runner=runner,
-        identity=identity,
-        chunker=chunker,
-        store=store,
-        pool=pool,
-        tenant=config.tenant,
-        keeps_decoded=config.reuse_generated,
-        moving=moving,
-        move_refusal=move_refusal,
-    )
+    names = ChunkNames(identity, chunker=chunker, tenant=config.tenant, keeps_decoded=config.reuse_generated)
+    names.root()  # hashes the weights now rather than in the first request
+    reader = PromptReader(runner=runner, names=names, store=store, pool=pool, moving=moving, move_refusal=refusal)
+    return Assembly(facts, pool, reader, moving, runner, identity, config)
 
 
 def _make_moving(

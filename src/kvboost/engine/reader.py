@@ -7,7 +7,6 @@ came from such steps itself.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -18,13 +17,14 @@ import torch
 from kvboost.engine.clock import StageClock
 from kvboost.engine.guard import GuardedStore, NothingHeld
 from kvboost.engine.moving import MovedReuse
+from kvboost.engine.naming import ChunkNames
 from kvboost.engine.repairing import MovedChunks
 from kvboost.engine.workspace import WorkspacePool
-from kvboost.extend import Chunker, Lease
-from kvboost.model import ModelIdentity, ModelRunner, SlabCache
-from kvboost.plan import chunk_keys, fingerprint_root, plan_reuse, reusable_chunks, token_array
+from kvboost.extend import Lease
+from kvboost.model import ModelRunner, SlabCache
+from kvboost.plan import plan_reuse, reusable_chunks
 from kvboost.store import context_before
-from kvboost.types import Chunk, Fingerprint, KVBlock, PutOutcome, ReusePlan, ReuseReport, SegmentKind
+from kvboost.types import Chunk, KVBlock, PutOutcome, ReusePlan, ReuseReport, SegmentKind
 
 
 @dataclass
@@ -141,39 +141,18 @@ class PromptReader:
         self,
         *,
         runner: ModelRunner,
-        identity: ModelIdentity,
-        chunker: Chunker,
+        names: ChunkNames,
         store: GuardedStore,
         pool: WorkspacePool,
-        tenant: str,
-        keeps_decoded: bool,
         moving: MovedReuse | None = None,
         move_refusal: str | None = None,
     ) -> None:
         self._runner = runner
-        self._identity = identity
-        self._chunker = chunker
+        self.names = names
         self._store = store
         self._pool = pool
-        self._tenant = tenant
-        self._keeps_decoded = keeps_decoded
         self._moving = moving
         self._move_refusal = move_refusal
-        self._root_lock = threading.Lock()
-        self._root: tuple[Any, bytes] | None = None
-
-    def root(self, state: Any = None) -> bytes:
-        """The key all others descend from, for the model as it is now (or was when ``state`` was taken)."""
-        state = self._identity.state() if state is None else state
-        with self._root_lock:
-            if self._root is None or self._root[0] != state:
-                fields = self._identity.fields()
-                if self._keeps_decoded:
-                    # Decoded rows round differently: what stands behind them may not mix with exact chunks.
-                    fields["numerics"] += "|decoded-rows"
-                fingerprint = Fingerprint(**fields, chunker=self._chunker.spec, codec="none", tenant=self._tenant)
-                self._root = (state, fingerprint_root(fingerprint))
-            return self._root[1]
 
     def open(
         self,
@@ -190,10 +169,9 @@ class PromptReader:
         With ``move``, chunks that stand elsewhere are used too, where that pays; ``using`` names them by the
         chunk's index instead, to read a prompt once more as it was read before.
         """
-        state = self._identity.state()
-        root = self.root(state)
-        ids = token_array(tokens)
-        chunks = chunk_keys(root, ids, self._chunker.cut(ids, boundaries))
+        state = self.names.model_state()
+        root = self.names.root(state)
+        chunks = self.names.chunks(root, tokens, boundaries)
         clock.lap("plan")
         usable = reusable_chunks(chunks, prompt_tokens=len(tokens))
         lease = self._store.lease(usable)
@@ -253,14 +231,9 @@ class PromptReader:
         """What keeps chunks from being moved at all, if anything does."""
         return self._moving.guard.reason if self._moving is not None else self._move_refusal
 
-    def chunks_of(self, tokens: list[int]) -> list[Chunk]:
-        """The chunks of a text that stands between boundaries, cut on its own."""
-        ids = token_array(tokens)
-        return chunk_keys(self.root(), ids, self._chunker.cut(ids, [len(tokens)]))
-
     def knows(self, tokens: list[int]) -> bool:
         """Whether every chunk of this text, cut on its own, is stored somewhere."""
-        chunks = self.chunks_of(tokens)
+        chunks = self.names.chunks_of_part(tokens)
         with self._store.lease_content(chunks, after=0) as lease:
             return len(lease.blocks) == len(chunks) and all(block is not None for block in lease.blocks)
 
@@ -328,8 +301,7 @@ class PromptReader:
         if reading.moved is not None or not self._model_unchanged(reading):
             return 0  # behind moved chunks everything is tainted
         rows = reading.cache.get_seq_length()
-        ids = token_array([*reading.tokens, *generated][:rows])
-        chunks = chunk_keys(reading.root, ids, self._chunker.cut(ids, reading.boundaries))
+        chunks = self.names.chunks(reading.root, [*reading.tokens, *generated][:rows], reading.boundaries)
         return self._store_chunks(reading, chunks, rows=rows, bitwise=False)
 
     def _observe(self, reading: Reading) -> None:
@@ -351,7 +323,7 @@ class PromptReader:
 
     def _model_unchanged(self, reading: Reading) -> bool:
         """Rows computed while the weights changed are neither the old model's nor the new one's."""
-        return bool(self._identity.state() == reading._model_state)
+        return bool(self.names.model_state() == reading._model_state)
 
     def _store_chunks(self, reading: Reading, chunks: Sequence[Chunk], *, rows: int, bitwise: bool) -> int:
         new = 0
