@@ -17,7 +17,6 @@ from kvboost.model.rope import KeyMover, Turns
 _WIDTH = 32.0  # rows; how far a change is taken to reach, as the deviation of a Gaussian
 _REACH = 96  # rows; beyond three deviations nothing is left
 _DOUBT = 1.0  # the weight of "nothing changed", so that a row far from all others stays as it is
-_USUAL_TIMES = 2.0  # the median change of a head; larger ones are left out
 _BLOCK = 256  # rows changed at once: bounds the weights, which have changed x computed entries
 
 
@@ -66,7 +65,7 @@ class Spread:
             device = store.device
             old = store.index_select(2, self._computed.to(device)).float()
             change = states.index_select(2, self._sources.to(device)).float() - old  # [1, heads, sources, dim]
-            change = _without_outliers(self._to_origin.apply(slot, change))
+            change = _of_usual_size(self._to_origin.apply(slot, change))
             spread = _trust(_mixed(self._guesses, change), change) * _mixed(self._blocks, change)
             spread = self._from_origin.apply(slot, spread)
             store.index_add_(2, self._targets.to(device), spread.to(store.dtype))
@@ -95,15 +94,15 @@ def _mixed(blocks: list[_Block], change: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, dim=2)
 
 
-def _without_outliers(change: torch.Tensor) -> torch.Tensor:
-    """Changes [1, heads, sources, dim], none far larger than usual.
+def _of_usual_size(change: torch.Tensor) -> torch.Tensor:
+    """Changes [1, heads, sources, dim], none larger than the head's median.
 
     A token that was an attention sink where it stood, and is none here, changes beyond all measure; that says
     nothing about its neighbours.
     """
-    size = change.square().sum(dim=3).sqrt()  # [1, heads, sources]
+    size = change.square().sum(dim=3, keepdim=True).sqrt()  # [1, heads, sources, 1]
     usual = size.median(dim=2, keepdim=True).values
-    return change * (size <= _USUAL_TIMES * usual).unsqueeze(3)
+    return change * (usual / size.clamp_min(1e-12)).clamp(max=1.0)
 
 
 def _trust(guessed: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
