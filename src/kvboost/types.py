@@ -319,6 +319,14 @@ class StoreStats:
     leased: int
     moved_hits: int = 0
     """Chunks found by content alone and handed out."""
+    below: tuple[StoreStats, ...] = ()
+    """Of the tiers below, fastest first."""
+    loads_declined: int = 0
+    """Chunks that a tier had and that were computed, because loading them would have taken longer."""
+    writes_dropped: int = 0
+    """Blocks that were not written to the tiers below, because too many waited. They are offered again later."""
+    waiting_bytes: int = 0
+    """Of blocks that wait to be written to the tiers below."""
 
 
 class MovedReuseStats(TypedDict):

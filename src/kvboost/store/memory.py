@@ -7,7 +7,7 @@ pass the capacity; a leased block is not evicted; a block with stored successors
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -84,6 +84,8 @@ class MemoryStore:
         self._capacity = capacity_bytes
         self._max_chunks = max_chunks
         self._policy = policy if policy is not None else LeafFirstLRU()
+        self.on_evict: Callable[[KVBlock], None] = lambda block: None
+        """Called with every block that is evicted, while the store is locked: it must be quick and not call back."""
         self._lock = threading.Lock()
         self._entries: dict[bytes, _Entry] = {}
         self._same_content: dict[bytes, tuple[bytes, ...]] = {}  # content key -> keys, oldest first
@@ -125,6 +127,25 @@ class MemoryStore:
             self._moved_hits += len(held)
             self._hold(held)
             return MemoryContentLease(self, found)
+
+    def leading_run(self, chunks: Sequence[Chunk]) -> int:
+        """How many of ``chunks`` a lease would hold. Counts nothing and marks nothing."""
+        with self._lock:
+            for index, chunk in enumerate(chunks):
+                entry = self._entries.get(chunk.prefix_key)
+                if entry is None or entry.block.tokens != chunk.tokens:
+                    return index
+            return len(chunks)
+
+    def unknown_content(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Which of ``chunks`` are not stored anywhere, by index. Counts nothing and marks nothing."""
+        with self._lock:
+            return [index for index, chunk in enumerate(chunks) if chunk.content_key not in self._same_content]
+
+    def blocks(self, keys: Sequence[bytes]) -> list[KVBlock]:
+        """Those of the blocks under ``keys`` that are stored. They are not held."""
+        with self._lock:
+            return [self._entries[key].block for key in keys if key in self._entries]
 
     def _hold(self, entries: Sequence[_Entry]) -> None:
         for entry in entries:
@@ -222,6 +243,7 @@ class MemoryStore:
             del self._same_content[block.content_key]
         if block.parent_key is not None and block.parent_key in self._entries:
             self._entries[block.parent_key].successors -= 1
+        self.on_evict(block)
 
     def _release(self, entries: Sequence[_Entry]) -> None:
         with self._lock:

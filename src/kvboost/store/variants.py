@@ -7,8 +7,11 @@ were computed; the more of that stands before it now, the less is wrong with the
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from typing import TypeVar
 
-from kvboost.types import CONTEXT_MARK_BYTES, Chunk, KVBlock
+from kvboost.types import CONTEXT_MARK_BYTES, BlockInfo, Chunk, KVBlock
+
+AnyBlock = TypeVar("AnyBlock", KVBlock, BlockInfo)
 
 _CONTEXT_CHUNKS = 16  # remembered of what stood before a chunk
 _ENOUGH_COMPANY = 4  # chunks; how alone a chunk was counts only below this
@@ -24,9 +27,9 @@ def context_before(chunks: Sequence[Chunk], index: int) -> bytes:
     return b"".join(context_mark(chunk.content_key) for chunk in chunks[max(0, index - _CONTEXT_CHUNKS) : index])
 
 
-def best_variant(blocks: Sequence[KVBlock], *, marks: Set[bytes]) -> KVBlock | None:
+def best_variant(blocks: Sequence[AnyBlock], *, marks: Set[bytes]) -> AnyBlock | None:
     """The block that shares most of its context with ``marks``; then the one that had company; then the newest."""
-    best: KVBlock | None = None
+    best: AnyBlock | None = None
     best_score = (-1, -1, 0)
     for block in blocks:
         own = {block.context[i : i + CONTEXT_MARK_BYTES] for i in range(0, len(block.context), CONTEXT_MARK_BYTES)}

@@ -1,0 +1,274 @@
+"""A memory store with slower tiers below it: looks through all of them, brings up what pays, writes behind.
+
+Made by the engine where a disk directory or a remote is given; used like any other store. Invariants: requests only
+ever get blocks that lie in the memory store, so its ledger and its leases hold for them; what a tier does wrong is a
+miss; writing never makes a request wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from kvboost.extend import ContentLease, Lease, Tier
+from kvboost.store.memory import MemoryStore
+from kvboost.store.variants import best_variant, context_mark
+from kvboost.store.writing import WriteBehind
+from kvboost.types import TOKEN_BYTES, BlockInfo, Chunk, KVBlock, PutOutcome, StoreStats
+
+T = TypeVar("T")
+
+_FADE = 0.9  # of earlier loads with each new one: the last ten or so count
+_MOST_UNSAVED = 100_000  # keys remembered that no tier has taken yet
+
+
+@dataclass
+class _Speed:
+    """What loading from one tier took, lately."""
+
+    seconds: float = 0.0
+    bytes: float = 0.0
+
+    def observe(self, *, seconds: float, nbytes: int) -> None:
+        self.seconds = _FADE * self.seconds + seconds
+        self.bytes = _FADE * self.bytes + nbytes
+
+    def expected(self, nbytes: float) -> float:
+        """Seconds; nothing before the first load, so that it is tried."""
+        return self.seconds / self.bytes * nbytes if self.bytes else 0.0
+
+
+class TieredStore:
+    """Blocks in memory, with ``tiers`` below, fastest first."""
+
+    def __init__(
+        self,
+        memory: MemoryStore,
+        tiers: Sequence[Tier],
+        *,
+        waiting_bytes: int = 512 * 2**20,
+        compute_seconds: Callable[[int], float] | None = None,
+        fits: Callable[[KVBlock], bool] = lambda block: True,
+    ) -> None:
+        """Take over ``memory`` and ``tiers``, which are closed with this store.
+
+        At most ``waiting_bytes`` wait to be written. ``compute_seconds`` says what computing so many tokens would take
+        (loading is declined where that is less); ``fits`` whether a block that was loaded is one for this model.
+        """
+        self._memory, self._tiers = memory, tuple(tiers)
+        self._compute_seconds, self._fits = compute_seconds, fits
+        self._lasting = tuple(tier for tier in tiers if tier.outlives_process)
+        self._overflow = tuple(tier for tier in tiers if not tier.outlives_process)
+        self._writer = WriteBehind(most_bytes=waiting_bytes, failed=self._failed)
+        self._lock = threading.Lock()
+        self._speeds = {tier: _Speed() for tier in self._tiers}
+        self._token_bytes = 0.0  # of the last block seen
+        self._unsaved: dict[bytes, None] = {}  # oldest first; their blocks are still in memory only
+        self._warned: set[str] = set()
+        self._declined = self._dropped = self._rejected = 0
+        memory.on_evict = self._demote
+
+    def lease(self, chunks: Sequence[Chunk]) -> Lease:
+        """Hold the longest leading run of ``chunks``, wherever it lies, as far as loading it pays."""
+        known = self._memory.leading_run(chunks)
+        if known < len(chunks):
+            self._bring_up_run(chunks[known:])
+        return self._memory.lease(chunks)
+
+    def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> ContentLease:
+        """Hold, for each of ``chunks[after:]``, the best-fitting block, wherever it lies."""
+        unknown = self._memory.unknown_content(chunks[after:])
+        if unknown:
+            self._bring_up_content(chunks, [after + index for index in unknown])
+        return self._memory.lease_content(chunks, after=after)
+
+    def put(self, block: KVBlock) -> PutOutcome:
+        """Keep ``block`` in memory, and write it behind to the tiers that outlive the process."""
+        outcome = self._memory.put(block)
+        if outcome is PutOutcome.STORED:
+            self._note_size(block)
+            self._save(block, self._lasting)
+        return outcome
+
+    def used(self, chain: Sequence[bytes]) -> None:
+        """Tell every tier that these keys served one prompt."""
+        self._memory.used(chain)
+        for tier in self._tiers:
+            self._ask(tier, None, tier.used, chain)
+
+    def flush(self) -> None:
+        """Return once everything kept so far is as safe as the tiers make it."""
+        self._writer.wait()
+        with self._lock:
+            unsaved = list(self._unsaved)
+        # What did not fit into the queue is still in memory, unless it was demoted since.
+        for block in self._memory.blocks(unsaved):
+            self._writer.wait()
+            self._save(block, self._lasting)
+        self._writer.wait()
+        for tier in self._lasting:
+            self._ask(tier, None, tier.flush)
+
+    def clear(self) -> None:
+        """Forget every block, in every tier."""
+        self._writer.forget()
+        with self._lock:
+            self._unsaved.clear()
+        self._memory.clear()
+        for tier in self._tiers:
+            self._ask(tier, None, tier.clear)
+
+    def stats(self) -> StoreStats:
+        """The memory store's, and below it the tiers'."""
+        stats = self._memory.stats()
+        below = tuple(
+            self._ask(tier, StoreStats(tier.name, 0, 0, 0, 0, 0, 0, 0, 0, 0), tier.stats) for tier in self._tiers
+        )
+        with self._lock:
+            return replace(
+                stats,
+                rejected=stats.rejected + self._rejected,
+                below=below,
+                loads_declined=self._declined,
+                writes_dropped=self._dropped,
+                waiting_bytes=self._writer.waiting_bytes,
+            )
+
+    def close(self) -> None:
+        """Write what waits, then close every tier."""
+        self.flush()
+        self._writer.close()
+        for tier in self._tiers:
+            self._ask(tier, None, tier.close)
+        self._memory.close()
+
+    # Bringing up
+
+    def _bring_up_run(self, chunks: Sequence[Chunk]) -> None:
+        """Load as many of ``chunks`` as follow each other without a gap, each from the fastest tier that has it."""
+        for at, tier in enumerate(self._tiers):
+            keys = [chunk.prefix_key for chunk in chunks]
+            there: Sequence[bool] = self._ask(tier, [], tier.contains, keys)
+            run = chunks[: next((index for index, known in enumerate(there) if not known), len(there))]
+            if run and self._pays(tier, run):
+                chunks = chunks[self._load(at, run, [chunk.prefix_key for chunk in run], gaps=False) :]
+            if not chunks:
+                return
+
+    def _bring_up_content(self, chunks: Sequence[Chunk], unknown: Sequence[int]) -> None:
+        """Load for each of the ``unknown`` chunks the variant that fits its place best, from the fastest tier."""
+        missing = list(unknown)
+        for at, tier in enumerate(self._tiers):
+            contents = [chunks[index].content_key for index in missing]
+            variants: Sequence[Sequence[BlockInfo]] = self._ask(tier, [], tier.variants, contents)
+            wanted: dict[int, BlockInfo] = {}
+            for index, found in zip(missing, variants, strict=False):
+                marks = {context_mark(chunk.content_key) for chunk in chunks[:index]}
+                best = best_variant(found, marks=marks)
+                if best is not None:
+                    wanted[index] = best
+            run = [chunks[index] for index in wanted]
+            if run and self._pays(tier, run):
+                self._load(at, run, [info.key for info in wanted.values()], gaps=True)
+                missing = [index for index in missing if self._memory.unknown_content([chunks[index]])]
+            if not missing:
+                return
+
+    def _pays(self, tier: Tier, chunks: Sequence[Chunk]) -> bool:
+        """Whether loading these is expected to be faster than computing them."""
+        if self._compute_seconds is None:
+            return True
+        tokens = sum(chunk.end - chunk.start for chunk in chunks)
+        with self._lock:
+            expected = self._speeds[tier].expected(self._token_bytes * tokens)
+        if expected <= self._compute_seconds(tokens):
+            return True
+        with self._lock:
+            self._declined += len(chunks)
+            # Bad luck must not decide for ever: with time it is tried again.
+            self._speeds[tier].seconds *= _FADE
+        return False
+
+    def _load(self, at: int, chunks: Sequence[Chunk], keys: Sequence[bytes], *, gaps: bool) -> int:
+        """Load these blocks into memory; without ``gaps`` only up to the first miss. Returns how many came."""
+        tier = self._tiers[at]
+        began, nbytes, came = time.perf_counter(), 0, 0
+        for chunk, block in zip(chunks, self._loaded(tier, keys), strict=False):
+            if block is None or not self._accepted(block, chunk):
+                if gaps:
+                    continue
+                break
+            nbytes += block.nbytes
+            # Found by content alone, its own beginning need not be here.
+            if self._memory.put(replace(block, parent_key=None) if gaps else block) is PutOutcome.REFUSED:
+                break
+            came += 1
+            self._note_size(block)
+            if at:
+                self._save(block, [higher for higher in self._tiers[:at] if higher.outlives_process])
+        with self._lock:
+            self._speeds[tier].observe(seconds=time.perf_counter() - began, nbytes=nbytes)
+        return came
+
+    def _loaded(self, tier: Tier, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
+        try:
+            yield from tier.load(keys)
+        except Exception as error:  # noqa: BLE001 - whatever a tier raises is a miss
+            self._failed(tier, error)
+
+    def _accepted(self, block: KVBlock, chunk: Chunk) -> bool:
+        accepted = block.tokens == chunk.tokens and block.content_key == chunk.content_key and self._fits(block)
+        if not accepted:
+            with self._lock:
+                self._rejected += 1
+        return accepted
+
+    def _note_size(self, block: KVBlock) -> None:
+        self._token_bytes = block.nbytes / max(1, len(block.tokens) // TOKEN_BYTES)
+
+    # Writing down
+
+    def _save(self, block: KVBlock, tiers: Sequence[Tier]) -> None:
+        if not tiers:
+            return
+        taken = self._writer.offer(block, tiers)
+        with self._lock:
+            self._unsaved.pop(block.key, None)
+            if not taken:
+                self._dropped += 1
+                self._unsaved[block.key] = None
+                if len(self._unsaved) > _MOST_UNSAVED:
+                    self._unsaved.pop(next(iter(self._unsaved)))
+
+    def _demote(self, block: KVBlock) -> None:
+        """A block leaves the memory: tiers that end with the process get it now, the others if they missed it."""
+        with self._lock:
+            unsaved = block.key in self._unsaved
+            self._unsaved.pop(block.key, None)
+        tiers = (*self._overflow, *(self._lasting if unsaved else ()))
+        if tiers and not self._writer.offer(block, tiers):
+            with self._lock:
+                self._dropped += 1
+
+    def _ask(self, tier: Tier, otherwise: T, method: Callable[..., T], *arguments: Any) -> T:
+        """What the tier answers, or ``otherwise`` if it fails: a cache may only help."""
+        try:
+            return method(*arguments)
+        except Exception as error:  # noqa: BLE001 - whatever a tier raises, the request goes on
+            self._failed(tier, error)
+            return otherwise
+
+    def _failed(self, tier: Tier, error: Exception) -> None:
+        with self._lock:
+            first = tier.name not in self._warned
+            self._warned.add(tier.name)
+        if first:
+            warnings.warn(
+                f"the {tier.name} tier failed and is treated as empty for this request: {error!r}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
