@@ -19,3 +19,19 @@ class CapacityError(KVBoostError):
 
 class StoreError(KVBoostError):
     """A store was used in a way its contract forbids (never a failed or missing chunk: that is a miss)."""
+
+
+class RecordError(StoreError):
+    """A chunk record that cannot be written or used. Tiers turn it into a miss; readers of single records see it."""
+
+
+class DamagedRecordError(RecordError):
+    """These bytes are no record, or not the ones that were written."""
+
+
+class ForeignRecordError(RecordError):
+    """A whole record, but of another key, model, tenant, codec or secret."""
+
+
+class RecordVersionError(RecordError):
+    """A record of a format version that this code does not read."""
