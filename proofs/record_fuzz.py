@@ -43,7 +43,11 @@ def digest(name: str) -> bytes:
 
 def block(name: str, number: int) -> KVBlock:
     dtypes = (torch.float32, torch.bfloat16, torch.uint8, torch.int64)
-    tensors = tuple(torch.full((1, 2, number % 3 + 1), number, dtype=dtype) for dtype in dtypes[: number % 4 + 1])
+    tensors = tuple(
+        torch.full((1, 2, number % 3 + 1), number, dtype=dtype)
+        for dtype in dtypes[: number % 4 + 1]
+        for _ in range(1 + number % 2)
+    )
     return KVBlock(
         key=digest(name),
         parent_key=digest("parent") if number % 2 else None,

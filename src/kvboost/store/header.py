@@ -7,12 +7,13 @@ Used by :mod:`kvboost.store.record`, which adds the body. All numbers are little
     H    flags                8s  id of the secrets     I  bytes of token ids
     I    header bytes        32s  key                   H  bytes of context
     Q    record bytes        32s  parent key, or zeros  H  bytes of codec name
-    32s  seal                32s  content key           H  tensors
+    32s  seal                32s  content key           H  runs of tensors
                              32s  check of the body
 
-then the codec's name, the context, and for each tensor its dtype (B), its number of dimensions (B) and its
-dimensions (I each), then zeros up to a whole page. The seal is the SHA-256 of the header without it, keyed (HMAC) where
-there is a MAC key. In the body, the token ids and then each tensor begin at a multiple of 64.
+then the codec's name, the context, and for each run of equal tensors how many they are (H), their dtype (B), their
+number of dimensions (B) and their dimensions (I each), then zeros up to a whole page. The seal is the SHA-256 of the
+header without it, keyed (HMAC) where there is a MAC key. In the body, the token ids and then each tensor begin at a
+multiple of 64.
 
 Invariants: a reader believes no length before it has held it against the bytes at hand and against its limit; where a
 tensor lies follows from the shapes, so no offset can lie; what cannot be read is a RecordError.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import itertools
 import math
 import struct
 from collections.abc import Sequence
@@ -44,9 +46,12 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 _MAGIC = b"\x89KVB\r\n\x1a\n"  # as PNG's: shows a file that went through a text conversion
 _FIXED = struct.Struct("<8sHHIQ32s32s32s8s32s32s32s32sQIIHHH")
 _SEAL = slice(24, 56)
-_DIMENSION = struct.Struct("<I")
+_RUN = struct.Struct("<HBB")
+_DIMENSION_BYTES = 4
 ALIGNMENT = 64
 _MOST_DIMENSIONS = 8
+MOST_TENSORS = 4096
+"""Of one block: empty ones take no bytes of a record, but memory."""
 KEY_BYTES = 32
 TAG_BYTES = 16
 """Behind an encrypted body."""
@@ -70,13 +75,23 @@ _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 
 
 @dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One tensor of a record; ``offset`` counts from the beginning of the body before encryption."""
+class TensorRun:
+    """Consecutive tensors of one dtype and shape; ``offset`` counts from the body's beginning, before encryption."""
 
+    count: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of one tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def stride(self) -> int:
+        """From the beginning of one to the next, in bytes."""
+        return aligned(self.nbytes, ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +111,8 @@ class RecordHeader:
     generation: int
     context: bytes
     token_bytes: int
-    tensors: tuple[TensorEntry, ...]
+    runs: tuple[TensorRun, ...]
+    """The tensors, in order."""
     keyed: bool
     """Sealed with a MAC key."""
     encrypted: bool
@@ -110,13 +126,18 @@ class RecordHeader:
         return self.token_bytes // TOKEN_BYTES
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(run.count * run.nbytes for run in self.runs)
+
+    @property
     def info(self) -> BlockInfo:
         """The block without its tensors and tokens."""
         return BlockInfo(
             key=self.key,
             parent_key=self.parent_key,
             content_key=self.content_key,
-            nbytes=sum(tensor.nbytes for tensor in self.tensors),
+            nbytes=self.nbytes,
             bitwise=self.bitwise,
             start=self.start,
             context=self.context,
@@ -165,10 +186,11 @@ def pack_header(header: RecordHeader, mac_key: bytes | None) -> bytearray:
         header.token_bytes,
         len(header.context),
         len(header.codec),
-        len(header.tensors),
+        len(header.runs),
     )
     table = b"".join(
-        struct.pack(f"<BB{len(t.shape)}I", _DTYPE_NUMBERS[t.dtype], len(t.shape), *t.shape) for t in header.tensors
+        _RUN.pack(run.count, _DTYPE_NUMBERS[run.dtype], len(run.shape)) + struct.pack(f"<{len(run.shape)}I", *run.shape)
+        for run in header.runs
     )
     names = header.codec.encode() + header.context + table
     packed[_FIXED.size : _FIXED.size + len(names)] = names
@@ -176,25 +198,26 @@ def pack_header(header: RecordHeader, mac_key: bytes | None) -> bytearray:
     return packed
 
 
-def header_bytes_of(codec: str, context: bytes, tensors: Sequence[TensorEntry]) -> int:
+def header_bytes_of(codec: str, context: bytes, runs: Sequence[TensorRun]) -> int:
     """How many bytes the header of such a record has."""
-    table = sum(2 + _DIMENSION.size * len(tensor.shape) for tensor in tensors)
+    table = sum(_RUN.size + _DIMENSION_BYTES * len(run.shape) for run in runs)
     return aligned(_FIXED.size + len(codec) + len(context) + table, PAGE)
 
 
-def lay_out(token_bytes: int, tensors: Sequence[torch.Tensor], most: int) -> tuple[tuple[TensorEntry, ...], int]:
-    """Where each tensor goes in the body, and the body's bytes. Raises RecordError for what no record can hold."""
-    entries, body = [], aligned(token_bytes, ALIGNMENT)
-    for tensor in tensors:
-        shape = tuple(tensor.shape)
-        if tensor.dtype not in _DTYPE_NUMBERS or len(shape) > _MOST_DIMENSIONS:
-            raise RecordError(f"a tensor {shape} of {tensor.dtype} cannot be written; use another dtype")
-        if _most_bytes(shape, tensor.element_size()) > most:
+def lay_out(token_bytes: int, tensors: Sequence[torch.Tensor], most: int) -> tuple[tuple[TensorRun, ...], int]:
+    """Where the tensors go in the body, and the body's bytes. Raises RecordError for what no record can hold."""
+    if len(tensors) > MOST_TENSORS:
+        raise RecordError(f"{len(tensors)} tensors do not fit a record; join some")
+    runs, body = [], aligned(token_bytes, ALIGNMENT)
+    for (dtype, shape), equal in itertools.groupby(tensors, key=lambda tensor: (tensor.dtype, tuple(tensor.shape))):
+        if dtype not in _DTYPE_NUMBERS or len(shape) > _MOST_DIMENSIONS:
+            raise RecordError(f"a tensor {shape} of {dtype} cannot be written; use another dtype")
+        run = TensorRun(len(list(equal)), dtype, shape, body)
+        body += run.count * run.stride
+        if max(body, _most_bytes(run)) > most:
             raise RecordError(f"a tensor {shape} does not fit a record of {most:,} bytes; use smaller chunks")
-        nbytes = tensor.numel() * tensor.element_size()
-        entries.append(TensorEntry(tensor.dtype, shape, body, nbytes))
-        body += aligned(nbytes, ALIGNMENT)
-    return tuple(entries), body
+        runs.append(run)
+    return tuple(runs), body
 
 
 def read_header(view: memoryview, max_bytes: int) -> RecordHeader:
@@ -206,18 +229,18 @@ def read_header(view: memoryview, max_bytes: int) -> RecordHeader:
         raise DamagedRecordError(f"{len(view)} bytes of a header of {header_bytes}")
     fields = _FIXED.unpack_from(view)
     _, version, flags, _, total, seal, root, tenant, secrets_id, key, parent, content, check = fields[:13]
-    start, generation, token_bytes, context_bytes, codec_bytes, tensor_count = fields[13:]
+    start, generation, token_bytes, context_bytes, codec_bytes, run_count = fields[13:]
     if flags & ~_KNOWN_FLAGS:
         raise DamagedRecordError("the record has flags that no writer sets")
     if not header_bytes <= total <= max_bytes:
         raise DamagedRecordError(f"a record of {total} bytes with a header of {header_bytes}, {max_bytes} allowed")
     at = _FIXED.size + codec_bytes + context_bytes
-    if at + 2 * tensor_count > header_bytes:
+    if at + _RUN.size * run_count > header_bytes:
         raise DamagedRecordError("the header is shorter than what it is said to hold")
     names = bytes(view[_FIXED.size : at])
     if not names[:codec_bytes].isascii():
         raise DamagedRecordError("the codec has no readable name")
-    tensors, at, body = _read_table(view[:header_bytes], at, tensor_count, token_bytes, total)
+    runs, at, body = _read_table(view[:header_bytes], at, run_count, token_bytes, total)
     if aligned(at, PAGE) != header_bytes:
         raise DamagedRecordError("the header has another length than its fields")
     if header_bytes + body + (TAG_BYTES if flags & _ENCRYPTED else 0) != total:
@@ -236,7 +259,7 @@ def read_header(view: memoryview, max_bytes: int) -> RecordHeader:
         generation=generation,
         context=names[codec_bytes:],
         token_bytes=token_bytes,
-        tensors=tensors,
+        runs=runs,
         keyed=bool(flags & _MAC),
         encrypted=bool(flags & _ENCRYPTED),
         secrets_id=secrets_id,
@@ -247,30 +270,32 @@ def read_header(view: memoryview, max_bytes: int) -> RecordHeader:
 
 def _read_table(
     header: memoryview, at: int, count: int, token_bytes: int, most: int
-) -> tuple[tuple[TensorEntry, ...], int, int]:
+) -> tuple[tuple[TensorRun, ...], int, int]:
     """The tensors, where the table ends, and how many bytes tokens and tensors take; ``most`` is a limit to them."""
-    entries = []
-    body = aligned(token_bytes, ALIGNMENT)
+    runs: list[TensorRun] = []
+    body, tensors = aligned(token_bytes, ALIGNMENT), 0
     for _ in range(count):
-        if at + 2 > len(header) or header[at] >= len(_DTYPES) or header[at + 1] > _MOST_DIMENSIONS:
-            raise DamagedRecordError("a tensor of a kind that no writer writes")
-        dtype, dimensions = _DTYPES[header[at]], header[at + 1]
-        at += 2
-        if at + _DIMENSION.size * dimensions > len(header):
+        if at + _RUN.size > len(header):
             raise DamagedRecordError("the tensor table does not end within the header")
-        shape = struct.unpack_from(f"<{dimensions}I", header, at)
-        at += _DIMENSION.size * dimensions
-        # Also where one dimension is 0: the strides of the others must not overflow.
-        if body > most or _most_bytes(shape, dtype.itemsize) > most:
+        equal, number, dimensions = _RUN.unpack_from(header, at)
+        at += _RUN.size
+        tensors += equal
+        if number >= len(_DTYPES) or dimensions > _MOST_DIMENSIONS or not equal or tensors > MOST_TENSORS:
+            raise DamagedRecordError("tensors of a kind or number that no writer writes")
+        if at + _DIMENSION_BYTES * dimensions > len(header):
+            raise DamagedRecordError("the tensor table does not end within the header")
+        run = TensorRun(equal, _DTYPES[number], struct.unpack_from(f"<{dimensions}I", header, at), body)
+        at += _DIMENSION_BYTES * dimensions
+        body += run.count * run.stride
+        if max(body, _most_bytes(run)) > most:
             raise DamagedRecordError("the tensors are larger than the record")
-        nbytes = math.prod(shape) * dtype.itemsize
-        entries.append(TensorEntry(dtype, shape, body, nbytes))
-        body += aligned(nbytes, ALIGNMENT)
-    return tuple(entries), at, body
+        runs.append(run)
+    return tuple(runs), at, body
 
 
-def _most_bytes(shape: Sequence[int], itemsize: int) -> int:
-    return math.prod(max(size, 1) for size in shape) * itemsize
+def _most_bytes(run: TensorRun) -> int:
+    """As if no dimension were 0: then the strides of the others cannot overflow either."""
+    return math.prod(max(size, 1) for size in run.shape) * run.dtype.itemsize
 
 
 def aligned(count: int, alignment: int) -> int:

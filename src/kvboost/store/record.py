@@ -31,6 +31,7 @@ from kvboost.store.header import (
     VERSION,
     Buffer,
     RecordHeader,
+    TensorRun,
     header_bytes_of,
     lay_out,
     pack_header,
@@ -69,6 +70,11 @@ def inspect(buffer: Buffer, *, max_bytes: int = 2**40) -> RecordHeader:
     return header
 
 
+def space_of(header: RecordHeader) -> bytes:
+    """Where a record belongs: the :attr:`RecordFormat.space` of the format that wrote it."""
+    return _space(header.namespace, header.secrets_id, header.codec)
+
+
 class RecordFormat:
     """Writes and reads the records of one namespace and codec, with the same secrets. Thread-safe."""
 
@@ -97,8 +103,7 @@ class RecordFormat:
     @property
     def space(self) -> bytes:
         """16 bytes: where these records belong. Of another version, namespace, codec or secret, it is another."""
-        fields = (self.namespace.root, self.namespace.tenant, self._secrets_id, self.codec.encode())
-        return hashlib.sha256(b"kvboost.space.%d" % VERSION + b"".join(fields)).digest()[:16]
+        return _space(self.namespace, self._secrets_id, self.codec)
 
     def size_of(self, block: KVBlock) -> int:
         """How many bytes the record of ``block`` has. Raises RecordError if it cannot be written."""
@@ -142,14 +147,13 @@ class RecordFormat:
         elif _crc32([body]) != header.body_check[:4]:
             raise DamagedRecordError("the body does not match its checksum")
         whole = _tensor_over(body)
-        tensors = [whole[t.offset : t.offset + t.nbytes].view(t.dtype).view(t.shape) for t in header.tensors]
         return KVBlock(
             key=header.key,
             parent_key=header.parent_key,
             content_key=header.content_key,
             tokens=bytes(body[: header.token_bytes]),
-            tensors=tuple(tensors),
-            nbytes=sum(tensor.nbytes for tensor in header.tensors),
+            tensors=tuple(tensor for run in header.runs for tensor in _tensors(whole, run)),
+            nbytes=header.nbytes,
             bitwise=header.bitwise,
             start=header.start,
             context=header.context,
@@ -165,12 +169,12 @@ class RecordFormat:
         keys = (block.key, block.content_key, block.parent_key if block.parent_key is not None else block.key)
         if any(len(key) != KEY_BYTES for key in keys):
             raise RecordError("a block with keys of other than 32 bytes cannot be written; make them with chunk_keys")
-        if max(len(block.context), len(block.tensors)) >= 2**16 or not 0 <= block.generation < 2**32:
-            raise RecordError("a block with so many tensors, marks or generations cannot be written")
+        if len(block.context) >= 2**16 or not 0 <= block.generation < 2**32:
+            raise RecordError("a block with so many marks or generations cannot be written")
         if not 0 <= block.start < 2**63:
             raise RecordError(f"a block that starts at {block.start} cannot be written")
-        tensors, body = lay_out(len(block.tokens), block.tensors, self.max_bytes)
-        header_bytes = header_bytes_of(self.codec, block.context, tensors)
+        runs, body = lay_out(len(block.tokens), block.tensors, self.max_bytes)
+        header_bytes = header_bytes_of(self.codec, block.context, runs)
         total = header_bytes + body + (TAG_BYTES if self._cipher is not None else 0)
         if header_bytes > MAX_HEADER_BYTES or total > self.max_bytes:
             raise RecordError(f"a record of {total:,} bytes is larger than {self.max_bytes:,}; use smaller chunks")
@@ -188,7 +192,7 @@ class RecordFormat:
             generation=block.generation,
             context=block.context,
             token_bytes=len(block.tokens),
-            tensors=tensors,
+            runs=runs,
             keyed=self._mac_key is not None,
             encrypted=self._cipher is not None,
             secrets_id=self._secrets_id,
@@ -227,6 +231,11 @@ def _bytes_of(buffer: Buffer) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
+def _space(namespace: Namespace, secrets_id: bytes, codec: str) -> bytes:
+    fields = (namespace.root, namespace.tenant, secrets_id, codec.encode())
+    return hashlib.sha256(b"kvboost.space.%d" % VERSION + b"".join(fields)).digest()[:16]
+
+
 def _crc32(parts: Sequence[memoryview]) -> bytes:
     value = 0
     for part in parts:
@@ -263,6 +272,17 @@ def _tensor_over(view: memoryview) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
     array: Any = np.asarray(_Writable(view)) if view.readonly else np.frombuffer(view, dtype=np.uint8)
     return torch.from_numpy(array)
+
+
+def _tensors(whole: torch.Tensor, run: TensorRun) -> Sequence[torch.Tensor]:
+    """The tensors of a run as views of the body."""
+    if not run.nbytes:
+        return [torch.empty(run.shape, dtype=run.dtype) for _ in range(run.count)]
+    rows = whole[run.offset : run.offset + run.count * run.stride].view(run.count, run.stride)
+    rows = rows[:, : run.nbytes]
+    if run.nbytes % ALIGNMENT:  # bytes between them: each is a view of its own
+        return [row.view(run.dtype).view(run.shape) for row in rows.unbind(0)]
+    return rows.view(run.dtype).view(run.count, *run.shape).unbind(0)  # a few calls for all layers of a model
 
 
 def _cipher(key: bytes) -> AESGCM:

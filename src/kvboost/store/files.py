@@ -1,0 +1,292 @@
+"""Records as files: written under another name and renamed, past the page cache in both directions.
+
+Used by the disk tier. Every system call that can fail goes through :class:`Files`, so that tests can make each one
+fail. Invariant: under a record's name there is a whole record or nothing; a process that dies leaves only files in
+``tmp/``, which :class:`Presence` tells from those of the living.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+_PAGE = 4096  # what O_DIRECT wants of addresses, offsets and lengths everywhere
+_MOST_PARTS = 512  # of one writev; the system allows 1,024
+_STAGING_BYTES = 2**20
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_SUFFIX = ".kv"
+
+
+class Files:
+    """The system calls of the disk tier."""
+
+    def __init__(self, *, direct: bool = True) -> None:
+        self.direct = direct and bool(_DIRECT)
+        """Whether bytes go past the page cache; turned off where the file system refuses."""
+        self._of_thread = threading.local()
+
+    def write(self, path: Path, parts: Sequence[memoryview]) -> None:
+        """A new file with these bytes. Raises OSError; the file may then be there in part."""
+        if self.direct:
+            try:
+                return self._write(path, parts, _DIRECT, self._put_direct)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+                self.remove(path)
+        self._write(path, parts, 0, self._put_all)
+
+    def _write(
+        self, path: Path, parts: Sequence[memoryview], flag: int, put: Callable[[int, Sequence[memoryview]], None]
+    ) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flag, 0o600)
+        try:
+            put(descriptor, parts)
+        finally:
+            os.close(descriptor)
+
+    def _put_all(self, descriptor: int, parts: Sequence[memoryview]) -> None:
+        left = [part for part in parts if len(part)]
+        while left:
+            written = self._writev(descriptor, left[:_MOST_PARTS])
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if written:
+                left[0] = left[0][written:]
+
+    def _put_direct(self, descriptor: int, parts: Sequence[memoryview]) -> None:
+        """Past the page cache, which then stays free for others; through memory that begins at a page."""
+        staging = self._staging()
+        filled = total = 0
+        for part in parts:
+            at = 0
+            while at < len(part):
+                count = min(len(part) - at, len(staging) - filled)
+                staging[filled : filled + count] = part[at : at + count]
+                at, filled, total = at + count, filled + count, total + count
+                if filled == len(staging):
+                    self._put_all(descriptor, [staging])
+                    filled = 0
+        if filled:
+            whole = -(-filled // _PAGE) * _PAGE  # pages only; what is behind the end is cut off again
+            self._put_all(descriptor, [staging[:whole]])
+            os.ftruncate(descriptor, total)
+
+    def _staging(self) -> memoryview:
+        """Memory of this thread's own, used again and again: new memory costs a page fault every 4,096 bytes."""
+        staging: memoryview | None = getattr(self._of_thread, "staging", None)
+        if staging is None:
+            staging = self._of_thread.staging = page_aligned(_STAGING_BYTES)
+        return staging
+
+    def read(self, path: Path, *, max_bytes: int) -> memoryview | None:
+        """The bytes of a file, beginning at a page; None if there is none. Of too many, ``max_bytes`` and one more."""
+        try:
+            descriptor = self._open(path)
+        except FileNotFoundError:
+            return None
+        try:
+            size = min(os.fstat(descriptor).st_size, max_bytes + 1)
+            buffer = page_aligned(-(-size // _PAGE) * _PAGE)
+            return buffer[: self._fill(path, descriptor, buffer, size)]
+        finally:
+            os.close(descriptor)
+
+    def head(self, path: Path, length: int) -> bytes:
+        """The first ``length`` bytes of a file, or all if it is shorter."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        try:
+            return os.read(descriptor, length)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Move a file to its name, making the folder if it is not there."""
+        try:
+            self._rename(source, target)
+        except FileNotFoundError:
+            for folder in (target.parent.parent, target.parent):  # one by one: parents get no mode
+                folder.mkdir(mode=0o700, exist_ok=True)
+            self._rename(source, target)
+
+    def sync(self, path: Path) -> None:
+        """Return once the file, or the folder's list of names, is on the disk."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            self._fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, if it is there."""
+        path.unlink(missing_ok=True)
+
+    def _open(self, path: Path) -> int:
+        flags = os.O_RDONLY | os.O_NOFOLLOW
+        if self.direct:
+            try:
+                return os.open(path, flags | _DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.direct = False
+        return os.open(path, flags)
+
+    def _fill(self, path: Path, descriptor: int, buffer: memoryview, size: int) -> int:
+        """Read until ``size`` bytes or the end; how many there were."""
+        done = 0
+        while done < size:
+            try:
+                count = self._preadv(descriptor, buffer[done:], done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self.direct:
+                    raise
+                self.direct = False  # some file systems say so only here
+                return self._refill(path, buffer, size)
+            done += count
+            if not count or count % _PAGE:  # the end; a direct read from the middle of a page is not allowed
+                break
+        return min(done, size)
+
+    def _refill(self, path: Path, buffer: memoryview, size: int) -> int:
+        descriptor = self._open(path)
+        try:
+            return self._fill(path, descriptor, buffer, size)
+        finally:
+            os.close(descriptor)
+
+    # What can fail. Tests override these.
+
+    def _writev(self, descriptor: int, parts: Sequence[memoryview]) -> int:
+        return os.writev(descriptor, parts)
+
+    def _preadv(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        return os.preadv(descriptor, [buffer], offset)
+
+    def _rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def _fsync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+
+
+def page_aligned(size: int) -> memoryview:
+    """New memory that begins at a page, for reads past the page cache."""
+    # From malloc and not from mmap: memory that was freed is used again without new page faults.
+    whole = np.empty(size + _PAGE, dtype=np.uint8)
+    begin = -whole.ctypes.data % _PAGE
+    return memoryview(whole[begin : begin + size])  # type: ignore[arg-type]
+
+
+class Layout:
+    """Where things lie in a cache directory: ``SPACE/AA/KEY.kv``, ``tmp/`` and the index."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.tmp = directory / "tmp"
+        self.index = directory / "index-1.sqlite"
+        self.index_lock = directory / "index-1.lock"
+
+    def record(self, space: bytes, key: bytes) -> Path:
+        """The file of a record."""
+        return self.folder(space, key[0]) / (key.hex() + _SUFFIX)
+
+    def spaces(self) -> list[bytes]:
+        """Every space that has a folder."""
+        return [bytes.fromhex(name) for name in _names(self.directory, 32)]
+
+    def folder(self, space: bytes, first: int) -> Path:
+        """Where the records of a space lie whose keys begin with this byte."""
+        return self.directory / space.hex() / f"{first:02x}"
+
+    def keys(self, folder: Path) -> list[bytes]:
+        """The keys of the records in a folder."""
+        return [bytes.fromhex(name[:-3]) for name in _names(folder, 64, suffix=_SUFFIX)]
+
+
+def _names(folder: Path, digits: int, *, suffix: str = "") -> list[str]:
+    """Names made of so many hexadecimal digits; whatever else lies there is not ours."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [n for n in names if n.endswith(suffix) and len(n) == digits + len(suffix) and _is_hex(n[:digits])]
+
+
+def _is_hex(name: str) -> bool:
+    return all(letter in "0123456789abcdef" for letter in name)
+
+
+class Presence:
+    """Shows other processes that this writer lives: a locked file, which the system unlocks when it dies."""
+
+    def __init__(self, tmp: Path) -> None:
+        self._tmp = tmp
+        while True:
+            self.writer = secrets.token_hex(8)
+            path = self._lock_path(self.writer)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            if os.fstat(self._descriptor).st_nlink:  # else somebody took it for a dead one's before it was locked
+                break
+            os.close(self._descriptor)
+        self._files = 0
+
+    def new_path(self) -> Path:
+        """A name for a file of this writer's that nobody uses. The caller holds a lock."""
+        self._files += 1
+        return self._tmp / f"{self.writer}.{self._files}"
+
+    def is_alive(self, writer: str) -> bool:
+        """Whether that writer's process is still there."""
+        if writer == self.writer:
+            return True
+        try:
+            descriptor = os.open(self._lock_path(writer), os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    def bury(self) -> None:
+        """Remove what dead writers left in ``tmp/``."""
+        names = os.listdir(self._tmp)
+        for writer in {name.partition(".")[0] for name in names} - {self.writer}:
+            try:
+                descriptor = os.open(self._lock_path(writer), os.O_RDWR)
+            except FileNotFoundError:
+                descriptor = -1  # its files came after its lock, so this one is not just being born
+            try:
+                if descriptor >= 0:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for name in sorted(names):  # the lock last, and while it is held: see __init__
+                    if name.startswith(writer + "."):
+                        (self._tmp / name).unlink(missing_ok=True)
+            except BlockingIOError:
+                continue  # alive
+            finally:
+                if descriptor >= 0:
+                    os.close(descriptor)
+
+    def close(self) -> None:
+        """Say that this writer is gone."""
+        if self._descriptor >= 0:
+            self._lock_path(self.writer).unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _lock_path(self, writer: str) -> Path:
+        return self._tmp / f"{writer}.lock"
