@@ -19,7 +19,7 @@ import numpy as np
 
 _PAGE = 4096  # what O_DIRECT wants of addresses, offsets and lengths everywhere
 _MOST_PARTS = 512  # of one writev; the system allows 1,024
-_STAGING_BYTES = 2**20
+_STAGING_BYTES = 4 * 2**20
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _SUFFIX = ".kv"
 

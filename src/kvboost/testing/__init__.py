@@ -1,4 +1,4 @@
-"""Conformance suites that certify an extension: a store, a chunker, an eviction policy.
+"""Conformance suites that certify an extension: a store, a tier, a chunker, an eviction policy.
 
 Subclass one in a pytest file, make the thing under test, and every rule of its Protocol is checked::
 
@@ -14,5 +14,6 @@ The suites need no test library: each rule is a method that raises AssertionErro
 from kvboost.testing.chunker import ChunkerContract
 from kvboost.testing.policy import EvictionPolicyContract
 from kvboost.testing.store import ChunkStoreContract
+from kvboost.testing.tier import TierContract
 
-__all__ = ["ChunkStoreContract", "ChunkerContract", "EvictionPolicyContract"]
+__all__ = ["ChunkStoreContract", "ChunkerContract", "EvictionPolicyContract", "TierContract"]
