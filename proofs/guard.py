@@ -1,8 +1,8 @@
 """Does the shadow check put an end to bad repairs soon, and leave good ones alone?
 
 Short prompts are put together from passages that were read before; every answer is checked. Bad: no repair at all, on
-the tokens of source code in random order, with 5 % of the answers allowed to differ. Good: the default strategy with half of
-the rows, on text, with a fifth allowed to differ.
+the tokens of source code in random order, with 5 % of the answers allowed to differ. Good: the default strategy with
+half of the rows, on text, with a fifth allowed to differ.
 
     python proofs/guard.py --model FOLDER --requests 2000
 """

@@ -1,7 +1,18 @@
 """Where blocks are kept between requests."""
 
+from kvboost.store.disk import DiskTier
 from kvboost.store.eviction import LeafFirstLRU
 from kvboost.store.memory import MemoryStore
+from kvboost.store.record import RecordFormat
+from kvboost.store.tiered import TieredStore
 from kvboost.store.variants import context_before, context_mark
 
-__all__ = ["LeafFirstLRU", "MemoryStore", "context_before", "context_mark"]
+__all__ = [
+    "DiskTier",
+    "LeafFirstLRU",
+    "MemoryStore",
+    "RecordFormat",
+    "TieredStore",
+    "context_before",
+    "context_mark",
+]
