@@ -71,7 +71,7 @@ def test_defaults_are_valid_and_sizes_become_numbers() -> None:
         {"shadow_share": "0.1"},
         {"quality": -0.1},
         {"kv_cache_bits": 8},
-        {"disk_cache_dir": "/tmp/kv"},
+        {"disk_cache_bytes": "much"},
     ],
     ids=lambda bad: "-".join(bad),
 )

@@ -14,7 +14,6 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "m
 # Names that earlier users know and whose features are not built yet: giving them is an error, not a no-op.
 _NOT_BUILT = {
     "kv_cache_bits": (16, "storing KV in fewer bits"),
-    "disk_cache_dir": (None, "the disk tier"),
 }
 
 
@@ -79,8 +78,10 @@ class EngineConfig:
     """Move chunks also where computing them is expected to be faster, as measurements do."""
     kv_cache_bits: int = 16
     """Not built yet; anything else raises."""
-    disk_cache_dir: str | None = None
-    """Not built yet; anything else raises."""
+    disk_cache_dir: str | Path | None = None
+    """Also keep chunks in this directory: they outlive the process, and several processes may share it."""
+    disk_cache_bytes: int | str = "20GiB"
+    """What the directory may take, over all models and tenants in it."""
 
     def __post_init__(self) -> None:
         for name, (built, feature) in _NOT_BUILT.items():
@@ -110,3 +111,4 @@ class EngineConfig:
             raise ConfigError(f"max_chunks={self.max_chunks} is negative; leave it out for no limit")
         object.__setattr__(self, "cache_bytes", parse_bytes(self.cache_bytes, name="cache_bytes"))
         object.__setattr__(self, "workspace_bytes", parse_bytes(self.workspace_bytes, name="workspace_bytes"))
+        object.__setattr__(self, "disk_cache_bytes", parse_bytes(self.disk_cache_bytes, name="disk_cache_bytes"))

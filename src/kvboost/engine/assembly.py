@@ -8,13 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvboost.config import EngineConfig
+from kvboost.engine.costs import CostModel
 from kvboost.engine.guard import GuardedStore
 from kvboost.engine.moving import MovedReuse
 from kvboost.engine.naming import ChunkNames
 from kvboost.engine.reader import PromptReader
+from kvboost.engine.storing import open_store
 from kvboost.engine.workspace import WorkspacePool
 from kvboost.errors import ConfigError, UnsupportedModelError
-from kvboost.extend import Chunker
+from kvboost.extend import Chunker, ChunkStore
 from kvboost.model import ModelFacts, ModelIdentity, ModelRunner, probe_model, probe_mover, probe_rows
 from kvboost.plan import make_chunker
 from kvboost.repair import Calibration, Repair, choose_repair
@@ -24,6 +26,9 @@ from kvboost.repair import Calibration, Repair, choose_repair
 class Assembly:
     """The parts of one engine."""
 
+    store: ChunkStore
+    guarded: GuardedStore
+    """The same, as requests use it."""
     facts: ModelFacts
     pool: WorkspacePool
     reader: PromptReader
@@ -42,11 +47,13 @@ class Assembly:
         """A reader over another store that moves chunks and repairs them in this way."""
         assert self.moving is not None
         moving = self.moving.over(store, repair)
-        return PromptReader(runner=self.runner, names=self.reader.names, store=store, pool=pool, moving=moving)
+        return PromptReader(
+            runner=self.runner, names=self.reader.names, store=store, pool=pool, costs=moving.costs, moving=moving
+        )
 
     def exact_reader(self, store: GuardedStore, pool: WorkspacePool) -> PromptReader:
         """A reader like the engine's own over another store, which moves nothing."""
-        return PromptReader(runner=self.runner, names=self.reader.names, store=store, pool=pool)
+        return PromptReader(runner=self.runner, names=self.reader.names, store=store, pool=pool, costs=CostModel())
 
     def close(self) -> None:
         """Let go of the memory and leave the model as it was."""
@@ -61,8 +68,8 @@ def check_settings(config: EngineConfig) -> None:
     choose_repair(config, Calibration.load(config.calibration) if config.calibration is not None else None)
 
 
-def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, store: GuardedStore) -> Assembly:
-    """Probe the model and build what its answers allow."""
+def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, store: ChunkStore | None) -> Assembly:
+    """Probe the model and build what its answers allow; with a store of its own if none is given."""
     facts = probe_model(runner.model)
     identity = ModelIdentity(runner.model, facts.layout)
     pool = WorkspacePool(facts.layout, capacity_bytes=int(config.workspace_bytes))
@@ -72,20 +79,30 @@ def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, sto
             f"calibration={str(config.calibration)!r} was made with another model's weights; "
             "run `kvboost calibrate` for this one, or leave calibration out"
         )
-    repair = choose_repair(config, calibration)
-    moving, refusal = _make_moving(runner, facts, config, store, repair)
+    names = ChunkNames(identity, chunker=chunker, tenant=config.tenant, keeps_decoded=config.reuse_generated)
+    root = names.root()  # hashes the weights now rather than in the first request
+    costs = CostModel()
+    if store is None:
+        store = open_store(config, root=root, layout=facts.layout, costs=costs)
+    guarded = GuardedStore(store)
+    moving, refusal = _make_moving(runner, facts, config, guarded, choose_repair(config, calibration), costs)
     if calibration is not None and calibration.ratio is None:
         refusal = (
             f"at every ratio of the calibration more than {calibration.tolerated_share:.0%} of the answers differed"
         )
-    names = ChunkNames(identity, chunker=chunker, tenant=config.tenant, keeps_decoded=config.reuse_generated)
-    names.root()  # hashes the weights now rather than in the first request
-    reader = PromptReader(runner=runner, names=names, store=store, pool=pool, moving=moving, move_refusal=refusal)
-    return Assembly(facts, pool, reader, moving, runner, identity, config)
+    reader = PromptReader(
+        runner=runner, names=names, store=guarded, pool=pool, costs=costs, moving=moving, move_refusal=refusal
+    )
+    return Assembly(store, guarded, facts, pool, reader, moving, runner, identity, config)
 
 
 def _make_moving(
-    runner: ModelRunner, facts: ModelFacts, config: EngineConfig, store: GuardedStore, repair: Repair | None
+    runner: ModelRunner,
+    facts: ModelFacts,
+    config: EngineConfig,
+    store: GuardedStore,
+    repair: Repair | None,
+    costs: CostModel,
 ) -> tuple[MovedReuse | None, str | None]:
     """What moves chunks for this model, or nothing and why."""
     if repair is None:
@@ -98,5 +115,7 @@ def _make_moving(
         return None, str(error)
     except Exception as error:  # noqa: BLE001 - exact reuse was shown to work and goes on, whatever trips here
         return None, f"trying whether this model's chunks can be moved failed: {error!r}"
-    moving = MovedReuse(store=store, mover=mover, rows=rows, repair=repair, at_any_price=config.move_at_any_price)
+    moving = MovedReuse(
+        store=store, mover=mover, rows=rows, repair=repair, costs=costs, at_any_price=config.move_at_any_price
+    )
     return moving, None

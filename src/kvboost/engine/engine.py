@@ -37,7 +37,7 @@ from kvboost.model import (
 )
 from kvboost.plan import make_chunker
 from kvboost.repair import Calibration
-from kvboost.store import MemoryStore
+from kvboost.store import MemoryStore, TieredStore
 from kvboost.types import (
     CacheStats,
     GenerationMode,
@@ -68,21 +68,18 @@ class KVBoost:
             raise ConfigError("the model is in training mode, where dropout changes every answer; call model.eval()")
         self._runner = ModelRunner(model)
         self._chunker = make_chunker(self.config.chunking, size=self.config.chunk_size)
-        self._owns_store = store is None
-        self._store: ChunkStore = (
-            store if store is not None else MemoryStore(int(self.config.cache_bytes), max_chunks=self.config.max_chunks)
-        )
-        self._guarded = GuardedStore(self._store)
         self._closed = False
         self._parts: Assembly | None = None
         self._refusal: str | None = None
         try:
-            self._parts = assemble(self._runner, config=self.config, chunker=self._chunker, store=self._guarded)
+            self._parts = assemble(self._runner, config=self.config, chunker=self._chunker, store=store)
         except UnsupportedModelError as error:
             if self.config.strict:
                 raise
             warnings.warn(f"running without reuse: {error}", stacklevel=2)
             self._refusal = str(error)
+        self._owns_store = store is None
+        self._store: ChunkStore = self._parts.store if self._parts else store or MemoryStore(0)
         # Length-dependent RoPE keeps its frequencies on the module: requests of different lengths must take turns.
         takes_turns = self._parts is not None and self._parts.facts.exact_limit is not None
         self._turn: AbstractContextManager[Any] = threading.RLock() if takes_turns else nullcontext()
@@ -286,7 +283,7 @@ class KVBoost:
 
     def cache_stats(self) -> CacheStats:
         """What the cache holds and how often it helped. Hits and misses count chunks asked for."""
-        return cache_stats(self._store.stats(), errors=self._guarded.errors, parts=self._parts, refusal=self._refusal)
+        return cache_stats(self._store.stats(), parts=self._parts, refusal=self._refusal)
 
     def warm_documents(
         self,
@@ -370,8 +367,13 @@ class KVBoost:
                 tokens,
             )
 
+    def flush(self) -> None:
+        """Return once everything kept so far is as safe as the tiers below the memory make it."""
+        if isinstance(self._store, TieredStore):
+            self._store.flush()
+
     def clear(self) -> None:
-        """Forget everything that was read."""
+        """Forget everything that was read, in every tier."""
         self._store.clear()
         if self._parts:
             self._parts.pool.clear()

@@ -56,7 +56,14 @@ class MovedReuse:
     """Moves chunks of one store into prompts of one model, and repairs them."""
 
     def __init__(
-        self, *, store: GuardedStore, mover: KeyMover, rows: RowRunner, repair: Repair, at_any_price: bool = False
+        self,
+        *,
+        store: GuardedStore,
+        mover: KeyMover,
+        rows: RowRunner,
+        repair: Repair,
+        costs: CostModel,
+        at_any_price: bool = False,
     ) -> None:
         self._store = store
         self._at_any_price = at_any_price
@@ -65,14 +72,16 @@ class MovedReuse:
         self._repair = repair
         self._repairer = Repairer(mover=mover, rows=rows, repair=repair)
         self._places = _Places()
-        self.costs = CostModel()
+        self.costs = costs
         self.guard = ReuseGuard(repair.tolerated_share)
         self.moved_chunks = 0
         self.failures = 0
 
     def over(self, store: GuardedStore, repair: Repair) -> MovedReuse:
         """The same for another store and another way of repairing, at any price."""
-        return MovedReuse(store=store, mover=self._mover, rows=self._rows, repair=repair, at_any_price=True)
+        return MovedReuse(
+            store=store, mover=self._mover, rows=self._rows, repair=repair, costs=CostModel(), at_any_price=True
+        )
 
     def close(self) -> None:
         """Leave the model as it was."""

@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 
 from kvboost.engine.clock import StageClock
+from kvboost.engine.costs import CostModel
 from kvboost.engine.guard import GuardedStore, NothingHeld
 from kvboost.engine.moving import MovedReuse
 from kvboost.engine.naming import ChunkNames
@@ -144,6 +145,7 @@ class PromptReader:
         names: ChunkNames,
         store: GuardedStore,
         pool: WorkspacePool,
+        costs: CostModel,
         moving: MovedReuse | None = None,
         move_refusal: str | None = None,
     ) -> None:
@@ -151,6 +153,7 @@ class PromptReader:
         self.names = names
         self._store = store
         self._pool = pool
+        self._costs = costs
         self._moving = moving
         self._move_refusal = move_refusal
 
@@ -307,10 +310,10 @@ class PromptReader:
     def _observe(self, reading: Reading) -> None:
         """Learn what this reading took, once its first token exists."""
         stages = reading.clock.stages()
-        if self._moving is None or reading._observed or "first_token" not in stages:
+        if reading._observed or "first_token" not in stages:
             return
         reading._observed = True
-        costs = self._moving.costs
+        costs = self._costs
         if reading.moved is not None:
             costs.observe_move(rows=reading.plan.moved_tokens, seconds=stages["move"] / 1000.0)
             if reading.moved.expected_seconds:

@@ -8,7 +8,7 @@ from kvboost.engine.assembly import Assembly
 from kvboost.types import CacheStats, MovedReuseStats, StoreStats
 
 
-def cache_stats(stats: StoreStats, *, errors: int, parts: Assembly | None, refusal: str | None) -> CacheStats:
+def cache_stats(stats: StoreStats, *, parts: Assembly | None, refusal: str | None) -> CacheStats:
     """The store's counters and what the engine adds. Hits and misses count chunks asked for."""
     asked = stats.hits + stats.misses
     moved = parts.moving.moved_chunks if parts and parts.moving else 0
@@ -21,8 +21,8 @@ def cache_stats(stats: StoreStats, *, errors: int, parts: Assembly | None, refus
         hit_rate=(stats.hits + moved) / asked if asked else 0.0,
         exact_hit_rate=stats.hits / asked if asked else 0.0,
         evictions=stats.evictions,
-        store_errors=errors,
-        bytes_by_tier={stats.tier: stats.bytes},
+        store_errors=parts.guarded.errors if parts else 0,
+        bytes_by_tier={tier.tier: tier.bytes for tier in (stats, *stats.below)},
         moved_reuse=_moved_reuse(parts, refusal),
         workspace_bytes=parts.pool.idle_bytes if parts else 0,
     )

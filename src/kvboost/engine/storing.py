@@ -1,0 +1,40 @@
+"""Opens the store that the settings ask for: memory, and the tiers below it.
+
+Called once when an engine is assembled. Invariant: what a tier hands up was written for this model, this tenant and
+these settings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+from kvboost.config import EngineConfig
+from kvboost.engine.costs import CostModel
+from kvboost.extend import ChunkStore, Tier
+from kvboost.model import KVLayout
+from kvboost.store import DiskTier, MemoryStore, RecordFormat, TieredStore
+from kvboost.types import Namespace
+
+_RECORD_BYTES = 64 * 2**20
+_LONGEST_CHUNKS = 16  # times the average that a record may hold: chunks vary in length
+
+
+def open_store(config: EngineConfig, *, root: bytes, layout: KVLayout, costs: CostModel) -> ChunkStore:
+    """The engine's own store. ``root`` names the model and the settings that its keys descend from."""
+    memory = MemoryStore(int(config.cache_bytes), max_chunks=config.max_chunks)
+    tiers: list[Tier] = []
+    if config.disk_cache_dir is not None:
+        tenant = hashlib.sha256(b"kvboost.tenant.1" + config.tenant.encode()).digest()
+        longest = _LONGEST_CHUNKS * config.chunk_size * layout.bytes_per_token
+        records = RecordFormat(Namespace(root, tenant), max_bytes=max(_RECORD_BYTES, longest))
+        tiers.append(DiskTier(config.disk_cache_dir, capacity_bytes=int(config.disk_cache_bytes), records=records))
+    if not tiers:
+        return memory
+
+    def compute_seconds(tokens: int) -> float:
+        if not costs.in_seconds:
+            return math.inf  # nothing is known yet: loading is tried
+        return costs.read_seconds(forwards=tokens / config.chunk_size, rows=tokens)
+
+    return TieredStore(memory, tiers, compute_seconds=compute_seconds, fits=layout.fits)
