@@ -9,7 +9,7 @@ import pytest
 
 from kvboost.bench.cli import main
 
-NEED_A_MODEL = ("limit", "rivals", "grid", "exactness", "fidelity", "repair", "moved", "reasoning")
+NEED_A_MODEL = ("limit", "rivals", "grid", "exactness", "fidelity", "repair", "moved", "reasoning", "restart")
 
 
 @pytest.mark.parametrize("command", NEED_A_MODEL)
