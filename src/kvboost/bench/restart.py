@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> Report:
         plain.close()
     table.notes.append(
         "Median [lowest highest]. A new engine for every sample: its memory is empty, what it reads comes from the "
-        "tier. Time counts from the call of generate(). The disk is read past the page cache where the file system allows."
+        "tier. Time counts from the call of generate(). The disk is read past the page cache where its file system "
+        "allows that."
     )
     report.tables.append(table)
     return report
