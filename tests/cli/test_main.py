@@ -75,10 +75,10 @@ def test_a_mistake_is_one_line(
 
 def test_prompts_come_as_json_lines_or_as_text(tmp_path: Path) -> None:
     file = tmp_path / "p"
-    file.write_text('{"prompt": "a"}\n\n{"token_ids": [1, 2]}\n')
-    assert read_prompts(file) == ["a", [1, 2]]
+    file.write_text('{"prompt": "a"}\n\n{"token_ids": [1, 2], "boundaries": [5]}\n')
+    assert read_prompts(file) == (["a", [1, 2]], [[], [5]])
     file.write_text("one\ntwo\n")
-    assert read_prompts(file) == ["one", "two"]
+    assert read_prompts(file) == (["one", "two"], [[], []])
     file.write_text('{"prompt": "a"}\n{"text": "b"}\n')
     with pytest.raises(Exception, match="line 2"):
         read_prompts(file)

@@ -100,3 +100,14 @@ def test_a_file_that_is_no_calibration_says_what_to_do(tmp_path: Path, content: 
         Calibration.load(file)
     with pytest.raises(ConfigError, match="kvboost calibrate MODEL"):
         Calibration.load(tmp_path / "absent.json")
+
+
+@pytest.mark.usefixtures("few_ratios")
+def test_boundaries_are_cut_at_as_they_are_in_requests(tiny: Tiny) -> None:
+    engine = engine_for(tiny("llama", max_position_embeddings=1024), chunk_size=512)
+    with pytest.raises(ConfigError, match="only 0 of the prompts"):
+        engine.calibrate(traffic(), progress=False)
+    ends = [[len(HEAD) + 96 * k for k in range(4)]] * 14
+    assert engine.calibrate(traffic(), boundaries=ends, tolerated=0.05, progress=False).compared >= 10
+    with pytest.raises(ConfigError, match="1 lists of boundaries for 14 prompts"):
+        engine.calibrate(traffic(), boundaries=ends[:1], progress=False)

@@ -66,14 +66,16 @@ def _doctor(args: argparse.Namespace) -> None:
 
 
 def _calibrate(args: argparse.Namespace) -> None:
-    prompts = read_prompts(args.prompts)
+    prompts, boundaries = read_prompts(args.prompts)
     if args.tolerated is not None and not 0.0 < args.tolerated < 1.0:
         raise ConfigError(f"--tolerated {args.tolerated} is not a share; give 0.05 for five answers in a hundred")
     if not args.out.expanduser().resolve().parent.is_dir():
         raise ConfigError(f"there is no folder to write {args.out} into; create it first")
     print(f"loading {args.model}", file=sys.stderr)
     with KVBoost.from_pretrained(args.model, dtype=args.dtype) as engine:
-        result = engine.calibrate(prompts, tolerated=args.tolerated, save_to=args.out.expanduser())
+        result = engine.calibrate(
+            prompts, boundaries=boundaries, tolerated=args.tolerated, save_to=args.out.expanduser()
+        )
     print("rows again   answers that differ   tokens that agree")
     for row in result.measured:
         print(f"{row.ratio:>9.0%}{row.differing:>20.1%}{row.agreement:>22.1%}")
@@ -85,8 +87,8 @@ def _calibrate(args: argparse.Namespace) -> None:
     print(f'Written to {args.out}; use it with KVBoost(..., calibration="{args.out}").')
 
 
-def read_prompts(file: Path) -> list[str | list[int]]:
-    """The prompts in ``file``: JSON Lines, or one text per line. Blank lines are skipped."""
+def read_prompts(file: Path) -> tuple[list[str | list[int]], list[list[int]]]:
+    """The prompts in ``file`` and the boundaries of each: JSON Lines, or one text per line. Blank lines are skipped."""
     try:
         lines = [line for line in file.expanduser().read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -94,14 +96,17 @@ def read_prompts(file: Path) -> list[str | list[int]]:
     if not lines:
         raise ConfigError(f"{file} is empty; give the prompts of your traffic, one per line")
     if not lines[0].lstrip().startswith("{"):
-        return list(lines)
+        return list(lines), [[]] * len(lines)
     prompts: list[str | list[int]] = []
+    boundaries: list[list[int]] = []
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
             prompts.append(str(record["prompt"]) if "prompt" in record else [int(i) for i in record["token_ids"]])
+            boundaries.append([int(i) for i in record.get("boundaries", [])])
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f'{file}, line {number}: expected {{"prompt": text}} or {{"token_ids": [...]}} ({error!r})'
+                f'{file}, line {number}: expected {{"prompt": text}} or {{"token_ids": [...]}}, '
+                f'with "boundaries": [...] if you like ({error!r})'
             ) from error
-    return prompts
+    return prompts, boundaries

@@ -30,6 +30,7 @@ RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)
 def calibrate(
     prompts: Sequence[list[int]],
     *,
+    boundaries: Sequence[Sequence[int]],
     parts: Assembly,
     tolerated: float | None,
     progress: bool,
@@ -45,7 +46,12 @@ def calibrate(
     }
     with tqdm(total=len(prompts), unit="prompt", desc="calibrating", disable=not progress, delay=2) as bar:
         outcomes = compare_on(
-            prompts, runner=parts.runner, exact=parts.exact_reader(store, pool), moving=moving, step=bar.update
+            prompts,
+            boundaries=boundaries,
+            runner=parts.runner,
+            exact=parts.exact_reader(store, pool),
+            moving=moving,
+            step=bar.update,
         )
     share = repair.tolerated_share if tolerated is None else tolerated
     return conclude(outcomes, weights=parts.weights, strategy=repair.strategy.name, tolerated=share)
@@ -54,6 +60,7 @@ def calibrate(
 def compare_on(
     prompts: Iterable[list[int]],
     *,
+    boundaries: Iterable[Sequence[int]],
     runner: ModelRunner,
     exact: PromptReader,
     moving: dict[float, PromptReader],
@@ -61,12 +68,12 @@ def compare_on(
 ) -> dict[float, Comparisons]:
     """Read every prompt whole and with moved chunks at each ratio. All readers share one store."""
     outcomes = {ratio: Comparisons() for ratio in moving}
-    for tokens in prompts:
-        with exact.open(tokens, boundaries=(), new_rows=FIRST_TOKENS, clock=StageClock()) as whole:
+    for tokens, ends in zip(prompts, boundaries, strict=True):
+        with exact.open(tokens, boundaries=ends, new_rows=FIRST_TOKENS, clock=StageClock()) as whole:
             exact.advance_to_last_step(whole)
             answer = _greedy(runner, tokens[whole.plan.steps[-1].start :], whole.cache)
             for ratio, reader in moving.items():
-                _compare(runner, reader, tokens, answer, outcomes[ratio])
+                _compare(runner, reader, tokens, ends, answer, outcomes[ratio])
             # Only now: a prompt must not find itself.
             exact.commit(whole)
         step()
@@ -84,9 +91,14 @@ def _greedy(runner: ModelRunner, tokens: Sequence[int], cache: Any) -> list[int]
 
 
 def _compare(
-    runner: ModelRunner, reader: PromptReader, tokens: list[int], answer: list[int], outcome: Comparisons
+    runner: ModelRunner,
+    reader: PromptReader,
+    tokens: list[int],
+    boundaries: Sequence[int],
+    answer: list[int],
+    outcome: Comparisons,
 ) -> None:
-    with reader.open(tokens, boundaries=(), new_rows=FIRST_TOKENS, clock=StageClock(), move=True) as reading:
+    with reader.open(tokens, boundaries=boundaries, new_rows=FIRST_TOKENS, clock=StageClock(), move=True) as reading:
         if reading.moved is None:
             return
         reader.advance_to_last_step(reading)

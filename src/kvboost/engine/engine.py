@@ -317,6 +317,7 @@ class KVBoost:
         self,
         prompts: Iterable[Prompt],
         *,
+        boundaries: Sequence[Sequence[int]] | None = None,
         tolerated: float | None = None,
         save_to: str | Path | None = None,
         progress: bool = True,
@@ -324,15 +325,19 @@ class KVBoost:
         """Find the smallest share of rows to compute again, on prompts as your traffic has them, in their order.
 
         Each prompt is read whole and, where earlier ones left text that turns up in it, with moved chunks at
-        several ratios. ``tolerated`` is the largest share of answers whose first tokens may differ (by default
-        what ``quality`` stands for). Give the file written to ``save_to`` to new engines as ``calibration``.
+        several ratios. ``boundaries`` are each prompt's, as :meth:`generate` takes them. ``tolerated`` is the
+        largest share of answers whose first tokens may differ (by default what ``quality`` stands for). Give the file
+        written to ``save_to`` to new engines as ``calibration``.
         """
         if self._parts is None or self._parts.moving is None:
             reason = self._parts.reader.why_not_moved() if self._parts else self._refusal
             raise ConfigError(f"nothing to calibrate: this engine moves no chunks ({reason or 'quality is exact'})")
         encoded = [self._encoder.encode(prompt) for prompt in prompts]
+        ends = boundaries if boundaries is not None else [()] * len(encoded)
+        if len(ends) != len(encoded):
+            raise ConfigError(f"{len(ends)} lists of boundaries for {len(encoded)} prompts; give one for each")
         with self._turn:
-            result = calibrate(encoded, parts=self._parts, tolerated=tolerated, progress=progress)
+            result = calibrate(encoded, boundaries=ends, parts=self._parts, tolerated=tolerated, progress=progress)
         if save_to is not None:
             result.save(save_to)
         return result
