@@ -301,9 +301,9 @@ class DiskTier:
         for space in spaces:  # also what the index has lost sight of
             for first in range(256):
                 entered = index.keys_in(space, first)
-                for key in self._layout.keys(self._layout.folder(space, first)):
+                for key, path in self._layout.records(self._layout.folder(space, first)).items():
                     if key not in entered:
-                        self._remove_file((space, key))
+                        self._files.remove(path)
 
     # The rest
 

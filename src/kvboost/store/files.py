@@ -207,9 +207,9 @@ class Layout:
         """Where the records of a space lie whose keys begin with this byte."""
         return self.directory / space.hex() / f"{first:02x}"
 
-    def keys(self, folder: Path) -> list[bytes]:
-        """The keys of the records in a folder."""
-        return [bytes.fromhex(name[:-3]) for name in _names(folder, 64, suffix=_SUFFIX)]
+    def records(self, folder: Path) -> dict[bytes, Path]:
+        """What has a record's name in a folder, by the key it is named after."""
+        return {bytes.fromhex(name[:64]): folder / name for name in _names(folder, 64, suffix=_SUFFIX)}
 
 
 def _names(folder: Path, digits: int, *, suffix: str = "") -> list[str]:

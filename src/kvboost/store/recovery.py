@@ -68,12 +68,11 @@ def reconcile(index: ChunkIndex, layout: Layout, files: Files) -> None:
         return
     for space in {*index.spaces(), *layout.spaces()}:
         for first in range(256):
-            folder = layout.folder(space, first)
-            there, entered = set(layout.keys(folder)), index.keys_in(space, first)
-            if gone := entered - there:
+            there, entered = layout.records(layout.folder(space, first)), index.keys_in(space, first)
+            if gone := entered - there.keys():
                 index.strike((space, key) for key in gone)
-            if unknown := there - entered:
-                index.adopt(list(_found(layout, files, space, unknown)))
+            if unknown := there.keys() - entered:
+                index.adopt(list(_found(layout, files, space, {key: there[key] for key in unknown})))
     index.set_meta(_BOOT, boot)
 
 
@@ -105,15 +104,15 @@ def inode(path: Path) -> int | None:
 
 
 def _found(
-    layout: Layout, files: Files, space: bytes, keys: set[bytes]
+    layout: Layout, files: Files, space: bytes, unknown: dict[bytes, Path]
 ) -> Iterator[tuple[bytes, Namespace, BlockInfo, int, int]]:
-    for key in keys:
-        path = layout.record(space, key)
+    for key, path in unknown.items():
         try:
             status = path.stat()
             first = files.head(path, PAGE)
             header = inspect(files.head(path, header_length(first)) if header_length(first) > PAGE else first)
-            if (header.key, space_of(header), header.record_bytes) != (key, space, status.st_size):
+            place = layout.record(space_of(header), header.key)
+            if (header.key, place, header.record_bytes) != (key, path, status.st_size):
                 raise RecordError("the file is not the record its name says")
         except FileNotFoundError:
             continue  # evicted meanwhile
