@@ -4,7 +4,7 @@ usage: python proofs/disk_kills.py [--kills 1000] [--seed 0]
 
 Every round two processes write to one directory, with overlapping keys, until both are killed with SIGKILL. A writer
 says through a pipe what was stored, after ``store`` returned. Then the directory is opened: everything acknowledged
-must be there, to the bit, unless the budget made it go; every file must be a whole record; the books must be the files.
+must be there, to the bit, unless the budget made it go; every file must be a whole record and be in the books.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from kvboost.bench.report import describe_machine
 from kvboost.store.disk import DiskTier
 from kvboost.store.record import RecordFormat
+from kvboost.store.recovery import charge
 from kvboost.types import KVBlock, Namespace, PutOutcome
 
 _NAMESPACE = Namespace(hashlib.sha256(b"kills").digest(), hashlib.sha256(b"tenant").digest())
@@ -100,7 +101,7 @@ def kill_round(directory: Path, capacity: int, rng: random.Random) -> set[int]:
     said: set[int] = set()
     for _, reading in writers:
         os.read(reading, 4)  # it has opened the directory
-    time.sleep(rng.random() * 0.06)
+    time.sleep(rng.random() * 0.12)
     for process, _ in rng.sample(writers, 2):
         os.kill(process, signal.SIGKILL)
         if rng.random() < 0.5:
@@ -141,15 +142,13 @@ def main() -> int:
                 for number, found in zip(numbers, tier.load([key(n) for n in numbers]), strict=True):
                     expected = block(number)
                     checked += 1
-                    if found is None or found.tokens != expected.tokens or found.parent_key != expected.parent_key:
-                        wrong += 1
-                    elif not torch.equal(found.tensors[0], expected.tensors[0]):
-                        wrong += 1
+                    same = found is not None and torch.equal(found.tensors[0], expected.tensors[0])
+                    wrong += not (same and found.tokens == expected.tokens and found.parent_key == expected.parent_key)
                 if capacity == _LARGE:
                     lost += len(said - set(numbers))
-                sizes = sum(path.stat().st_blocks * 512 for path in directory.glob("*/*/*.kv"))
-                over += max(sizes, tier.directory_bytes()) > capacity
-                over += tier.stats().chunks != len(names)
+                # A chunk in the books may have lost its file, as it was about to go. No file may be missing there.
+                sizes = sum(charge(path.stat().st_size) for path in directory.glob("*/*/*.kv"))
+                over += not sizes <= tier.directory_bytes() <= capacity
                 leftovers += sum(not path.name.endswith(".lock") for path in (directory / "tmp").iterdir())
                 leftovers += tier.stats().rejected
                 tier.close()

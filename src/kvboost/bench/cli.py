@@ -8,7 +8,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
-from kvboost.bench import exactness, fidelity, found, grid, growth, limit, moved, reasoning, repair, restart, rivals
+from kvboost.bench import (
+    disk,
+    exactness,
+    fidelity,
+    found,
+    grid,
+    growth,
+    limit,
+    moved,
+    reasoning,
+    repair,
+    restart,
+    rivals,
+)
 from kvboost.bench.report import BenchError, Report
 from kvboost.errors import KVBoostError
 
@@ -22,7 +35,7 @@ class _Measurement(Protocol):
 
 _MEASUREMENTS = {
     module.__name__.rpartition(".")[2]: cast(_Measurement, module)
-    for module in (limit, rivals, grid, growth, exactness, fidelity, found, repair, moved, reasoning, restart)
+    for module in (limit, rivals, grid, growth, exactness, fidelity, found, repair, moved, reasoning, restart, disk)
 }
 
 
