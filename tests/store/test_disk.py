@@ -16,7 +16,7 @@ from kvboost.errors import ConfigError
 from kvboost.extend import Tier
 from kvboost.store import recovery
 from kvboost.store.disk import DiskTier
-from kvboost.store.files import Files
+from kvboost.store.files import Files, Layout
 from kvboost.store.record import RecordFormat
 from kvboost.testing import TierContract
 from kvboost.testing.content import prompt
@@ -289,7 +289,7 @@ def test_files_the_index_forgot_are_counted_again(tmp_path: Path, monkeypatch: p
     tier = open_tier(tmp_path)
     index = tier._directory.index()
     a, b, c = keys(prompt("a", "b", "c"))
-    index.strike([(tier._space, b), (tier._space, c)])
+    index.strike([(tier._space, b), (tier._space, c)], lambda place: False)
     tier._layout.record(tier._space, a).unlink()
     strange = tier._layout.record(tier._space, b).with_name(b.hex()[:2] + "00" * 31 + ".kv")
     strange.write_bytes(tier._layout.record(tier._space, b).read_bytes())  # whole, but not what its name says
@@ -302,6 +302,26 @@ def test_files_the_index_forgot_are_counted_again(tmp_path: Path, monkeypatch: p
         tier.close()
     assert not strange.exists()
     assert len(record_files(tmp_path)) == 2
+
+
+def test_what_others_write_meanwhile_stays_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody stores a block between the look at the folder and the look at the index."""
+    other = open_tier(tmp_path)
+    monkeypatch.setattr(recovery, "_boot_id", lambda: "after the power came back")
+    look, found = Layout.records, []
+
+    def look_slowly(self: Layout, folder: Path) -> dict[bytes, Path]:
+        records = look(self, folder)
+        if folder.name == prompt("a")[0].prefix_key.hex()[:2]:
+            found.append(store_all(other, prompt("a")))
+        return records
+
+    monkeypatch.setattr(Layout, "records", look_slowly)
+    tier = open_tier(tmp_path)
+    assert [PutOutcome.STORED] in found
+    assert tier.stats().chunks == len(record_files(tmp_path)) == 1
+    tier.close()
+    other.close()
 
 
 def test_a_block_must_fit_the_format(tmp_path: Path) -> None:

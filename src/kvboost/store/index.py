@@ -238,13 +238,13 @@ class ChunkIndex:
                 number = self._space_id(space, namespace)
                 self._add(number, info, size=size, stamp=stamp, writer=None, unless_there=True)
 
-    def strike(self, places: Iterable[Place]) -> None:
-        """Strike out written chunks of any space."""
+    def strike(self, places: Iterable[Place], is_there: Callable[[Place], bool]) -> None:
+        """Strike out written chunks of any space whose files are not there."""
         query = (
             "DELETE FROM chunks WHERE space = (SELECT id FROM spaces WHERE space = ?) AND key = ? AND writer IS NULL"
         )
-        with self._transaction():
-            self._write.executemany(query, list(places))
+        with self._transaction():  # so that no file comes between the look and the stroke
+            self._write.executemany(query, [place for place in places if not is_there(place)])
 
     def meta(self, name: str) -> str | None:
         """A note about the directory."""

@@ -69,8 +69,8 @@ def reconcile(index: ChunkIndex, layout: Layout, files: Files) -> None:
     for space in {*index.spaces(), *layout.spaces()}:
         for first in range(256):
             there, entered = layout.records(layout.folder(space, first)), index.keys_in(space, first)
-            if gone := entered - there.keys():
-                index.strike((space, key) for key in gone)
+            if gone := entered - there.keys():  # or written by others since: the index looks again
+                index.strike([(space, key) for key in gone], lambda place: layout.record(*place).exists())
             if unknown := there.keys() - entered:
                 index.adopt(list(_found(layout, files, space, {key: there[key] for key in unknown})))
     index.set_meta(_BOOT, boot)

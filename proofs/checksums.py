@@ -1,0 +1,79 @@
+"""How fast the checks a chunk record could use are on this machine: 1 MB at a time, one thread and two.
+
+usage: python proofs/checksums.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import importlib.util
+import os
+import statistics
+import threading
+import time
+import zlib
+from collections.abc import Callable
+
+from kvboost.bench.report import describe_machine
+
+_VALUE = 2**20
+_VALUES = 32  # 32 MB, more than the CPU's caches hold
+_REPEAT = 7
+
+
+def ways() -> dict[str, Callable[[memoryview], object]]:
+    key = os.urandom(32)
+    found: dict[str, Callable[[memoryview], object]] = {
+        "zlib.crc32": zlib.crc32,
+        "hashlib.sha256": lambda data: hashlib.sha256(data).digest(),
+        "hashlib.blake2b": lambda data: hashlib.blake2b(data).digest(),
+        "HMAC-SHA256": lambda data: hmac.new(key, data, "sha256").digest(),
+        "keyed BLAKE2b": lambda data: hashlib.blake2b(data, key=key).digest(),
+    }
+    if importlib.util.find_spec("xxhash"):
+        import xxhash
+
+        found["xxhash.xxh3_128"] = lambda data: xxhash.xxh3_128(data).digest()
+    if importlib.util.find_spec("google_crc32c"):
+        import google_crc32c
+
+        found["google_crc32c (takes bytes only)"] = lambda data: google_crc32c.value(bytes(data))
+    if importlib.util.find_spec("cryptography"):
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        cipher = AESGCM(key)
+        found["AES-256-GCM, encrypting"] = lambda data: cipher.encrypt(os.urandom(12), data, None)
+    return found
+
+
+def gigabytes_per_second(check: Callable[[memoryview], object], data: memoryview, threads: int) -> float:
+    values = [data[at : at + _VALUE] for at in range(0, len(data), _VALUE)]
+
+    def work(share: list[memoryview]) -> None:
+        for value in share:
+            check(value)
+
+    samples = []
+    for _ in range(_REPEAT):
+        workers = [threading.Thread(target=work, args=(values[n::threads],)) for n in range(threads)]
+        begin = time.perf_counter()
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        samples.append(len(data) / 1e9 / (time.perf_counter() - begin))
+    return statistics.median(samples)
+
+
+def main() -> None:
+    data = memoryview(bytearray(os.urandom(_VALUE * _VALUES)))
+    print(describe_machine().line)
+    print("\n| check | GB/s, one thread | two threads |\n|---|---:|---:|")
+    for name, check in ways().items():
+        one, two = (gigabytes_per_second(check, data, threads) for threads in (1, 2))
+        print(f"| {name} | {one:.2f} | {two:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
