@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from kvboost.bench import (
+    codec,
     disk,
     exactness,
     fidelity,
@@ -35,7 +36,21 @@ class _Measurement(Protocol):
 
 _MEASUREMENTS = {
     module.__name__.rpartition(".")[2]: cast(_Measurement, module)
-    for module in (limit, rivals, grid, growth, exactness, fidelity, found, repair, moved, reasoning, restart, disk)
+    for module in (
+        limit,
+        rivals,
+        grid,
+        growth,
+        exactness,
+        fidelity,
+        found,
+        repair,
+        moved,
+        reasoning,
+        restart,
+        disk,
+        codec,
+    )
 }
 
 

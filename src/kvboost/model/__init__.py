@@ -1,6 +1,7 @@
 """The model side, and the only place that imports Transformers."""
 
 from kvboost.model.cache import KVLayout, RowChanges, SlabCache
+from kvboost.model.codec import CODECS, KVCodec, codec_for
 from kvboost.model.fingerprint import ModelIdentity
 from kvboost.model.generation import (
     Decoded,
@@ -19,7 +20,9 @@ from kvboost.model.runner import ModelRunner
 from kvboost.model.spread import Spread
 
 __all__ = [
+    "CODECS",
     "Decoded",
+    "KVCodec",
     "KVLayout",
     "KeyMover",
     "ModelFacts",
@@ -29,6 +32,7 @@ __all__ = [
     "RowRunner",
     "SlabCache",
     "Spread",
+    "codec_for",
     "end_token_ids",
     "load_model",
     "pad_token_id",
