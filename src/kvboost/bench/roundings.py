@@ -71,11 +71,11 @@ def _rounded(states: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def _hadamard(dim: int) -> torch.Tensor:
+    size = dim & -dim  # the largest power of two that divides it
     matrix = torch.ones(1, 1)
-    while 2 * len(matrix) <= dim and dim % (2 * len(matrix)) == 0:
+    while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    blocks = [matrix / len(matrix) ** 0.5] * (dim // len(matrix))
-    return torch.block_diag(*blocks)
+    return torch.kron(torch.eye(dim // size), torch.div(matrix, size**0.5))
 
 
 SCHEMES: dict[str, Rounding] = {

@@ -78,9 +78,14 @@ def group_of(dim: int) -> int:
     return _GROUP if dim % _GROUP == 0 else dim
 
 
+def in_groups(tensor: torch.Tensor, group: int) -> torch.Tensor:
+    """A view [..., dim / group, group] of ``tensor`` [..., dim]."""
+    return tensor.view(*tensor.shape[:-1], tensor.shape[-1] // group, group)
+
+
 def finite(tensor: torch.Tensor) -> torch.Tensor:
     """In float32, with zero for what is not finite: it must not spoil the elements it shares a scale with."""
-    return torch.nan_to_num(tensor.float(), nan=0.0, posinf=0.0, neginf=0.0).clamp_(-_LARGEST, _LARGEST)
+    return torch.nan_to_num(tensor.float().contiguous(), nan=0.0, posinf=0.0, neginf=0.0).clamp_(-_LARGEST, _LARGEST)
 
 
 def rows_of(cache: SlabCache, layout: KVLayout, start: int, tokens: int, *, row: int) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from kvboost.model.cache import KVLayout, SlabCache, TensorSpec
-from kvboost.model.codec.base import empty_block, expect, finite, group_of, rows_of, tiles
+from kvboost.model.codec.base import empty_block, expect, finite, group_of, in_groups, rows_of, tiles
 
 WINDOW = 64
 """Tokens over which a channel of the keys has one mean."""
@@ -127,12 +127,12 @@ class Int4Codec:
                 expect(tensor, spec.dtype, len(slots), spec.heads, kept, spec.dim)
         if rest:
             for part, tensors in self._by_part(packed):
-                spec, slots = part.spec, len(part.indices)
+                spec, count = part.spec, len(part.indices)
                 expect(tensors[0], torch.int8, part.pairs, spec.heads, rest, spec.dim)
                 for tensor, dtype in ((tensors[1], torch.bfloat16), (tensors[2], torch.int8)):
-                    expect(tensor, dtype, slots, spec.heads, rest, spec.dim // part.scale_group)
+                    expect(tensor, dtype, count, spec.heads, rest, spec.dim // part.scale_group)
                 if part.keys:
-                    expect(tensors[3], torch.bfloat16, slots, spec.heads, -(-rest // WINDOW), spec.dim)
+                    expect(tensors[3], torch.bfloat16, count, spec.heads, -(-rest // WINDOW), spec.dim)
         return rest + kept, kept
 
     def _by_part(self, packed: Sequence[torch.Tensor]) -> Iterator[tuple[_Part, Sequence[torch.Tensor]]]:
@@ -168,15 +168,18 @@ class _Rotation:
     """A Hadamard rotation of a head. Where its size is no power of two, of its parts: 80 is 64 and 16."""
 
     def __init__(self, spec: TensorSpec) -> None:
-        blocks, left = [], spec.dim
+        blocks: list[int] = []
+        left = spec.dim
         while left:
             blocks.append(1 << (left.bit_length() - 1))
             left -= blocks[-1]
-        matrix = torch.block_diag(*(_hadamard(size) for size in blocks)).to(spec.device, _matrix_dtype(spec.device))
+        matrix = torch.zeros(spec.dim, spec.dim, device=spec.device, dtype=_matrix_dtype(spec.device))
+        starts = [sum(blocks[:index]) for index in range(len(blocks))]
+        for first, size in zip(starts, blocks, strict=True):
+            matrix[first : first + size, first : first + size] = _hadamard(size)
         self._matrix = matrix  # [dim, dim]
         # Of the matrix as it was rounded, so that the two cancel.
-        self._inverse = torch.linalg.inv(matrix.double()).float()
-        starts = [sum(blocks[:index]) for index in range(len(blocks))]
+        self._inverse: torch.Tensor = torch.linalg.inv(matrix.double()).float()
         # What is added to all elements of a rotated part is one element of the part itself.
         self._firsts = [(first, size**0.5) for first, size in zip(starts, blocks, strict=True)]
 
@@ -218,13 +221,13 @@ def _hadamard(size: int) -> torch.Tensor:
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / size**0.5
+    return torch.div(matrix, size**0.5)
 
 
 def _means(states: torch.Tensor) -> torch.Tensor:
     """Take each window's mean off ``states`` [slots, heads, tokens, dim]; returns [slots, heads, windows, dim]."""
     means = []
-    for window in states.split(WINDOW, dim=2):
+    for window in torch.split(states, WINDOW, dim=2):
         means.append(window.mean(dim=2, keepdim=True).bfloat16())
         window.sub_(means[-1].float())
     return torch.cat(means, dim=2)
@@ -232,7 +235,7 @@ def _means(states: torch.Tensor) -> torch.Tensor:
 
 def _quantise(states: torch.Tensor, group: int) -> list[torch.Tensor]:
     """Codes of both halves of the slots in one byte, scales and centres, for ``states`` [slots, ..., dim]."""
-    grouped = states.unflatten(-1, (-1, group))  # [..., groups, group]
+    grouped = in_groups(states, group)  # [..., groups, group]
     low, high = grouped.aminmax(dim=-1)
     low, high = low.clamp_max_(0.0), high.clamp_min_(0.0)  # with zero inside, a centre is at most 7.5 scales away
     scales = ((high - low) / 15).bfloat16()
@@ -259,6 +262,6 @@ def _dequantise(states: torch.Tensor, scales: torch.Tensor, offsets: torch.Tenso
     wide = target if whole else torch.empty(target.shape, device=target.device)
     wide.copy_(states)
     # Two calls: addcmul is not vectorised where two of its arguments are constant along a row.
-    wide.unflatten(-1, (-1, group)).mul_(scales.unsqueeze(-1)).add_(offsets.unsqueeze(-1))
+    in_groups(wide, group).mul_(scales.unsqueeze(-1)).add_(offsets.unsqueeze(-1))
     if not whole:
         target.copy_(wide)

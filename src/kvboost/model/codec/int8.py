@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from kvboost.model.cache import KVLayout, SlabCache
-from kvboost.model.codec.base import empty_block, expect, finite, group_of, rows_of, tiles
+from kvboost.model.codec.base import empty_block, expect, finite, group_of, in_groups, rows_of, tiles
 
 _LEVELS = 127
 
@@ -30,7 +30,7 @@ class Int8Codec:
         """Codes and scales of every slab."""
         packed: list[torch.Tensor] = []
         for tensor in tensors:
-            grouped = finite(tensor).unflatten(-1, (-1, group_of(tensor.shape[-1])))  # [..., groups, group]
+            grouped = in_groups(finite(tensor), group_of(tensor.shape[-1]))  # [..., groups, group]
             # bfloat16 has float32's range, and the codes are made for the scale as it was rounded.
             scales = (grouped.abs().amax(-1) / _LEVELS).bfloat16()
             divisor = scales.float().clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
@@ -73,6 +73,6 @@ class Int8Codec:
                 # Straight into the slab where it is float32; otherwise by way of a tile that stays in the cache.
                 tile = target[part] if whole else torch.empty(target[part].shape, device=target.device)
                 tile.copy_(codes[part])
-                tile.unflatten(-1, (-1, group)).mul_(scales[part])
+                in_groups(tile, group).mul_(scales[part])
                 if not whole:
                     target[part].copy_(tile)
