@@ -9,11 +9,18 @@ import pytest
 
 from kvboost.bench.cli import main
 
-<<<<<<< HEAD
-NEED_A_MODEL = ("limit", "rivals", "grid", "exactness", "fidelity", "repair", "moved", "reasoning", "restart")
-=======
-NEED_A_MODEL = ("limit", "rivals", "grid", "exactness", "fidelity", "repair", "moved", "reasoning", "codec")
->>>>>>> 89752a8 (Hold the codecs to their bounds, axes and ratios)
+NEED_A_MODEL = (
+    "limit",
+    "rivals",
+    "grid",
+    "exactness",
+    "fidelity",
+    "repair",
+    "moved",
+    "reasoning",
+    "restart",
+    "codec",
+)
 
 
 @pytest.mark.parametrize("command", NEED_A_MODEL)
