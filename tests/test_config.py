@@ -70,7 +70,7 @@ def test_defaults_are_valid_and_sizes_become_numbers() -> None:
         {"quality": None},
         {"shadow_share": "0.1"},
         {"quality": -0.1},
-        {"kv_cache_bits": 8},
+        {"kv_cache_bits": 5},
         {"disk_cache_bytes": "much"},
     ],
     ids=lambda bad: "-".join(bad),

@@ -11,12 +11,6 @@ from kvboost.errors import ConfigError
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
-# Names that earlier users know and whose features are not built yet: giving them is an error, not a no-op.
-_NOT_BUILT = {
-    "kv_cache_bits": (16, "storing KV in fewer bits"),
-}
-
-
 QUALITIES = ("exact", "high", "fast")
 
 
@@ -77,19 +71,14 @@ class EngineConfig:
     move_at_any_price: bool = False
     """Move chunks also where computing them is expected to be faster, as measurements do."""
     kv_cache_bits: int = 16
-    """Not built yet; anything else raises."""
+    """16 keeps KV as the model has it; 8 and 4 keep it in a half and a quarter of the memory of 16-bit KV. Answers that
+    used such KV are not bitwise (see docs/results/codec.md)."""
     disk_cache_dir: str | Path | None = None
     """Also keep chunks in this directory: they outlive the process, and several processes may share it."""
     disk_cache_bytes: int | str = "20GiB"
     """What the directory may take, over all models and tenants in it."""
 
     def __post_init__(self) -> None:
-        for name, (built, feature) in _NOT_BUILT.items():
-            if getattr(self, name) != built:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r} needs {feature}, which this version does not have yet; "
-                    f"leave {name} at {built!r}"
-                )
         if isinstance(self.quality, str) and self.quality not in QUALITIES:
             raise ConfigError(
                 f"quality={self.quality!r} is not known; use one of {QUALITIES}, or the largest share of answers "
@@ -97,6 +86,8 @@ class EngineConfig:
             )
         if not isinstance(self.quality, str) and not _is_share(self.quality, below_one=True):
             raise ConfigError(f"quality={self.quality!r} is not a share; give 0.02 for two answers in a hundred")
+        if self.kv_cache_bits not in (16, 8, 4):
+            raise ConfigError(f"kv_cache_bits={self.kv_cache_bits} is not known; use 16, 8 or 4")
         if not _is_share(self.shadow_share):
             raise ConfigError(
                 f"shadow_share={self.shadow_share} is not a share; give 0.02 to check 2 % of the requests"

@@ -17,7 +17,16 @@ from kvboost.engine.storing import open_store
 from kvboost.engine.workspace import WorkspacePool
 from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.extend import Chunker, ChunkStore
-from kvboost.model import ModelFacts, ModelIdentity, ModelRunner, probe_model, probe_mover, probe_rows
+from kvboost.model import (
+    KVCodec,
+    ModelFacts,
+    ModelIdentity,
+    ModelRunner,
+    codec_for,
+    probe_model,
+    probe_mover,
+    probe_rows,
+)
 from kvboost.plan import make_chunker
 from kvboost.repair import Calibration, Repair, choose_repair
 
@@ -46,14 +55,11 @@ class Assembly:
     def moving_reader(self, store: GuardedStore, pool: WorkspacePool, repair: Repair) -> PromptReader:
         """A reader over another store that moves chunks and repairs them in this way."""
         assert self.moving is not None
-        moving = self.moving.over(store, repair)
-        return PromptReader(
-            runner=self.runner, names=self.reader.names, store=store, pool=pool, costs=moving.costs, moving=moving
-        )
+        return self.reader.over(store, pool, moving=self.moving.over(store, repair))
 
     def exact_reader(self, store: GuardedStore, pool: WorkspacePool) -> PromptReader:
         """A reader like the engine's own over another store, which moves nothing."""
-        return PromptReader(runner=self.runner, names=self.reader.names, store=store, pool=pool, costs=CostModel())
+        return self.reader.over(store, pool)
 
     def close(self) -> None:
         """Let go of the memory and leave the model as it was."""
@@ -79,19 +85,31 @@ def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, sto
             f"calibration={str(config.calibration)!r} was made with another model's weights; "
             "run `kvboost calibrate` for this one, or leave calibration out"
         )
-    names = ChunkNames(identity, chunker=chunker, tenant=config.tenant, keeps_decoded=config.reuse_generated)
+    codec = codec_for(config.kv_cache_bits, facts.layout)
+    names = ChunkNames(
+        identity, chunker=chunker, tenant=config.tenant, codec=codec.name, keeps_decoded=config.reuse_generated
+    )
     root = names.root()  # hashes the weights now rather than in the first request
     costs = CostModel()
     if store is None:
-        store = open_store(config, root=root, layout=facts.layout, costs=costs)
+        store = open_store(config, root=root, layout=facts.layout, codec=codec, costs=costs)
     guarded = GuardedStore(store)
-    moving, refusal = _make_moving(runner, facts, config, guarded, choose_repair(config, calibration), costs)
+    moving, refusal = _make_moving(
+        runner, facts, config, store=guarded, codec=codec, repair=choose_repair(config, calibration), costs=costs
+    )
     if calibration is not None and calibration.ratio is None:
         refusal = (
             f"at every ratio of the calibration more than {calibration.tolerated_share:.0%} of the answers differed"
         )
     reader = PromptReader(
-        runner=runner, names=names, store=guarded, pool=pool, costs=costs, moving=moving, move_refusal=refusal
+        runner=runner,
+        names=names,
+        codec=codec,
+        store=guarded,
+        pool=pool,
+        costs=costs,
+        moving=moving,
+        move_refusal=refusal,
     )
     return Assembly(store, guarded, facts, pool, reader, moving, runner, identity, config)
 
@@ -100,7 +118,9 @@ def _make_moving(
     runner: ModelRunner,
     facts: ModelFacts,
     config: EngineConfig,
+    *,
     store: GuardedStore,
+    codec: KVCodec,
     repair: Repair | None,
     costs: CostModel,
 ) -> tuple[MovedReuse | None, str | None]:
@@ -116,6 +136,12 @@ def _make_moving(
     except Exception as error:  # noqa: BLE001 - exact reuse was shown to work and goes on, whatever trips here
         return None, f"trying whether this model's chunks can be moved failed: {error!r}"
     moving = MovedReuse(
-        store=store, mover=mover, rows=rows, repair=repair, costs=costs, at_any_price=config.move_at_any_price
+        store=store,
+        mover=mover,
+        rows=rows,
+        codec=codec,
+        repair=repair,
+        costs=costs,
+        at_any_price=config.move_at_any_price,
     )
     return moving, None

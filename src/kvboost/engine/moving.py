@@ -17,7 +17,7 @@ from kvboost.engine.costs import CostModel
 from kvboost.engine.guard import GuardedStore
 from kvboost.engine.repairing import MovedChunks, Repairer
 from kvboost.extend import ContentLease
-from kvboost.model import KeyMover, RowRunner, SlabCache
+from kvboost.model import KeyMover, KVCodec, RowRunner, SlabCache
 from kvboost.plan import variant_key
 from kvboost.repair import Repair, ReuseGuard
 from kvboost.store import context_before
@@ -61,6 +61,7 @@ class MovedReuse:
         store: GuardedStore,
         mover: KeyMover,
         rows: RowRunner,
+        codec: KVCodec,
         repair: Repair,
         costs: CostModel,
         at_any_price: bool = False,
@@ -69,6 +70,7 @@ class MovedReuse:
         self._at_any_price = at_any_price
         self._mover = mover
         self._rows = rows
+        self._codec = codec
         self._repair = repair
         self._repairer = Repairer(mover=mover, rows=rows, repair=repair)
         self._places = _Places()
@@ -80,7 +82,13 @@ class MovedReuse:
     def over(self, store: GuardedStore, repair: Repair) -> MovedReuse:
         """The same for another store and another way of repairing, at any price."""
         return MovedReuse(
-            store=store, mover=self._mover, rows=self._rows, repair=repair, costs=CostModel(), at_any_price=True
+            store=store,
+            mover=self._mover,
+            rows=self._rows,
+            codec=self._codec,
+            repair=repair,
+            costs=CostModel(),
+            at_any_price=True,
         )
 
     def close(self) -> None:
@@ -153,7 +161,8 @@ class MovedReuse:
     def place(self, cache: SlabCache, chunks: Sequence[Chunk], moved: MovedChunks) -> None:
         """Copy the moved chunks to their rows, keys re-rotated."""
         for index, block in moved.blocks.items():
-            self._mover.place(cache, block.tensors, old_start=block.start, new_start=chunks[index].start)
+            tensors = self._codec.unpack(block.tensors)
+            self._mover.place(cache, tensors, old_start=block.start, new_start=chunks[index].start)
 
     def repair(self, reading: Reading, moved: MovedChunks) -> None:
         """Make the moved chunks fit, and compute what is missing between them."""

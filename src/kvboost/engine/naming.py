@@ -18,8 +18,11 @@ from kvboost.types import Chunk, Fingerprint
 class ChunkNames:
     """The chunks of prompts for one model, one chunker and one tenant."""
 
-    def __init__(self, identity: ModelIdentity, *, chunker: Chunker, tenant: str, keeps_decoded: bool) -> None:
+    def __init__(
+        self, identity: ModelIdentity, *, chunker: Chunker, tenant: str, codec: str, keeps_decoded: bool
+    ) -> None:
         self._identity, self._chunker, self._tenant = identity, chunker, tenant
+        self._codec = codec
         self._keeps_decoded = keeps_decoded
         self._lock = threading.Lock()
         self._root: tuple[Any, bytes] | None = None
@@ -37,7 +40,7 @@ class ChunkNames:
                 if self._keeps_decoded:
                     # Decoded rows round differently: what stands behind them may not mix with exact chunks.
                     fields["numerics"] += "|decoded-rows"
-                fingerprint = Fingerprint(**fields, chunker=self._chunker.spec, codec="none", tenant=self._tenant)
+                fingerprint = Fingerprint(**fields, chunker=self._chunker.spec, codec=self._codec, tenant=self._tenant)
                 self._root = (state, fingerprint_root(fingerprint))
             return self._root[1]
 

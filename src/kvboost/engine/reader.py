@@ -22,7 +22,7 @@ from kvboost.engine.naming import ChunkNames
 from kvboost.engine.repairing import MovedChunks
 from kvboost.engine.workspace import WorkspacePool
 from kvboost.extend import Lease
-from kvboost.model import ModelRunner, SlabCache
+from kvboost.model import KVCodec, ModelRunner, SlabCache
 from kvboost.plan import plan_reuse, reusable_chunks
 from kvboost.store import context_before
 from kvboost.types import Chunk, KVBlock, PutOutcome, ReusePlan, ReuseReport, SegmentKind
@@ -39,6 +39,7 @@ class Reading:
     plan: ReusePlan
     cache: SlabCache
     clock: StageClock
+    _codec: KVCodec
     _lease: Lease
     _pool: WorkspacePool
     begins_bitwise: bool
@@ -84,7 +85,7 @@ class Reading:
 
     def block(self, chunk: Chunk, *, key: bytes, context: bytes, generation: int, bitwise: bool = False) -> KVBlock:
         """A copy of this chunk's rows, ready for a store."""
-        tensors = self.cache.extract(chunk.start, chunk.end)
+        tensors = self._codec.pack(self.cache.rows(chunk.start, chunk.end), start=chunk.start)
         return KVBlock(
             key=key,
             parent_key=None if generation else chunk.parent_key,
@@ -92,7 +93,7 @@ class Reading:
             tokens=chunk.tokens,
             tensors=tensors,
             nbytes=sum(t.numel() * t.element_size() for t in tensors),
-            bitwise=bitwise,
+            bitwise=bitwise and self._codec.lossless,
             start=chunk.start,
             context=context,
             generation=generation,
@@ -143,6 +144,7 @@ class PromptReader:
         *,
         runner: ModelRunner,
         names: ChunkNames,
+        codec: KVCodec,
         store: GuardedStore,
         pool: WorkspacePool,
         costs: CostModel,
@@ -151,11 +153,24 @@ class PromptReader:
     ) -> None:
         self._runner = runner
         self.names = names
+        self._codec = codec
         self._store = store
         self._pool = pool
         self._costs = costs
         self._moving = moving
         self._move_refusal = move_refusal
+
+    def over(self, store: GuardedStore, pool: WorkspacePool, *, moving: MovedReuse | None = None) -> PromptReader:
+        """A reader of the same prompts over another store."""
+        return PromptReader(
+            runner=self._runner,
+            names=self.names,
+            codec=self._codec,
+            store=store,
+            pool=pool,
+            costs=moving.costs if moving is not None else CostModel(),
+            moving=moving,
+        )
 
     def open(
         self,
@@ -194,7 +209,7 @@ class PromptReader:
             keys = [block.key for block in blocks]
             cache, in_place = self._pool.take(rows=len(tokens) + new_rows, chain=keys)
             for block, chunk in zip(blocks[in_place:], chunks[in_place:], strict=False):
-                cache.place(chunk.start, block.tensors)
+                self._codec.place(cache, chunk.start, block.tensors)
             cache.set_length(plan.exact_tokens)
             clock.lap("place")
             if moved is not None and self._moving is not None:
@@ -219,6 +234,7 @@ class PromptReader:
             plan=plan,
             cache=cache,
             clock=clock,
+            _codec=self._codec,
             _lease=lease,
             _pool=self._pool,
             begins_bitwise=all(block.bitwise for block in blocks),

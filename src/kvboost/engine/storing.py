@@ -8,26 +8,30 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
 
 from kvboost.config import EngineConfig
 from kvboost.engine.costs import CostModel
 from kvboost.extend import ChunkStore, Tier
-from kvboost.model import KVLayout
+from kvboost.model import KVCodec, KVLayout
 from kvboost.store import DiskTier, MemoryStore, RecordFormat, TieredStore
-from kvboost.types import Namespace
+from kvboost.types import TOKEN_BYTES, KVBlock, Namespace
 
 _RECORD_BYTES = 64 * 2**20
 _LONGEST_CHUNKS = 16  # times the average that a record may hold: chunks vary in length
 
 
-def open_store(config: EngineConfig, *, root: bytes, layout: KVLayout, costs: CostModel) -> ChunkStore:
+def open_store(config: EngineConfig, *, root: bytes, layout: KVLayout, codec: KVCodec, costs: CostModel) -> ChunkStore:
     """The engine's own store. ``root`` names the model and the settings that its keys descend from."""
     memory = MemoryStore(int(config.cache_bytes), max_chunks=config.max_chunks)
     tiers: list[Tier] = []
     if config.disk_cache_dir is not None:
         tenant = hashlib.sha256(b"kvboost.tenant.1" + config.tenant.encode()).digest()
         longest = _LONGEST_CHUNKS * config.chunk_size * layout.bytes_per_token
-        records = RecordFormat(Namespace(root, tenant), max_bytes=max(_RECORD_BYTES, longest))
+        records = RecordFormat(Namespace(root, tenant), codec=codec.name, max_bytes=max(_RECORD_BYTES, longest))
         tiers.append(DiskTier(config.disk_cache_dir, capacity_bytes=int(config.disk_cache_bytes), records=records))
     if not tiers:
         return memory
@@ -37,4 +41,23 @@ def open_store(config: EngineConfig, *, root: bytes, layout: KVLayout, costs: Co
             return math.inf  # nothing is known yet: loading is tried
         return costs.read_seconds(forwards=tokens / config.chunk_size, rows=tokens)
 
-    return TieredStore(memory, tiers, compute_seconds=compute_seconds, fits=layout.fits)
+    return TieredStore(memory, tiers, compute_seconds=compute_seconds, fits=_fitting(codec, layout))
+
+
+def _fitting(codec: KVCodec, layout: KVLayout) -> Callable[[KVBlock], bool]:
+    """Tells whether a block that came from elsewhere is made of what this codec packs, so that it can be placed."""
+
+    @lru_cache(maxsize=1024)
+    def packed_like(rows: int, start: int) -> list[tuple[torch.Size, torch.dtype]]:
+        empty = [
+            torch.zeros(len(slots), spec.heads, rows, spec.dim, dtype=spec.dtype)
+            for spec, slots in layout.groups.items()
+        ]
+        return [(tensor.shape, tensor.dtype) for tensor in codec.pack(empty, start=start)]
+
+    def fits(block: KVBlock) -> bool:
+        # Whether a block begins its text is all that a codec may ask of where it stood.
+        wanted = packed_like(len(block.tokens) // TOKEN_BYTES, min(block.start, 1))
+        return [(tensor.shape, tensor.dtype) for tensor in block.tensors] == wanted
+
+    return fits

@@ -16,8 +16,6 @@ from typing import Any, Protocol
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from kvboost.types import TOKEN_BYTES, KVBlock
-
 _ROUND_TO = 256  # rows; equal capacities for similar prompts let the pool serve them with the same memory
 
 
@@ -54,12 +52,6 @@ class KVLayout:
     def bytes_per_token(self) -> int:
         """Bytes of KV one token takes over all layers."""
         return sum(spec.bytes_per_row for spec in self.slots)
-
-    def fits(self, block: KVBlock) -> bool:
-        """Whether a block that came from elsewhere has this layout's tensors, so that it can be placed."""
-        tokens = len(block.tokens) // TOKEN_BYTES
-        wanted = [((len(slots), spec.heads, tokens, spec.dim), spec.dtype) for spec, slots in self.groups.items()]
-        return [(tuple(tensor.shape), tensor.dtype) for tensor in block.tensors] == wanted
 
 
 @dataclass(frozen=True)
