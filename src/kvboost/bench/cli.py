@@ -19,6 +19,7 @@ from kvboost.bench import (
     limit,
     moved,
     reasoning,
+    remote,
     repair,
     restart,
     rivals,
@@ -50,6 +51,7 @@ _MEASUREMENTS = {
         restart,
         disk,
         codec,
+        remote,
     )
 }
 

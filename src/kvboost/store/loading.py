@@ -23,8 +23,8 @@ from kvboost.store.server import Server, UnavailableError
 PIECE_BYTES = 2**20 - 64
 """The most in one value: with what Redis adds, a megabyte of its allocator's; 64 more would take a quarter more."""
 
-_WINDOW = 16  # first pieces asked for at once
-_AHEAD = 2  # records that wait for the reader
+_AHEAD = 3  # values asked for at once: of more, the server would keep copies
+_WAITING = 2  # records that wait for the reader
 _DAMAGED = memoryview(b"")
 
 
@@ -81,24 +81,23 @@ def received(
     link: Link, patience: Patience, keys: Sequence[bytes], *, ledger: Ledger, max_bytes: int
 ) -> Iterator[memoryview | None]:
     """The records of these keys as they come, unchecked; None for one that is not there or not all there."""
-    for begin in range(0, len(keys), _WINDOW):
-        window = keys[begin : begin + _WINDOW]
-        link.send([(b"GET", ledger.value(key)) for key in window], patience)
-        waiting: deque[memoryview | _Header | None] = deque()
-        for key in window:
+    came: deque[memoryview | _Header | None] = deque()  # first pieces of the next records
+    asked = 0
+    for at, key in enumerate(keys):
+        if came:
+            first = came.popleft()
+        else:
+            ahead = keys[asked : at + _AHEAD]
+            if ahead:
+                link.send([(b"GET", ledger.value(other)) for other in ahead], patience)
+                asked += len(ahead)
             first = _first_piece(link, patience, key, max_bytes)
-            if waiting or isinstance(first, _Header):
-                waiting.append(first)
-            else:
-                yield first
-        to_ask = deque(item for item in waiting if isinstance(item, _Header))
-        for item in waiting:
-            if not isinstance(item, _Header):
-                yield item
-                continue
-            while to_ask and (to_ask[0] is item or link.awaited <= len(item.lengths)):  # the next one is on its way
-                _ask(link, patience, to_ask.popleft(), ledger)
-            yield _rest(link, patience, item)
+        if isinstance(first, _Header):
+            while link.awaited:  # they stand before the rest of this one
+                came.append(_first_piece(link, patience, keys[at + 1 + len(came)], max_bytes))
+            yield _rest(link, patience, first, ledger)
+        else:
+            yield first
 
 
 def _first_piece(link: Link, patience: Patience, key: bytes, max_bytes: int) -> memoryview | _Header | None:
@@ -118,18 +117,18 @@ def _first_piece(link: Link, patience: Patience, key: bytes, max_bytes: int) -> 
     return data
 
 
-def _ask(link: Link, patience: Patience, header: _Header, ledger: Ledger) -> None:
-    numbers = range(1, len(header.lengths) + 1)
-    link.send([(b"GET", ledger.piece(header.key, header.seal, number)) for number in numbers], patience)
-
-
-def _rest(link: Link, patience: Patience, header: _Header) -> memoryview | None:
+def _rest(link: Link, patience: Patience, header: _Header, ledger: Ledger) -> memoryview | None:
     """The whole record, its pieces one behind the other."""
     record = page_aligned(header.record_bytes)
     at = len(header.data)
     record[:at] = header.data
     missing = damaged = False
+    commands = deque(
+        (b"GET", ledger.piece(header.key, header.seal, number)) for number in range(1, len(header.lengths) + 1)
+    )
     for wanted in header.lengths:
+        while commands and link.awaited < _AHEAD:
+            link.send([commands.popleft()], patience)
         length = link.length(patience)
         if length is None:
             missing = True
@@ -149,7 +148,7 @@ class Loading:
 
     def __init__(self, keys: Sequence[bytes], *, server: Server, ledger: Ledger, max_bytes: int) -> None:
         self._left = len(keys)
-        self._queue: queue.Queue[memoryview | UnavailableError | None] = queue.Queue(_AHEAD)
+        self._queue: queue.Queue[memoryview | UnavailableError | None] = queue.Queue(_WAITING)
         self._stop = threading.Event()
         self.unavailable: UnavailableError | None = None
         if server.breaker.is_open:

@@ -33,7 +33,7 @@ _MOST_VARIANTS = 8  # of one content in a lookup, as in memory
 _MOST_UNWRITTEN = 512  # uses and missing blocks remembered before they go into the ledger
 _AT_ONCE = 256  # chunks in one script: others must get their turn
 _BEHIND_S = 1.0  # patience of what is done behind requests
-_ENTRY_BYTES = 2048  # what a chunk's names and entries take in Redis, about
+_ENTRY_BYTES = 4096  # what a chunk takes in Redis beside its record: names, entries, the ends of pages (measured)
 _REMEDY = "check that the server runs, that remote_url is right and that the network is fast enough"
 
 T = TypeVar("T")
