@@ -1,7 +1,7 @@
 """Remote: how fast blocks go to a Redis server and come back, and what a broken one costs a request.
 
-Needs no model. Starts a redis-server of its own, or takes one with --url; the blocks lie under a prefix of their own and
-are removed. Faults are made by a proxy in front of it.
+Needs no model. Starts a redis-server of its own, or takes one with --url; the blocks lie under a prefix of their own
+and are removed. Faults are made by a proxy in front of it.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def _speed(url: str, args: argparse.Namespace, raw: dict[str, Any]) -> Table:
         table.add(f"the tier / {rival}", *against)
     table.notes.append(
         f"{args.blocks} blocks per round, {args.repeat} rounds, in turn. redis-py and the link alone set and get "
-        "one ready value per block and do nothing else; the tier makes and checks the record with its checksum and keeps the ledger. "
-        "Server, client and other work share the cores."
+        "one ready value per block and do nothing else; the tier makes and checks the record with its checksum and "
+        "keeps the ledger. Server, client and other work share the cores."
     )
     raw["speed"] = columns
     return table
