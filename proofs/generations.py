@@ -26,7 +26,7 @@ _ROOM = 4 * 2**30
 class Shelf(MemoryStore):
     """A store whose blocks can be taken out by what they contain, and refilled."""
 
-    def blocks(self) -> list[KVBlock]:
+    def everything(self) -> list[KVBlock]:
         """Everything stored."""
         return [entry.block for entry in self._entries.values()]
 
@@ -59,7 +59,7 @@ def main() -> None:
             continue  # a passage found in another one would not be read anew
         full = FullReading(engines["none"], prompt, tokens=32)
         rag.read_before(engines["none"], prompt, "company")
-        head, passages = _sorted_out(shelf.blocks(), engines["none"], prompt)
+        head, passages = _sorted_out(shelf.everything(), engines["none"], prompt)
         for generation in range(args.generations + 1):
             if generation:
                 passages = _next_generation(engines["auto 0.15"], shelf, prompt, head, passages)
@@ -84,7 +84,11 @@ def main() -> None:
 def _repeats_itself(engine: KVBoost, prompt: rag.RagPrompt) -> bool:
     """Whether two passages share a chunk."""
     assert engine._parts is not None
-    chunks = [chunk.tokens for passage in prompt.passages for chunk in engine._parts.reader.chunks_of(list(passage))]
+    chunks = [
+        chunk.tokens
+        for passage in prompt.passages
+        for chunk in engine._parts.reader.names.chunks_of_part(list(passage))
+    ]
     return len(set(chunks)) < len(chunks)
 
 
@@ -94,7 +98,7 @@ def _sorted_out(
     """The head's blocks, and each passage's; what else was read to keep them company is dropped."""
     by_tokens = {block.tokens: block for block in blocks}
     assert engine._parts is not None
-    cut = engine._parts.reader.chunks_of
+    cut = engine._parts.reader.names.chunks_of_part
     head = [by_tokens[chunk.tokens] for chunk in cut(list(prompt.head))]
     return head, [[_alone(by_tokens[chunk.tokens]) for chunk in cut(list(passage))] for passage in prompt.passages]
 
@@ -113,14 +117,14 @@ def _next_generation(
     for number, passage in enumerate(prompt.passages):
         others = [(number + 1) % count, (number + 2) % count]
         shelf.fill([*head, *(block for other in others for block in passages[other])])
-        known = {block.key for block in shelf.blocks()}
+        known = {block.key for block in shelf.everything()}
         parts = [prompt.head, *(prompt.passages[other] for other in others), passage, prompt.tail]
         tokens = [token for part in parts for token in part]
         ends = [sum(map(len, parts[: index + 1])) for index in range(len(parts) - 1)]
         reuse = engine.prefill(tokens, boundaries=ends).reuse
         assert reuse.moved_tokens == sum(len(prompt.passages[other]) for other in others), reuse
         wanted = {block.tokens for block in passages[number]}
-        new = {block.tokens: block for block in shelf.blocks() if block.key not in known and block.tokens in wanted}
+        new = {block.tokens: block for block in shelf.everything() if block.key not in known and block.tokens in wanted}
         assert len(new) == len(wanted), "a passage was not kept"
         made.append([_alone(new[block.tokens]) for block in passages[number]])
     return made

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from kvboost.bench.report import BenchError
+from kvboost.bench.servers import RedisServer, redis_server
 from tests.helpers.models import smollm2_folder, tiny_model
 
 
@@ -38,3 +40,22 @@ def smollm2(smollm2_path: str) -> Any:
 
     model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32).eval()
     return model, AutoTokenizer.from_pretrained(smollm2_path)
+
+
+@pytest.fixture(scope="session")
+def _running_redis() -> Iterator[RedisServer]:
+    try:
+        with redis_server() as server:
+            yield server
+    except BenchError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def redis_at(_running_redis: RedisServer) -> RedisServer:
+    """A real server of our own, empty."""
+    import redis
+
+    with redis.Redis.from_url(_running_redis.url) as client:
+        client.flushall()
+    return _running_redis

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from kvboost import GenerationMode, KVBoost, UnsupportedModelError
-from kvboost.engine import decoding, reader, workspace
+from kvboost.engine import decoding, naming, reader, workspace
 from kvboost.model import fingerprint
 from kvboost.model.cache import SlabCache, SlabLayer
+from kvboost.model.codec import RawCodec
 from kvboost.store.memory import MemoryStore
 from kvboost.types import Chunk, Fingerprint, ReusePlan, Segment, SegmentKind
 from tests.engine import test_batch, test_engine, test_exact, test_workspace
@@ -26,14 +27,14 @@ Tiny = Callable[..., Any]
 
 
 def _chain_ignores_parents(patch: pytest.MonkeyPatch) -> None:
-    right = reader.chunk_keys
+    right = naming.chunk_keys
 
     def wrong(root: bytes, tokens: Any, ends: Sequence[int]) -> list[Chunk]:
         chunks = right(root, tokens, ends)
         parents = [None, *(c.content_key for c in chunks)]
         return [replace(c, prefix_key=c.content_key, parent_key=p) for c, p in zip(chunks, parents, strict=False)]
 
-    patch.setattr(reader, "chunk_keys", wrong)
+    patch.setattr(naming, "chunk_keys", wrong)
 
 
 def _last_token_reused(patch: pytest.MonkeyPatch) -> None:
@@ -52,7 +53,7 @@ def _suffix_in_one_step(patch: pytest.MonkeyPatch) -> None:
 
 
 def _stored_tensors_shared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SlabCache, "extract", SlabCache.rows)
+    patch.setattr(RawCodec, "pack", lambda self, tensors, start: tuple(tensors))
 
 
 def _placed_one_row_late(patch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ class EngineConfig:
     reuse_generated: bool = False
     """Also keep KV made by decoding. Such a hit is not bitwise and is reported so."""
     quality: str | float = "high"
-    """How far text may be reused that stands elsewhere: ``"exact"`` (never), ``"high"`` (60 % of its rows computed
+    """How far text may be reused that stands elsewhere: ``"exact"`` (never), ``"high"`` (half of its rows computed
     again), ``"fast"`` (15 %), or the largest share of answers that may differ from a full reading's, such as 0.05:
     like ``"high"``, and the shadow check (``shadow_share``) holds the engine to that share. What a share needs on
     your model and prompts, :meth:`kvboost.KVBoost.calibrate` finds out."""
@@ -77,6 +77,13 @@ class EngineConfig:
     """Also keep chunks in this directory: they outlive the process, and several processes may share it."""
     disk_cache_bytes: int | str = "20GiB"
     """What the directory may take, over all models and tenants in it."""
+    remote_url: str | None = None
+    """Also keep chunks in this Redis or Valkey server, which several machines may share: ``redis://host:port`` or
+    ``rediss://user:password@host:port`` (TLS). Needs ``kvboost[redis]``."""
+    remote_cache_bytes: int | str = "20GiB"
+    """What all engines together may keep there."""
+    remote_ttl_seconds: float | None = None
+    """A chunk is gone from there so long after it was stored; None keeps it until others need the room."""
 
     def __post_init__(self) -> None:
         if isinstance(self.quality, str) and self.quality not in QUALITIES:
@@ -103,3 +110,6 @@ class EngineConfig:
         object.__setattr__(self, "cache_bytes", parse_bytes(self.cache_bytes, name="cache_bytes"))
         object.__setattr__(self, "workspace_bytes", parse_bytes(self.workspace_bytes, name="workspace_bytes"))
         object.__setattr__(self, "disk_cache_bytes", parse_bytes(self.disk_cache_bytes, name="disk_cache_bytes"))
+        object.__setattr__(self, "remote_cache_bytes", parse_bytes(self.remote_cache_bytes, name="remote_cache_bytes"))
+        if self.remote_url is not None and not self.remote_url.startswith(("redis://", "rediss://")):
+            raise ConfigError(f"remote_url={self.remote_url!r} is not known; give redis://HOST:PORT (rediss: for TLS)")

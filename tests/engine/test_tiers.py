@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kvboost import ConfigError, KVBoost
+from kvboost.bench.servers import RedisServer
 from tests.engine.test_moving import HEAD, ONE, QUESTION, THREE, TWO, engine_for, read, text, warm
 
 pytestmark = pytest.mark.usefixtures("prices_as_guessed")
@@ -141,3 +142,28 @@ def test_what_was_flushed_survives_a_kill_in_the_middle_of_writing(tiny: Tiny, t
         assert _same_bits(found, cold)
         for seed in range(100, 110):  # whole or not at all
             assert _same_bits(engine.prefill(text(seed, 400)), fresh.prefill(text(seed, 400)))
+
+
+def test_the_next_engine_reuses_what_lies_in_redis_bit_for_bit(tiny: Tiny, redis_at: RedisServer) -> None:
+    first = engine_for(tiny("llama"), remote_url=redis_at.url)
+    cold = first.prefill(_LONG)
+    first.flush()
+    second = engine_for(tiny("llama"), remote_url=redis_at.url)
+    _reachable(second, _LONG)
+    found = second.prefill(_LONG)
+    assert found.reuse.cached_tokens > 0.9 * len(_LONG)
+    assert found.reuse.bitwise
+    assert _same_bits(found, cold)
+    first.close()
+    second.close()
+
+
+def _reachable(engine: KVBoost, prompt: list[int]) -> None:
+    """A tier of a busy machine may be out of patience: wait until it is not."""
+    tier = engine._store._tiers[0]  # type: ignore[attr-defined]
+    chunks = engine._parts.reader.names.chunks_of_part(prompt)  # type: ignore[union-attr]
+    for _ in range(100):
+        if tier.contains([chunks[0].prefix_key])[0]:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the server did not answer within ten seconds")

@@ -17,7 +17,7 @@ from kvboost.config import EngineConfig
 from kvboost.engine.costs import CostModel
 from kvboost.extend import ChunkStore, Tier
 from kvboost.model import KVCodec, KVLayout
-from kvboost.store import DiskTier, MemoryStore, RecordFormat, TieredStore
+from kvboost.store import DiskTier, MemoryStore, RecordFormat, RedisTier, TieredStore
 from kvboost.types import TOKEN_BYTES, KVBlock, Namespace
 
 _RECORD_BYTES = 64 * 2**20
@@ -28,11 +28,15 @@ def open_store(config: EngineConfig, *, root: bytes, layout: KVLayout, codec: KV
     """The engine's own store. ``root`` names the model and the settings that its keys descend from."""
     memory = MemoryStore(int(config.cache_bytes), max_chunks=config.max_chunks)
     tiers: list[Tier] = []
+    tenant = hashlib.sha256(b"kvboost.tenant.1" + config.tenant.encode()).digest()
+    longest = _LONGEST_CHUNKS * config.chunk_size * layout.bytes_per_token
+    records = RecordFormat(Namespace(root, tenant), codec=codec.name, max_bytes=max(_RECORD_BYTES, longest))
     if config.disk_cache_dir is not None:
-        tenant = hashlib.sha256(b"kvboost.tenant.1" + config.tenant.encode()).digest()
-        longest = _LONGEST_CHUNKS * config.chunk_size * layout.bytes_per_token
-        records = RecordFormat(Namespace(root, tenant), codec=codec.name, max_bytes=max(_RECORD_BYTES, longest))
         tiers.append(DiskTier(config.disk_cache_dir, capacity_bytes=int(config.disk_cache_bytes), records=records))
+    if config.remote_url is not None:
+        ttl = config.remote_ttl_seconds
+        capacity = int(config.remote_cache_bytes)
+        tiers.append(RedisTier(config.remote_url, capacity_bytes=capacity, records=records, ttl_seconds=ttl))
     if not tiers:
         return memory
 

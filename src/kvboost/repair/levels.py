@@ -27,7 +27,7 @@ class Repair:
     """Of answers that may differ from a full reading's; the shadow check holds the engine to it."""
 
 
-_RATIO = {"high": 0.6, "fast": 0.15}
+_RATIO = {"high": 0.5, "fast": 0.15}
 # Of the error estimate: a little above what 95 % of ordinary prompts had with 15 % of the rows, so that unusual
 # requests get more rows.
 _TOLERATED = {"high": 0.03, "fast": 0.05}

@@ -4,6 +4,7 @@ from kvboost.store.disk import DiskTier
 from kvboost.store.eviction import LeafFirstLRU
 from kvboost.store.memory import MemoryStore
 from kvboost.store.record import RecordFormat
+from kvboost.store.redis import RedisTier
 from kvboost.store.tiered import TieredStore
 from kvboost.store.variants import context_before, context_mark
 
@@ -12,6 +13,7 @@ __all__ = [
     "LeafFirstLRU",
     "MemoryStore",
     "RecordFormat",
+    "RedisTier",
     "TieredStore",
     "context_before",
     "context_mark",
