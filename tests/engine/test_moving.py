@@ -134,18 +134,23 @@ def test_mode_and_quality_decide_whether_chunks_move(tiny: Tiny) -> None:
 def test_nothing_behind_a_moved_chunk_is_found_as_exact(tiny: Tiny, how: str) -> None:
     """One poisoned prefix key would be wrong for ever. Fails if tainted rows are committed like others."""
     model = tiny("llama")
-    engine = engine_for(model, recompute_ratio=0.1, reuse_generated="keep" in how)
+    # Batches know no boundaries: on a grid of eight all parts begin and end at a cut without them.
+    grid = {"chunking": "fixed", "chunk_size": 8} if how == "batch" else {"chunk_size": 32}
+    engine = KVBoost(model, recompute_ratio=0.1, reuse_generated="keep" in how, **grid)
     tokens, ends = joined(HEAD, TWO, text(9, 64), ONE, QUESTION)
     warm(engine, HEAD, ONE, TWO)
     if how == "prefill":
-        assert engine.prefill(tokens, boundaries=ends).reuse.moved_tokens == len(ONE + TWO)
+        reuse = engine.prefill(tokens, boundaries=ends).reuse
     elif how == "batch":
-        engine.generate_batch([tokens, tokens[: len(HEAD) + 30]], max_new_tokens=4)
+        ends = []
+        reuse = engine.generate_batch([tokens, text(77, 70)], max_new_tokens=4)[0].reuse
     else:
-        engine.generate(tokens, boundaries=ends, max_new_tokens=40, min_new_tokens=40, temperature=0)
+        reuse = engine.generate(tokens, boundaries=ends, max_new_tokens=40, min_new_tokens=40, temperature=0).reuse
+    assert reuse.moved_tokens == len(ONE + TWO)
     again = engine.prefill(tokens, boundaries=ends, mode=GenerationMode.PREFIX_CACHE)
     assert again.reuse.exact_tokens == len(HEAD)
-    assert torch.equal(again.logits, engine_for(model, quality="exact").prefill(tokens, boundaries=ends).logits)
+    fresh = KVBoost(model, quality="exact", **grid)
+    assert torch.equal(again.logits, fresh.prefill(tokens, boundaries=ends).logits)
 
 
 def test_text_read_behind_moved_chunks_is_kept_for_moving_only(tiny: Tiny) -> None:
@@ -377,3 +382,25 @@ def test_beams_and_cancelled_streams_taint_nothing(tiny: Tiny) -> None:
     for prompt, boundaries in ((tokens, ends), (other, other_ends)):
         found = engine.prefill(prompt, boundaries=boundaries, mode=GenerationMode.PREFIX_CACHE)
         assert torch.equal(found.logits, exact.prefill(prompt, boundaries=boundaries).logits)
+
+
+def test_where_half_is_not_enough_everything_is_computed(tiny: Tiny) -> None:
+    """A second round would take all other rows, beside those computed wrongly, and call the result right."""
+    model = tiny("llama", num_hidden_layers=6)
+    full = read(engine_for(model, quality="exact"), HEAD, TWO, text(9, 64), ONE, QUESTION)
+    engine = engine_for(model, recompute_ratio=0.6)
+    assert engine._parts is not None
+    assert engine._parts.moving is not None
+    engine._parts.moving._repairer._tolerated = 0.0
+    warm(engine, HEAD, ONE, TWO)
+    found = read(engine, HEAD, TWO, text(9, 64), ONE, QUESTION)
+    assert found.reuse.error_estimate == 0.0
+    assert distance(found, full) <= 3e-5
+
+
+def test_what_was_cleared_may_be_moved_again(tiny: Tiny) -> None:
+    engine = engine_for(tiny("llama"))
+    for _ in range(2):
+        warm(engine, HEAD, ONE, TWO)
+        assert read(engine, HEAD, TWO, ONE, QUESTION).reuse.moved_tokens > 0
+        engine.clear()

@@ -382,6 +382,8 @@ class KVBoost:
         self._store.clear()
         if self._parts:
             self._parts.pool.clear()
+            if self._parts.moving is not None:
+                self._parts.moving.forget()
 
     def close(self) -> None:
         """Release the cache. The model stays usable, the engine does not. A store that was given is left alone."""

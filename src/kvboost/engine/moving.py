@@ -51,6 +51,17 @@ class _Places:
             while len(self._keys) > _MOST_TAINTED:
                 self._keys.popitem(last=False)
 
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """These are computed now."""
+        with self._lock:
+            for key in keys:
+                self._keys.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._keys.clear()
+
 
 class MovedReuse:
     """Moves chunks of one store into prompts of one model, and repairs them."""
@@ -91,6 +102,10 @@ class MovedReuse:
             at_any_price=True,
         )
 
+    def forget(self) -> None:
+        """Nothing that was read before is stored any more."""
+        self._places.clear()
+
     def close(self) -> None:
         """Leave the model as it was."""
         self._rows.close()
@@ -111,6 +126,8 @@ class MovedReuse:
         first = available
         while not self._at_any_price and first < len(chunks) and chunks[first].prefix_key in self._places:
             first += 1
+        # Once: should they be evicted later, they may be moved again.
+        self._places.forget(chunk.prefix_key for chunk in chunks[available:first])
         if first >= len(chunks):
             return None, None
         lease = self._store.lease_content(chunks, after=first)
@@ -122,7 +139,6 @@ class MovedReuse:
         if not isinstance(found, MovedChunks):
             lease.release()
             return None, found
-        self._places.add(chunk.prefix_key for chunk in chunks[min(found.blocks) :])
         self.moved_chunks += len(found.blocks)
         return found, None
 
@@ -170,6 +186,8 @@ class MovedReuse:
 
     def keep(self, reading: Reading, moved: MovedChunks) -> int:
         """Store the chunks computed behind moved ones, for moving only. Returns how many were new."""
+        if moved.repaired:
+            self._places.add(chunk.prefix_key for chunk in reading.chunks[min(moved.blocks) :])
         if moved.generation > _MOST_GENERATIONS or not moved.repaired:
             return 0
         new = 0

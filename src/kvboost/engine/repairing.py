@@ -73,16 +73,16 @@ class Repairer:
         stretches = ground.stretches
         again = self._compute(reading, ground, chooser.first_rows(), chooser, stretches)
         estimate = chooser.remaining_error()
-        if estimate is not None and estimate > self._tolerated:
+        if estimate is not None and estimate > self._tolerated and chooser.leaves_many:
             # What was computed is right by now, as far as it can be: it must not change along.
             stretches[ground.begin :][chooser.computed] = -1
             more = chooser.more_rows()
             stretches[more] = ground.stretches[more]
             again += self._compute(reading, ground, more, chooser, stretches)
             estimate = chooser.remaining_error()
-            if estimate is not None and estimate > self._tolerated:
-                again += self._compute(reading, ground, torch.arange(begin, end), None, None)
-                estimate = 0.0
+        if estimate is not None and estimate > self._tolerated:
+            again += self._compute(reading, ground, torch.arange(begin, end), None, None)
+            estimate = 0.0
         moved.recomputed_tokens = round(again)
         moved.error_estimate = estimate
         moved.repaired = True
@@ -212,6 +212,14 @@ class _Chooser:
         self.computed[every] = True
         self._entering = len(every)
         return every + self._ground.begin
+
+    @property
+    def leaves_many(self) -> bool:
+        """Whether another round of as many rows would still leave most of the others out: else compute them all.
+
+        Rows that were computed beside wrong ones are not right themselves; only a full pass makes them so.
+        """
+        return 2 * self._budget < int((~self.computed).sum())
 
     def more_rows(self) -> torch.Tensor:
         """Once more as many rows, those that weigh most in the estimate; from here on all of them go on."""

@@ -38,10 +38,10 @@ class Answered:
     produced: list[int]
 
 
-def answers_differ(runner: ModelRunner, reader: PromptReader, request: Answered) -> bool:
+def answers_differ(runner: ModelRunner, reader: PromptReader, request: Answered) -> bool | None:
     """Whether moved reuse prefers another token than a cold reading, at any of the first tokens produced.
 
-    Both read the prompt and then the same tokens, whatever sampling chose.
+    Both read the prompt and then the same tokens, whatever sampling chose. None if the chunks could not be moved again.
     """
     count = min(FIRST_TOKENS, len(request.produced))
     behind = request.produced[: count - 1]
@@ -51,6 +51,8 @@ def answers_differ(runner: ModelRunner, reader: PromptReader, request: Answered)
             request.tokens, boundaries=request.boundaries, new_rows=count, clock=StageClock(), using=using
         ) as reading:
             reader.advance_to_last_step(reading)
+            if using is not None and reading.moved is None:
+                return None
             rest = [*request.tokens[reading.plan.steps[-1].start :], *behind]
             preferred.append(runner.next_tokens(rest, reading.cache, keep=count))
     return not torch.equal(*preferred)
