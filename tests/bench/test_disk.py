@@ -15,10 +15,10 @@ def test_every_way_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     options = ["--values", "3", "--repeat", "2", "--chunks", "40", "--folder", str(tmp_path), "--json", str(file)]
     assert main(["disk", *options]) == 0
     raw = json.loads(file.read_text())["raw"]
-    for way in ("tier, O_DIRECT", "tier, buffered files", "bytes only, O_DIRECT", "bytes only, buffered"):
+    for way in ("tier, O_DIRECT", "tier, buffered reads", "bytes only, O_DIRECT", "bytes only, buffered"):
         assert len(raw["read"][way]["gb_per_s"]) == len(raw["read"][way]["cpu_ms_per_mb"]) == 2
         assert min(raw["read"][way]["gb_per_s"]) > 0
-    assert {"tier, O_DIRECT", "tier, buffered files"} <= raw["write"].keys()
+    assert len(raw["write"]["tier"]["gb_per_s"]) == 4
     assert len(raw["reopen_s"]) == 2
     assert "Disk: cold reads" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == [file]

@@ -87,10 +87,10 @@ def _transfers(place: Path, blocks: Sequence[KVBlock], repeat: int) -> tuple[dic
     progress = Progress("rounds", repeat)
     for turn in range(repeat):
         order = random.Random(turn).sample(blocks, len(blocks))
-        for name, direct in (("tier, O_DIRECT", True), ("tier, buffered files", False)):
+        for name, direct in (("tier, O_DIRECT", True), ("tier, buffered reads", False)):
             folder = place / f"{turn} {direct}"
             tier = DiskTier(folder, capacity_bytes=capacity, records=records, files=Files(direct=direct))
-            writing(name, _store, tier, blocks)
+            writing("tier", _store, tier, blocks)
             tier.flush()
             _drop(folder)
             reading(name, _load, tier, order)
@@ -101,10 +101,9 @@ def _transfers(place: Path, blocks: Sequence[KVBlock], repeat: int) -> tuple[dic
             tier.close()
         if lmdb is not None:
             writing("LMDB", lmdb.store, blocks)
-            os.sync()
-            _drop(place / "lmdb")
+            lmdb.cool()
             reading("LMDB", lmdb.load, order)
-            _drop(place / "lmdb")
+            lmdb.cool()
             reading("bytes only, LMDB", lmdb.bytes_only, order)
             lmdb.clear()
         progress.step()
@@ -162,7 +161,18 @@ class _Lmdb:
         import lmdb
 
         self._records = records
-        self._base: Any = lmdb.open(str(folder), map_size=2 * capacity, sync=False, readahead=False)
+        self._open: Callable[[], Any] = lambda: lmdb.open(
+            str(folder), map_size=2 * capacity, sync=False, readahead=False
+        )
+        self._folder = folder
+        self._base: Any = self._open()
+
+    def cool(self) -> None:
+        """Pages that are mapped cannot be dropped: close, drop, open."""
+        self._base.sync(True)
+        self._base.close()
+        _drop(self._folder)
+        self._base = self._open()
 
     def store(self, blocks: Sequence[KVBlock]) -> None:
         for block in blocks:

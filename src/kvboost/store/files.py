@@ -1,4 +1,4 @@
-"""Records as files: written under another name and renamed, past the page cache in both directions.
+"""Records as files: written under another name and renamed, read past the page cache.
 
 Used by the disk tier. Every system call that can fail goes through :class:`Files`, so that tests can make each one
 fail. Invariant: under a record's name there is a whole record or nothing; a process that dies leaves only files in
@@ -11,15 +11,13 @@ import errno
 import fcntl
 import os
 import secrets
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 _PAGE = 4096  # what O_DIRECT wants of addresses, offsets and lengths everywhere
 _MOST_PARTS = 512  # of one writev; the system allows 1,024
-_STAGING_BYTES = 4 * 2**20
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _SUFFIX = ".kv"
 
@@ -29,63 +27,21 @@ class Files:
 
     def __init__(self, *, direct: bool = True) -> None:
         self.direct = direct and bool(_DIRECT)
-        """Whether bytes go past the page cache; turned off where the file system refuses."""
-        self._of_thread = threading.local()
+        """Whether reads go past the page cache; turned off where the file system refuses."""
 
     def write(self, path: Path, parts: Sequence[memoryview]) -> None:
         """A new file with these bytes. Raises OSError; the file may then be there in part."""
-        if self.direct:
-            try:
-                return self._write(path, parts, _DIRECT, self._put_direct)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self.direct = False
-                self.remove(path)
-        self._write(path, parts, 0, self._put_all)
-
-    def _write(
-        self, path: Path, parts: Sequence[memoryview], flag: int, put: Callable[[int, Sequence[memoryview]], None]
-    ) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | flag, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:
-            put(descriptor, parts)
+            left = [part for part in parts if len(part)]
+            while left:
+                written = self._writev(descriptor, left[:_MOST_PARTS])
+                while left and written >= len(left[0]):
+                    written -= len(left.pop(0))
+                if written:
+                    left[0] = left[0][written:]
         finally:
             os.close(descriptor)
-
-    def _put_all(self, descriptor: int, parts: Sequence[memoryview]) -> None:
-        left = [part for part in parts if len(part)]
-        while left:
-            written = self._writev(descriptor, left[:_MOST_PARTS])
-            while left and written >= len(left[0]):
-                written -= len(left.pop(0))
-            if written:
-                left[0] = left[0][written:]
-
-    def _put_direct(self, descriptor: int, parts: Sequence[memoryview]) -> None:
-        """Past the page cache, which then stays free for others; through memory that begins at a page."""
-        staging = self._staging()
-        filled = total = 0
-        for part in parts:
-            at = 0
-            while at < len(part):
-                count = min(len(part) - at, len(staging) - filled)
-                staging[filled : filled + count] = part[at : at + count]
-                at, filled, total = at + count, filled + count, total + count
-                if filled == len(staging):
-                    self._put_all(descriptor, [staging])
-                    filled = 0
-        if filled:
-            whole = -(-filled // _PAGE) * _PAGE  # pages only; what is behind the end is cut off again
-            self._put_all(descriptor, [staging[:whole]])
-            os.ftruncate(descriptor, total)
-
-    def _staging(self) -> memoryview:
-        """Memory of this thread's own, used again and again: new memory costs a page fault every 4,096 bytes."""
-        staging: memoryview | None = getattr(self._of_thread, "staging", None)
-        if staging is None:
-            staging = self._of_thread.staging = page_aligned(_STAGING_BYTES)
-        return staging
 
     def read(self, path: Path, *, max_bytes: int) -> memoryview | None:
         """The bytes of a file, beginning at a page; None if there is none. Of too many, ``max_bytes`` and one more."""
@@ -122,6 +78,8 @@ class Files:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             self._fsync(descriptor)
+            if hasattr(os, "posix_fadvise"):  # nobody reads it through the page cache
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
 
