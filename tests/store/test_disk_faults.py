@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -148,10 +149,7 @@ def test_a_full_disk_is_a_refusal(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, whom the permissions hold")
-def test_a_read_only_directory_is_still_read(tmp_path: Path) -> None:
-    tier = open_tier(tmp_path)
-    store_all(tier, CHUNKS)
-    tier.close()
+def test_a_read_only_directory_is_still_read() -> None:
     script = """
 import os, sys, warnings
 from tests.store.test_disk import open_tier, prompt, keys, block_of, Path
@@ -165,19 +163,18 @@ with warnings.catch_warnings(record=True) as caught:
     tier.used(keys(prompt("a"))); tier.flush(); tier.clear(); tier.variants([b""]); tier.close()
 print(len(caught))
 """
-    parents = [
-        p for p in (tmp_path, *tmp_path.parents) if p.stat().st_uid == os.geteuid() and str(p).startswith("/tmp/")
-    ]
-    for parent in parents[1:]:
-        parent.chmod(parent.stat().st_mode | 0o055)
-    for path in (tmp_path, *tmp_path.rglob("*")):
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    ran = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, env=_environment()
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.strip() == "1"
-    assert len(record_files(tmp_path)) == 3
+    with tempfile.TemporaryDirectory() as folder:  # not below pytest's folder, which is closed to others
+        directory = Path(folder)
+        tier = open_tier(directory)
+        store_all(tier, CHUNKS)
+        tier.close()
+        for path in (directory, *directory.rglob("*")):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        command = [sys.executable, "-c", script, folder]
+        ran = subprocess.run(command, capture_output=True, text=True, env=_environment())
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stdout.strip() == "1"
+        assert len(record_files(directory)) == 3
 
 
 def _environment() -> dict[str, str]:
