@@ -1,4 +1,4 @@
-"""How fast the checks a chunk record could use are on this machine: 1 MB at a time, one thread and two.
+"""How fast the checks a chunk record could use are on this machine: 1 MB at a time, one thread and two, best of 15.
 
 usage: python proofs/checksums.py
 """
@@ -9,7 +9,6 @@ import hashlib
 import hmac
 import importlib.util
 import os
-import statistics
 import threading
 import time
 import zlib
@@ -19,7 +18,7 @@ from kvboost.bench.report import describe_machine
 
 _VALUE = 2**20
 _VALUES = 32  # 32 MB, more than the CPU's caches hold
-_REPEAT = 7
+_REPEAT = 15
 
 
 def ways() -> dict[str, Callable[[memoryview], object]]:
@@ -63,7 +62,7 @@ def gigabytes_per_second(check: Callable[[memoryview], object], data: memoryview
         for worker in workers:
             worker.join()
         samples.append(len(data) / 1e9 / (time.perf_counter() - begin))
-    return statistics.median(samples)
+    return max(samples)  # what others take of the machine is not the check's fault
 
 
 def main() -> None:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from kvboost.store.files import Files, Presence
 from kvboost.testing.content import prompt
 from kvboost.testing.tier import assert_same, block_of
@@ -113,6 +115,19 @@ def test_a_block_somebody_is_writing_is_not_promised_by_another(tmp_path: Path) 
     assert store_all(one, prompt("a")) == [PutOutcome.STORED]
     assert outcomes == [[PutOutcome.REFUSED]]
     assert store_all(other, prompt("a")) == [PutOutcome.PRESENT]
+    one.close()
+    other.close()
+
+
+def test_a_block_entered_by_another_in_the_last_moment_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = open_tier(tmp_path), open_tier(tmp_path)
+    store_all(one, prompt("b"))
+    monkeypatch.setattr(one._directory.index(), "has", lambda key: store_all(other, prompt("a")) and None)
+    assert store_all(one, prompt("a")) == [PutOutcome.REFUSED]
+    assert one.troubles() == {}
+    assert there(one, "a") == [True]
     one.close()
     other.close()
 

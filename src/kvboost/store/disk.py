@@ -149,6 +149,8 @@ class DiskTier:
         try:
             if mine:
                 outcome = self._reserved(block)
+        except sqlite3.IntegrityError:
+            pass  # somebody else has entered it a moment ago and is writing it
         except RecordError as error:
             self._troubles.met("a block cannot be written", error, remedy="use smaller chunks or another codec")
         except TROUBLE as error:
