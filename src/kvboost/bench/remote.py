@@ -328,7 +328,7 @@ def is_bearable(cost: dict[str, Any]) -> bool:
     return bool(quick and cost["recovery_s"] <= _RECOVERY_S)
 
 
-def cost_of(fault: Fault, port: int) -> dict[str, Any]:
+def cost_of(fault: Fault, port: int, *, broken_s: float = 3.0) -> dict[str, Any]:
     """What a fault costs the first three requests and the next ones, in ms, and how long after it the tier is back."""
     blocks = [make_block(number, 2**20) for number in range(4)]
     keys = [block.key for block in blocks]
@@ -357,7 +357,7 @@ def cost_of(fault: Fault, port: int) -> dict[str, Any]:
             proxy.fault = fault
             first = [request(tier) for _ in range(3)]
             opened = [request(tier) for _ in range(_REQUESTS_WHILE_OPEN)]
-            time.sleep(3.0)  # so that the looks are rare when it is mended
+            time.sleep(broken_s)  # the longer, the rarer are the looks when it is mended
             proxy.fault = Fault.NONE
             mended = time.perf_counter()
             while not all(tier.contains(keys)) and time.perf_counter() - mended < 2 * _RECOVERY_S:
