@@ -349,7 +349,8 @@ def _open(url: str, patience_s: float, config: Mapping[str, Any] | None) -> tupl
     try:
         # No retries: they would take longer than a miss costs.
         retries = {"max_retries": 0, "retry_timeout": limit}
-        objects = from_url(url, config=settings or None, client_options=options, retry_config=retries)
+        make: Any = from_url  # its overloads know one kind of store each
+        objects = make(url, config=settings or None, client_options=options, retry_config=retries)
     except (BaseError, ValueError, TypeError) as error:
         raise ConfigError(
             f"this object store cannot be opened ({error}); give an URL such as s3://BUCKET/PREFIX"
