@@ -190,7 +190,7 @@ def test_purging_a_tenant_leaves_nothing_of_it(tmp_path: Path) -> None:
 
 
 def test_eight_threads_never_pass_the_budget(tmp_path: Path) -> None:
-    """Bytes on the disk, not only in the books; proofs/disk_budget.py does it 50,000 times."""
+    """Bytes on the disk, not only in the books."""
     tier = open_tier(tmp_path, room=20)
     failures: list[BaseException] = []
     over: list[int] = []
