@@ -51,11 +51,11 @@ def run(args: argparse.Namespace) -> Report:
     """Speed, the ledger's cost, faults."""
     report = Report("remote")
     with _server(args.url) as url:
-        report.tables.append(_speed(url, args, report.raw))
-        report.tables.append(_ledger(url, args, report.raw))
         address = urlsplit(url)
         if address.hostname not in ("127.0.0.1", "localhost"):
             raise BenchError("faults are made on this machine only; give a --url with 127.0.0.1")
+        report.tables.append(_speed(url, args, report.raw))
+        report.tables.append(_ledger(url, args, report.raw))
         report.tables.append(_faults(address.port or 6379, report))
     return report
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -199,9 +198,7 @@ def _feed(
     try:
         with server.link(patience) as link:
             for record in receive(link, patience):
-                begin = time.monotonic()
                 into.put(record)
-                patience.excuse(time.monotonic() - begin)
                 if stop.is_set():
                     return
     except UnavailableError as error:

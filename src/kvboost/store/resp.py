@@ -40,24 +40,23 @@ class ProtocolError(Exception):
 class Patience:
     """How long one caller still waits: some time, and what the bytes that did come would take at the slowest rate.
 
-    So a stalled or dribbling server is given up after that time, however much was asked of it.
+    So a stalled or dribbling server is given up after that time, however much was asked of it. Only waiting counts, and
+    not what the caller does between; nor a wait that ended well after its limit, as then this process was held up.
     """
 
     def __init__(self, seconds: float, *, slowest_bytes_per_s: float) -> None:
-        self._end = time.monotonic() + seconds
+        self.left = seconds
+        """Seconds; zero when it is over."""
         self._per_byte = 1.0 / slowest_bytes_per_s
+
+    def waited(self, seconds: float) -> None:
+        """So long was waited, and something came of it."""
+        if seconds <= self.left:
+            self.left -= seconds
 
     def moved(self, count: int) -> None:
         """So many bytes came or went."""
-        self._end += count * self._per_byte
-
-    def excuse(self, seconds: float) -> None:
-        """So much time went by for another reason."""
-        self._end += seconds
-
-    def left(self) -> float:
-        """Seconds; zero when it is over."""
-        return max(0.0, self._end - time.monotonic())
+        self.left += count * self._per_byte
 
 
 class Link:
@@ -114,18 +113,22 @@ class Link:
             self._send_gathered(pieces, patience)
         else:
             for piece in pieces:
-                self._socket.settimeout(max(patience.left(), 1e-3))
+                self._socket.settimeout(max(patience.left, 1e-3))
+                begin = time.monotonic()
                 self._socket.sendall(piece)
+                patience.waited(time.monotonic() - begin)
                 patience.moved(len(piece))
 
     def _send_gathered(self, pieces: list[memoryview], patience: Patience) -> None:
         at = 0
         while at < len(pieces):
-            self._socket.settimeout(patience.left())
+            self._socket.settimeout(patience.left)
+            begin = time.monotonic()
             try:
                 sent = self._socket.sendmsg(pieces[at : at + _MOST_PIECES])
             except BlockingIOError as error:
                 raise TimeoutError("the server does not take what it is sent") from error
+            patience.waited(time.monotonic() - begin)
             patience.moved(sent)
             while at < len(pieces) and sent >= len(pieces[at]):
                 sent -= len(pieces[at])
@@ -212,14 +215,15 @@ class Link:
         self._end += self._receive(self._buffer[held:], patience)
 
     def _receive(self, into: memoryview, patience: Patience) -> int:
-        # When time is over, what lies here already is still taken: a process that was held up blames nobody.
-        self._socket.settimeout(patience.left())
+        self._socket.settimeout(patience.left)  # zero: what lies here already is still taken
+        begin = time.monotonic()
         try:
             count = self._socket.recv_into(into)
         except (BlockingIOError, ssl.SSLWantReadError) as error:
             raise TimeoutError("timed out") from error
         if not count:
             raise ConnectionResetError("the server closed the connection")
+        patience.waited(time.monotonic() - begin)
         patience.moved(count)
         return count
 

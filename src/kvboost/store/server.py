@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -121,7 +122,9 @@ class Server:
                 done.set()
 
         threading.Thread(target=connect, name="kvboost-redis-connect", daemon=True).start()
-        done.wait(patience.left())
+        begin = time.monotonic()
+        done.wait(patience.left)
+        patience.waited(time.monotonic() - begin)
         with lock:
             given_up = True
         if made:

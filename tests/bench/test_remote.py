@@ -1,0 +1,41 @@
+"""The remote measurement: all of its tables, on a server of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvboost.bench import remote
+from kvboost.bench.cli import main
+from kvboost.bench.faults import Fault
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
+def test_every_table_is_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(remote, "_FAULTS", [Fault.REFUSED])
+    file = tmp_path / "remote.json"
+    options = ["--repeat", "2", "--blocks", "2", "--small", "20", "--json", str(file)]
+    assert main(["remote", *options]) in (0, 1)  # 1: this machine stood still when it mattered
+    printed = capsys.readouterr().out
+    for cell in ("| the tier ", "| the tier's link alone ", "| a block of the tier ", "| refused "):
+        assert cell in printed
+    raw = json.loads(file.read_text())["raw"]
+    assert [len(samples) for column in raw["speed"] for samples in column.values()] == [2] * 16
+    assert len(raw["faults"]["refused"]["open"]) == 200
+
+
+def test_a_fault_that_costs_too_much_is_not_bearable() -> None:
+    good = {"first": [30.0, 0.1, 0.1], "open": [0.1, 5.0, 0.1], "recovery_s": 1.0}
+    assert remote.is_bearable(good)
+    for worse in ({"first": [0.1, 0.1, 101.0]}, {"open": [2.0, 2.0, 0.1]}, {"recovery_s": 10.1}):
+        assert not remote.is_bearable(good | worse)
+
+
+def test_a_server_elsewhere_is_refused_for_faults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["remote", "--url", "redis://192.0.2.1:1/0"]) == 2
+    assert "127.0.0.1" in capsys.readouterr().err
