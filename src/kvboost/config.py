@@ -12,6 +12,7 @@ from kvboost.errors import ConfigError
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 QUALITIES = ("exact", "high", "fast")
+_CHECKED_BY_DEFAULT = 0.02
 
 
 def parse_bytes(value: int | str, *, name: str) -> int:
@@ -53,14 +54,16 @@ class EngineConfig:
     """Also keep KV made by decoding. Such a hit is not bitwise and is reported so."""
     quality: str | float = "high"
     """How far text may be reused that stands elsewhere: ``"exact"`` (never), ``"high"`` (half of its rows computed
-    again), ``"fast"`` (15 %), or the largest share of answers that may differ from a full reading's, such as 0.05:
-    like ``"high"``, and the shadow check (``shadow_share``) holds the engine to that share. What a share needs on
-    your model and prompts, :meth:`kvboost.KVBoost.calibrate` finds out."""
-    shadow_share: float = 0.0
+    again), ``"fast"`` (15 %), or the largest share of answers that may differ from a full reading's, such as 0.05.
+    What that takes depends on the model and the prompts: with a ``calibration`` the smallest ratio is taken that was
+    shown to keep within it, and nothing is moved if none was; without one, the ratio is that of ``"high"``. In both
+    cases shadow checks hold the engine to the share."""
+    shadow_share: float | None = None
     """Answer this share of the requests that used moved chunks both ways, in the background, and stop moving once
-    too many answers differ (see ``cache_stats()["moved_reuse"]``)."""
+    too many answers differ (see ``cache_stats()["moved_reuse"]``). By default none, or 2 % where ``quality`` is a
+    number: a promise that nobody checks is none."""
     calibration: str | Path | None = None
-    """A file written by :meth:`kvboost.KVBoost.calibrate`: how to repair with this model, not the quality's way."""
+    """A file written by :meth:`kvboost.KVBoost.calibrate`: what ratio this model needs for the quality asked for."""
     recompute_strategy: Any = None
     """How to choose the rows of moved chunks that are computed again, instead of the quality's way: ``"none"``,
     ``"selective"``, ``"first"``, ``"cacheblend"``, ``"query"``, ``"auto"``, or a RepairStrategy."""
@@ -85,6 +88,13 @@ class EngineConfig:
     remote_ttl_seconds: float | None = None
     """A chunk is gone from there so long after it was stored; None keeps it until others need the room."""
 
+    @property
+    def checked_share(self) -> float:
+        """Of the requests that used moved chunks, the share that is answered both ways."""
+        if self.shadow_share is not None:
+            return self.shadow_share
+        return 0.0 if isinstance(self.quality, str) else _CHECKED_BY_DEFAULT
+
     def __post_init__(self) -> None:
         if isinstance(self.quality, str) and self.quality not in QUALITIES:
             raise ConfigError(
@@ -95,7 +105,7 @@ class EngineConfig:
             raise ConfigError(f"quality={self.quality!r} is not a share; give 0.02 for two answers in a hundred")
         if self.kv_cache_bits not in (16, 8, 4):
             raise ConfigError(f"kv_cache_bits={self.kv_cache_bits} is not known; use 16, 8 or 4")
-        if not _is_share(self.shadow_share):
+        if self.shadow_share is not None and not _is_share(self.shadow_share):
             raise ConfigError(
                 f"shadow_share={self.shadow_share} is not a share; give 0.02 to check 2 % of the requests"
             )

@@ -28,7 +28,7 @@ from kvboost.model import (
     probe_rows,
 )
 from kvboost.plan import make_chunker
-from kvboost.repair import Calibration, Repair, choose_repair
+from kvboost.repair import Calibration, Repair, choose_repair, tolerated_share
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, sto
     if store is None:
         store = open_store(config, root=root, layout=facts.layout, codec=codec, costs=costs)
     guarded = GuardedStore(store)
-    moving, refusal = _make_moving(
-        runner, facts, config, store=guarded, codec=codec, repair=choose_repair(config, calibration), costs=costs
-    )
-    if calibration is not None and calibration.ratio is None:
+    repair = choose_repair(config, calibration)
+    moving, refusal = _make_moving(runner, facts, config, store=guarded, codec=codec, repair=repair, costs=costs)
+    if calibration is not None and repair is None and config.quality != "exact":
         refusal = (
-            f"at every ratio of the calibration more than {calibration.tolerated_share:.0%} of the answers differed"
+            f"the calibration shows no ratio that changes at most {tolerated_share(config):.3g} of the answers "
+            f"(the best is {calibration.best_share:.3g})"
         )
     reader = PromptReader(
         runner=runner,

@@ -85,11 +85,11 @@ class KVBoost:
         self._turn: AbstractContextManager[Any] = threading.RLock() if takes_turns else nullcontext()
         self._shadow: ShadowChecks | None = None
         moving = self._parts.moving if self._parts else None
-        if self.config.shadow_share > 0.0 and moving is not None:
+        if self.config.checked_share > 0.0 and moving is not None:
             check = weakref.WeakMethod(self._answers_differ)  # the thread must not keep the engine alive
             self._shadow = ShadowChecks(
                 lambda request: ask(request) if (ask := check()) is not None else None,
-                share=self.config.shadow_share,
+                share=self.config.checked_share,
                 guard=moving.guard,
             )
             weakref.finalize(self, self._shadow.stop)
@@ -318,16 +318,14 @@ class KVBoost:
         prompts: Iterable[Prompt],
         *,
         boundaries: Sequence[Sequence[int]] | None = None,
-        tolerated: float | None = None,
         save_to: str | Path | None = None,
         progress: bool = True,
     ) -> Calibration:
-        """Find the smallest share of rows to compute again, on prompts as your traffic has them, in their order.
+        """Measure how many rows must be computed again, on prompts as your traffic has them, in their order.
 
         Each prompt is read whole and, where earlier ones left text that turns up in it, with moved chunks at
-        several ratios. ``boundaries`` are each prompt's, as :meth:`generate` takes them. ``tolerated`` is the
-        largest share of answers whose first tokens may differ (by default what ``quality`` stands for). Give the file
-        written to ``save_to`` to new engines as ``calibration``.
+        several ratios. ``boundaries`` are each prompt's, as :meth:`generate` takes them. Give the file written to
+        ``save_to`` to new engines as ``calibration``: each takes the smallest ratio shown to keep within its quality.
         """
         if self._parts is None or self._parts.moving is None:
             reason = self._parts.reader.why_not_moved() if self._parts else self._refusal
@@ -337,7 +335,7 @@ class KVBoost:
         if len(ends) != len(encoded):
             raise ConfigError(f"{len(ends)} lists of boundaries for {len(encoded)} prompts; give one for each")
         with self._turn:
-            result = calibrate(encoded, boundaries=ends, parts=self._parts, tolerated=tolerated, progress=progress)
+            result = calibrate(encoded, boundaries=ends, parts=self._parts, progress=progress)
         if save_to is not None:
             result.save(save_to)
         return result
@@ -412,8 +410,10 @@ class KVBoost:
                 return self._decoder.without_cache(tokens, request, clock, reason=reason)
         rows = min(request.max_new_tokens, _MOST_ROWS_AHEAD)
         move = mode is GenerationMode.CHUNK_KV_REUSE
-        opened = reader.open(tokens, boundaries=request.boundaries, new_rows=rows, clock=clock, move=move)
-        with self._turn, opened as reading:
+        with (
+            self._turn,
+            reader.open(tokens, boundaries=request.boundaries, new_rows=rows, clock=clock, move=move) as reading,
+        ):
             result = self._decoder.with_cache(reading, reader, request, keep_decoded=self.config.reuse_generated)
             if self._shadow is not None and reading.moved is not None:
                 blocks, produced = reading.moved.blocks, list(result.token_ids)
