@@ -45,7 +45,7 @@ def test_calibrate_writes_a_file_an_engine_takes(
     said = capsys.readouterr()
     assert code == 0, said.err
     assert "quality=0.5 computes 50% of the rows again" in said.out
-    assert json.loads(out.read_text())["format"] == 1
+    assert json.loads(out.read_text())["format"] == 2
 
 
 @pytest.mark.parametrize(
