@@ -12,6 +12,7 @@ from kvboost.errors import ConfigError
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 QUALITIES = ("exact", "high", "fast")
+PROTECTIONS = ("none", "mac", "encrypt")
 _CHECKED_BY_DEFAULT = 0.02
 
 
@@ -49,7 +50,9 @@ class EngineConfig:
     workspace_bytes: int | str = "1GiB"
     """Memory for caches kept between requests, so that a repeated prefix needs no copy."""
     tenant: str = ""
-    """Chunks of different tenants never meet."""
+    """Chunks of different tenants never meet. One engine serves many: see :meth:`kvboost.KVBoost.for_tenant`."""
+    tenant_bytes: int | str | None = None
+    """One tenant may take at most so much of the memory, and as much of each tier below; None sets no limit."""
     reuse_generated: bool = False
     """Also keep KV made by decoding. Such a hit is not bitwise and is reported so."""
     quality: str | float = "high"
@@ -87,6 +90,16 @@ class EngineConfig:
     """What all engines together may keep there."""
     remote_ttl_seconds: float | None = None
     """A chunk is gone from there so long after it was stored; None keeps it until others need the room."""
+    object_url: str | None = None
+    """Also keep chunks in this object store, ``s3://BUCKET/PREFIX``, asked when no other tier has them. The region, the
+    endpoint and the keys come from the environment (``AWS_*``). Needs ``kvboost[s3]``."""
+    object_cache_bytes: int | str | None = None
+    """What one model and tenant may keep there; None leaves it to the bucket's own rules, which let old chunks go."""
+    record_protection: str = "none"
+    """What is written outside the process: ``"none"`` has checksums, ``"mac"`` is also proof against changes by others,
+    ``"encrypt"`` against reading too (needs ``kvboost[crypto]``)."""
+    record_key_file: str | Path | None = None
+    """The key for that: a file with 32 random bytes, or with 64 hex digits, that only its owner may read."""
 
     @property
     def checked_share(self) -> float:
@@ -121,5 +134,25 @@ class EngineConfig:
         object.__setattr__(self, "workspace_bytes", parse_bytes(self.workspace_bytes, name="workspace_bytes"))
         object.__setattr__(self, "disk_cache_bytes", parse_bytes(self.disk_cache_bytes, name="disk_cache_bytes"))
         object.__setattr__(self, "remote_cache_bytes", parse_bytes(self.remote_cache_bytes, name="remote_cache_bytes"))
+        for name in ("tenant_bytes", "object_cache_bytes"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, parse_bytes(value, name=name))
+        if not isinstance(self.tenant, str):
+            raise ConfigError(f"tenant={self.tenant!r} is no name; give a text")
+        if self.object_url is not None and not re.match(r"s3://[^/]", self.object_url):
+            raise ConfigError(f"object_url={self.object_url!r} is not known; give s3://BUCKET/PREFIX")
+        self._check_protection()
         if self.remote_url is not None and not self.remote_url.startswith(("redis://", "rediss://")):
             raise ConfigError(f"remote_url={self.remote_url!r} is not known; give redis://HOST:PORT (rediss: for TLS)")
+
+    def _check_protection(self) -> None:
+        protection, file = self.record_protection, self.record_key_file
+        if protection not in PROTECTIONS:
+            raise ConfigError(f"record_protection={protection!r} is not known; use one of {PROTECTIONS}")
+        if protection != "none" and file is None:
+            raise ConfigError(f"record_protection={protection!r} needs a key; give record_key_file")
+        if protection == "none" and file is not None:
+            raise ConfigError(
+                f"record_key_file={str(file)!r} protects nothing; set record_protection to mac or encrypt"
+            )

@@ -36,7 +36,7 @@ def _ask_until_off(engine: KVBoost) -> None:
 
 
 def _answered(number: int, produced: tuple[int, ...] = (5,)) -> Answered:
-    return Answered([number], (), {}, list(produced))
+    return Answered([number], (), {}, list(produced), reader=None)  # type: ignore[arg-type]
 
 
 def _offer(shadow: ShadowChecks, numbers: range) -> None:

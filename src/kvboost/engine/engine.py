@@ -25,6 +25,7 @@ from kvboost.engine.reader import PromptReader, Reading
 from kvboost.engine.shadow import Answered, ShadowChecks, answers_differ
 from kvboost.engine.stats import cache_stats, describe
 from kvboost.engine.streaming import PieceStream, PieceStreamer
+from kvboost.engine.tenants import TenantViews, purge_tenant
 from kvboost.engine.verify import warm_equals_cold
 from kvboost.engine.workspace import WorkspacePool
 from kvboost.errors import CapacityError, ConfigError, UnsupportedModelError
@@ -69,6 +70,8 @@ class KVBoost:
         self._runner = ModelRunner(model)
         self._chunker = make_chunker(self.config.chunking, size=self.config.chunk_size)
         self._closed = False
+        self._tenants = TenantViews()
+        self._viewed: KVBoost | None = None  # the engine this one is a tenant's view of
         self._parts: Assembly | None = None
         self._refusal: str | None = None
         try:
@@ -129,6 +132,21 @@ class KVBoost:
         check_settings(EngineConfig(**settings))  # a bad one should not cost the user a model load
         model, tokenizer = load_model(name_or_path, dtype=dtype, device=device, model_kwargs=model_kwargs)
         return cls(model, tokenizer, store=store, **settings)
+
+    def for_tenant(self, tenant: str) -> KVBoost:
+        """This engine for another tenant, who finds nothing of what the others read, in no tier.
+
+        It shares the model, the memory's budget and all connections, takes a few milliseconds to make and is the same
+        object for every call. It may be closed by itself and is closed with this engine.
+        """
+        return self._tenants.get(self._viewed or self, tenant)
+
+    def purge_tenant(self, tenant: str) -> None:
+        """Remove everything that was kept for a tenant, of whatever model, from every tier. Let its requests end first.
+
+        Raises StoreError if a tier could not be asked. What other processes hold in memory, they purge themselves.
+        """
+        purge_tenant(self._viewed or self, tenant)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids that ``prompt`` stands for, checked as every call checks them."""
@@ -371,12 +389,16 @@ class KVBoost:
             )
 
     def flush(self) -> None:
-        """Return once everything kept so far is as safe as the tiers below the memory make it."""
+        """Return once everything kept so far, for all tenants, is as safe as the tiers below the memory make it."""
+        for view in self._tenants.all() if self._viewed is None else ():
+            view.flush()
         if isinstance(self._store, TieredStore):
             self._store.flush()
 
     def clear(self) -> None:
-        """Forget everything that was read, in every tier."""
+        """Forget everything that was read for this tenant, in every tier. A store that was given forgets all."""
+        if self._viewed is not None and not self._owns_store:
+            raise ConfigError("the store was given to the engine and is shared by all tenants; clear it there")
         self._store.clear()
         if self._parts:
             self._parts.pool.clear()
@@ -385,8 +407,14 @@ class KVBoost:
 
     def close(self) -> None:
         """Release the cache. The model stays usable, the engine does not. A store that was given is left alone."""
-        if self._shadow:
-            self._shadow.close()
+        if self._closed and self._viewed is not None:
+            return  # what it shares may be in use
+        self._tenants.drop(self)
+        if self._viewed is None:
+            for view in self._tenants.all():
+                view.close()
+            if self._shadow:
+                self._shadow.close()
         self._closed = True
         if self._parts:
             self._parts.close()
@@ -417,15 +445,14 @@ class KVBoost:
             result = self._decoder.with_cache(reading, reader, request, keep_decoded=self.config.reuse_generated)
             if self._shadow is not None and reading.moved is not None:
                 blocks, produced = reading.moved.blocks, list(result.token_ids)
-                self._shadow.offer(Answered(tokens, request.boundaries, blocks, produced))
+                self._shadow.offer(Answered(tokens, request.boundaries, blocks, produced, reader))
         return result
 
     def _answers_differ(self, request: Answered) -> bool | None:
-        reader, _ = self._reader_for(request.tokens, GenerationMode.CHUNK_KV_REUSE)
-        if reader is None:
+        if self._closed:
             return None
         with self._turn:
-            return answers_differ(self._runner, reader, request)
+            return answers_differ(self._runner, request)
 
     def _reader_for(
         self, tokens: list[int], mode: GenerationMode, request: Request | None = None

@@ -7,6 +7,7 @@ where moving does not pay, nothing moves.
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 from collections import OrderedDict
@@ -101,6 +102,13 @@ class MovedReuse:
             costs=CostModel(),
             at_any_price=True,
         )
+
+    def for_tenant(self, store: GuardedStore) -> MovedReuse:
+        """The same over another tenant's store: with its own counts, judged by the same checks."""
+        other = copy.copy(self)
+        other._store, other._places = store, _Places()
+        other.moved_chunks = other.failures = 0
+        return other
 
     def forget(self) -> None:
         """Nothing that was read before is stored any more."""

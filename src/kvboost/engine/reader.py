@@ -7,6 +7,7 @@ came from such steps itself.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -171,6 +172,14 @@ class PromptReader:
             costs=moving.costs if moving is not None else CostModel(),
             moving=moving,
         )
+
+    def for_tenant(
+        self, names: ChunkNames, store: GuardedStore, pool: WorkspacePool, moving: MovedReuse | None
+    ) -> PromptReader:
+        """A reader of another tenant's prompts: what is not given here is shared."""
+        other = copy.copy(self)
+        other.names, other._store, other._pool, other._moving = names, store, pool, moving
+        return other
 
     def open(
         self,

@@ -1,13 +1,14 @@
-"""Opens the store that the settings ask for: memory, and the tiers below it.
+"""Opens the stores that the settings ask for: memory, and the tiers below it, for one tenant after another.
 
-Called once when an engine is assembled. Invariant: what a tier hands up was written for this model, this tenant and
-these settings.
+Made once when an engine is assembled. Invariants: what a tier hands up was written for this model, this tenant and
+these settings; all tenants together stay within what the settings allow, and share connections and threads.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -15,37 +16,120 @@ import torch
 
 from kvboost.config import EngineConfig
 from kvboost.engine.costs import CostModel
-from kvboost.extend import ChunkStore, Tier
+from kvboost.errors import StoreError
+from kvboost.extend import ChunkStore
 from kvboost.model import KVCodec, KVLayout
-from kvboost.store import DiskTier, MemoryStore, RecordFormat, RedisTier, TieredStore
+from kvboost.store import (
+    DiskTier,
+    MemoryStore,
+    ObjectTier,
+    RecordFormat,
+    RedisTier,
+    TieredStore,
+    read_key,
+    record_format,
+)
 from kvboost.types import TOKEN_BYTES, KVBlock, Namespace
 
 _RECORD_BYTES = 64 * 2**20
 _LONGEST_CHUNKS = 16  # times the average that a record may hold: chunks vary in length
 
+LastingTier = DiskTier | RedisTier | ObjectTier
 
-def open_store(config: EngineConfig, *, root: bytes, layout: KVLayout, codec: KVCodec, costs: CostModel) -> ChunkStore:
-    """The engine's own store. ``root`` names the model and the settings that its keys descend from."""
-    memory = MemoryStore(int(config.cache_bytes), max_chunks=config.max_chunks)
-    tiers: list[Tier] = []
-    tenant = hashlib.sha256(b"kvboost.tenant.1" + config.tenant.encode()).digest()
-    longest = _LONGEST_CHUNKS * config.chunk_size * layout.bytes_per_token
-    records = RecordFormat(Namespace(root, tenant), codec=codec.name, max_bytes=max(_RECORD_BYTES, longest))
-    if config.disk_cache_dir is not None:
-        tiers.append(DiskTier(config.disk_cache_dir, capacity_bytes=int(config.disk_cache_bytes), records=records))
-    if config.remote_url is not None:
-        ttl = config.remote_ttl_seconds
-        capacity = int(config.remote_cache_bytes)
-        tiers.append(RedisTier(config.remote_url, capacity_bytes=capacity, records=records, ttl_seconds=ttl))
-    if not tiers:
-        return memory
 
-    def compute_seconds(tokens: int) -> float:
-        if not costs.in_seconds:
+def tenant_digest(tenant: str) -> bytes:
+    """How a tenant is named outside the process."""
+    return hashlib.sha256(b"kvboost.tenant.1" + tenant.encode()).digest()
+
+
+class Stores:
+    """Opens the store of each tenant. The first one opened holds the connections: it is closed last."""
+
+    def __init__(self, config: EngineConfig, *, layout: KVLayout, codec: KVCodec, costs: CostModel) -> None:
+        """Opens nothing yet. Raises ConfigError for a key that cannot be used."""
+        self._config, self._layout, self._codec, self._costs = config, layout, codec, costs
+        self._key = read_key(config.record_key_file) if config.record_key_file is not None else None
+        self._fits = _fitting(codec, layout)
+        self._lock = threading.Lock()
+        self._memory: MemoryStore | None = None
+        self._tiers: list[LastingTier] = []
+        self._tiered: TieredStore | None = None
+
+    def open(self, tenant: str, *, root: bytes) -> ChunkStore:
+        """A tenant's store. ``root`` names the model, the settings and the tenant that its keys descend from."""
+        config = self._config
+        quota = None if config.tenant_bytes is None else int(config.tenant_bytes)
+        records = self._records(Namespace(root, tenant_digest(tenant)))
+        with self._lock:
+            if self._memory is None:
+                self._tiers = self._first_tiers(records, quota)
+                memory = self._memory = MemoryStore(
+                    int(config.cache_bytes), max_chunks=config.max_chunks, quota_bytes=quota
+                )
+                tiers = self._tiers
+            else:
+                memory = self._memory.beside(quota_bytes=quota)
+                tiers = [tier.beside(records) for tier in self._tiers]
+            if not tiers:
+                return memory
+            store = TieredStore(
+                memory, tiers, compute_seconds=self._compute_seconds, fits=self._fits, beside=self._tiered
+            )
+            self._tiered = self._tiered or store
+            return store
+
+    def purge(self, tenant: str) -> None:
+        """Remove all of a tenant, of whatever model, from every tier below the memory.
+
+        Raises StoreError if a tier had trouble: unlike a lookup, this must not fail in silence.
+        """
+        failed = []
+        for tier in self._tiers:
+            before = tier.troubles()
+            tier.purge(tenant_digest(tenant))
+            if tier.troubles() != before or not tier.is_available:
+                failed.append(tier.name)
+        if failed:
+            raise StoreError(f"not all of the tenant could be removed from {', '.join(failed)}; purge it again later")
+
+    def _records(self, namespace: Namespace) -> RecordFormat:
+        config = self._config
+        longest = _LONGEST_CHUNKS * config.chunk_size * self._layout.bytes_per_token
+        return record_format(
+            namespace,
+            codec=self._codec.name,
+            max_bytes=max(_RECORD_BYTES, longest),
+            protection=config.record_protection,
+            key=self._key,
+        )
+
+    def _first_tiers(self, records: RecordFormat, quota: int | None) -> list[LastingTier]:
+        config = self._config
+        tiers: list[LastingTier] = []
+        if config.disk_cache_dir is not None:
+            capacity = int(config.disk_cache_bytes)
+            tiers.append(
+                DiskTier(config.disk_cache_dir, capacity_bytes=capacity, records=records, tenant_quota_bytes=quota)
+            )
+        if config.remote_url is not None:
+            tiers.append(
+                RedisTier(
+                    config.remote_url,
+                    capacity_bytes=int(config.remote_cache_bytes),
+                    records=records,
+                    ttl_seconds=config.remote_ttl_seconds,
+                    tenant_quota_bytes=quota,
+                )
+            )
+        if config.object_url is not None:
+            limits = [int(limit) for limit in (config.object_cache_bytes, quota) if limit is not None]
+            tiers.append(ObjectTier(config.object_url, capacity_bytes=min(limits, default=None), records=records))
+        return tiers
+
+    def _compute_seconds(self, tokens: int) -> float:
+        if not self._costs.in_seconds:
             return math.inf  # nothing is known yet: loading is tried
-        return costs.read_seconds(forwards=tokens / config.chunk_size, rows=tokens)
-
-    return TieredStore(memory, tiers, compute_seconds=compute_seconds, fits=_fitting(codec, layout))
+        return self._costs.read_seconds(forwards=tokens / self._config.chunk_size, rows=tokens)
 
 
 def _fitting(codec: KVCodec, layout: KVLayout) -> Callable[[KVBlock], bool]:

@@ -3,6 +3,8 @@
 from kvboost.store.disk import DiskTier
 from kvboost.store.eviction import LeafFirstLRU
 from kvboost.store.memory import MemoryStore
+from kvboost.store.objects import ObjectTier
+from kvboost.store.protection import read_key, record_format
 from kvboost.store.record import RecordFormat
 from kvboost.store.redis import RedisTier
 from kvboost.store.tiered import TieredStore
@@ -12,9 +14,12 @@ __all__ = [
     "DiskTier",
     "LeafFirstLRU",
     "MemoryStore",
+    "ObjectTier",
     "RecordFormat",
     "RedisTier",
     "TieredStore",
     "context_before",
     "context_mark",
+    "read_key",
+    "record_format",
 ]

@@ -53,17 +53,23 @@ class TieredStore:
         waiting_bytes: int = 512 * 2**20,
         compute_seconds: Callable[[int], float] | None = None,
         fits: Callable[[KVBlock], bool] = lambda block: True,
+        beside: TieredStore | None = None,
     ) -> None:
         """Take over ``memory`` and ``tiers``, which are closed with this store.
 
         At most ``waiting_bytes`` wait to be written. ``compute_seconds`` says what computing so many tokens would take
         (loading is declined where that is less); ``fits`` whether a block that was loaded is one for this model.
+        A tenant's store ``beside`` another one shares the thread that writes and the bytes that may wait.
         """
         self._memory, self._tiers = memory, tuple(tiers)
         self._compute_seconds, self._fits = compute_seconds, fits
         self._lasting = tuple(tier for tier in tiers if tier.outlives_process)
         self._overflow = tuple(tier for tier in tiers if not tier.outlives_process)
-        self._writer = WriteBehind(most_bytes=waiting_bytes, failed=self._failed)
+        self._writer: WriteBehind = (
+            WriteBehind(most_bytes=waiting_bytes, failed=self._failed)
+            if beside is None
+            else beside._writer.beside(failed=self._failed)
+        )
         self._lock = threading.Lock()
         self._speeds = {tier: _Speed() for tier in self._tiers}
         self._token_bytes = 0.0  # of the last block seen
