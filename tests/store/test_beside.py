@@ -179,6 +179,11 @@ def test_writers_beside_each_other_share_the_thread_and_the_room() -> None:
     assert blocks[4].key in slow.held
 
 
+def _write(store: TieredStore, word: str) -> None:
+    store.put(block_of(prompt(word)[0]))
+    store.flush()
+
+
 def test_what_a_tenants_tier_raises_is_told_to_that_tenant() -> None:
     good, bad = ShelfTier("good"), ShelfTier("bad")
     bad.error = ValueError("broken")
@@ -187,12 +192,9 @@ def test_what_a_tenants_tier_raises_is_told_to_that_tenant() -> None:
     second = TieredStore(memory.beside(), [bad], beside=first)
     with closing(first):
         with pytest.warns(RuntimeWarning, match="bad tier failed"):
-            second.put(block_of(prompt("a")[0]))
-            second.flush()
-        first.put(block_of(prompt("b")[0]))
-        first.flush()
+            _write(second, "a")
+        _write(first, "b")
         assert len(good.held) == 1
         second.close()
-        first.put(block_of(prompt("c")[0]))
-        first.flush()
+        _write(first, "c")
         assert len(good.held) == 2

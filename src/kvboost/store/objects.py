@@ -16,6 +16,7 @@ not counted. Sizes in :meth:`ObjectTier.stats` are taken by listing the namespac
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import time
 from collections import deque
@@ -55,7 +56,8 @@ class ObjectTier:
         readers: int = 8,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """``config`` goes to obstore (region, endpoint, keys); without it, the environment's ``AWS_*`` are used.
+        """``config`` goes to obstore (region, endpoint, keys); without it, the environment's ``AWS_*`` are used, such
+        as ``AWS_ENDPOINT_URL`` and, for a server without TLS, ``AWS_ALLOW_HTTP=true``.
 
         No request of the store's takes longer than ``patience_s``.
         """
@@ -369,7 +371,9 @@ def _open(url: str, patience_s: float, config: Mapping[str, Any] | None) -> tupl
         raise ConfigError('an object store as a tier needs obstore: pip install "kvboost[s3]"') from error
     limit = timedelta(seconds=patience_s)
     settings = dict(config or {})
-    options = {"timeout": limit, "connect_timeout": limit, **settings.pop("client_options", {})}
+    # Given any of these, obstore looks for none of them in the environment.
+    plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+    options = {"timeout": limit, "connect_timeout": limit, "allow_http": plain, **settings.pop("client_options", {})}
     make: Any = from_url  # typed for each kind of store apart
     try:
         # No retries: they would take longer than a miss costs.
