@@ -314,7 +314,9 @@ _READER = """
 import json, sys
 from tests.engine.test_moving import engine_for, text
 from tests.engine.test_tenants import digest, found
+from kvboost.engine.reader import PromptReader
 from tests.helpers.models import tiny_model
+PromptReader._observe = lambda self, reading: None  # as in the tests: what loading costs must not decide
 engines = {}
 for line in sys.stdin:
     settings, tenant, seed, there = json.loads(line)
