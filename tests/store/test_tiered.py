@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -383,6 +384,8 @@ def test_a_second_lookup_waits_for_the_first_and_loads_nothing_twice() -> None:
     slow = SlowTier(chunks)
     store = _store(slow)
     prefetched = store.prefetch(chunks)
+    while "load" not in slow.asked:
+        time.sleep(0.001)
     with ThreadPoolExecutor(2) as pool:
         short = pool.submit(held_keys, store, chunks[:2])
         whole = pool.submit(held_keys, store, chunks)
