@@ -18,7 +18,7 @@ import torch
 
 from kvboost import ConfigError, KVBoost
 from kvboost.bench.servers import RedisServer
-from kvboost.store import DiskTier
+from kvboost.store import DiskTier, HostTier, MemoryStore, TieredStore
 from kvboost.types import KVBlock
 from tests.engine.test_moving import HEAD, ONE, QUESTION, THREE, TWO, engine_for, read, text, warm
 
@@ -107,9 +107,28 @@ def test_a_damaged_directory_costs_a_warning_and_no_answer(tiny: Tiny, tmp_path:
         assert _same_bits(again, cold)
 
 
-def test_the_settings_say_what_is_wrong_with_them() -> None:
-    with pytest.raises(ConfigError, match="disk_cache_bytes"):
-        KVBoost.from_pretrained("nowhere", disk_cache_bytes="much")
+def test_the_settings_say_what_is_wrong_with_them(tiny: Tiny) -> None:
+    for name in ("disk_cache_bytes", "host_cache_bytes"):
+        with pytest.raises(ConfigError, match=name):
+            KVBoost.from_pretrained("nowhere", **{name: "much"})
+    with pytest.raises(ConfigError, match="give cache_bytes more instead"):
+        engine_for(tiny("llama"), host_cache_bytes="1GiB")
+
+
+def test_a_host_tier_below_a_small_memory_changes_no_bit(tiny: Tiny) -> None:
+    with engine_for(tiny("llama"), quality="exact") as plain:
+        cold = plain.prefill(_LONG)
+        each = plain.cache_stats()["hot_memory_mb"] * 1e6 / plain.cache_stats()["hot_chunks"]
+    host = HostTier(10**9, pinned=False)
+    store = TieredStore(MemoryStore(int(16 * each)), [host])
+    with engine_for(tiny("llama"), quality="exact", store=store, workspace_bytes=0) as engine:
+        engine.prefill(_LONG)
+        engine.prefill(text(12, 400))  # takes its place
+        engine.flush()
+        found = engine.prefill(_LONG)
+        assert found.reuse.tiers["host"] > 0
+        assert _same_bits(found, cold)
+    store.close()
 
 
 _WRITER = """
