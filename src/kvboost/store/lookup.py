@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvboost.types import NOTHING_LOADED, Chunk, DeclinedLoad, KVBlock, LoadReport
+from kvboost.types import Chunk, DeclinedLoad, KVBlock, LoadReport
 
 _FADE = 0.9  # of earlier loads with each new one: the last ten or so count
 
@@ -60,10 +60,13 @@ class Lookup:
         """The tier has these, but computing them is faster."""
         self._declined.append((tier, chunks, load_seconds, compute_seconds))
 
+    @property
+    def asked_for_more(self) -> bool:
+        """Whether there is anything to report: most lookups find all or nothing."""
+        return bool(self.tiers or self._declined)
+
     def report(self, left: Callable[[Chunk], bool]) -> LoadReport:
         """All of it. Of what was declined only the chunks still ``left``: another tier may have been faster."""
-        if not self.tiers and not self._declined:
-            return NOTHING_LOADED
         declined: list[DeclinedLoad] = []
         starts: dict[int, int] = {}
         for tier, chunks, load, compute in self._declined:

@@ -73,8 +73,9 @@ class TieredStore:
         lookup = Lookup(arrived)
         self._bring_up_run(chunks, lookup)
         lease = self._memory.lease(chunks)
-        held = {block.key for block in lease.blocks}
-        lease.loads = lookup.report(lambda chunk: chunk.prefix_key not in held)
+        if lookup.asked_for_more:
+            held = {block.key for block in lease.blocks}
+            lease.loads = lookup.report(lambda chunk: chunk.prefix_key not in held)
         return lease
 
     def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> ContentLease:
@@ -84,8 +85,10 @@ class TieredStore:
         if unknown:
             self._bring_up_content(chunks, [after + index for index in unknown], lookup)
         lease = self._memory.lease_content(chunks, after=after)
-        found = {chunk.start for chunk, block in zip(chunks[after:], lease.blocks, strict=True) if block is not None}
-        lease.loads = lookup.report(lambda chunk: chunk.start not in found)
+        if lookup.asked_for_more:
+            blocks = zip(chunks[after:], lease.blocks, strict=True)
+            found = {chunk.start for chunk, block in blocks if block is not None}
+            lease.loads = lookup.report(lambda chunk: chunk.start not in found)
         return lease
 
     def prefetch(self, chunks: Sequence[Chunk]) -> Future[int]:
