@@ -18,4 +18,4 @@ def test_every_way_to_a_first_token_is_timed(folder: Path, tmp_path: Path, capsy
     assert "| disk" in capsys.readouterr().out
     document = json.loads(raw.read_text())["raw"]
     assert [len(samples) for samples in document["samples"]["disk"].values()] == [2] * 4
-    assert set(document["stages"]["disk"]) == {"lease", "place", "first_token"}
+    assert set(document["stages"]["disk"]) > {"lease", "place", "first_token"}

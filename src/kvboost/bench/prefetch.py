@@ -31,6 +31,7 @@ _AFTER, _WHILE, _PREFETCHED = "load, then place", "place while loading", "prefet
 _BESIDE = "bound: load beside computing"
 _MOST = 0.9  # of the prompt must come from the cache
 _STAGES = ("lease", "place", "first_token")
+_LOAD, _LOAD_CPU = "a prefetch", "its CPU time"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> Report:
     prompt = TextSource(plain.tokenizer, args.text).window(0, args.length)
     plain.prefill(prompt)
     whole = Table("Prefetch: ms to the first token", machine, ["KV from", "", "TTFT ms", f"against {_AFTER!r}"])
-    parts = Table(f"Prefetch: ms by stage, {_AFTER!r}", machine, ["KV from", *_STAGES])
+    parts = Table(f"Prefetch: ms by stage, {_AFTER!r}", machine, ["KV from", *_STAGES, _LOAD, _LOAD_CPU])
     for name in args.tiers:
         with ExitStack() as stack:
             if name == "disk":
@@ -70,7 +71,8 @@ def run(args: argparse.Namespace) -> Report:
         for way in contestants:
             against = Spread.of(ratios(samples[way], samples[_AFTER]))
             whole.add(name, way, Spread.of(samples[way]).text(0), against.text())
-        parts.add(name, *(f"{median(sampling.stages[stage][-args.repeat :]):.0f}" for stage in _STAGES))
+        parts.add(name, *(f"{median(sampling.stages[stage][-args.repeat :]):.0f}" for stage in parts.columns[1:]))
+    parts.notes.append("The CPU time is this process's, in all threads; a server's is not in it.")
     whole.notes.append(
         f"{args.length} tokens; median [lowest highest] of {args.repeat} rounds. A new engine for every sample. The "
         "bound is what layer by layer could reach at best: loading and computing share the cores and never wait for "
@@ -110,7 +112,10 @@ class _Sampling:
     def _from_tier(self, *, after: bool = False, prefetched: bool = False) -> float:
         with self._engine() as engine, ExitStack() as stack:
             if prefetched:
+                began, cpu = time.perf_counter(), time.process_time()
                 engine.prefetch(self._prompt).result()
+                self.stages[_LOAD].append((time.perf_counter() - began) * 1000.0)
+                self.stages[_LOAD_CPU].append((time.process_time() - cpu) * 1000.0)
             if after:
                 stack.enter_context(patch.object(Placing, "arrived", lambda *block: None))
             result = first_token(engine, self._prompt)
