@@ -79,6 +79,9 @@ class EngineConfig:
     kv_cache_bits: int = 16
     """16 keeps KV as the model has it; 8 and 4 keep it in a half and a quarter of the memory of 16-bit KV. Answers that
     used such KV are not bitwise (see docs/results/codec.md)."""
+    host_cache_bytes: int | str = 0
+    """Where the model is on an accelerator: keep chunks that its memory (``cache_bytes``) lets go in so much host
+    memory. They come back faster than from a disk. For the engine's own tenant only."""
     disk_cache_dir: str | Path | None = None
     """Also keep chunks in this directory: they outlive the process, and several processes may share it."""
     disk_cache_bytes: int | str = "20GiB"
@@ -132,6 +135,7 @@ class EngineConfig:
             raise ConfigError(f"max_chunks={self.max_chunks} is negative; leave it out for no limit")
         object.__setattr__(self, "cache_bytes", parse_bytes(self.cache_bytes, name="cache_bytes"))
         object.__setattr__(self, "workspace_bytes", parse_bytes(self.workspace_bytes, name="workspace_bytes"))
+        object.__setattr__(self, "host_cache_bytes", parse_bytes(self.host_cache_bytes, name="host_cache_bytes"))
         object.__setattr__(self, "disk_cache_bytes", parse_bytes(self.disk_cache_bytes, name="disk_cache_bytes"))
         object.__setattr__(self, "remote_cache_bytes", parse_bytes(self.remote_cache_bytes, name="remote_cache_bytes"))
         for name in ("tenant_bytes", "object_cache_bytes"):

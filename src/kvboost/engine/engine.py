@@ -8,6 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -166,6 +167,21 @@ class KVBoost:
             complete = reading.chunks[-1].end if reading.chunks else 0
             reader.advance(reading, to=complete)
             return reader.commit(reading)
+
+    def prefetch(self, prompt: Prompt, *, boundaries: Sequence[int] = ()) -> Future[int]:
+        """Bring what slower tiers have of the beginning of ``prompt`` up into memory, in the background.
+
+        For requests that wait for their turn, with the ``boundaries`` they will have: when it comes, loading is over
+        or under way. Returns at once; the future's result is how many tokens came up, and ``cancel()`` takes one back
+        that has not begun. Nothing is computed, and nothing is held: memory that is full of other things lets it go.
+        """
+        tokens = self._encoder.encode(prompt)
+        reader, _ = self._reader_for(tokens, GenerationMode.PREFIX_CACHE)
+        if reader is None or not isinstance(self._store, TieredStore):
+            nothing: Future[int] = Future()
+            nothing.set_result(0)
+            return nothing
+        return self._store.prefetch(reader.usable_chunks(tokens, boundaries))
 
     def prefill(
         self,

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvboost.engine.costs import CostModel
-from kvboost.engine.guard import GuardedStore
+from kvboost.engine.guard import GuardedStore, loads_of
 from kvboost.engine.repairing import MovedChunks, Repairer
 from kvboost.extend import ContentLease
 from kvboost.model import KeyMover, KVCodec, RowRunner, SlabCache
@@ -160,7 +160,8 @@ class MovedReuse:
             if block is not None and self._mover.can_move(block.start + len(block.tokens) // TOKEN_BYTES)
         }
         if not blocks:
-            return None
+            declined = sum(loads_of(lease).declined_at.values())
+            return f"{declined} tokens could be loaded to be moved, more slowly than computed" if declined else None
         begin, end = chunks[first].start, chunks[-1].end
         moved = sum(chunks[i].end - chunks[i].start for i in blocks)
         rows = end - begin - moved + self._repair.ratio * moved

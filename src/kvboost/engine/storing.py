@@ -9,18 +9,20 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
 from kvboost.config import EngineConfig
 from kvboost.engine.costs import CostModel
-from kvboost.errors import StoreError
-from kvboost.extend import ChunkStore
+from kvboost.errors import ConfigError, StoreError
+from kvboost.extend import ChunkStore, Tier
 from kvboost.model import KVCodec, KVLayout
 from kvboost.store import (
     DiskTier,
+    HostTier,
     MemoryStore,
     ObjectTier,
     RecordFormat,
@@ -50,6 +52,12 @@ class Stores:
         self._config, self._layout, self._codec, self._costs = config, layout, codec, costs
         self._key = read_key(config.record_key_file) if config.record_key_file is not None else None
         self._fits = _fitting(codec, layout)
+        self._devices = {spec.device for spec in layout.slots}
+        if config.host_cache_bytes and all(device.type == "cpu" for device in self._devices):
+            raise ConfigError(
+                f"host_cache_bytes={config.host_cache_bytes} needs a model on an accelerator; on the CPU the memory "
+                "cache lies in host memory already: give cache_bytes more instead"
+            )
         self._lock = threading.Lock()
         self._memory: MemoryStore | None = None
         self._tiers: list[LastingTier] = []
@@ -66,14 +74,21 @@ class Stores:
                 memory = self._memory = MemoryStore(
                     int(config.cache_bytes), max_chunks=config.max_chunks, quota_bytes=quota
                 )
-                tiers = self._tiers
+                # The engine's own tenant only: what its memory lets go cannot be told apart there.
+                host = [HostTier(int(config.host_cache_bytes))] if config.host_cache_bytes else []
+                tiers: Sequence[Tier] = [*host, *self._tiers]
             else:
                 memory = self._memory.beside(quota_bytes=quota)
                 tiers = [tier.beside(records) for tier in self._tiers]
             if not tiers:
                 return memory
             store = TieredStore(
-                memory, tiers, compute_seconds=self._compute_seconds, fits=self._fits, beside=self._tiered
+                memory,
+                tiers,
+                compute_seconds=self._compute_seconds,
+                fits=self._fits,
+                to_memory=_brought_to(self._devices),
+                beside=self._tiered,
             )
             self._tiered = self._tiered or store
             return store
@@ -130,6 +145,21 @@ class Stores:
         if not self._costs.in_seconds:
             return math.inf  # nothing is known yet: loading is tried
         return self._costs.read_seconds(forwards=tokens / self._config.chunk_size, rows=tokens)
+
+
+def _brought_to(devices: Collection[torch.device]) -> Callable[[KVBlock], KVBlock]:
+    """Brings a block to the model's device, so that it is copied there once and not for every request.
+
+    A model spread over several takes it from the host.
+    """
+    if len(devices) != 1 or all(device.type == "cpu" for device in devices):
+        return lambda block: block
+    (device,) = devices
+
+    def bring(block: KVBlock) -> KVBlock:
+        return replace(block, tensors=tuple(tensor.to(device, non_blocking=True) for tensor in block.tensors))
+
+    return bring
 
 
 def _fitting(codec: KVCodec, layout: KVLayout) -> Callable[[KVBlock], bool]:

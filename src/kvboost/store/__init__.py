@@ -2,6 +2,7 @@
 
 from kvboost.store.disk import DiskTier
 from kvboost.store.eviction import LeafFirstLRU
+from kvboost.store.host import HostTier
 from kvboost.store.memory import MemoryStore
 from kvboost.store.objects import ObjectTier
 from kvboost.store.protection import read_key, record_format
@@ -12,6 +13,7 @@ from kvboost.store.variants import context_before, context_mark
 
 __all__ = [
     "DiskTier",
+    "HostTier",
     "LeafFirstLRU",
     "MemoryStore",
     "ObjectTier",

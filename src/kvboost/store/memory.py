@@ -16,7 +16,7 @@ from kvboost.errors import StoreError
 from kvboost.extend import EvictionPolicy
 from kvboost.store.eviction import LeafFirstLRU
 from kvboost.store.variants import best_variant, context_mark
-from kvboost.types import Chunk, KVBlock, PutOutcome, StoreStats
+from kvboost.types import NOTHING_LOADED, Chunk, KVBlock, LoadReport, PutOutcome, StoreStats
 
 MOST_VARIANTS = 4  # of one content that are kept for moving only
 _MOST_LOOKED_AT = 8  # of one content in a lookup; exact blocks may hold the same text behind any number of beginnings
@@ -47,6 +47,8 @@ class _Held:
     def __init__(self, store: MemoryStore, entries: Sequence[_Entry | None]) -> None:
         self._store = store
         self._entries: Sequence[_Entry | None] | None = entries
+        self.loads: LoadReport = NOTHING_LOADED
+        """What tiers below had to do with this lookup; told by the store that asked them."""
 
     def _held(self) -> Sequence[_Entry | None]:
         if self._entries is None:
