@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from tests.helpers.models import tiny_model
 
 from kvboost import KVBoost
