@@ -16,7 +16,6 @@ import tempfile
 import time
 from pathlib import Path
 
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.helpers.failing import MOMENTS, Failing, Judge, over_failing_disk, over_failing_redis

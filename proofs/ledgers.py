@@ -15,7 +15,6 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.helpers import workload
