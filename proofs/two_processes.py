@@ -3,8 +3,8 @@
 usage: python proofs/two_processes.py [--texts 10] [--families llama qwen2 gemma3_text gpt2] [--model FOLDER]
 
 In every round both processes read a text of their own at the same time and write it down; then each reads the other's.
-What it reused must be as much as the one who computed it finds again itself, and logits and KV must be those of that one
-and of a cold engine in this process. Tiny models, one for each family; with ``--model`` a trained one.
+What it reused must be as much as the one who computed it finds again itself, and logits and KV must be that one's
+and a cold engine's in this process. Tiny models, one for each family; with ``--model`` a trained one.
 """
 
 from __future__ import annotations
