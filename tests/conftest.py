@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from kvboost.bench.report import BenchError
 from kvboost.bench.servers import RedisServer, redis_server
 from tests.helpers.models import smollm2_folder, tiny_model
+from tests.helpers.s3 import s3_environment, s3_server
 
 
 @pytest.fixture(scope="session")
@@ -59,3 +61,18 @@ def redis_at(_running_redis: RedisServer) -> RedisServer:
     with redis.Redis.from_url(_running_redis.url) as client:
         client.flushall()
     return _running_redis
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[int]:
+    """The port of an S3-compatible server in a process of its own, with a bucket ``bucket``."""
+    with s3_server() as port:
+        yield port
+
+
+@pytest.fixture
+def s3_url(s3: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty folder in it, for whoever takes access from the environment."""
+    for name, value in s3_environment(s3).items():
+        monkeypatch.setenv(name, value)
+    return f"s3://bucket/{uuid.uuid4().hex}"
