@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = group.main(args=words, prog_name="kvboost", standalone_mode=False)
     except typer.TyperException as error:
         name = _named(group, words)
-        return _said(name, f"{error.format_message()} Try '{name} --help'.")
+        return _said(name, f"{error.format_message().rstrip('.')}. Try '{name} --help'.")
     except (KVBoostError, OSError) as error:
         return _said(_named(group, words), str(error))
     except (typer.Abort, KeyboardInterrupt):

@@ -73,7 +73,7 @@ def chat(
 ) -> None:
     """Talk with a model; after each answer see how much of the chat did not have to be read again.
 
-    An empty line is passed over; /exit or the end of the input ends the chat.
+    An interruption (Ctrl-C) stops an answer; /exit or the end of the input ends the chat.
     """
     engine = _loaded(model, settings)
     with engine:
@@ -89,6 +89,10 @@ def chat(
             except CapacityError as error:
                 conversation.withdraw()
                 note(f"[{error}; start a new chat, or ask something shorter]")
+                continue
+            except KeyboardInterrupt:
+                conversation.withdraw()
+                note("[stopped; the question is taken back]")
                 continue
             conversation.answered(result.token_ids)
             print()

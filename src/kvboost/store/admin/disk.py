@@ -34,7 +34,9 @@ class DiskCatalogue:
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="kvboost-admin")
         self._owners: dict[bytes, Namespace | None] = {}
         try:
-            if not create and not directory.expanduser().is_dir():
+            if self._layout.directory.exists() and not self._layout.directory.is_dir():
+                raise PlaceError(f"{directory} is no directory; give another place for the records")
+            if not create and not self._layout.directory.is_dir():
                 raise PlaceError(f"there is no directory {directory}; give the one an engine has as disk_cache_dir")
             is_cache = self._layout.index.exists() or self._layout.tmp.exists() or bool(self._layout.spaces())
         except OSError as error:
