@@ -96,7 +96,7 @@ def list_records(
                 print(json.dumps(row))
             return
         table = Table("key", "space", "tenant", "codec", box=None, pad_edge=False)
-        for title in ("tokens", "from", "size", "used before"):
+        for title in ("tokens", "from", "size", "last used"):
             table.add_column(title, justify="right")
         table.add_column("")
         now = datetime.now(UTC).timestamp()
@@ -109,7 +109,7 @@ def list_records(
                 str(row.get("tokens", "?")),
                 str(row.get("start", "?")),
                 size(row["bytes"]),
-                age(row["used_at_s"], now=now),
+                age(row["used_at_s"], now=now) + " ago",
                 remark(row),
             )
     console().print(table)
@@ -171,7 +171,7 @@ def statistics(place: Place, *, as_json: AsJson = False) -> None:
         print(json.dumps({"place": name, **totals, "spaces": rows}))
         return
     table = Table("space", "model", "tenant", "codec", "tensors", box=None, pad_edge=False)
-    for title in ("records", "size", "used before"):
+    for title in ("records", "size", "last used"):
         table.add_column(title, justify="right")
     for row in rows:
         model = row.get("model")
@@ -183,7 +183,7 @@ def statistics(place: Place, *, as_json: AsJson = False) -> None:
             row.get("tensors", "?"),
             str(row["records"]),
             size(row["bytes"]),
-            f"{age(row['used_last'])} - {age(row['used_first'])}",
+            f"{age(row['used_last'])} to {age(row['used_first'])} ago",
         )
     console().print(table)
     print(f"{totals['records']} records, {size(totals['bytes'])} in {name}")
@@ -242,9 +242,11 @@ def verify(
     counts: Counter[str] = Counter({verdict.value: 0 for verdict in Verdict})
     damaged: list[tuple[Entry, Finding]] = []
     with opened(place) as catalogue:
-        entries = list(chosen(catalogue, tenant, space))
-        with Bar("checking", total=len(entries)) as bar:
-            for entry, finding in verified(catalogue, entries, keys=ring(key_file)):
+        keys = ring(key_file)
+        with Bar("counting") as bar:  # listed twice rather than held: there may be tens of millions
+            total = sum(1 for _ in stepping(chosen(catalogue, tenant, space), bar))
+        with Bar("checking", total=total) as bar:
+            for entry, finding in verified(catalogue, chosen(catalogue, tenant, space), keys=keys):
                 counts[finding.verdict.value] += 1
                 if finding.verdict is Verdict.DAMAGED:
                     damaged.append((entry, finding))

@@ -21,6 +21,7 @@ from kvboost.store.index import ChunkIndex, IndexView, is_damaged
 from kvboost.store.record import RecordFormat
 from kvboost.types import Namespace
 
+_AT_ONCE = 256  # chunks in one transaction: others must get their turn
 _MOST_TRIED = 16  # records of a space that are asked whose it is, before the index is believed
 
 
@@ -105,11 +106,13 @@ class DiskCatalogue:
         """Remove these files and what the index says about them."""
         removed = 0
         try:
-            for entry in entries:
-                path = self._layout.record(entry.space, entry.key)
-                removed += path.exists()
-                self._files.remove(path)
-            self._strike(entries)
+            for begin in range(0, len(entries), _AT_ONCE):
+                some = entries[begin : begin + _AT_ONCE]
+                for entry in some:
+                    path = self._layout.record(entry.space, entry.key)
+                    removed += path.exists()
+                    self._files.remove(path)
+                self._strike(some)
         except OSError as error:
             raise self._failed(error) from error
         return removed
