@@ -136,6 +136,17 @@ def test_what_is_no_record_and_a_record_under_another_name_are_damage(place: Pla
     assert len(listed[b] or b"") <= 4096
 
 
+def test_a_record_of_another_tenant_under_the_same_key_is_damage(place: Place) -> None:
+    theirs = RecordFormat(of("model", "other"))
+    place.fill(ACME, blocks_of("a"))
+    place.fill(theirs, blocks_of("a"))
+    place.put(ACME, blocks_of("a")[0].key, place._raw(theirs, blocks_of("a")[0].key))
+    with opened(place) as catalogue:
+        found = verified(catalogue, catalogue.entries(), keys=KeyRing())
+        verdicts = {entry.space: finding.verdict for entry, finding in found}
+    assert verdicts == {ACME.space: Verdict.DAMAGED, theirs.space: Verdict.WHOLE}
+
+
 def test_removing_and_purging(place: Place) -> None:
     fill(place)
     gone = blocks_of("a", "b", "c")[2].key

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
 from kvboost.errors import PlaceError
@@ -105,6 +104,7 @@ class DiskCatalogue:
     def remove(self, entries: Sequence[Entry]) -> int:
         """Remove these files and what the index says about them."""
         removed = 0
+        index = self._index_of(entries)
         try:
             for begin in range(0, len(entries), _AT_ONCE):
                 some = entries[begin : begin + _AT_ONCE]
@@ -112,26 +112,30 @@ class DiskCatalogue:
                     path = self._layout.record(entry.space, entry.key)
                     removed += path.exists()
                     self._files.remove(path)
-                self._strike(some)
-        except OSError as error:
+                if index is not None:
+                    places = [(entry.space, entry.key) for entry in some]
+                    index.strike(places, lambda place: self._layout.record(*place).exists())
+        except (OSError, sqlite3.Error) as error:
             raise self._failed(error) from error
+        finally:
+            if index is not None:
+                index.close()
         return removed
 
-    def _strike(self, entries: Sequence[Entry]) -> None:
+    def _index_of(self, entries: Sequence[Entry]) -> ChunkIndex | None:
+        """The index, to strike these out; None if it does not know them or is broken."""
         view = self._view()
         if view is None:
-            return  # an index made later does not know them
+            return None  # one that is made later comes from the files
         try:
-            owners = [(entry.space, owner) for entry in entries if (owner := self._owner(entry.space, view))]
-            if not owners:
-                return
-            space, namespace = owners[0]  # which one it is opened for does not matter
-            with closing(ChunkIndex(self._layout.index, space=space, namespace=namespace)) as index:
-                places = [(entry.space, entry.key) for entry in entries]
-                index.strike(places, lambda place: self._layout.record(*place).exists())
+            for entry in entries:  # which space it is opened for does not matter
+                if (owner := self._owner(entry.space, view)) is not None:
+                    return ChunkIndex(self._layout.index, space=entry.space, namespace=owner)
+            return None
         except sqlite3.Error as error:
-            if not is_damaged(error):  # a broken one is made anew from the files by the next engine
-                raise self._failed(error) from error
+            if is_damaged(error):
+                return None  # the next engine makes it anew from the files
+            raise self._failed(error) from error
         finally:
             view.close()
 
