@@ -171,6 +171,9 @@ def test_from_one_place_to_another_and_again(place: Place, tmp_path: Path) -> No
     target = Place("disk", str(tmp_path / "target"))
     assert imported(target, archive) == {"stored": 5}
     assert imported(target, archive) == {"present": 5}
+    changed = bytearray(archive)
+    changed[5000] ^= 1
+    assert imported(target, bytes(changed)) == {"present": 5}, "what is there was read again"
     assert archived(target).count(b"\x89KVB\r\n") == 5
     with opened(place) as catalogue:
         catalogue.remove(list(catalogue.entries())[:2])
