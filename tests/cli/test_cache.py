@@ -185,6 +185,8 @@ def test_records_with_a_secret(kvboost: Said, tmp_path: Path) -> None:
     key, wrong = tmp_path / "key", tmp_path / "wrong"
     key.write_text((b"e" * 32).hex() + "\n")
     wrong.write_bytes(b"w" * 32)
+    key.chmod(0o600)
+    wrong.chmod(0o600)
     place.fill(SECRET, blocks_of("a", "b"))
     assert kvboost("verify", place.url) == 0
     assert kvboost.out == "2 locked\n"
@@ -203,7 +205,8 @@ def test_records_with_a_secret(kvboost: Said, tmp_path: Path) -> None:
     key.write_bytes(b"short")
     assert kvboost("verify", place.url, "--key-file", key) == 2
     assert kvboost("verify", place.url, "--key-file", tmp_path / "absent") == 2
-    assert "check --key-file" in kvboost.err
+    assert "--key-file" in kvboost.err
+    assert "record_key_file" not in kvboost.err
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ Space = Annotated[
 ]
 Keys = Annotated[
     list[Path] | None,
-    typer.Option("--key-file", metavar="FILE", help="A MAC or encryption key; may be given several times."),
+    typer.Option("--key-file", metavar="FILE", help="An engine's record_key_file; may be given several times."),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 

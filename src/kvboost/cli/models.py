@@ -43,7 +43,7 @@ def calibrate(
     ],
     tolerated: Annotated[
         float | None,
-        typer.Option(metavar="SHARE", help="Answers that may differ, such as 0.05 (default: as quality high)."),
+        typer.Option(metavar="SHARE", help="Say what this quality takes: answers that may differ, such as 0.05."),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the result goes.")] = Path(
         "kvboost-calibration.json"
@@ -51,7 +51,9 @@ def calibrate(
     dtype: _Dtype = "auto",
 ) -> None:
     """Measure on your prompts how many rows moved text needs."""
+    from kvboost.config import EngineConfig
     from kvboost.engine import KVBoost
+    from kvboost.repair import tolerated_share
 
     texts, boundaries = read_prompts(prompts)
     if tolerated is not None and not 0.0 < tolerated < 1.0:
@@ -60,16 +62,19 @@ def calibrate(
         raise ConfigError(f"there is no folder to write {out} into; create it first")
     note(f"loading {model}")
     with KVBoost.from_pretrained(model, dtype=dtype) as engine:
-        result = engine.calibrate(texts, boundaries=boundaries, tolerated=tolerated, save_to=out.expanduser())
-    print("rows again   answers that differ   tokens that agree")
-    for row in result.measured:
-        print(f"{row.ratio:>9.0%}{row.differing:>20.1%}{row.agreement:>22.1%}")
-    told = f"{result.tolerated_share:.0%} may differ, {result.compared} prompts compared"
-    if result.ratio is None:
-        print(f"No ratio is good enough ({told}): engines with this calibration move nothing.")
+        result = engine.calibrate(texts, boundaries=boundaries, save_to=out.expanduser())
+        quality = tolerated if tolerated is not None else engine.config.quality
+    share = tolerated_share(EngineConfig(quality=quality))
+    print("rows again   answers that differ   at most (90 % sure)   tokens that agree")
+    for row in result.rows:
+        differing = f"{row.differing} of {row.compared}"
+        print(f"{row.ratio:>9.0%}{differing:>20}{row.largest_share:>22.1%}{row.agreement:>20.1%}")
+    chosen = result.choose(share)
+    if chosen is None:
+        print(f"No ratio is shown to change at most {share:.3g} of the answers: quality={quality!r} moves nothing.")
     else:
-        print(f"Computing {result.ratio:.0%} of the rows again is enough ({told}).")
-    print(f'Written to {out}; use it with KVBoost(..., calibration="{out}").')
+        print(f"quality={quality!r} computes {chosen.ratio:.0%} of the rows again.")
+    print(f'Written to {out}; use it with KVBoost(..., quality={quality!r}, calibration="{out}").')
 
 
 @with_settings()
@@ -90,7 +95,7 @@ def warm(
     Needs --cache-dir or --remote-url, where the result stays. Documents that are there already are skipped: a run that
     was broken off goes on where it stopped.
     """
-    if settings["cache_dir"] is None and settings["remote_url"] is None:
+    if not any(settings[name] for name in ("cache_dir", "remote_url", "object_url")):
         raise ConfigError("what is read would be gone with this process; give --cache-dir or --remote-url to keep it")
     documents = [(path, _text_of(path)) for path in _documents(files)]
     beginning = _text_of(head) if head is not None else None

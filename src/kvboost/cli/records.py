@@ -79,13 +79,14 @@ def _digits(prefix: str) -> str:
 
 
 def ring(files: Sequence[Path] | None) -> KeyRing:
-    """The keys in these files."""
+    """The keys in these files, which are as an engine's ``record_key_file`` must be."""
     from kvboost.store.admin import KeyRing
+    from kvboost.store.protection import read_key
 
     try:
-        return KeyRing([file.expanduser().read_bytes() for file in files or ()])
-    except OSError as error:
-        raise ConfigError(f"a key file cannot be read ({error}); check --key-file") from error
+        return KeyRing([read_key(file) for file in files or ()])
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("record_key_file", "--key-file")) from error
 
 
 def stepping(entries: Iterable[Entry], bar: Bar) -> Iterator[Entry]:

@@ -70,9 +70,15 @@ ENGINE = (
     Option("recompute_strategy", str),
     Option("recompute_ratio", float),
     Option("recompute_overlap", int),
+    Option("tenant_bytes", str),
+    Option("host_cache_bytes", str),
     Option("disk_cache_bytes", str),
     Option("remote_cache_bytes", str),
     Option("remote_ttl_seconds", float),
+    Option("object_url", str),
+    Option("object_cache_bytes", str),
+    Option("record_protection", str),
+    Option("record_key_file", str),
 )
 """What an engine can be told from outside Python; :class:`kvboost.EngineConfig` says what each does."""
 
@@ -109,7 +115,7 @@ class Settings:
             return f"# {option.name}: not given, the engine's default"
         if isinstance(value, str):
             value = re.sub(r"(?<=://)([^/@]*:)?[^/@]*@", "***@", value)
-            secret = any(word in option.name for word in ("key", "password", "secret"))
+            secret = option.name.endswith(("key", "keys", "password", "secret"))
             value = "***" if secret else value
         return f"{option.name} = {json.dumps(value)}  # {self.sources[option.name]}"
 
@@ -186,7 +192,7 @@ def _meant(option: Option, value: Any) -> Any:
             return float(value)
         except ValueError:
             return value
-    if option.name in ("cache_dir", "calibration") and value is not None:
+    if option.name in ("cache_dir", "calibration", "record_key_file") and value is not None:
         return str(Path(value).expanduser())
     return value
 

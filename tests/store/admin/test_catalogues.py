@@ -29,6 +29,7 @@ from kvboost.store.admin import (
     verified,
 )
 from kvboost.store.loading import PIECE_BYTES
+from kvboost.store.protection import record_format
 from kvboost.store.record import RecordFormat
 from kvboost.testing.tier import assert_same
 from kvboost.types import tenant_digest
@@ -214,7 +215,7 @@ def test_records_with_a_secret_say_so(place: Place, secrets: dict[str, bytes]) -
     records = RecordFormat(of("model"), **secrets)  # type: ignore[arg-type]
     place.fill(records, blocks_of("a", "b"))
     place.change(records, blocks_of("a")[0].key)
-    right, wrong = KeyRing([key.hex().encode() + b"\n" for key in secrets.values()]), KeyRing([b"w" * 32])
+    right, wrong = KeyRing(list(secrets.values())), KeyRing([b"w" * 32])
     with opened(place) as catalogue:
         for ring, expected in ((KeyRing(), {"locked": 2}), (wrong, {"locked": 2}), (right, {"whole": 1, "damaged": 1})):
             found = verified(catalogue, catalogue.entries(), keys=ring)
@@ -224,6 +225,18 @@ def test_records_with_a_secret_say_so(place: Place, secrets: dict[str, bytes]) -
         catalogue.remove(list(catalogue.entries()))
     assert imported(place, archive) == {Outcome.LOCKED.value: 1}
     assert imported(place, archive, keys=right) == {"stored": 1}
+
+
+@pytest.mark.parametrize("protection", ["mac", "encrypt"])
+def test_records_of_an_engine_with_a_key_file_are_read_with_it(tmp_path: Path, protection: str) -> None:
+    place = Place("disk", str(tmp_path / "cache"))
+    for tenant in ("acme", "other"):  # each has keys of its own, made from the one
+        records = record_format(of("m", tenant), codec="raw", max_bytes=2**20, protection=protection, key=MAC)
+        place.fill(records, blocks_of("a", "b"))
+    with opened(place) as catalogue:
+        for ring, expected in ((KeyRing([AES]), {"locked": 4}), (KeyRing([AES, MAC]), {"whole": 4})):
+            found = verified(catalogue, catalogue.entries(), keys=ring)
+            assert Counter(finding.verdict.value for _, finding in found) == expected
 
 
 # Places that are none

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import enum
 import itertools
-import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvboost.errors import ConfigError, ForeignRecordError, RecordError, RecordVersionError
 from kvboost.store.admin.base import MOST_RECORD_BYTES
 from kvboost.store.header import Buffer, RecordHeader
+from kvboost.store.protection import record_format
 from kvboost.store.record import RecordFormat, inspect, space_of
 from kvboost.types import KVBlock
 
-_SHORTEST_KEY = 16
-_AES_KEY = 32
+_KEY_BYTES = 32
 
 
 class Verdict(enum.Enum):
@@ -51,44 +50,38 @@ class KeyRing:
     """The secrets at hand. Which of them a record was made with, and for what, the record says itself."""
 
     def __init__(self, keys: Sequence[bytes] = ()) -> None:
-        """Each key may be the raw one or its hexadecimal text, as files hold either."""
-        readings = [reading for key in keys for reading in _readings(key)]
-        self._keys = list(dict.fromkeys(readings))
+        """``keys`` of 32 bytes, such as :func:`kvboost.store.protection.read_key` gives."""
+        if any(len(key) != _KEY_BYTES for key in keys):
+            raise ConfigError(f"a key has {_KEY_BYTES} bytes; make one with os.urandom({_KEY_BYTES})")
+        self._keys = list(keys)
         self._formats: dict[bytes, RecordFormat | None] = {}
 
     def format_for(self, header: RecordHeader) -> RecordFormat | None:
         """What reads records like this one; None if a key for it is missing."""
         space = space_of(header)
         if space not in self._formats:
-            self._formats[space] = self._made(header, space)
+            made = (found for found in self._candidates(header) if found.space == space)
+            self._formats[space] = next(made, None)
         return self._formats[space]
 
-    def _made(self, header: RecordHeader, space: bytes) -> RecordFormat | None:
+    def _candidates(self, header: RecordHeader) -> Iterator[RecordFormat]:
+        """Formats with the keys that an engine makes of each key file, and with the keys as they are."""
+        if header.keyed:
+            protection = "encrypt" if header.encrypted else "mac"
+            for key in self._keys:
+                yield record_format(
+                    header.namespace, codec=header.codec, max_bytes=MOST_RECORD_BYTES, protection=protection, key=key
+                )
         macs = self._keys if header.keyed else [None]
-        ciphers = [key for key in self._keys if len(key) == _AES_KEY] if header.encrypted else [None]
+        ciphers = self._keys if header.encrypted else [None]
         for mac, cipher in itertools.product(macs, ciphers):
-            made = RecordFormat(
+            yield RecordFormat(
                 header.namespace,
                 codec=header.codec,
                 mac_key=mac,
                 encryption_key=cipher,
                 max_bytes=MOST_RECORD_BYTES,
             )
-            if made.space == space:
-                return made
-        return None
-
-
-def _readings(key: bytes) -> list[bytes]:
-    """The ways to understand what a key file holds."""
-    text = key.strip()
-    is_hex = len(text) % 2 == 0 and all(chr(byte) in string.hexdigits for byte in text)
-    found = [part for part in (key, bytes.fromhex(text.decode()) if is_hex else b"") if len(part) >= _SHORTEST_KEY]
-    if not found:
-        raise ConfigError(
-            f"a key of {len(key)} bytes is none; give a file of 32 random bytes, raw or as 64 hexadecimal digits"
-        )
-    return found
 
 
 def examine(head: Buffer, *, space: bytes, key: bytes) -> Finding:
