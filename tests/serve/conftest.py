@@ -97,5 +97,6 @@ def keyed(start_server: Callable[..., Running], make_engine: Callable[..., KVBoo
 
 
 @pytest.fixture
-def client(keyed: Running) -> openai.OpenAI:
-    return keyed.openai()
+def client(keyed: Running) -> Iterator[openai.OpenAI]:
+    with keyed.openai() as made:
+        yield made

@@ -134,10 +134,11 @@ def test_openai_defaults(client: openai.OpenAI, keyed: Running) -> None:
 def test_what_one_tenant_said_is_another_tenants_business_only(keyed: Running) -> None:
     from tests.serve.conftest import OTHER_KEY
 
-    keyed.openai().chat.completions.create(**_GREEDY)
-    first = keyed.runner.jobs[-1].tenant
-    keyed.openai(OTHER_KEY).chat.completions.create(**_GREEDY)
-    second = keyed.runner.jobs[-1].tenant
+    with keyed.openai() as one, keyed.openai(OTHER_KEY) as other:
+        one.chat.completions.create(**_GREEDY)
+        first = keyed.runner.jobs[-1].tenant
+        other.chat.completions.create(**_GREEDY)
+        second = keyed.runner.jobs[-1].tenant
     assert len(first) == len(second) == 64
     assert first != second
     assert "key" not in first
