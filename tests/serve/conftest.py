@@ -13,8 +13,8 @@ import uvicorn
 from kvboost import KVBoost
 from kvboost.serve.app import make_app
 from kvboost.serve.auth import Keys
-from kvboost.serve.connection import bounded_connection
 from kvboost.serve.limits import Limits
+from kvboost.serve.run import http_config
 from kvboost.serve.service import Service
 from tests.helpers.models import tiny_model
 from tests.helpers.runner import OneByOne
@@ -58,9 +58,8 @@ def start_server() -> Iterator[Callable[..., Running]]:
         runner = runner or OneByOne(engine)
         limits = limits or Limits(new_tokens=64)
         app = make_app(engine, runner, model_name=model_name, keys=keys, limits=limits)
-        config = uvicorn.Config(
-            app, port=0, http=bounded_connection(limits), ws="none", lifespan="off", log_config=None, access_log=False
-        )
+        config = http_config(app, limits=limits, drain_seconds=1)
+        config.port = 0
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()

@@ -81,7 +81,10 @@ def make_app(
     app.add_exception_handler(Exception, _failed)
     wrapped: list[tuple[Callable[..., ASGIApp], dict[str, Any]]] = [
         (BodyLimit, {"limits": limits}),
-        (Gate, {"listed": LISTED, "keys": keys, "only_local_names": only_local_names}),
+        (
+            Gate,
+            {"listed": LISTED, "keys": keys, "only_local_names": only_local_names, "header_bytes": limits.header_bytes},
+        ),
         (small.CountResponses, {"metrics": service.metrics}),
     ]
     for middleware, arguments in wrapped:  # the last one stands outermost

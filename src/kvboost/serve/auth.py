@@ -113,9 +113,16 @@ class Gate:
     """Lets a request through to the app, with its :class:`Caller` in the scope's state, or answers it."""
 
     def __init__(
-        self, app: ASGIApp, *, listed: Mapping[tuple[str, str], Access], keys: Keys, only_local_names: bool
+        self,
+        app: ASGIApp,
+        *,
+        listed: Mapping[tuple[str, str], Access],
+        keys: Keys,
+        only_local_names: bool,
+        header_bytes: int,
     ) -> None:
         self._app = app
+        self._header_bytes = header_bytes
         self._listed = [(method, compile_path(path)[0], access) for (method, path), access in listed.items()]
         self._keys = keys
         # Without keys, a page in a browser on this machine could reach us under a name of its own (DNS rebinding).
@@ -137,6 +144,8 @@ class Gate:
         await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope) -> Caller | None:
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > self._header_bytes:
+            raise ApiError(431, f"the headers are larger than {self._header_bytes} bytes", code="headers_too_large")
         headers = _single_headers(scope["headers"])
         if self._only_local_names and not _is_local_name(headers.get(b"host", b"")):
             raise ApiError(

@@ -31,6 +31,11 @@ def bounded_connection(limits: Limits) -> type[H11Protocol]:
             super().data_received(data)
             self._watch()
 
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.conn.trailing_data[0]:  # the beginning of another request came along with the last one
+                self._watch()
+
         def connection_lost(self, exc: Exception | None) -> None:
             self._unwatch()
             super().connection_lost(exc)

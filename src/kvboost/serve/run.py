@@ -13,6 +13,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import uvicorn
 
@@ -87,10 +88,21 @@ def serve(
     check_binding(host, keys, allow_open=allow_open)
     limits = limits or Limits()
     app = make_app(engine, runner, model_name=model_name, keys=keys, limits=limits, only_local_names=is_loopback(host))
-    config = uvicorn.Config(
+    config = http_config(app, limits=limits, drain_seconds=drain_seconds)
+    try:
+        listening = _bind(host, port)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port} ({error}); choose another port") from error
+    with listening:
+        if ready is not None:
+            ready(host, int(listening.getsockname()[1]))
+        asyncio.run(_Server(config, app.state.service).serve(sockets=[listening]))
+
+
+def http_config(app: Any, *, limits: Limits, drain_seconds: float) -> uvicorn.Config:
+    """How uvicorn serves: bounded connections, no log of its own, no websockets."""
+    return uvicorn.Config(
         app,
-        host=host,
-        port=port,
         http=bounded_connection(limits),
         ws="none",
         lifespan="off",
@@ -101,14 +113,6 @@ def serve(
         timeout_graceful_shutdown=max(1, round(drain_seconds)),
         h11_max_incomplete_event_size=limits.header_bytes,
     )
-    try:
-        listening = _bind(host, port)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port} ({error}); choose another port") from error
-    with listening:
-        if ready is not None:
-            ready(host, int(listening.getsockname()[1]))
-        asyncio.run(_Server(config, app.state.service).serve(sockets=[listening]))
 
 
 def _bind(host: str, port: int) -> socket.socket:
