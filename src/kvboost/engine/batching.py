@@ -95,7 +95,6 @@ class BatchRunner:
         self._scheduler = Scheduler(limits)
         self._jobs: dict[int, RunningJob] = {}
         self._closing = False
-        self._cached_bytes = 0
         self._thread = threading.Thread(target=self._work, name="kvboost-batch", daemon=True)
         self._thread.start()
 
@@ -127,7 +126,8 @@ class BatchRunner:
     def load(self) -> RunnerLoad:
         """What is running and waiting."""
         with self._lock:
-            return RunnerLoad(self._scheduler.running, self._scheduler.waiting, self._cached_bytes)
+            held = sum(job.cached_bytes for job in self._jobs.values())
+            return RunnerLoad(self._scheduler.running, self._scheduler.waiting, held)
 
     def close(self) -> None:
         """Cancel what runs, end every ticket and let go of everything."""
@@ -207,7 +207,6 @@ class BatchRunner:
         self._decode()
         with self._lock:
             self._scheduler.tick()
-            self._cached_bytes = sum(job.cached_bytes for job in self._jobs.values())
 
     def _snapshot(self) -> list[tuple[int, RunningJob]]:
         with self._lock:
@@ -335,8 +334,6 @@ class BatchRunner:
         try:
             job.close()
         finally:
-            with self._lock:
-                self._cached_bytes = sum(other.cached_bytes for other in self._jobs.values())
             job.ticket.put(last)
 
 

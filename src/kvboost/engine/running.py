@@ -73,8 +73,9 @@ class RunningJob:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of its cache."""
-        return self._reading.cache.nbytes if self._reading is not None else 0
+        """Bytes of its cache. Any thread may ask."""
+        reading = self._reading
+        return reading.cache.nbytes if reading is not None else 0
 
     def open(self, *, rows_ahead: int, move: bool, most_repaired: int | None) -> None:
         """Plan the prompt and place what is stored. More than ``most_repaired`` rows are not repaired in one go."""
