@@ -1,4 +1,4 @@
-"""The smallest runner of jobs: one after the other through ``engine.generate``."""
+"""Runners of jobs for tests of the server: one that keeps what it was given, and the slowest one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from kvboost import KVBoost
-from kvboost.engine.jobs import Finished, Job, NewToken, RunnerLoad
+from kvboost.engine.jobs import Finished, Job, JobRunner, NewToken, RunnerLoad, Ticket
 
 
 class _Choosing(LogitsProcessor):
@@ -133,3 +133,21 @@ class OneByOne:
         waited = time.monotonic() - started - (result.total_ms - result.ttft_ms) / 1000
         reason = "cancelled" if ticket.cancelled.is_set() else result.finish_reason
         return Finished(reason, result.reuse, first_token_seconds=waited)  # type: ignore[arg-type]
+
+
+class Recording:
+    """Hands jobs to a real runner and remembers them."""
+
+    def __init__(self, runner: JobRunner) -> None:
+        self._runner = runner
+        self.jobs: list[Job] = []
+
+    def submit(self, job: Job) -> Ticket:
+        self.jobs.append(job)
+        return self._runner.submit(job)
+
+    def load(self) -> RunnerLoad:
+        return self._runner.load()
+
+    def close(self) -> None:
+        self._runner.close()

@@ -11,13 +11,14 @@ import pytest
 import uvicorn
 
 from kvboost import KVBoost
+from kvboost.engine.batching import BatchRunner
 from kvboost.serve.app import make_app
 from kvboost.serve.auth import Keys
 from kvboost.serve.limits import Limits
 from kvboost.serve.run import http_config
 from kvboost.serve.service import Service
 from tests.helpers.models import tiny_model
-from tests.helpers.runner import OneByOne
+from tests.helpers.runner import Recording
 from tests.helpers.tokenizer import byte_tokenizer
 
 KEY, OTHER_KEY, ADMIN_KEY = "key-of-the-first", "key-of-the-second", "key-of-the-admin"
@@ -55,7 +56,7 @@ def start_server() -> Iterator[Callable[..., Running]]:
         limits: Limits | None = None,
         model_name: str = "tiny",
     ) -> Running:
-        runner = runner or OneByOne(engine)
+        runner = runner or Recording(BatchRunner(engine))
         limits = limits or Limits(new_tokens=64)
         app = make_app(engine, runner, model_name=model_name, keys=keys, limits=limits)
         config = http_config(app, limits=limits, drain_seconds=1)
@@ -71,6 +72,7 @@ def start_server() -> Iterator[Callable[..., Running]]:
         def stop() -> None:
             server.should_exit = True
             thread.join()
+            runner.close()
 
         stops.append(stop)
         return Running(f"http://127.0.0.1:{port}", port, engine, runner, app.state.service, app)

@@ -5,7 +5,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.serve.conftest import Running
+from tests.serve.conftest import OTHER_KEY, Running
 
 _SYSTEM = {"role": "system", "content": "You are terse and you never, ever repeat yourself in any answer at all."}
 _USER = {"role": "user", "content": "Tell me about caches, please, in one sentence of moderate length."}
@@ -131,17 +131,24 @@ def test_openai_defaults(client: openai.OpenAI, keyed: Running) -> None:
     assert job.stop_token_ids == frozenset({2})
 
 
-def test_what_one_tenant_said_is_another_tenants_business_only(keyed: Running) -> None:
-    from tests.serve.conftest import OTHER_KEY
+def test_nothing_is_found_of_what_another_tenant_said(keyed: Running) -> None:
+    asked = {**_GREEDY, "messages": [{**_SYSTEM, "content": "Between us: " + _SYSTEM["content"]}, _USER]}
+
+    def cached(client: openai.OpenAI) -> int | None:
+        usage = client.chat.completions.create(**asked).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        return usage.prompt_tokens_details.cached_tokens
 
     with keyed.openai() as one, keyed.openai(OTHER_KEY) as other:
-        one.chat.completions.create(**_GREEDY)
+        assert cached(one) == 0
+        assert cached(other) == 0
+        assert cached(one)
         first = keyed.runner.jobs[-1].tenant
-        other.chat.completions.create(**_GREEDY)
+        assert cached(other)
         second = keyed.runner.jobs[-1].tenant
     assert len(first) == len(second) == 64
     assert first != second
-    assert "key" not in first
 
 
 @pytest.mark.parametrize(

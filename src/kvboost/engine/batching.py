@@ -29,6 +29,7 @@ from kvboost.model import RaggedRunner, SharedStart, probe_ragged
 from kvboost.plan import reusable_chunks
 from kvboost.types import GenerationMode
 
+_MOST_TENANTS = 1024  # whose readers are kept; one that is forgotten is made again
 _CHUNKS_REPAIRED_AT_ONCE = 2  # of the chunk budget, beside other jobs: about half of those rows are computed
 
 
@@ -94,6 +95,7 @@ class BatchRunner:
         self._changed = threading.Condition(self._lock)
         self._scheduler = Scheduler(limits)
         self._jobs: dict[int, RunningJob] = {}
+        self._readers: dict[str, PromptReader] = {}  # of tenants
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="kvboost-batch", daemon=True)
         self._thread.start()
@@ -117,11 +119,19 @@ class BatchRunner:
 
     def reader_for(self, tenant: str) -> PromptReader:
         """Who reads this tenant's prompts."""
-        if tenant not in ("", self._engine.config.tenant):
+        own = self._engine.config.tenant
+        if tenant in ("", own):
+            return self._parts.reader
+        if own:
             raise ConfigError(
-                f"this runner serves tenant {self._engine.config.tenant!r} only; make one for the other tenant's engine"
+                f"this engine is of tenant {own!r} only; make one without a tenant to serve several with it"
             )
-        return self._parts.reader
+        with self._lock:
+            if tenant not in self._readers:
+                if len(self._readers) >= _MOST_TENANTS:
+                    self._readers.pop(next(iter(self._readers)))
+                self._readers[tenant] = self._parts.reader.for_tenant(tenant)
+            return self._readers[tenant]
 
     def load(self) -> RunnerLoad:
         """What is running and waiting."""

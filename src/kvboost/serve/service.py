@@ -221,6 +221,9 @@ class Service:
         except BusyError as error:
             self._cancel(tickets)
             raise ApiError(429, str(error), code="server_busy", headers={"Retry-After": "1"}) from error
+        except ConfigError as error:
+            self._cancel(tickets)
+            raise bad_request(str(error)) from error
         except CapacityError as error:
             self._cancel(tickets)
             raise ApiError(413, str(error), code="too_large") from error
