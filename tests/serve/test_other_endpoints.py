@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
 
+from kvboost import CapacityError, KVBoost
+from kvboost.engine.pinning import Pins
 from tests.serve.conftest import ADMIN_KEY, KEY, Running
 
 _TEXT = "A cache keeps what was costly to make near to where it is used, until the room is needed for more. "
@@ -162,3 +165,45 @@ def test_the_cache_for_the_admin(keyed: Running, client: openai.OpenAI) -> None:
         assert text[:20] not in str(shown)
         assert http.post("/v1/cache/clear").json()["cleared"] is True
         assert http.get("/v1/cache").json()["cache"]["hot_chunks"] == 0
+
+
+def test_pins_outlive_what_else_is_read(
+    start_server: Callable[..., Running], make_engine: Callable[..., KVBoost]
+) -> None:
+    engine = make_engine(max_chunks=12)
+    running = start_server(engine)
+    text = _TEXT + "this stays where it is, whatever comes after it"
+    with running.http(None) as http:
+        pin = http.post("/v1/cache/pin", json={"prompt": text}).json()
+        assert pin["chunks"] >= 2
+        assert http.get("/v1/cache").json()["pins"] == [{k: v for k, v in pin.items() if k != "object"}]
+        for number in range(24):
+            http.post("/v1/cache/warm", json={"prompt": f"{number} " * 60})
+        assert engine.cache_stats()["evictions"] > 0
+        again = http.post("/v1/completions", json={"model": "tiny", "prompt": text, "max_tokens": 1}).json()
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == pin["tokens"]
+        assert http.delete(f"/v1/cache/pin/{pin['id']}").status_code == 200
+        assert http.delete(f"/v1/cache/pin/{pin['id']}").status_code == 404
+        assert engine._store.stats().leased == 0
+        assert http.post("/v1/cache/pin", json={"prompt": "short"}).status_code == 400
+
+
+def test_pins_leave_room_for_others(make_engine: Callable[..., KVBoost]) -> None:
+    engine = make_engine(cache_bytes=40_000)
+    text = engine.encode(_TEXT * 2)
+    engine.warm(text)
+    pins = Pins(engine, most_share=0.01)
+    with pytest.raises(CapacityError, match="unpin"):
+        pins.add(text)
+    assert engine._store.stats().leased == 0
+
+
+def test_the_hottest_chunks_are_told_by_numbers(keyed: Running, client: openai.OpenAI) -> None:
+    text = "often " * 40
+    for _ in range(6):
+        client.completions.create(model="tiny", prompt=text, max_tokens=1)
+    with keyed.http(ADMIN_KEY) as http:
+        hottest = http.get("/v1/cache").json()["hottest"]
+    assert hottest[0]["uses"] >= 5
+    assert [chunk["uses"] for chunk in hottest] == sorted((chunk["uses"] for chunk in hottest), reverse=True)
+    assert set(hottest[0]) == {"key", "uses", "start", "tokens", "bytes"}

@@ -42,6 +42,7 @@ from kvboost.types import (
     CacheStats,
     GenerationMode,
     GenerationResult,
+    HotChunk,
     PrefillResult,
     ReuseReport,
 )
@@ -284,6 +285,10 @@ class KVBoost:
     def cache_stats(self) -> CacheStats:
         """What the cache holds and how often it helped. Hits and misses count chunks asked for."""
         return cache_stats(self._store.stats(), parts=self._parts, refusal=self._refusal)
+
+    def hottest_chunks(self, most: int = 10) -> list[HotChunk]:
+        """The chunks in memory that were used most often; none if the store does not count."""
+        return self._store.hottest(most) if isinstance(self._store, MemoryStore | TieredStore) else []
 
     def warm_documents(
         self,

@@ -56,6 +56,7 @@ LISTED: Mapping[tuple[str, str], Access] = {
     ("GET", "/v1/cache"): Access.ADMIN,
     ("POST", "/v1/cache/warm"): Access.ADMIN,
     ("POST", "/v1/cache/pin"): Access.ADMIN,
+    ("DELETE", "/v1/cache/pin/{pin}"): Access.ADMIN,
     ("POST", "/v1/cache/clear"): Access.ADMIN,
 }
 
@@ -157,6 +158,10 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @add("POST", "/v1/cache/pin")
     async def pin_(body: WarmRequest, request: Request) -> Response:
         return await cache.pin(service, body, request)
+
+    @add("DELETE", "/v1/cache/pin/{pin}")
+    async def unpin_(pin: str) -> Response:
+        return await cache.unpin(service, pin)
 
     @add("POST", "/v1/cache/clear")
     async def clear_() -> Response:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.engine.jobs import Sampling
+from kvboost.errors import CapacityError, ConfigError
 from kvboost.serve.auth import Caller
 from kvboost.serve.chat import encode_messages
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.schemas import WarmRequest
-from kvboost.serve.service import Asked, Service
+from kvboost.serve.service import Answer, Asked, Service
 from kvboost.serve.sse import while_connected
 
 
 async def show(service: Service) -> Response:
     """What the cache holds, what runs, and the last requests."""
     stats = await asyncio.to_thread(service.engine.cache_stats)
+    hottest = await asyncio.to_thread(service.engine.hottest_chunks)
     load = service.runner.load()
     return JSONResponse(
         {
@@ -28,6 +31,17 @@ async def show(service: Service) -> Response:
             "load": {"running": load.running, "waiting": load.waiting, "kv_bytes": load.cached_bytes},
             "streams": service.streams.running,
             "tenants": service.keys.tenants,
+            "pins": [asdict(pin) for pin in service.pins.listed()],
+            "hottest": [
+                {
+                    "key": chunk.key.hex()[:12],
+                    "uses": chunk.uses,
+                    "start": chunk.start,
+                    "tokens": chunk.tokens,
+                    "bytes": chunk.nbytes,
+                }
+                for chunk in hottest
+            ],
             "requests": service.recent.listed(),
         }
     )
@@ -35,6 +49,24 @@ async def show(service: Service) -> Response:
 
 async def warm(service: Service, body: WarmRequest, request: Request) -> Response:
     """Read a prompt ahead, for one tenant."""
+    asked = await _asked(service, body)
+    return await while_connected(request, _warmed(service, asked))
+
+
+async def pin(service: Service, body: WarmRequest, request: Request) -> Response:
+    """Read a prompt ahead and hold it against eviction."""
+    asked = await _asked(service, body)
+    return await while_connected(request, _pinned(service, asked))
+
+
+async def unpin(service: Service, id: str) -> Response:
+    """Let a pin go."""
+    if not await asyncio.to_thread(service.pins.remove, id):
+        raise ApiError(404, "there is no such pin; GET /v1/cache lists them", code="unknown_pin")
+    return JSONResponse({"object": "kvboost.pin", "id": id, "deleted": True})
+
+
+async def _asked(service: Service, body: WarmRequest) -> Asked:
     caller = Caller(_tenant(service, body), admin=False)
     if body.messages is not None and body.prompt is None:
         chat = await asyncio.to_thread(encode_messages, service, body.messages, caller, None)
@@ -44,24 +76,36 @@ async def warm(service: Service, body: WarmRequest, request: Request) -> Respons
     else:
         raise bad_request("give prompt or messages, one of them", param="prompt")
     # A job of one token reads as every other job reads, in the same batch and under the same budgets.
-    asked = Asked("warm", [(ids, boundaries)], caller, 1, Sampling())
-    return await while_connected(request, _read(service, asked))
+    return Asked("warm", [(ids, boundaries)], caller, 1, Sampling())
 
 
-async def _read(service: Service, asked: Asked) -> Response:
+async def _read(service: Service, asked: Asked) -> Answer:
     async with service.answering(asked, prefix="warm-") as answer:
         async for _ in answer.events():
             pass
+    return answer
+
+
+async def _warmed(service: Service, asked: Asked) -> Response:
+    answer = await _read(service, asked)
     return JSONResponse({"object": "kvboost.warm", "prompt_tokens": answer.prompt_tokens, **answer.reuse()})
 
 
-async def pin(service: Service, body: WarmRequest, request: Request) -> Response:
-    """Keep a prompt against eviction."""
-    raise ApiError(501, "pinning is not there yet")
+async def _pinned(service: Service, asked: Asked) -> Response:
+    await _read(service, asked)
+    ((ids, boundaries),) = asked.prompts
+    try:
+        pin = await asyncio.to_thread(service.pins.add, ids, boundaries=boundaries, tenant=asked.caller.tenant)
+    except CapacityError as error:
+        raise ApiError(413, str(error), code="too_many_pins") from error
+    except ConfigError as error:
+        raise bad_request(str(error), param="prompt") from error
+    return JSONResponse({"object": "kvboost.pin", **asdict(pin)})
 
 
 async def clear(service: Service) -> Response:
     """Forget everything that was read, of all tenants."""
+    await asyncio.to_thread(service.pins.clear)
     await asyncio.to_thread(service.engine.clear)
     return JSONResponse({"object": "kvboost.clear", "cleared": True})
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from kvboost.engine import KVBoost
 from kvboost.engine.jobs import Job, JobRunner, Sampling, Ticket
+from kvboost.engine.pinning import Pins
 from kvboost.errors import BusyError, CapacityError, ConfigError
 from kvboost.model import end_token_ids
 from kvboost.plan import make_chunker
@@ -130,6 +131,7 @@ class Service:
         self.streams = Streams(limits.streams)
         self.metrics = Metrics(engine, runner)
         self.recent = RecentRequests()
+        self.pins = Pins(engine)
         self.draining = False
         self.started = int(time.time())
         self._encoding = threading.Lock()  # a fast tokenizer refuses to be set up by two threads at once

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from heapq import nlargest
 from types import TracebackType
 from typing import Self
 
@@ -15,19 +16,20 @@ from kvboost.errors import StoreError
 from kvboost.extend import EvictionPolicy
 from kvboost.store.eviction import LeafFirstLRU
 from kvboost.store.variants import best_variant, context_mark
-from kvboost.types import Chunk, KVBlock, PutOutcome, StoreStats
+from kvboost.types import TOKEN_BYTES, Chunk, HotChunk, KVBlock, PutOutcome, StoreStats
 
 MOST_VARIANTS = 4  # of one content that are kept for moving only
 _MOST_LOOKED_AT = 8  # of one content in a lookup; exact blocks may hold the same text behind any number of beginnings
 
 
 class _Entry:
-    __slots__ = ("block", "leases", "successors")
+    __slots__ = ("block", "leases", "successors", "uses")
 
     def __init__(self, block: KVBlock) -> None:
         self.block = block
         self.leases = 0
         self.successors = 0
+        self.uses = 0
 
 
 class _Held:
@@ -147,9 +149,19 @@ class MemoryStore:
         with self._lock:
             return [self._entries[key].block for key in keys if key in self._entries]
 
+    def hottest(self, most: int) -> list[HotChunk]:
+        """The blocks that were leased most often, first the hottest. Marks nothing."""
+        with self._lock:
+            entries = nlargest(most, self._entries.values(), key=lambda entry: entry.uses)
+            return [
+                HotChunk(e.block.key, e.uses, e.block.start, len(e.block.tokens) // TOKEN_BYTES, e.block.nbytes)
+                for e in entries
+            ]
+
     def _hold(self, entries: Sequence[_Entry]) -> None:
         for entry in entries:
             entry.leases += 1
+            entry.uses += 1
         self._leased += len(entries)
         self._policy.used([entry.block.key for entry in entries])
 
