@@ -122,6 +122,12 @@ def test_penalties_and_top_p_reach_the_runner(client: openai.OpenAI, keyed: Runn
     )
 
 
+def test_the_least_temperature_and_share_are_the_likeliest_token(client: openai.OpenAI) -> None:
+    greedy = client.chat.completions.create(**_GREEDY).choices[0].message.content
+    for extreme in ({"temperature": 5e-324}, {"temperature": 2, "top_p": 5e-324}):
+        assert client.chat.completions.create(**{**_GREEDY, **extreme}).choices[0].message.content == greedy
+
+
 def test_openai_defaults(client: openai.OpenAI, keyed: Running) -> None:
     client.chat.completions.create(model="tiny", messages=[_USER], max_tokens=2)
     job = keyed.runner.jobs[-1]

@@ -109,6 +109,7 @@ def http_config(app: Any, *, limits: Limits, drain_seconds: float) -> uvicorn.Co
         ws="none",
         lifespan="off",
         log_config=None,
+        log_level="error",  # every broken request is a warning of uvicorn's, and clients could fill a disk with them
         access_log=False,
         server_header=False,
         timeout_keep_alive=30,
