@@ -272,3 +272,40 @@ def _answers(url: str) -> bool:
         return httpx.get(url + "/ready", timeout=5).status_code == 200
     except httpx.TransportError:
         return False
+
+
+def test_what_clients_held_comes_back_when_they_go_at_any_moment(
+    start_server: Callable[..., Running], make_engine: Callable[..., KVBoost]
+) -> None:
+    running = start_server(make_engine())
+    prompt = "several clients ask for this at once, and some of them do not wait for it. " * 4
+    body = {**_ASKED, "prompt": prompt, "max_tokens": 24}
+    alone = httpx.post(running.url + "/v1/completions", json=body).json()["choices"][0]["text"]
+    got: list[str] = []
+
+    def impatient(number: int) -> None:
+        rng = random.Random(number)
+        for _ in range(4):
+            with socket.create_connection(("127.0.0.1", running.port)) as connection:
+                sent = _posted(json.dumps({**body, "stream": rng.random() < 0.5}).encode())
+                connection.sendall(sent[: rng.choice([len(sent), len(sent), len(sent) // 2])])
+                time.sleep(rng.random() * 0.1)
+
+    def patient() -> None:
+        got.append(httpx.post(running.url + "/v1/completions", json=body, timeout=60).json()["choices"][0]["text"])
+
+    threads = [threading.Thread(target=impatient, args=(number,)) for number in range(8)]
+    threads += [threading.Thread(target=patient) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == [alone] * 3
+
+    def nothing_left() -> bool:
+        load = running.runner.load()
+        held = running.engine._store.stats().leased + load.running + load.waiting + load.cached_bytes
+        return held == 0 and running.service.streams.running == 0
+
+    assert _until(nothing_left, seconds=10), "1 s on a quiet machine: proofs/http_disconnects.py"
+    assert len(running.runner.jobs) > 10

@@ -76,6 +76,7 @@ def make_app(
     app = FastAPI(title="KVBoost", openapi_url="/openapi.json", docs_url=None, redoc_url=None)
     app.state.service = service
     _add_routes(app, service)
+    _describe(app)
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
@@ -166,6 +167,37 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @add("POST", "/v1/cache/clear")
     async def clear_() -> Response:
         return await cache.clear(service)
+
+
+def _describe(app: FastAPI) -> None:
+    """Say in /openapi.json what FastAPI cannot know: the key, and that what is wrong is a 400 in OpenAI's shape."""
+    description = app.openapi()
+    description["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    shape = {
+        "type": "object",
+        "properties": {
+            "error": {
+                "type": "object",
+                "properties": {
+                    "message": {"type": "string"},
+                    "type": {"type": "string"},
+                    "param": {"type": ["string", "null"]},
+                    "code": {"type": ["string", "null"]},
+                },
+                "required": ["message", "type", "param", "code"],
+            }
+        },
+        "required": ["error"],
+    }
+    refusal = {"description": "Refused", "content": {"application/json": {"schema": shape}}}
+    for path, methods in description["paths"].items():
+        for method, operation in methods.items():
+            listed = "/v1/models/{model:path}" if path == "/v1/models/{model}" else path
+            operation["responses"].pop("422", None)
+            operation["responses"]["4XX"] = refusal
+            operation["x-access"] = LISTED[method.upper(), listed].value
+            if LISTED[method.upper(), listed] is not Access.OPEN:
+                operation["security"] = [{"key": []}]
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -209,8 +209,9 @@ def _usable_tools(service: Service, body: ChatRequest) -> list[dict[str, Any]]:
             raise bad_request(f"{field} needs tools", param=field)
         return []
     check_count(len(body.tools), service.limits.tools, param="tools")
+    check_json([tool.function.parameters for tool in body.tools], limits=service.limits, param="tools")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    check_json(tools, limits=service.limits, param="tools")
+    check_json(tools, limits=service.limits, param="tools")  # descriptions count as well
     if body.tool_choice == "none":
         return []
     if not service.chats.takes_tools:

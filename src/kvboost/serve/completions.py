@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvboost.engine.jobs import NewToken
 from kvboost.serve.auth import caller_of
 from kvboost.serve.errors import bad_request
 from kvboost.serve.following import Piece
@@ -115,7 +116,13 @@ def _logprobs(service: Service, asked: Asked, pieces: Sequence[Piece]) -> dict[s
         "tokens": [text(token.token_id) for token in tokens],
         "token_logprobs": [max(token.logprob, -9999.0) if token.logprob is not None else None for token in tokens],
         "top_logprobs": [
-            {text(token_id): max(logprob, -9999.0) for token_id, logprob in token.top} for token in tokens
+            {text(token_id): max(logprob, -9999.0) for token_id, logprob in (*token.top, _chosen(token))}
+            for token in tokens
         ],
         "text_offset": [offset for piece in pieces for offset in piece.offsets],
     }
+
+
+def _chosen(token: NewToken) -> tuple[int, float]:
+    """The token that was drawn stands among the likeliest, whether it is one or not."""
+    return token.token_id, token.logprob if token.logprob is not None else -9999.0

@@ -157,7 +157,7 @@ class ChatPrompts:
                     messages, tokenize=False, add_generation_prompt=reply_follows, **extra
                 )
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except (TemplateError, TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
             raise bad_request(
                 f"this model's chat template does not take these messages: {error}", param="messages"
             ) from error

@@ -69,7 +69,10 @@ class Message(_Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Text | None = None
     refusal: None = None
-    """Clients send back what they were answered, where this is null."""
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    """These four are empty in every answer, and clients send back what they were answered."""
 
 
 class Function(_Body):

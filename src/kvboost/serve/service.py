@@ -123,7 +123,8 @@ class Service:
         self.tokenizer = engine.tokenizer
         min_gap = make_chunker(engine.config.chunking, size=engine.config.chunk_size).min_tokens
         self.chats = ChatPrompts(engine.tokenizer, min_gap=min_gap)
-        self.ends = frozenset(end_token_ids(engine.model, {}))
+        own_end = engine.tokenizer.eos_token_id  # of chat models often the end of a turn, which the model does not name
+        self.ends = frozenset(end_token_ids(engine.model, {}) | ({int(own_end)} if own_end is not None else set()))
         self.vocab_size = int(engine.model.get_input_embeddings().weight.shape[0])
         self.longest = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
         self.token_bytes = token_bytes(engine.tokenizer)
@@ -183,7 +184,7 @@ class Service:
         started = time.monotonic()
         answer: Answer | None = None
         try:
-            tickets = await asyncio.to_thread(self._submit, asked)
+            tickets = await self._submitted(asked)
             decode = self.chats.decode if not asked.special else self._decode_special
             following = Following(tickets, decode=decode, stops=asked.stops, ends=self.ends)
             answer = Answer(prefix + secrets.token_hex(12), int(time.time()), asked, following)
@@ -196,6 +197,17 @@ class Service:
 
     def _decode_special(self, ids: Sequence[int]) -> str:
         return self.chats.decode(ids, special=True)
+
+    async def _submitted(self, asked: Asked) -> list[Ticket]:
+        """The jobs of ``asked``. A client who goes away just now must not leave them behind."""
+        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, asked))
+        try:
+            return await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(
+                lambda done: self._cancel(done.result()) if not done.cancelled() and done.exception() is None else None
+            )
+            raise
 
     def _submit(self, asked: Asked) -> list[Ticket]:
         tickets: list[Ticket] = []
