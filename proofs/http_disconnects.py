@@ -56,7 +56,7 @@ def request(prompt: str, *, stream: bool) -> bytes:
     body = json.dumps(
         {"model": "tiny", "prompt": prompt, "max_tokens": 32, "temperature": 0, "stream": stream}
     ).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
@@ -71,7 +71,7 @@ def leave(port: int, rng: random.Random) -> str:
         if rng.random() < 0.4:
             time.sleep(rng.random() * 0.05)
             return "before the answer"
-        connection.settimeout(10)
+        connection.settimeout(60)
         for _ in range(rng.randint(1, 6)):
             if not connection.recv(400):
                 return "after the answer"
