@@ -93,14 +93,16 @@ def theirs(model: Any, prompts: list[list[int]], *, steps: int, look: Callable[[
     their_runner.ModelRunner.compute_batch = timed
     try:
         manager = model.init_continuous_batching(
-            generation_config=GenerationConfig(max_new_tokens=steps + 2, do_sample=False, eos_token_id=-1),
+            generation_config=GenerationConfig(
+                max_new_tokens=steps + 2 + len(prompts), do_sample=False, eos_token_id=-1
+            ),
             continuous_batching_config=ContinuousBatchingConfig(
                 num_blocks=len(prompts) * 8, page_size=256, max_batch_tokens=2048, allow_block_sharing=False
             ),
         )
         names = [f"r{i}" for i in range(len(prompts))]
         for name, prompt in zip(names, prompts, strict=True):
-            manager.add_request(prompt, request_id=name, max_new_tokens=steps + 2, streaming=True)
+            manager.add_request(prompt, request_id=name, max_new_tokens=steps + 2 + len(prompts), streaming=True)
         manager.start()
         ended, seen = 0, None
         while ended < len(prompts):
@@ -133,6 +135,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--only-ours", action="store_true", help="leave Transformers' batching out")
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
@@ -141,12 +144,15 @@ def main() -> None:
     print(describe_machine(dtype="float32", model=arguments.model))
     print(f"\nms per decode step behind {arguments.rows} rows, median of {arguments.steps}\n")
     table = {batch: ours(model, prompt, batch=batch, steps=arguments.steps) for batch in _BATCHES}
-    for batch in _BATCHES:
+    for batch in () if arguments.only_ours else _BATCHES:
         prompts = [[*prompt[:-1], 11 + i] for i in range(batch)]
         table[batch]["Transformers' continuous batching"] = theirs(model, prompts, steps=arguments.steps)
     print("| way | " + " | ".join(f"batch {b}" for b in _BATCHES) + " |\n|---|" + "---:|" * len(_BATCHES))
     for way in table[1]:
         print(f"| {way} | " + " | ".join(f"{table[b][way]:.0f}" for b in _BATCHES) + " |")
+
+    if arguments.only_ours:
+        return
 
     def look(manager: Any) -> torch.Tensor:
         return kv_of_first(manager, arguments.rows)

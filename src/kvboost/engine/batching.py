@@ -203,7 +203,10 @@ class BatchRunner:
         for number in [number for number, job in self._snapshot() if job.ticket.cancelled]:
             self._end(number, "cancelled")
         self._preempt()
-        self._read(used=self._admit())
+        used = self._admit()
+        with self._lock:
+            streams = bool(self._scheduler.decoding())
+        self._read(used=used if streams else 0)  # the budget is there for streams; without any, nobody is held up
         self._decode()
         with self._lock:
             self._scheduler.tick()
