@@ -94,6 +94,8 @@ class BatchRunner:
         self._changed = threading.Condition(self._lock)
         self._scheduler = Scheduler(limits)
         self._jobs: dict[int, RunningJob] = {}
+        self._together: tuple[list[int], list[SharedStart]] = ([], [])
+        """Who decoded together last, and which of them begin alike."""
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="kvboost-batch", daemon=True)
         self._thread.start()
@@ -222,6 +224,7 @@ class BatchRunner:
                 if number is None:
                     return
                 job = self._jobs[number]
+                self._together = ([], [])  # it will come back with another cache
             job.close()
 
     def _admit(self) -> int:
@@ -286,6 +289,8 @@ class BatchRunner:
             self._end(number, "cancelled")
             jobs.remove((number, job))
         if len(jobs) > 1 and self._ragged is not None:
+            if self._together[0] != [number for number, _ in jobs]:
+                self._together = ([number for number, _ in jobs], shared_starts([job for _, job in jobs]))
             logits = self._joint_logits(self._ragged, [job for _, job in jobs])
             if logits is not None:
                 for (number, job), row in zip(jobs, logits, strict=True):
@@ -298,7 +303,7 @@ class BatchRunner:
         """The logits of all jobs, [jobs, vocab]; None if that failed, and then from now on every job runs alone."""
         tokens, caches = [job.next_input for job in jobs], [job.reading.cache for job in jobs]
         try:
-            return ragged.decode(tokens, caches, shared=shared_starts(jobs))
+            return ragged.decode(tokens, caches, shared=self._together[1])
         except Exception as error:  # noqa: BLE001 - it may be one job's: each is tried alone, and who fails again ends
             self._ragged, self.single_decode_reason = None, f"a joint step failed: {error!r}"
             warnings.warn(f"{self.single_decode_reason}; jobs are decoded one by one", RuntimeWarning, stacklevel=2)
