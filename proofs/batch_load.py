@@ -1,6 +1,7 @@
 """Jobs that share a system prompt, all there at once: side by side against one after another. No network.
 
-Each way starts with an empty cache. Times to the first token count from the moment all jobs were there.
+Each way starts with an empty cache. Times to the first token count from the moment all jobs were there. CPU time is
+what others on the machine hardly change; run it with OMP_NUM_THREADS=1.
 
 usage: python proofs/batch_load.py --model FOLDER [--jobs 16] [--shared 1000] [--own 30] [--new 32] [--rounds 2]
 """
@@ -76,18 +77,21 @@ def main() -> None:
         "side by side, deterministic": lambda *a: side_by_side(*a, deterministic=True),
     }
     print(describe_machine(dtype="float32", model=arguments.model))
-    print("\n| way | requests/s | TTFT p50, s | TTFT p95, s |\n|---|---:|---:|---:|")
+    print("\n| way | requests/s | CPU s/request | TTFT p50, s | TTFT p95, s |\n|---|---:|---:|---:|---:|")
     taken: dict[str, list[tuple[list[float], float]]] = {way: [] for way in ways}
+    worked = dict.fromkeys(ways, 0.0)
     for _ in range(arguments.rounds):  # taking turns: a busy machine is busy for all
         shared = text(arguments.shared)
         prompts = [[*shared, *text(arguments.own)] for _ in range(arguments.jobs)]
         for way, run in ways.items():
             with KVBoost(model, tokenizer, quality="exact") as engine:
+                begin = time.process_time()
                 taken[way].append(run(engine, prompts, arguments.new))
+                worked[way] += (time.process_time() - begin) / len(prompts) / arguments.rounds
     for way, runs in taken.items():
         rate = arguments.jobs * len(runs) / sum(total for _, total in runs)
         cuts = statistics.quantiles([ttft for first, _ in runs for ttft in first], n=20)
-        print(f"| {way} | {rate:.2f} | {cuts[9]:.2f} | {cuts[18]:.2f} |")
+        print(f"| {way} | {rate:.2f} | {worked[way]:.2f} | {cuts[9]:.2f} | {cuts[18]:.2f} |")
 
 
 if __name__ == "__main__":
