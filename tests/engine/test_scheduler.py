@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost.engine.scheduler import Limits, Scheduler
@@ -133,6 +133,7 @@ _jobs = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(jobs=_jobs, max_running=st.integers(1, 5), patience=st.integers(1, 20))
 def test_every_wait_is_bounded_by_those_who_came_before(jobs: list[Simulated], max_running: int, patience: int) -> None:
     world = World(limits(max_running=max_running, patience=patience), jobs)

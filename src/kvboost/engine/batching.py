@@ -29,7 +29,6 @@ from kvboost.model import RaggedRunner, SharedStart, probe_ragged
 from kvboost.plan import reusable_chunks
 from kvboost.types import GenerationMode
 
-_MOST_TENANTS = 1024  # whose readers are kept; one that is forgotten is made again
 _CHUNKS_REPAIRED_AT_ONCE = 2  # of the chunk budget, beside other jobs: about half of those rows are computed
 
 
@@ -95,7 +94,8 @@ class BatchRunner:
         self._changed = threading.Condition(self._lock)
         self._scheduler = Scheduler(limits)
         self._jobs: dict[int, RunningJob] = {}
-        self._readers: dict[str, PromptReader] = {}  # of tenants
+        self._together: tuple[list[int], list[SharedStart]] = ([], [])
+        """Who decoded together last, and which of them begin alike."""
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="kvboost-batch", daemon=True)
         self._thread.start()
@@ -126,12 +126,9 @@ class BatchRunner:
             raise ConfigError(
                 f"this engine is of tenant {own!r} only; make one without a tenant to serve several with it"
             )
-        with self._lock:
-            if tenant not in self._readers:
-                if len(self._readers) >= _MOST_TENANTS:
-                    self._readers.pop(next(iter(self._readers)))
-                self._readers[tenant] = self._parts.reader.for_tenant(tenant)
-            return self._readers[tenant]
+        parts = self._engine.for_tenant(tenant)._parts
+        assert parts is not None  # a view has what its engine has
+        return parts.reader
 
     def load(self) -> RunnerLoad:
         """What is running and waiting."""
@@ -213,7 +210,10 @@ class BatchRunner:
         for number in [number for number, job in self._snapshot() if job.ticket.cancelled]:
             self._end(number, "cancelled")
         self._preempt()
-        self._read(used=self._admit())
+        used = self._admit()
+        with self._lock:
+            streams = bool(self._scheduler.decoding())
+        self._read(used=used if streams else 0)  # the budget is there for streams; without any, nobody is held up
         self._decode()
         with self._lock:
             self._scheduler.tick()
@@ -229,6 +229,7 @@ class BatchRunner:
                 if number is None:
                     return
                 job = self._jobs[number]
+                self._together = ([], [])  # it will come back with another cache
             job.close()
 
     def _admit(self) -> int:
@@ -293,6 +294,8 @@ class BatchRunner:
             self._end(number, "cancelled")
             jobs.remove((number, job))
         if len(jobs) > 1 and self._ragged is not None:
+            if self._together[0] != [number for number, _ in jobs]:
+                self._together = ([number for number, _ in jobs], shared_starts([job for _, job in jobs]))
             logits = self._joint_logits(self._ragged, [job for _, job in jobs])
             if logits is not None:
                 for (number, job), row in zip(jobs, logits, strict=True):
@@ -305,7 +308,7 @@ class BatchRunner:
         """The logits of all jobs, [jobs, vocab]; None if that failed, and then from now on every job runs alone."""
         tokens, caches = [job.next_input for job in jobs], [job.reading.cache for job in jobs]
         try:
-            return ragged.decode(tokens, caches, shared=shared_starts(jobs))
+            return ragged.decode(tokens, caches, shared=self._together[1])
         except Exception as error:  # noqa: BLE001 - it may be one job's: each is tried alone, and who fails again ends
             self._ragged, self.single_decode_reason = None, f"a joint step failed: {error!r}"
             warnings.warn(f"{self.single_decode_reason}; jobs are decoded one by one", RuntimeWarning, stacklevel=2)

@@ -57,7 +57,7 @@ class RunningJob:
         self.job = job
         self.ticket = ticket
         self.reader = reader
-        self._clock = StageClock()
+        self._since_submit = self._clock = StageClock()
         self._sampler = Sampler(job, device=device)
         self._reading: Reading | None = None
         self._report: ReuseReport | None = None
@@ -79,6 +79,8 @@ class RunningJob:
 
     def open(self, *, rows_ahead: int, move: bool, most_repaired: int | None) -> None:
         """Plan the prompt and place what is stored. More than ``most_repaired`` rows are not repaired in one go."""
+        if self._report is not None:
+            self._clock = StageClock()  # read again after a preemption: what that takes is counted on its own
         self._clock.lap("waiting")
         tokens = list(self.job.token_ids)
         reading = self.reader.open(
@@ -132,7 +134,7 @@ class RunningJob:
         token = None
         if not self._sampler.drawn:
             token = self._draw(logits)
-            self._first_token_seconds = self._clock.elapsed_ms / 1000.0
+            self._first_token_seconds = self._since_submit.elapsed_ms / 1000.0
             self.ticket.put(token)
         self.reader.commit(self.reading)
         self._clock.lap("commit")

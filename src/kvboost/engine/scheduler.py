@@ -42,7 +42,7 @@ class _Entry:
     nbytes: int
     """Predicted, at most."""
     chain: tuple[bytes, ...]
-    """The keys of its chunks: equal keys, equal text up to there."""
+    """The prefix keys of its chunks: equal keys, equal text up to there."""
     arrived: int
     """Its place in the line; a new one after it was preempted."""
     held: int = 0
@@ -205,14 +205,11 @@ class Scheduler:
     def _somebody_reads_for(self, entry: _Entry) -> bool:
         """Whether a running job is about to read a part of this one's beginning."""
         for other in self._running.values():
-            common = _common(entry.chain, other.chain)
-            if (min(common, other.provides) > other.at_hand) if other.opened else common:
+            # Until it is opened, a job may be about to read anything. A key names all that stands before it too.
+            begin, end = (other.at_hand, other.provides) if other.opened else (0, len(other.chain))
+            if begin < min(end, len(entry.chain)) and entry.chain[begin] == other.chain[begin]:
                 return True
         return False
-
-
-def _common(mine: Sequence[bytes], theirs: Sequence[bytes]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
 
 
 def _rows_left(entry: _Entry) -> tuple[int, int]:

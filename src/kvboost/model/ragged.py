@@ -130,18 +130,21 @@ class _Step(TorchFunctionMode):
         head, head_weight = _attend_weighed(
             together, first[2 * layer][:, :, : start.rows], first[2 * layer + 1][:, :, : start.rows], scale
         )
-        heads = head.view(key_heads, len(members), group, -1).transpose(0, 1)
-        weights = head_weight.view(key_heads, len(members), group).transpose(0, 1)
-        for place, index in enumerate(members):
-            rows = self._rows[index]
-            own, own_weight = _attend_weighed(
+        own = [
+            _attend_weighed(
                 grouped[index : index + 1],
-                rows[2 * layer][:, :, start.rows :],
-                rows[2 * layer + 1][:, :, start.rows :],
+                self._rows[index][2 * layer][:, :, start.rows :],
+                self._rows[index][2 * layer + 1][:, :, start.rows :],
                 scale,
             )
-            share = torch.sigmoid(own_weight - weights[place]).unsqueeze(-1).to(own.dtype)
-            outputs[index] = torch.lerp(heads[place : place + 1], own, share)
+            for index in members
+        ]
+        tails, tail_weights = torch.cat([out for out, _ in own]), torch.cat([weight for _, weight in own])
+        heads = head.view(key_heads, len(members), group, -1).transpose(0, 1)
+        head_weights = head_weight.view(key_heads, len(members), group).transpose(0, 1)
+        share = torch.sigmoid(tail_weights - head_weights).unsqueeze(-1).to(tails.dtype)
+        for index, out in zip(members, torch.lerp(heads, tails, share).unsqueeze(1), strict=True):
+            outputs[index] = out
 
 
 def _attend_weighed(
