@@ -160,19 +160,6 @@ class PromptReader:
         self._moving = moving
         self._move_refusal = move_refusal
 
-    def for_tenant(self, tenant: str) -> PromptReader:
-        """A reader of another tenant's prompts over the same store: it finds none of this one's chunks."""
-        return PromptReader(
-            runner=self._runner,
-            names=self.names.for_tenant(tenant),
-            codec=self._codec,
-            store=self._store,
-            pool=self._pool,
-            costs=self._costs,
-            moving=self._moving,
-            move_refusal=self._move_refusal,
-        )
-
     def over(self, store: GuardedStore, pool: WorkspacePool, *, moving: MovedReuse | None = None) -> PromptReader:
         """A reader of the same prompts over another store."""
         return PromptReader(
