@@ -40,7 +40,7 @@ engine = KVBoost(tiny_model("llama", vocab_size=260, max_position_embeddings=204
 
 def tell():  # the server's own leases and threads, which HTTP does not show
     for line in sys.stdin:
-        print(engine._store.stats().leased, threading.active_count(), flush=True)
+        print(sum(view._store.stats().leased for view in engine.views()), threading.active_count(), flush=True)
 
 threading.Thread(target=tell, daemon=True).start()
 with BatchRunner(engine, deterministic=True) as runner:

@@ -143,6 +143,11 @@ class KVBoost:
         """
         return self._tenants.get(self._viewed or self, tenant)
 
+    def views(self) -> list[KVBoost]:
+        """This engine and what :meth:`for_tenant` made of it that is still open."""
+        whole = self._viewed or self
+        return [whole, *whole._tenants.all()]
+
     def purge_tenant(self, tenant: str) -> None:
         """Remove everything that was kept for a tenant, of whatever model, from every tier. Let its requests end first.
 

@@ -42,11 +42,10 @@ class Pins:
 
         Raises ConfigError if nothing is, and CapacityError if all pins together would take too much.
         """
-        parts = self._engine._parts
+        parts = (self._engine.for_tenant(tenant) if tenant else self._engine)._parts
         if parts is None:
             raise ConfigError("this engine keeps nothing, so nothing can be pinned")
-        own = tenant in ("", self._engine.config.tenant)
-        names = parts.reader.names if own else parts.reader.names.for_tenant(tenant)
+        names = parts.reader.names
         lease = parts.guarded.lease(names.chunks(names.root(), tokens, boundaries))
         blocks = lease.blocks
         if not blocks:

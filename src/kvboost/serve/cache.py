@@ -16,11 +16,12 @@ from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.schemas import WarmRequest
 from kvboost.serve.service import Answer, Asked, Service
 from kvboost.serve.sse import while_connected
+from kvboost.serve.totals import total_stats
 
 
 async def show(service: Service) -> Response:
     """What the cache holds, what runs, and the last requests."""
-    stats = await asyncio.to_thread(service.engine.cache_stats)
+    stats = await asyncio.to_thread(total_stats, service.engine)
     hottest = await asyncio.to_thread(service.engine.hottest_chunks)
     load = service.runner.load()
     return JSONResponse(
@@ -106,7 +107,8 @@ async def _pinned(service: Service, asked: Asked) -> Response:
 async def clear(service: Service) -> Response:
     """Forget everything that was read, of all tenants."""
     await asyncio.to_thread(service.pins.clear)
-    await asyncio.to_thread(service.engine.clear)
+    for view in service.engine.views():
+        await asyncio.to_thread(view.clear)
     return JSONResponse({"object": "kvboost.clear", "cleared": True})
 
 

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from kvboost.engine import KVBoost
 from kvboost.engine.jobs import JobRunner
 from kvboost.serve.recent import RequestRecord
+from kvboost.serve.totals import total_stats
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -27,7 +28,7 @@ class _Live(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One reading."""
-        stats, load = self._engine.cache_stats(), self._runner.load()
+        stats, load = total_stats(self._engine), self._runner.load()
         yield GaugeMetricFamily("kvboost_jobs_running", "Jobs in the batch.", value=load.running)
         yield GaugeMetricFamily("kvboost_jobs_waiting", "Jobs that wait.", value=load.waiting)
         yield GaugeMetricFamily("kvboost_jobs_kv_bytes", "KV held by running jobs.", value=load.cached_bytes)

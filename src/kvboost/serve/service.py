@@ -10,6 +10,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -91,11 +92,15 @@ class Answer:
         first = [ended for ended in self.ended if ended.index % self.asked.n == 0 and ended.report is not None]
         reports = [ended.report for ended in first if ended.report is not None]
         seconds = [ended.first_token_seconds for ended in self.ended if ended.first_token_seconds is not None]
+        tiers: Counter[str] = Counter()
+        for report in reports:
+            tiers.update(report.tiers)
         return {
             "exact_tokens": sum(report.exact_tokens for report in reports),
             "moved_tokens": sum(report.moved_tokens for report in reports),
             "recomputed_tokens": sum(report.recomputed_tokens for report in reports),
             "fresh_tokens": sum(report.fresh_tokens for report in reports),
+            "tiers": dict(tiers),
             "bitwise": all(report.bitwise for report in reports),
             "ttft_ms": round(min(seconds) * 1000, 3) if seconds else None,
         }
