@@ -25,12 +25,12 @@ def test_the_page_is_whole_and_carries_no_numbers(keyed: Running) -> None:
     assert "tiny" not in answer.text
 
 
-def _screenshot(url: str, to: Path) -> str:
-    """A picture of the page in ``to``; returns the page as it is then."""
+def _browse(url: str, folder: Path, *, picture: Path | None = None) -> str:
+    """The page as a browser has it after a few seconds of its own time; and a picture, if asked for."""
     assert _CHROMIUM is not None
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1100,1000"]
-    options += [f"--user-data-dir={to.parent / 'profile'}", "--virtual-time-budget=4000"]
-    for what in (f"--screenshot={to}", "--dump-dom"):
+    options += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=4000"]
+    for what in ([f"--screenshot={picture}"] if picture is not None else []) + ["--dump-dom"]:
         done = subprocess.run([_CHROMIUM, *options, what, url], capture_output=True, text=True, timeout=120, check=True)
     return done.stdout
 
@@ -51,7 +51,7 @@ def test_the_page_in_a_browser(
                 max_tokens=3 + number % 5,
             )
     picture = tmp_path / "page.png"
-    page = _screenshot(running.url + "/", picture)
+    page = _browse(running.url + "/", tmp_path, picture=picture)
     assert picture.stat().st_size > 20_000
     assert ">live<" in page
     assert re.search(r'id="rate">\d+\.\d %<', page)
@@ -67,7 +67,7 @@ def test_the_page_in_a_browser(
 
 @pytest.mark.skipif(_CHROMIUM is None, reason="needs Debian's chromium")
 def test_the_page_without_a_key_is_locked(keyed: Running, tmp_path: Path) -> None:
-    page = _screenshot(keyed.url + "/", tmp_path / "page.png")
+    page = _browse(keyed.url + "/", tmp_path)
     assert ">locked<" in page
     assert re.search(r'id="numbers" hidden', page)
     assert not re.search(r'id="locked" hidden', page)
