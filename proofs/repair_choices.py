@@ -6,9 +6,14 @@ python proofs/repair_choices.py --model FOLDER [--prompts 12] [--ratio 0.15] [--
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -17,7 +22,9 @@ from kvboost.bench import rag
 from kvboost.bench.measure import FreezableStore
 from kvboost.bench.repair import FullReading, compare, interval
 from kvboost.bench.report import describe_machine
+from kvboost.engine.repairing import _Chooser
 from kvboost.extend import RepairStrategy
+from kvboost.model.cache import SlabLayer
 from kvboost.repair import Auto, CacheBlend, First, Query
 from kvboost.types import RepairSituation
 
@@ -87,8 +94,21 @@ class Shrinking(Auto):
         """As auto, with a budget that shrinks."""
         third = 3 * situation.layer // situation.layer_count
         budget = round(situation.budget * (4 / 3, 1.0, 2 / 3)[third])
-        assert situation.attention is not None
-        return situation.attention.topk(min(budget, len(situation.rows))).indices.sort().values
+        return super().choose(replace(situation, budget=min(budget, len(situation.rows))))
+
+
+@dataclass(frozen=True)
+class ValuesOnly(Auto):
+    """Auto's rows, of which only the values are written back."""
+
+    name = "auto, values only"
+
+
+@dataclass(frozen=True)
+class TwoRounds(Auto):
+    """Half of the rows, then as many again where the estimate is largest by what the first ones changed."""
+
+    name = "auto, two rounds"
 
 
 TRIED: list[RepairStrategy] = [
@@ -104,7 +124,30 @@ TRIED: list[RepairStrategy] = [
     Auto(every=12),
     AttentionTimesChange(),
     Shrinking(),
+    ValuesOnly(),
+    TwoRounds(),
 ]
+
+
+@contextmanager
+def as_tried(strategy: RepairStrategy) -> Iterator[None]:
+    """While this lasts, repairs do what this strategy is about and no strategy can ask for."""
+    if isinstance(strategy, ValuesOnly):
+        whole = SlabLayer.update
+
+        def update(layer: SlabLayer, keys: torch.Tensor, values: torch.Tensor, *args: Any, **more: Any) -> Any:
+            if layer.rows is not None:
+                keys = layer.key_store.index_select(2, layer.rows)
+            return whole(layer, keys, values, *args, **more)
+
+        with patch.object(SlabLayer, "update", update):
+            yield
+    elif isinstance(strategy, TwoRounds):
+        # Above what is tolerated after the first round, and below it after the second.
+        with patch.object(_Chooser, "remaining_error", side_effect=cycle([math.inf, 0.0])):
+            yield
+    else:
+        yield
 
 
 def main() -> None:
@@ -117,16 +160,26 @@ def main() -> None:
     store = FreezableStore(8 * 2**30)
     plain = KVBoost.from_pretrained(str(args.model), dtype="float32", quality="exact", store=store)
     prompts = rag.load_prompts(plain.tokenizer, args.data, count=args.prompts, passages=args.passages)
-    settings = {"store": store, "recompute_ratio": args.ratio, "move_at_any_price": True}
-    engines = {repr(s): KVBoost(plain.model, plain.tokenizer, recompute_strategy=s, **settings) for s in TRIED}
+    settings: dict[str, Any] = {"store": store, "move_at_any_price": True}
+    engines = {}
+    for strategy in TRIED:
+        rounds = 2 if isinstance(strategy, TwoRounds) else 1
+        settings["recompute_ratio"] = args.ratio / rounds
+        engines[strategy] = KVBoost(plain.model, plain.tokenizer, recompute_strategy=strategy, **settings)
+        parts = engines[strategy]._parts
+        assert parts is not None
+        assert parts.moving is not None
+        if rounds == 2:
+            parts.moving._repairer._tolerated = 1.0
     samples: dict[str, list[dict[str, float]]] = {}
     for number, prompt in enumerate(prompts):
         full = FullReading(plain, prompt, tokens=32)
         store.frozen = False
         rag.read_before(plain, prompt, args.history)
         store.frozen = True
-        for name, engine in engines.items():
-            samples.setdefault(name, []).append(compare(engine, prompt, full, f1=False))
+        for strategy, engine in engines.items():
+            with as_tried(strategy):
+                samples.setdefault(repr(strategy), []).append(compare(engine, prompt, full, f1=False))
         print(f"{number + 1} of {len(prompts)} prompts", flush=True)
     print(f"\n{describe_machine(dtype='float32', model=str(args.model)).line}\n")
     print(f"Passages read before: {args.history}; {len(prompts)} prompts, {args.ratio:.0%} of the rows.\n")

@@ -12,6 +12,8 @@ from kvboost.errors import ConfigError
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 QUALITIES = ("exact", "high", "fast")
+PROTECTIONS = ("none", "mac", "encrypt")
+_CHECKED_BY_DEFAULT = 0.02
 
 
 def parse_bytes(value: int | str, *, name: str) -> int:
@@ -48,19 +50,23 @@ class EngineConfig:
     workspace_bytes: int | str = "1GiB"
     """Memory for caches kept between requests, so that a repeated prefix needs no copy."""
     tenant: str = ""
-    """Chunks of different tenants never meet."""
+    """Chunks of different tenants never meet. One engine serves many: see :meth:`kvboost.KVBoost.for_tenant`."""
+    tenant_bytes: int | str | None = None
+    """One tenant may take at most so much of the memory, and as much of each tier below; None sets no limit."""
     reuse_generated: bool = False
     """Also keep KV made by decoding. Such a hit is not bitwise and is reported so."""
     quality: str | float = "high"
     """How far text may be reused that stands elsewhere: ``"exact"`` (never), ``"high"`` (half of its rows computed
-    again), ``"fast"`` (15 %), or the largest share of answers that may differ from a full reading's, such as 0.05:
-    like ``"high"``, and the shadow check (``shadow_share``) holds the engine to that share. What a share needs on
-    your model and prompts, :meth:`kvboost.KVBoost.calibrate` finds out."""
-    shadow_share: float = 0.0
+    again), ``"fast"`` (15 %), or the largest share of answers that may differ from a full reading's, such as 0.05.
+    What that takes depends on the model and the prompts: with a ``calibration`` the smallest ratio is taken that was
+    shown to keep within it, and nothing is moved if none was; without one, the ratio is that of ``"high"``. In both
+    cases shadow checks hold the engine to the share."""
+    shadow_share: float | None = None
     """Answer this share of the requests that used moved chunks both ways, in the background, and stop moving once
-    too many answers differ (see ``cache_stats()["moved_reuse"]``)."""
+    too many answers differ (see ``cache_stats()["moved_reuse"]``). By default none, or 2 % where ``quality`` is a
+    number: a promise that nobody checks is none."""
     calibration: str | Path | None = None
-    """A file written by :meth:`kvboost.KVBoost.calibrate`: how to repair with this model, not the quality's way."""
+    """A file written by :meth:`kvboost.KVBoost.calibrate`: what ratio this model needs for the quality asked for."""
     recompute_strategy: Any = None
     """How to choose the rows of moved chunks that are computed again, instead of the quality's way: ``"none"``,
     ``"selective"``, ``"first"``, ``"cacheblend"``, ``"query"``, ``"auto"``, or a RepairStrategy."""
@@ -73,6 +79,9 @@ class EngineConfig:
     kv_cache_bits: int = 16
     """16 keeps KV as the model has it; 8 and 4 keep it in a half and a quarter of the memory of 16-bit KV. Answers that
     used such KV are not bitwise (see docs/results/codec.md)."""
+    host_cache_bytes: int | str = 0
+    """Where the model is on an accelerator: keep chunks that its memory (``cache_bytes``) lets go in so much host
+    memory. They come back faster than from a disk. For the engine's own tenant only."""
     disk_cache_dir: str | Path | None = None
     """Also keep chunks in this directory: they outlive the process, and several processes may share it."""
     disk_cache_bytes: int | str = "20GiB"
@@ -84,6 +93,23 @@ class EngineConfig:
     """What all engines together may keep there."""
     remote_ttl_seconds: float | None = None
     """A chunk is gone from there so long after it was stored; None keeps it until others need the room."""
+    object_url: str | None = None
+    """Also keep chunks in this object store, ``s3://BUCKET/PREFIX``, asked when no other tier has them. The region, the
+    endpoint and the keys come from the environment (``AWS_*``). Needs ``kvboost[s3]``."""
+    object_cache_bytes: int | str | None = None
+    """What one model and tenant may keep there; None leaves it to the bucket's own rules, which let old chunks go."""
+    record_protection: str = "none"
+    """What is written outside the process: ``"none"`` has checksums, ``"mac"`` is also proof against changes by others,
+    ``"encrypt"`` against reading too (needs ``kvboost[crypto]``)."""
+    record_key_file: str | Path | None = None
+    """The key for that: a file with 32 random bytes, or with 64 hex digits, that only its owner may read."""
+
+    @property
+    def checked_share(self) -> float:
+        """Of the requests that used moved chunks, the share that is answered both ways."""
+        if self.shadow_share is not None:
+            return self.shadow_share
+        return 0.0 if isinstance(self.quality, str) else _CHECKED_BY_DEFAULT
 
     def __post_init__(self) -> None:
         if isinstance(self.quality, str) and self.quality not in QUALITIES:
@@ -95,7 +121,7 @@ class EngineConfig:
             raise ConfigError(f"quality={self.quality!r} is not a share; give 0.02 for two answers in a hundred")
         if self.kv_cache_bits not in (16, 8, 4):
             raise ConfigError(f"kv_cache_bits={self.kv_cache_bits} is not known; use 16, 8 or 4")
-        if not _is_share(self.shadow_share):
+        if self.shadow_share is not None and not _is_share(self.shadow_share):
             raise ConfigError(
                 f"shadow_share={self.shadow_share} is not a share; give 0.02 to check 2 % of the requests"
             )
@@ -109,7 +135,28 @@ class EngineConfig:
             raise ConfigError(f"max_chunks={self.max_chunks} is negative; leave it out for no limit")
         object.__setattr__(self, "cache_bytes", parse_bytes(self.cache_bytes, name="cache_bytes"))
         object.__setattr__(self, "workspace_bytes", parse_bytes(self.workspace_bytes, name="workspace_bytes"))
+        object.__setattr__(self, "host_cache_bytes", parse_bytes(self.host_cache_bytes, name="host_cache_bytes"))
         object.__setattr__(self, "disk_cache_bytes", parse_bytes(self.disk_cache_bytes, name="disk_cache_bytes"))
         object.__setattr__(self, "remote_cache_bytes", parse_bytes(self.remote_cache_bytes, name="remote_cache_bytes"))
+        for name in ("tenant_bytes", "object_cache_bytes"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, parse_bytes(value, name=name))
+        if not isinstance(self.tenant, str):
+            raise ConfigError(f"tenant={self.tenant!r} is no name; give a text")
+        if self.object_url is not None and not re.match(r"s3://[^/]", self.object_url):
+            raise ConfigError(f"object_url={self.object_url!r} is not known; give s3://BUCKET/PREFIX")
+        self._check_protection()
         if self.remote_url is not None and not self.remote_url.startswith(("redis://", "rediss://")):
             raise ConfigError(f"remote_url={self.remote_url!r} is not known; give redis://HOST:PORT (rediss: for TLS)")
+
+    def _check_protection(self) -> None:
+        protection, file = self.record_protection, self.record_key_file
+        if protection not in PROTECTIONS:
+            raise ConfigError(f"record_protection={protection!r} is not known; use one of {PROTECTIONS}")
+        if protection != "none" and file is None:
+            raise ConfigError(f"record_protection={protection!r} needs a key; give record_key_file")
+        if protection == "none" and file is not None:
+            raise ConfigError(
+                f"record_key_file={str(file)!r} protects nothing; set record_protection to mac or encrypt"
+            )

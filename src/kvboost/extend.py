@@ -67,7 +67,11 @@ class EvictionPolicy(Protocol):
 
 
 class Lease(Protocol):
-    """Holds blocks against eviction until released. A context manager; releasing twice is harmless."""
+    """Holds blocks against eviction until released. A context manager; releasing twice is harmless.
+
+    A store with slower tiers may say where the blocks came from in a further attribute ``loads``, a
+    :class:`kvboost.types.LoadReport`; without it they count as found in memory.
+    """
 
     @property
     def blocks(self) -> Sequence[KVBlock]:

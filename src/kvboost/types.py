@@ -122,6 +122,33 @@ class PutOutcome(enum.Enum):
     """It does not fit, its parent is not stored so that no lookup could reach it, or it has variants enough."""
 
 
+@dataclass(frozen=True, slots=True)
+class DeclinedLoad:
+    """Tokens that a tier had and that were not loaded, because computing them was expected to be faster."""
+
+    tier: str
+    tokens: int
+    load_seconds: float
+    """What loading them was expected to take, by the tier's last loads."""
+    compute_seconds: float
+    """What computing them was expected to take, by the last requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What one lookup did with the tiers below the memory."""
+
+    tiers: Mapping[bytes, str] = field(default_factory=dict)
+    """Which tier a block came from, by its key. Blocks that lay in memory are not named."""
+    declined: tuple[DeclinedLoad, ...] = ()
+    declined_at: Mapping[int, int] = field(default_factory=dict)
+    """How many tokens were left to be computed so, by where their chunk starts: two tiers may have the same one."""
+
+
+NOTHING_LOADED = LoadReport()
+"""Of a lookup that found all it needed in memory, or of a store without tiers."""
+
+
 class SegmentKind(enum.Enum):
     """Where a stretch of the prompt gets its KV from."""
 
@@ -233,6 +260,12 @@ class ReuseReport:
     """The repair strategy, where chunks were moved: the answer may then differ from a full reading's."""
     error_estimate: float | None = None
     """What the repair left wrong, where it could tell: attention times relative change of rows not computed again."""
+    tiers: Mapping[str, int] = field(default_factory=dict)
+    """Cached tokens by the tier they came from: ``"memory"``, ``"disk"``, ``"redis"``, ..."""
+    declined_tokens: int = 0
+    """Tokens that a tier had and that were computed, because loading them was expected to take longer."""
+    declined: tuple[DeclinedLoad, ...] = ()
+    """Which tiers had them, and what loading and computing were expected to take."""
 
     @property
     def cached_tokens(self) -> int:

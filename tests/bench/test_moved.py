@@ -34,11 +34,11 @@ def test_moved_alternates_every_setting_with_plain_and_exact_reading(folder: Pat
     file = tmp_path / "out.json"
     files = ["--model", str(folder), "--text", str(folder.parent / "text.txt"), "--json", str(file)]
     small = ["--lengths", "800", "--repeat", "2", "--pairs", "3", "--stored", "1500"]
-    assert main(["moved", *files, *small, "--settings", "default", "none=0", "query=0.15"]) == 0
+    assert main(["moved", *files, *small, "--at-any-price", "--settings", "high", "none=0", "query=0.15"]) == 0
     document: dict[str, Any] = json.loads(file.read_text())
-    assert document["arguments"]["settings"] == ["default", "none=0", "query=0.15"]
+    assert document["arguments"]["settings"] == ["high", "none=0", "query=0.15"]
     contest = document["raw"]["elsewhere"][0]
-    assert list(contest["ttft_ms"]) == ["plain Transformers", 'quality="exact"', "default", "none=0", "query=0.15"]
+    assert list(contest["ttft_ms"]) == ["plain Transformers", 'quality="exact"', "high", "none=0", "query=0.15"]
     for name, reuse in contest["reuse"].items():
         moves = "=" in name and "exact" not in name
         for entry in reuse:
@@ -59,10 +59,10 @@ def test_moved_alternates_every_setting_with_plain_and_exact_reading(folder: Pat
 
 
 def test_settings_are_names_with_a_ratio_or_without() -> None:
-    assert parse_setting("default").engine_settings == {}
+    assert parse_setting("fast").engine_settings == {"quality": "fast"}
     assert parse_setting("first").engine_settings == {"recompute_strategy": "first"}
     assert parse_setting("query=0.15").engine_settings == {"recompute_strategy": "query", "recompute_ratio": 0.15}
-    for wrong in ("nonsense", "query=x", "query=1.5", "default=0.1"):
+    for wrong in ("nonsense", "query=x", "query=1.5", "fast=0.1"):
         with pytest.raises(argparse.ArgumentTypeError):
             parse_setting(wrong)
 

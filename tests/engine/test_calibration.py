@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 
 from kvboost import ConfigError, KVBoost
 from kvboost.engine import calibration as subject
-from kvboost.repair import Calibration
+from kvboost.repair import Calibration, CalibrationRow
 from tests.engine.test_moving import HEAD, QUESTION, engine_for, text
 from tests.helpers.models import tiny_model
 
@@ -34,20 +35,23 @@ def traffic(count: int = 14, *, length: int = 96) -> list[list[int]]:
 def test_the_smallest_ratio_that_is_good_enough_is_taken(tiny: Tiny, tmp_path: Path) -> None:
     engine = engine_for(tiny("llama", max_position_embeddings=1024), chunk_size=16)
     before = engine.cache_stats()["hot_chunks"]
-    found = engine.calibrate(traffic(), tolerated=0.05, save_to=tmp_path / "c.json", progress=False)
+    found = engine.calibrate(traffic(), save_to=tmp_path / "c.json", progress=False)
     assert engine.cache_stats()["hot_chunks"] == before, "calibrating must not fill the engine's own store"
-    assert found.compared >= 10
-    by_ratio = {row.ratio: row for row in found.measured}
-    assert by_ratio[1.0].differing == 0.0, "all rows repaired are a full reading"
-    assert by_ratio[0.0].differing > 0.05, "on a random model no repair is not good enough"
+    by_ratio = {row.ratio: row for row in found.rows}
+    assert by_ratio[1.0].compared >= 10
+    assert by_ratio[1.0].differing == 0, "all rows repaired are a full reading"
+    assert by_ratio[0.0].differing > 0, "on a random model no repair is not good enough"
     assert by_ratio[0.0].agreement <= by_ratio[1.0].agreement
-    assert found.ratio == next(row.ratio for row in found.measured if row.differing <= 0.05)
     loaded = Calibration.load(tmp_path / "c.json")
     assert loaded == found
-    calibrated = engine_for(engine.model, chunk_size=16, calibration=tmp_path / "c.json")
-    assert calibrated._parts is not None
-    assert calibrated._parts.moving is not None
-    assert calibrated._parts.moving.repair_settings.ratio == found.ratio
+    for quality in (0.2, 0.9):
+        calibrated = engine_for(engine.model, chunk_size=16, quality=quality, calibration=tmp_path / "c.json")
+        assert calibrated._parts is not None
+        assert calibrated._parts.moving is not None
+        chosen = found.choose(quality)
+        assert chosen is not None
+        assert calibrated._parts.moving.repair_settings.ratio == chosen.ratio
+    assert found.choose(0.05) is None, "fourteen prompts cannot show that"
 
 
 @pytest.mark.usefixtures("few_ratios")
@@ -62,15 +66,8 @@ def test_traffic_without_repetition_says_so(tiny: Tiny) -> None:
 
 
 def _written(folder: Path, **changes: Any) -> Path:
-    values: dict[str, Any] = {
-        "weights": "w",
-        "strategy": "auto",
-        "ratio": 0.2,
-        "tolerated_error": 0.1,
-        "tolerated_share": 0.05,
-        "compared": 12,
-        "measured": (),
-    }
+    row = CalibrationRow(ratio=0.2, compared=12, differing=3, agreement=0.9, typical_estimate=0.1)
+    values: dict[str, Any] = {"weights": "w", "strategy": "auto", "rows": (row,)}
     file = folder / "calibration.json"
     Calibration(**{**values, **changes}).save(file)
     return file
@@ -85,14 +82,28 @@ def test_a_calibration_that_found_nothing_moves_nothing(tmp_path: Path) -> None:
     model = tiny_model("llama", seed=3)
     plain = engine_for(model)
     assert plain._parts is not None
-    engine = engine_for(model, calibration=_written(tmp_path, weights=plain._parts.weights, ratio=None))
+    engine = engine_for(model, calibration=_written(tmp_path, weights=plain._parts.weights))
     stats = engine.cache_stats()["moved_reuse"]
     assert not stats["allowed"]
     assert stats["reason"] is not None
-    assert "more than 5% of" in stats["reason"]
+    assert "no ratio that changes at most 0.2 of the answers (the best is 0.475)" in stats["reason"]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 99}', '{"format": 1, "measured": []}'])
+def test_the_bound_is_clopper_and_pearsons() -> None:
+    """By its definition; and a ratio that passes by luck below one that fails is not taken."""
+    rows = [CalibrationRow(r, n, k, 1.0, None) for r, n, k in ((0.1, 50, 0), (0.3, 50, 9), (0.5, 50, 1), (0.7, 50, 0))]
+    for row in rows:
+        s = row.largest_share
+        as_few = sum(math.comb(50, i) * s**i * (1 - s) ** (50 - i) for i in range(row.differing + 1))
+        assert as_few == pytest.approx(0.1, abs=1e-4)
+    assert rows[0].largest_share == pytest.approx(1 - 0.1 ** (1 / 50), abs=1e-5)
+    chosen = Calibration("w", "auto", tuple(rows)).choose(0.08)
+    assert chosen is not None
+    assert chosen.ratio == 0.5
+    assert Calibration("w", "auto", tuple(rows)).choose(0.01) is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 99}', '{"format": 2, "rows": []}'])
 def test_a_file_that_is_no_calibration_says_what_to_do(tmp_path: Path, content: str) -> None:
     file = tmp_path / "c.json"
     file.write_text(content)
@@ -108,6 +119,6 @@ def test_boundaries_are_cut_at_as_they_are_in_requests(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match="only 0 of the prompts"):
         engine.calibrate(traffic(), progress=False)
     ends = [[len(HEAD) + 96 * k for k in range(4)]] * 14
-    assert engine.calibrate(traffic(), boundaries=ends, tolerated=0.05, progress=False).compared >= 10
+    assert engine.calibrate(traffic(), boundaries=ends, progress=False).rows[0].compared >= 10
     with pytest.raises(ConfigError, match="1 lists of boundaries for 14 prompts"):
         engine.calibrate(traffic(), boundaries=ends[:1], progress=False)

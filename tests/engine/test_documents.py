@@ -18,17 +18,19 @@ pytestmark = pytest.mark.usefixtures("prices_as_guessed")
 
 @given(
     lengths=st.lists(st.integers(1, 60), max_size=12),
+    known=st.sets(st.integers(0, 11)),
     head=st.integers(0, 20),
     company=st.integers(0, 3),
     most=st.integers(30, 200),
 )
 def test_every_document_comes_once_as_new_and_in_company_where_it_fits(
-    lengths: list[int], head: int, company: int, most: int
+    lengths: list[int], known: set[int], head: int, company: int, most: int
 ) -> None:
     documents = [[1000 * (i + 1) + j for j in range(n)] for i, n in enumerate(lengths)]
     start = list(range(head))
     read: list[int] = []
-    for tokens, ends, new in groups_in_company(documents, head=start, company=company, most_tokens=most):
+    missing = [i not in known for i in range(len(documents))]
+    for tokens, ends, new in groups_in_company(documents, missing, head=start, company=company, most_tokens=most):
         assert tokens[:head] == start
         parts = [tokens[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
         bodies = parts[1:] if head else parts
@@ -39,7 +41,7 @@ def test_every_document_comes_once_as_new_and_in_company_where_it_fits(
         assert len({documents.index(part) for part in bodies}) == len(bodies), "something stands twice in a prompt"
         if all(head + (company + 1) * n <= most for n in lengths):
             assert len(bodies) - new == min(company, len(documents) - 1)
-    assert read == list(range(len(documents)))
+    assert read == [i for i, wanted in enumerate(missing) if wanted]
 
 
 def test_documents_fit_into_later_prompts_and_are_read_once(tiny: Callable[..., Any]) -> None:
@@ -47,7 +49,12 @@ def test_documents_fit_into_later_prompts_and_are_read_once(tiny: Callable[..., 
     documents = [text(30 + i, 90 + 7 * i) for i in range(6)]
     assert engine.warm_documents(documents, head=HEAD, progress=False) > 0
     assert engine.warm_documents(documents, head=HEAD, progress=False) == 0
-    assert engine.warm_documents([*documents, text(50, 64)], head=HEAD, progress=False) > 0
+    late = text(50, 64)
+    assert engine.warm_documents([*documents, late], head=HEAD, progress=False) > 0
+    chunks = engine._parts.reader.names.chunks_of_part(late) if engine._parts else []
+    with engine._store.lease_content(chunks, after=0) as found:
+        assert found.blocks[0] is not None
+        assert found.blocks[0].start == len(HEAD + documents[4] + documents[5]), "a late document has company too"
     tokens, ends = joined(HEAD, documents[3], documents[0], documents[5], QUESTION)
     reuse = engine.prefill(tokens, boundaries=ends).reuse
     assert reuse.exact_tokens == len(HEAD)

@@ -36,7 +36,7 @@ def _ask_until_off(engine: KVBoost) -> None:
 
 
 def _answered(number: int, produced: tuple[int, ...] = (5,)) -> Answered:
-    return Answered([number], (), {}, list(produced))
+    return Answered([number], (), {}, list(produced), reader=None)  # type: ignore[arg-type]
 
 
 def _offer(shadow: ShadowChecks, numbers: range) -> None:
@@ -190,3 +190,13 @@ def test_moving_may_be_allowed_again(tiny: Tiny) -> None:
     assert "off" in engine.describe()["moved reuse"]
     engine.allow_moving()
     assert "on: auto" in engine.describe()["moved reuse"]
+
+
+def test_a_share_of_answers_is_checked_unless_told_otherwise(tiny: Tiny) -> None:
+    """quality=0.05 would be an empty promise if nobody looked."""
+    assert engine_for(tiny("llama"))._shadow is None
+    assert engine_for(tiny("llama"), quality=0.05, shadow_share=0.0)._shadow is None
+    engine = engine_for(tiny("llama"), quality=0.05)
+    assert engine._shadow is not None
+    assert engine._shadow._share == 0.02
+    engine.close()

@@ -8,6 +8,7 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.engine.verify import same_bits
+from tests.engine.test_moving import HEAD, distance, engine_for, joined, read, text
 
 _LOGITS = {"max_new_tokens": 2, "temperature": 0, "return_dict_in_generate": True, "output_logits": True}
 
@@ -37,3 +38,28 @@ def test_many_threads_get_the_bits_of_one(tiny: Callable[..., Any]) -> None:
     assert stats.leased == 0
     assert stats.chunks <= 9
     assert stats.hits > 0
+
+
+def test_many_threads_move_the_same_documents(tiny: Callable[..., Any]) -> None:
+    """With every row repaired a moved reading is a full one, whichever variants the others left behind."""
+    model = tiny("llama")
+    documents = [text(40 + i, 70) for i in range(5)]
+    settings = {"recompute_ratio": 1.0, "move_at_any_price": True, "shadow_share": 0.5}
+    engine = engine_for(model, max_chunks=40, **settings)
+    engine.warm_documents(documents, head=HEAD, progress=False)
+    exact = engine_for(model, quality="exact")
+    orders = [[documents[(i * k) % 5] for k in range(1, 4)] for i in range(1, 5)]
+
+    def ask(index: int) -> int:
+        parts = [HEAD, *orders[index % 4], text(100 + index, 9)]
+        found, full = read(engine, *parts), read(exact, *parts)
+        assert distance(found, full) <= 3e-5
+        tokens, ends = joined(*parts)
+        engine.generate(tokens, boundaries=ends, max_new_tokens=2, temperature=0)
+        return int(found.reuse.moved_tokens)
+
+    with ThreadPoolExecutor(6) as pool:
+        moved = list(pool.map(ask, range(48)))
+    assert sum(count > 0 for count in moved) > 24
+    engine.close()
+    assert engine._store.stats().leased == 0

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,14 @@ import torch
 
 from kvboost import ConfigError, KVBoost
 from kvboost.bench.servers import RedisServer
+from kvboost.store import DiskTier, HostTier, MemoryStore, TieredStore
+from kvboost.types import KVBlock
 from tests.engine.test_moving import HEAD, ONE, QUESTION, THREE, TWO, engine_for, read, text, warm
 
 pytestmark = pytest.mark.usefixtures("prices_as_guessed")
 
 Tiny = Callable[..., Any]
+Blocks = Iterator[KVBlock | None]
 _LONG = text(11, 400)
 
 
@@ -102,9 +107,28 @@ def test_a_damaged_directory_costs_a_warning_and_no_answer(tiny: Tiny, tmp_path:
         assert _same_bits(again, cold)
 
 
-def test_the_settings_say_what_is_wrong_with_them() -> None:
-    with pytest.raises(ConfigError, match="disk_cache_bytes"):
-        KVBoost.from_pretrained("nowhere", disk_cache_bytes="much")
+def test_the_settings_say_what_is_wrong_with_them(tiny: Tiny) -> None:
+    for name in ("disk_cache_bytes", "host_cache_bytes"):
+        with pytest.raises(ConfigError, match=name):
+            KVBoost.from_pretrained("nowhere", **{name: "much"})
+    with pytest.raises(ConfigError, match="give cache_bytes more instead"):
+        engine_for(tiny("llama"), host_cache_bytes="1GiB")
+
+
+def test_a_host_tier_below_a_small_memory_changes_no_bit(tiny: Tiny) -> None:
+    with engine_for(tiny("llama"), quality="exact") as plain:
+        cold = plain.prefill(_LONG)
+        each = plain.cache_stats()["hot_memory_mb"] * 1e6 / plain.cache_stats()["hot_chunks"]
+    host = HostTier(10**9, pinned=False)
+    store = TieredStore(MemoryStore(int(16 * each)), [host])
+    with engine_for(tiny("llama"), quality="exact", store=store, workspace_bytes=0) as engine:
+        engine.prefill(_LONG)
+        engine.prefill(text(12, 400))  # takes its place
+        engine.flush()
+        found = engine.prefill(_LONG)
+        assert found.reuse.tiers["host"] > 0
+        assert _same_bits(found, cold)
+    store.close()
 
 
 _WRITER = """
@@ -167,3 +191,172 @@ def _reachable(engine: KVBoost, prompt: list[int]) -> None:
             return
         time.sleep(0.1)
     raise AssertionError("the server did not answer within ten seconds")
+
+
+# What a result says of the tiers, and what goes on while a load is under way
+
+
+def _chain(reused: Any) -> dict[str, int]:
+    return dict(reused.reuse.tiers)
+
+
+def test_a_result_says_which_tier_its_tokens_came_from(tiny: Tiny, tmp_path: Path) -> None:
+    with engine_for(tiny("llama"), disk_cache_dir=tmp_path) as first:
+        cold = first.prefill(_LONG)
+        assert (_chain(cold), cold.reuse.declined_tokens, cold.reuse.declined) == ({}, 0, ())
+        again = first.prefill(_LONG)
+        assert _chain(again) == {"memory": again.reuse.exact_tokens}
+    with engine_for(tiny("llama"), disk_cache_dir=tmp_path) as second:
+        second.prefill(_LONG[:100])
+        some = second.prefill(_LONG[:100]).reuse.exact_tokens
+        found = second.prefill(_LONG)
+        assert found.reuse.exact_tokens > some > 0
+        assert _chain(found) == {"memory": some, "disk": found.reuse.exact_tokens - some}
+        generated = second.generate(_LONG, max_new_tokens=2)
+        assert _chain(generated) == {"memory": generated.cached_tokens}
+
+
+def test_a_result_says_what_was_moved_from_where(tiny: Tiny, tmp_path: Path) -> None:
+    settings = {"recompute_ratio": 0.0, "move_at_any_price": True}
+    with engine_for(tiny("llama"), disk_cache_dir=tmp_path, **settings) as first:
+        warm(first, HEAD, ONE, TWO, THREE)
+    with engine_for(tiny("llama"), disk_cache_dir=tmp_path, **settings) as second:
+        moved = read(second, HEAD, THREE, ONE, TWO, QUESTION)
+        assert moved.reuse.moved_tokens > 0
+        assert _chain(moved) == {"disk": moved.reuse.cached_tokens}
+
+
+def test_a_result_says_what_was_computed_because_loading_is_slow(tiny: Tiny, tmp_path: Path) -> None:
+    with engine_for(tiny("llama"), disk_cache_dir=tmp_path) as first:
+        cold = first.prefill(_LONG)
+        cached = first.prefill(_LONG).reuse.exact_tokens
+    with engine_for(tiny("llama"), disk_cache_dir=tmp_path) as second:
+        store: Any = second._store
+        store._compute_seconds = lambda tokens: 1e-6
+        store._token_bytes = 1.0
+        store._speeds[store._tiers[0]].observe(seconds=10.0, nbytes=1)
+        declined = second.prefill(_LONG)
+        assert declined.reuse.cached_tokens == 0
+        assert declined.reuse.declined_tokens == cached
+        (load,) = declined.reuse.declined
+        assert (load.tier, load.tokens, load.compute_seconds) == ("disk", cached, 1e-6)
+        assert load.load_seconds > 1.0
+        assert _same_bits(declined, cold)
+
+
+class _OtherTier:
+    """What a directory holds, handed out as a test wants it."""
+
+    def __init__(self, tier: DiskTier, hand_out: Callable[[Blocks], Blocks]) -> None:
+        self._tier, self._hand_out = tier, hand_out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tier, name)
+
+    def load(self, keys: Any) -> Blocks:
+        return self._hand_out(self._tier.load(keys))
+
+
+def _slowly(blocks: Blocks) -> Blocks:
+    for block in blocks:
+        time.sleep(0.01)
+        yield block
+
+
+def _torn_after_two(blocks: Blocks) -> Blocks:
+    yield next(blocks)
+    yield next(blocks)
+    raise OSError("torn")
+
+
+def _of_another_shape(blocks: Blocks) -> Blocks:
+    yield next(blocks)
+    block = next(blocks)
+    assert block is not None
+    yield replace(block, tensors=tuple(tensor[:, :, :-1] for tensor in block.tensors))
+
+
+def _of_another_text(blocks: Blocks) -> Blocks:
+    first, second, third = next(blocks), next(blocks), next(blocks)
+    assert second is not None
+    assert third is not None
+    yield first
+    yield replace(third, key=second.key)
+
+
+@pytest.mark.parametrize(
+    ("hand_out", "chunks", "warns"),
+    [(_slowly, None, False), (_torn_after_two, 2, True), (_of_another_shape, 1, False), (_of_another_text, 1, False)],
+)
+def test_a_tier_that_is_slow_fails_or_lies_changes_no_bit(
+    hand_out: Any, chunks: int | None, warns: bool, tiny: Tiny, tmp_path: Path
+) -> None:
+    with engine_for(tiny("llama"), disk_cache_dir=tmp_path, quality="exact") as first:
+        cold = first.prefill(_LONG)
+        cached = first.prefill(_LONG).reuse.exact_tokens
+        ends = [chunk.end for chunk in first._parts.reader.usable_chunks(_LONG, ())]  # type: ignore[union-attr]
+    with engine_for(tiny("llama"), disk_cache_dir=tmp_path, quality="exact") as second:
+        second.prefill(text(77, 500))  # so that the workspace has rows of something else
+        store: Any = second._store
+        disk = store._tiers[0]
+        store._tiers = (other := _OtherTier(disk, hand_out),)
+        store._speeds[other] = store._speeds[disk]
+        with pytest.warns(RuntimeWarning, match="the disk tier failed") if warns else nullcontext():
+            found = second.prefill(_LONG)
+        assert found.reuse.exact_tokens == (ends[chunks - 1] if chunks else cached)
+        assert _chain(found) == {"disk": found.reuse.exact_tokens}
+        assert _same_bits(found, cold)
+        assert store.stats().leased == 0
+
+
+def test_what_was_placed_on_the_way_is_placed_again_if_another_block_is_held(tiny: Tiny, tmp_path: Path) -> None:
+    with engine_for(tiny("llama"), disk_cache_dir=tmp_path) as first:
+        cold = first.prefill(_LONG)
+    with engine_for(tiny("llama"), disk_cache_dir=tmp_path) as second:
+        guarded = second._parts.guarded  # type: ignore[union-attr]
+        lease = guarded.lease
+
+        def with_rubbish(chunks: Any, *, arrived: Any = None) -> Any:
+            def spoilt(chunk: Any, block: KVBlock) -> None:
+                arrived(chunk, replace(block, tensors=tuple(torch.full_like(t, 7.0) for t in block.tensors)))
+
+            return lease(chunks, arrived=spoilt)
+
+        guarded.lease = with_rubbish  # type: ignore[method-assign]
+        found = second.prefill(_LONG)
+        assert found.reuse.exact_tokens > 0
+        assert _same_bits(found, cold)
+
+
+def test_a_block_that_cannot_be_placed_is_the_readers_trouble_and_not_the_stores(tiny: Tiny, tmp_path: Path) -> None:
+    with engine_for(tiny("llama"), disk_cache_dir=tmp_path) as first:
+        first.prefill(_LONG)
+    with engine_for(tiny("llama"), disk_cache_dir=tmp_path) as second:
+        codec: Any = second._parts.reader._codec  # type: ignore[union-attr]
+
+        def failing(*args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("no room")
+
+        codec.place = failing
+        with pytest.raises(RuntimeError, match="no room"):
+            second.prefill(_LONG)
+        del codec.place
+        assert (second._store.stats().leased, second.cache_stats()["store_errors"]) == (0, 0)
+        assert second.prefill(_LONG).reuse.exact_tokens > 0
+
+
+def test_prefetching_makes_the_request_find_all_in_memory(tiny: Tiny, tmp_path: Path) -> None:
+    with engine_for(tiny("llama"), disk_cache_dir=tmp_path) as first:
+        cold = first.prefill(_LONG)
+        assert first.prefetch(_LONG).result(timeout=30) == 0  # it is there
+    with engine_for(tiny("llama"), disk_cache_dir=tmp_path) as second:
+        before = second.cache_stats()
+        came = second.prefetch(_LONG).result(timeout=30)
+        assert (second.cache_stats()["cache_hits"], second.cache_stats()["cache_misses"]) == (0, before["cache_misses"])
+        found = second.prefill(_LONG)
+        assert _chain(found) == {"memory": came}
+        assert _same_bits(found, cold)
+    with engine_for(tiny("llama")) as without:
+        assert without.prefetch(_LONG).result(timeout=0) == 0
+    with pytest.raises(ConfigError, match="closed"):
+        without.prefetch(_LONG)

@@ -10,7 +10,7 @@ import torch
 from kvboost import KVBoost
 from kvboost.model import ModelRunner, RowRunner, SlabCache
 from kvboost.model.rows import decoder_layers
-from tests.helpers.models import FAMILIES
+from tests.helpers.models import FAMILIES, tiny_model
 
 _TEXT = torch.randint(3, 97, (40,), generator=torch.Generator().manual_seed(5)).tolist()
 
@@ -165,3 +165,11 @@ def test_a_pass_in_one_thread_leaves_another_alone(tiny: Callable[..., Any]) -> 
     assert torch.equal(found[0], expected)
     runner.close()
     assert [len(layer._forward_pre_hooks) for layer in decoder_layers(model)] == hooks_before
+
+
+def test_a_vision_tower_with_as_many_layers_is_not_taken_for_the_decoder() -> None:
+    model = tiny_model("llama", seed=8)
+    decoder = list(model.model.layers)
+    tower = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in decoder)
+    model._modules = {"vision": tower, **model._modules}
+    assert decoder_layers(model) == decoder

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvboost.extend import Tier
 from kvboost.store import DiskTier, MemoryStore, RecordFormat, TieredStore
+from kvboost.store.lookup import Speed
 from kvboost.testing.content import prompt
 from kvboost.testing.store import ChunkStoreContract, held_keys
 from kvboost.testing.tier import block_of, namespace
-from kvboost.types import BlockInfo, Chunk, KVBlock, PutOutcome, StoreStats
+from kvboost.types import BlockInfo, Chunk, KVBlock, LoadReport, PutOutcome, StoreStats
 
 _SIZE = 1000
 _ROOM = 10**6
@@ -82,6 +86,23 @@ def _store(*tiers: Tier, room: int = _ROOM, **options: object) -> TieredStore:
 def _fill(store: TieredStore, chunks: Sequence[Chunk]) -> None:
     for chunk in chunks:
         assert store.put(block_of(chunk, _SIZE)) is PutOutcome.STORED
+
+
+class SlowTier(ShelfTier):
+    """Hands out a block each time it is told to."""
+
+    def __init__(self, chunks: Sequence[Chunk], name: str = "slow") -> None:
+        super().__init__(name)
+        self.held = {chunk.prefix_key: block_of(chunk, _SIZE) for chunk in chunks}
+        self.turns = threading.Semaphore(0)
+        self.loaded = 0
+
+    def load(self, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
+        self._note("load")
+        for key in keys:
+            self.turns.acquire()
+            self.loaded += 1
+            yield self.held.get(key)
 
 
 class TestWithoutTiers(ChunkStoreContract):
@@ -234,4 +255,206 @@ def test_clear_reaches_every_tier_and_what_waits() -> None:
     store.clear()
     assert not shelf.held
     assert held_keys(store, chunks) == []
+    store.close()
+
+
+# Reporting
+
+
+def test_a_lease_says_which_tier_each_block_came_from() -> None:
+    near, far, chunks = ShelfTier("near"), ShelfTier("far"), prompt("a", "b", "c", "d")
+    store = _store(near, far)
+    _fill(store, chunks[:1])
+    near.held[chunks[1].prefix_key] = block_of(chunks[1], _SIZE)
+    far.held[chunks[2].prefix_key] = block_of(chunks[2], _SIZE)
+    with store.lease(chunks) as lease:
+        assert lease.loads.tiers == {chunks[1].prefix_key: "near", chunks[2].prefix_key: "far"}  # type: ignore[attr-defined]
+    with store.lease(chunks) as lease:  # now they lie in memory
+        assert lease.loads == LoadReport()  # type: ignore[attr-defined]
+    with store.lease_content(prompt("x", "c"), after=0) as content:
+        assert content.loads == LoadReport()  # type: ignore[attr-defined]
+    store.close()
+
+
+def test_content_says_its_tier_too() -> None:
+    shelf, there, here = ShelfTier(), prompt("a", "b"), prompt("x", "b")
+    shelf.held[there[1].prefix_key] = block_of(there[1], _SIZE)
+    store = _store(shelf)
+    with store.lease_content(here, after=0) as lease:
+        assert lease.loads.tiers == {there[1].prefix_key: "shelf"}  # type: ignore[attr-defined]
+    store.close()
+
+
+def test_a_lease_says_what_was_declined_and_why() -> None:
+    near, far, chunks = ShelfTier("near"), ShelfTier("far"), prompt("a", "b", "c")
+    for chunk in chunks:
+        near.held[chunk.prefix_key] = far.held[chunk.prefix_key] = block_of(chunk, _SIZE)
+    store = _store(near, far, compute_seconds=lambda tokens: 0.5)
+    store._note_size(block_of(chunks[0], _SIZE))
+    for tier in (near, far):
+        store._speeds[tier].observe(seconds=1000.0, nbytes=_SIZE)
+    tokens = sum(chunk.end - chunk.start for chunk in chunks)
+    with store.lease(chunks) as lease:
+        loads = lease.loads  # type: ignore[attr-defined]
+        assert [(d.tier, d.tokens, d.compute_seconds) for d in loads.declined] == [
+            ("near", tokens, 0.5),
+            ("far", tokens, 0.5),
+        ]
+        assert all(d.load_seconds > 0.5 for d in loads.declined)
+        assert loads.declined_at == {chunk.start: chunk.end - chunk.start for chunk in chunks}  # once, not twice
+    # What a tier farther off delivers is not left to be computed.
+    store._speeds[far] = Speed()
+    del far.held[chunks[2].prefix_key]
+    with store.lease(chunks) as lease:
+        (declined,) = lease.loads.declined  # type: ignore[attr-defined]
+        assert (declined.tier, declined.tokens) == ("near", chunks[2].end - chunks[2].start)
+        assert set(lease.loads.tiers.values()) == {"far"}  # type: ignore[attr-defined]
+    store.close()
+
+
+# Overlap
+
+
+def test_blocks_are_told_of_while_the_next_ones_are_on_their_way() -> None:
+    chunks = prompt("a", "b", "c")
+    slow = SlowTier(chunks)
+    store = _store(slow)
+    told: list[tuple[bytes, int]] = []
+
+    def arrived(chunk: Chunk, block: KVBlock) -> None:
+        assert chunk.prefix_key == block.key
+        told.append((block.key, slow.loaded))
+        slow.turns.release()
+
+    slow.turns.release()
+    with store.lease(chunks, arrived=arrived) as lease:
+        assert [block.key for block in lease.blocks] == [chunk.prefix_key for chunk in chunks]
+    assert told == [(chunk.prefix_key, at) for at, chunk in enumerate(chunks, 1)]
+    store.close()
+
+
+def test_nobody_is_told_of_a_block_that_is_not_what_was_asked_for() -> None:
+    chunks, others = prompt("a", "b", "c"), prompt("x", "b")
+    told: list[bytes] = []
+    for lie in (block_of(others[1], _SIZE), replace(block_of(others[1], _SIZE), key=chunks[1].prefix_key, tokens=b"")):
+        shelf = ShelfTier("liar")
+        shelf.held = {chunk.prefix_key: block_of(chunk, _SIZE) for chunk in chunks}
+        shelf.held[chunks[1].prefix_key] = lie  # the right text elsewhere; other text
+        store = _store(shelf)
+        told.clear()
+        with store.lease(chunks, arrived=lambda chunk, block: told.append(block.key)) as lease:
+            assert [block.key for block in lease.blocks] == told == [chunks[0].prefix_key]
+        assert store.stats().rejected == 1
+        store.close()
+
+
+def test_a_load_that_breaks_off_leaves_what_came_and_frees_what_did_not() -> None:
+    chunks = prompt("a", "b", "c")
+
+    class TearingTier(SlowTier):
+        def load(self, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
+            yield self.held[keys[0]]
+            raise OSError("torn")
+
+    store = _store(TearingTier(chunks))
+    with pytest.warns(RuntimeWarning, match="failed"):
+        assert held_keys(store, chunks) == [chunks[0].prefix_key]
+    assert not store._claims._claimed
+    store.close()
+
+
+def test_a_reader_that_fails_is_not_left_waiting_for() -> None:
+    chunks = prompt("a", "b")
+    shelf = ShelfTier()
+    shelf.held = {chunk.prefix_key: block_of(chunk, _SIZE) for chunk in chunks}
+    store = _store(shelf)
+
+    def interrupted(chunk: Chunk, block: KVBlock) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.lease(chunks, arrived=interrupted)
+    assert store.stats().leased == 0
+    assert len(held_keys(store, chunks)) == 2  # would wait for ever for a claim that was left
+    store.close()
+
+
+def test_a_second_lookup_waits_for_the_first_and_loads_nothing_twice() -> None:
+    chunks = prompt("a", "b", "c", "d")
+    slow = SlowTier(chunks)
+    store = _store(slow)
+    prefetched = store.prefetch(chunks)
+    while "load" not in slow.asked:
+        time.sleep(0.001)
+    with ThreadPoolExecutor(2) as pool:
+        short = pool.submit(held_keys, store, chunks[:2])
+        whole = pool.submit(held_keys, store, chunks)
+        for _ in range(2):
+            slow.turns.release()
+        # The short prompt does not wait for the rest of the long one.
+        assert len(short.result(timeout=30)) == 2
+        assert not whole.done()
+        for _ in range(2):
+            slow.turns.release()
+        assert len(whole.result(timeout=30)) == 4
+    assert prefetched.result(timeout=30) == sum(chunk.end - chunk.start for chunk in chunks)
+    assert (slow.loaded, slow.asked.count("load")) == (4, 1)
+    store.close()
+
+
+def test_prefetching_brings_up_without_counting_holding_or_waiting() -> None:
+    chunks = prompt("a", "b", "c")
+    slow = SlowTier(chunks[:2])
+    store = _store(slow)
+    future = store.prefetch(chunks)
+    assert not future.done()
+    for _ in range(2):
+        slow.turns.release()
+    assert future.result(timeout=30) == chunks[1].end
+    stats = store.stats()
+    assert (stats.chunks, stats.leased, stats.hits, stats.misses) == (2, 0, 0, 0)
+    with store.lease(chunks) as lease:
+        assert len(lease.blocks) == 2
+        assert lease.loads == LoadReport()  # type: ignore[attr-defined]
+    store.close()
+
+
+def test_prefetches_that_wait_are_bounded_can_be_taken_back_and_end_with_the_store() -> None:
+    chunks = prompt("a")
+    slow = SlowTier(chunks)
+    store = _store(slow)
+    running = store.prefetch(chunks)
+    waiting = [store.prefetch(prompt(f"w{number}")) for number in range(80)]
+    refused = [future for future in waiting if future.done()]
+    assert len(refused) == 80 - 63
+    assert {future.result() for future in refused} == {0}
+    assert waiting[0].cancel()
+    assert not store.prefetch(chunks).done()  # there is room again
+    slow.turns.release()
+    assert running.result(timeout=30) == chunks[0].end
+    store.close()
+    assert all(future.done() for future in waiting)
+
+
+def test_what_is_evicted_goes_down_leaf_first_and_comes_up_root_first() -> None:
+    host, chunks = ShelfTier("host", outlives=False), prompt(*"abcd")
+    store = _store(host, room=4 * _SIZE)
+    _fill(store, chunks)
+    _fill(store, prompt(*"wxyz"))
+    store._writer.wait()
+    assert list(host.held) == [chunk.prefix_key for chunk in reversed(chunks)]
+    told: list[bytes] = []
+    with store.lease(chunks, arrived=lambda chunk, block: told.append(block.key)) as lease:
+        assert [block.key for block in lease.blocks] == told == [chunk.prefix_key for chunk in chunks]
+    store.close()
+
+
+def test_flush_returns_only_after_every_lasting_tier_was_flushed_behind_its_writes() -> None:
+    near, far, host = ShelfTier("near"), ShelfTier("far"), ShelfTier("host", outlives=False)
+    store = _store(host, near, far)
+    _fill(store, prompt(*"abc"))
+    store.flush()
+    for tier in (near, far):
+        assert tier.asked == ["store"] * 3 + ["flush"]
+    assert host.asked == []
     store.close()

@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvboost.bench.measure import TextSource, add_model_arguments, alternate, first_token, load_engine, positive
 from kvboost.bench.report import BenchError, Report, Spread, Table, describe_machine, ratios
+from kvboost.bench.servers import redis_server
 from kvboost.engine import KVBoost
 
 _FULL, _MEMORY = "full reading", "memory"
@@ -28,14 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=positive, nargs="+", default=[2000], help="default: 2000 tokens")
     parser.add_argument("--repeat", type=positive, default=9, help="rounds measured (default 9)")
     parser.add_argument("--warmups", type=positive, default=1, help="rounds run before (default 1)")
+    parser.add_argument("--no-redis", action="store_true", help="leave out Redis, which needs redis-server")
     parser.add_argument("--directory", type=Path, help="where to put the disk tier (default: a temporary folder)")
 
 
 def run(args: argparse.Namespace) -> Report:
     """Every tier in turn, and the full reading."""
     report = Report("restart", raw={"samples": []})
-    with tempfile.TemporaryDirectory(dir=args.directory, prefix="kvboost-restart-") as folder:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=args.directory, prefix="kvboost-restart-"))
         tiers: dict[str, dict[str, Any]] = {"disk": {"disk_cache_dir": folder}}
+        if not args.no_redis:
+            tiers["redis"] = {"remote_url": stack.enter_context(redis_server()).url}
         plain = load_engine(args, dtype=args.dtype, cache_bytes="8GiB")
         source = TextSource(plain.tokenizer, args.text)
         table = Table(
@@ -64,7 +70,7 @@ def run(args: argparse.Namespace) -> Report:
     table.notes.append(
         "Median [lowest highest]. A new engine for every sample: its memory is empty, what it reads comes from the "
         "tier. Time counts from the call of generate(). The disk is read past the page cache where its file system "
-        "allows that."
+        "allows that; Redis runs on this machine."
     )
     report.tables.append(table)
     return report

@@ -13,8 +13,10 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvboost.config import EngineConfig
 from kvboost.engine import KVBoost
 from kvboost.errors import ConfigError, KVBoostError
+from kvboost.repair import tolerated_share
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tolerated",
         type=float,
         metavar="SHARE",
-        help="answers that may differ, such as 0.05 (default: as quality high)",
+        help="say what this quality would take: answers that may differ, such as 0.05 (default: as high)",
     )
     calibrate.add_argument(
         "--out", type=Path, default=Path("kvboost-calibration.json"), metavar="FILE", help="default: %(default)s"
@@ -73,18 +75,19 @@ def _calibrate(args: argparse.Namespace) -> None:
         raise ConfigError(f"there is no folder to write {args.out} into; create it first")
     print(f"loading {args.model}", file=sys.stderr)
     with KVBoost.from_pretrained(args.model, dtype=args.dtype) as engine:
-        result = engine.calibrate(
-            prompts, boundaries=boundaries, tolerated=args.tolerated, save_to=args.out.expanduser()
-        )
-    print("rows again   answers that differ   tokens that agree")
-    for row in result.measured:
-        print(f"{row.ratio:>9.0%}{row.differing:>20.1%}{row.agreement:>22.1%}")
-    told = f"{result.tolerated_share:.0%} may differ, {result.compared} prompts compared"
-    if result.ratio is None:
-        print(f"No ratio is good enough ({told}): engines with this calibration move nothing.")
+        result = engine.calibrate(prompts, boundaries=boundaries, save_to=args.out.expanduser())
+        quality = args.tolerated if args.tolerated is not None else engine.config.quality
+    tolerated = tolerated_share(EngineConfig(quality=quality))
+    print("rows again   answers that differ   at most (90 % sure)   tokens that agree")
+    for row in result.rows:
+        differing = f"{row.differing} of {row.compared}"
+        print(f"{row.ratio:>9.0%}{differing:>20}{row.largest_share:>22.1%}{row.agreement:>20.1%}")
+    chosen = result.choose(tolerated)
+    if chosen is None:
+        print(f"No ratio is shown to change at most {tolerated:.3g} of the answers: quality={quality!r} moves nothing.")
     else:
-        print(f"Computing {result.ratio:.0%} of the rows again is enough ({told}).")
-    print(f'Written to {args.out}; use it with KVBoost(..., calibration="{args.out}").')
+        print(f"quality={quality!r} computes {chosen.ratio:.0%} of the rows again.")
+    print(f'Written to {args.out}; use it with KVBoost(..., quality={quality!r}, calibration="{args.out}").')
 
 
 def read_prompts(file: Path) -> tuple[list[str | list[int]], list[list[int]]]:

@@ -5,7 +5,7 @@ Called once when an engine is made. Raises UnsupportedModelError for a model tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvboost.config import EngineConfig
 from kvboost.engine.costs import CostModel
@@ -13,7 +13,7 @@ from kvboost.engine.guard import GuardedStore
 from kvboost.engine.moving import MovedReuse
 from kvboost.engine.naming import ChunkNames
 from kvboost.engine.reader import PromptReader
-from kvboost.engine.storing import open_store
+from kvboost.engine.storing import Stores
 from kvboost.engine.workspace import WorkspacePool
 from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.extend import Chunker, ChunkStore
@@ -28,7 +28,8 @@ from kvboost.model import (
     probe_rows,
 )
 from kvboost.plan import make_chunker
-from kvboost.repair import Calibration, Repair, choose_repair
+from kvboost.repair import Calibration, Repair, choose_repair, tolerated_share
+from kvboost.store import read_key
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,10 @@ class Assembly:
     runner: ModelRunner
     _identity: ModelIdentity
     config: EngineConfig
+    stores: Stores | None
+    """Where the store came from; None if it was given."""
+    is_tenant: bool = False
+    """Whether another assembly holds the model's parts, and this one only a tenant's."""
 
     @property
     def weights(self) -> str:
@@ -61,16 +66,35 @@ class Assembly:
         """A reader like the engine's own over another store, which moves nothing."""
         return self.reader.over(store, pool)
 
+    def for_tenant(self, tenant: str) -> Assembly:
+        """The same model's parts around another tenant's names, store and workspaces."""
+        names = self.reader.names.for_tenant(tenant)
+        store = self.stores.open(tenant, root=names.root()) if self.stores is not None else self.store
+        guarded, pool = GuardedStore(store), self.pool.beside()
+        moving = self.moving.for_tenant(guarded) if self.moving is not None else None
+        return replace(
+            self,
+            store=store,
+            guarded=guarded,
+            pool=pool,
+            moving=moving,
+            reader=self.reader.for_tenant(names, guarded, pool, moving),
+            config=replace(self.config, tenant=tenant),
+            is_tenant=True,
+        )
+
     def close(self) -> None:
         """Let go of the memory and leave the model as it was."""
         self.pool.clear()
-        if self.moving is not None:
+        if self.moving is not None and not self.is_tenant:
             self.moving.close()
 
 
 def check_settings(config: EngineConfig) -> None:
     """Raise ConfigError for settings that cannot work with any model."""
     make_chunker(config.chunking, size=config.chunk_size)
+    if config.record_key_file is not None:
+        read_key(config.record_key_file)
     choose_repair(config, Calibration.load(config.calibration) if config.calibration is not None else None)
 
 
@@ -91,15 +115,19 @@ def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, sto
     )
     root = names.root()  # hashes the weights now rather than in the first request
     costs = CostModel()
+    stores: Stores | None = None
+    if store is not None and config.tenant_bytes is not None:
+        raise ConfigError("tenant_bytes is for a store of the engine's own; leave it out, or leave store out")
     if store is None:
-        store = open_store(config, root=root, layout=facts.layout, codec=codec, costs=costs)
+        stores = Stores(config, layout=facts.layout, codec=codec, costs=costs)
+        store = stores.open(config.tenant, root=root)
     guarded = GuardedStore(store)
-    moving, refusal = _make_moving(
-        runner, facts, config, store=guarded, codec=codec, repair=choose_repair(config, calibration), costs=costs
-    )
-    if calibration is not None and calibration.ratio is None:
+    repair = choose_repair(config, calibration)
+    moving, refusal = _make_moving(runner, facts, config, store=guarded, codec=codec, repair=repair, costs=costs)
+    if calibration is not None and repair is None and config.quality != "exact":
         refusal = (
-            f"at every ratio of the calibration more than {calibration.tolerated_share:.0%} of the answers differed"
+            f"the calibration shows no ratio that changes at most {tolerated_share(config):.3g} of the answers "
+            f"(the best is {calibration.best_share:.3g})"
         )
     reader = PromptReader(
         runner=runner,
@@ -111,7 +139,7 @@ def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, sto
         moving=moving,
         move_refusal=refusal,
     )
-    return Assembly(store, guarded, facts, pool, reader, moving, runner, identity, config)
+    return Assembly(store, guarded, facts, pool, reader, moving, runner, identity, config, stores)
 
 
 def _make_moving(

@@ -32,10 +32,9 @@ def calibrate(
     *,
     boundaries: Sequence[Sequence[int]],
     parts: Assembly,
-    tolerated: float | None,
     progress: bool,
 ) -> Calibration:
-    """Compare at every ratio, on a store of its own, and take the smallest that is good enough."""
+    """Compare at every ratio, on a store of its own."""
     assert parts.moving is not None
     repair = parts.moving.repair_settings
     store = GuardedStore(MemoryStore(int(parts.config.cache_bytes)))
@@ -53,8 +52,7 @@ def calibrate(
             moving=moving,
             step=bar.update,
         )
-    share = repair.tolerated_share if tolerated is None else tolerated
-    return conclude(outcomes, weights=parts.weights, strategy=repair.strategy.name, tolerated=share)
+    return conclude(outcomes, weights=parts.weights, strategy=repair.strategy.name)
 
 
 def compare_on(

@@ -26,11 +26,13 @@ def warm_documents(
     progress: bool,
 ) -> int:
     """Read those documents that are not stored yet, in company. Returns the number of chunks that were new."""
-    missing = [tokens for tokens in documents if not parts.reader.knows(tokens)]
+    missing = [not parts.reader.knows(tokens) for tokens in documents]
     limits = [limit for limit in (parts.facts.max_positions, parts.facts.exact_limit) if limit is not None]
-    groups = groups_in_company(missing, head=head, company=company, most_tokens=min([_MOST_IN_COMPANY, *limits]))
+    groups = groups_in_company(
+        documents, missing, head=head, company=company, most_tokens=min([_MOST_IN_COMPANY, *limits])
+    )
     new = 0
-    with tqdm(total=len(missing), unit="doc", desc="reading", disable=not progress, delay=2) as bar:
+    with tqdm(total=sum(missing), unit="doc", desc="reading", disable=not progress, delay=2) as bar:
         for tokens, ends, count in groups:
             new += warm(tokens, ends)
             bar.update(count)
@@ -38,17 +40,20 @@ def warm_documents(
 
 
 def groups_in_company(
-    documents: Sequence[list[int]], *, head: Sequence[int], company: int, most_tokens: int
+    documents: Sequence[list[int]], missing: Sequence[bool], *, head: Sequence[int], company: int, most_tokens: int
 ) -> Iterator[tuple[list[int], list[int], int]]:
-    """Prompts that hold each document behind ``company`` others: tokens, boundaries, and how many are new in it.
+    """Prompts that hold each missing document behind ``company`` others: tokens, boundaries, how many are new in it.
 
     Each prompt is the head, the ``company`` documents before the new ones (the last ones for the very first), and
-    new documents while there is room for ``most_tokens``. Nothing stands twice in one prompt. A document that fits
-    in no company comes alone behind the head, however long it is.
+    the missing documents that follow while there is room for ``most_tokens``. Nothing stands twice in one prompt. A
+    document that fits in no company comes alone behind the head, however long it is.
     """
     count = len(documents)
     index = 0
     while index < count:
+        if not missing[index]:
+            index += 1
+            continue
         room = most_tokens - len(head) - len(documents[index])
         numbers: list[int] = []
         for back in range(min(company, count - 1), 0, -1):
@@ -57,9 +62,11 @@ def groups_in_company(
                 numbers.append(other)
                 room -= len(documents[other])
         new = [index]
-        while new[-1] + 1 < count and new[-1] + 1 not in numbers and len(documents[new[-1] + 1]) <= room:
-            new.append(new[-1] + 1)
-            room -= len(documents[new[-1]])
+        for following in range(index + 1, count):
+            if not missing[following] or following in numbers or len(documents[following]) > room:
+                break
+            new.append(following)
+            room -= len(documents[following])
         tokens, ends = list(head), [len(head)] if head else []
         for number in [*numbers, *new]:
             tokens += documents[number]

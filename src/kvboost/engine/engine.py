@@ -8,6 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,7 @@ from kvboost.engine.reader import PromptReader, Reading
 from kvboost.engine.shadow import Answered, ShadowChecks, answers_differ
 from kvboost.engine.stats import cache_stats, describe
 from kvboost.engine.streaming import PieceStream, PieceStreamer
+from kvboost.engine.tenants import TenantViews, purge_tenant
 from kvboost.engine.verify import warm_equals_cold
 from kvboost.engine.workspace import WorkspacePool
 from kvboost.errors import CapacityError, ConfigError, UnsupportedModelError
@@ -69,6 +71,8 @@ class KVBoost:
         self._runner = ModelRunner(model)
         self._chunker = make_chunker(self.config.chunking, size=self.config.chunk_size)
         self._closed = False
+        self._tenants = TenantViews()
+        self._viewed: KVBoost | None = None  # the engine this one is a tenant's view of
         self._parts: Assembly | None = None
         self._refusal: str | None = None
         try:
@@ -85,11 +89,11 @@ class KVBoost:
         self._turn: AbstractContextManager[Any] = threading.RLock() if takes_turns else nullcontext()
         self._shadow: ShadowChecks | None = None
         moving = self._parts.moving if self._parts else None
-        if self.config.shadow_share > 0.0 and moving is not None:
+        if self.config.checked_share > 0.0 and moving is not None:
             check = weakref.WeakMethod(self._answers_differ)  # the thread must not keep the engine alive
             self._shadow = ShadowChecks(
                 lambda request: ask(request) if (ask := check()) is not None else None,
-                share=self.config.shadow_share,
+                share=self.config.checked_share,
                 guard=moving.guard,
             )
             weakref.finalize(self, self._shadow.stop)
@@ -130,6 +134,21 @@ class KVBoost:
         model, tokenizer = load_model(name_or_path, dtype=dtype, device=device, model_kwargs=model_kwargs)
         return cls(model, tokenizer, store=store, **settings)
 
+    def for_tenant(self, tenant: str) -> KVBoost:
+        """This engine for another tenant, who finds nothing of what the others read, in no tier.
+
+        It shares the model, the memory's budget and all connections, takes a few milliseconds to make and is the same
+        object for every call. It may be closed by itself and is closed with this engine.
+        """
+        return self._tenants.get(self._viewed or self, tenant)
+
+    def purge_tenant(self, tenant: str) -> None:
+        """Remove everything that was kept for a tenant, of whatever model, from every tier. Let its requests end first.
+
+        Raises StoreError if a tier could not be asked. What other processes hold in memory, they purge themselves.
+        """
+        purge_tenant(self._viewed or self, tenant)
+
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids that ``prompt`` stands for, checked as every call checks them."""
         return self._encoder.encode(prompt)
@@ -148,6 +167,21 @@ class KVBoost:
             complete = reading.chunks[-1].end if reading.chunks else 0
             reader.advance(reading, to=complete)
             return reader.commit(reading)
+
+    def prefetch(self, prompt: Prompt, *, boundaries: Sequence[int] = ()) -> Future[int]:
+        """Bring what slower tiers have of the beginning of ``prompt`` up into memory, in the background.
+
+        For requests that wait for their turn, with the ``boundaries`` they will have: when it comes, loading is over
+        or under way. Returns at once; the future's result is how many tokens came up, and ``cancel()`` takes one back
+        that has not begun. Nothing is computed, and nothing is held: memory that is full of other things lets it go.
+        """
+        tokens = self._encoder.encode(prompt)
+        reader, _ = self._reader_for(tokens, GenerationMode.PREFIX_CACHE)
+        if reader is None or not isinstance(self._store, TieredStore):
+            nothing: Future[int] = Future()
+            nothing.set_result(0)
+            return nothing
+        return self._store.prefetch(reader.usable_chunks(tokens, boundaries))
 
     def prefill(
         self,
@@ -318,16 +352,14 @@ class KVBoost:
         prompts: Iterable[Prompt],
         *,
         boundaries: Sequence[Sequence[int]] | None = None,
-        tolerated: float | None = None,
         save_to: str | Path | None = None,
         progress: bool = True,
     ) -> Calibration:
-        """Find the smallest share of rows to compute again, on prompts as your traffic has them, in their order.
+        """Measure how many rows must be computed again, on prompts as your traffic has them, in their order.
 
         Each prompt is read whole and, where earlier ones left text that turns up in it, with moved chunks at
-        several ratios. ``boundaries`` are each prompt's, as :meth:`generate` takes them. ``tolerated`` is the
-        largest share of answers whose first tokens may differ (by default what ``quality`` stands for). Give the file
-        written to ``save_to`` to new engines as ``calibration``.
+        several ratios. ``boundaries`` are each prompt's, as :meth:`generate` takes them. Give the file written to
+        ``save_to`` to new engines as ``calibration``: each takes the smallest ratio shown to keep within its quality.
         """
         if self._parts is None or self._parts.moving is None:
             reason = self._parts.reader.why_not_moved() if self._parts else self._refusal
@@ -337,7 +369,7 @@ class KVBoost:
         if len(ends) != len(encoded):
             raise ConfigError(f"{len(ends)} lists of boundaries for {len(encoded)} prompts; give one for each")
         with self._turn:
-            result = calibrate(encoded, boundaries=ends, parts=self._parts, tolerated=tolerated, progress=progress)
+            result = calibrate(encoded, boundaries=ends, parts=self._parts, progress=progress)
         if save_to is not None:
             result.save(save_to)
         return result
@@ -373,12 +405,16 @@ class KVBoost:
             )
 
     def flush(self) -> None:
-        """Return once everything kept so far is as safe as the tiers below the memory make it."""
+        """Return once everything kept so far, for all tenants, is as safe as the tiers below the memory make it."""
+        for view in self._tenants.all() if self._viewed is None else ():
+            view.flush()
         if isinstance(self._store, TieredStore):
             self._store.flush()
 
     def clear(self) -> None:
-        """Forget everything that was read, in every tier."""
+        """Forget everything that was read for this tenant, in every tier. A store that was given forgets all."""
+        if self._viewed is not None and not self._owns_store:
+            raise ConfigError("the store was given to the engine and is shared by all tenants; clear it there")
         self._store.clear()
         if self._parts:
             self._parts.pool.clear()
@@ -387,8 +423,14 @@ class KVBoost:
 
     def close(self) -> None:
         """Release the cache. The model stays usable, the engine does not. A store that was given is left alone."""
-        if self._shadow:
-            self._shadow.close()
+        if self._closed and self._viewed is not None:
+            return  # what it shares may be in use
+        self._tenants.drop(self)
+        if self._viewed is None:
+            for view in self._tenants.all():
+                view.close()
+            if self._shadow:
+                self._shadow.close()
         self._closed = True
         if self._parts:
             self._parts.close()
@@ -412,20 +454,21 @@ class KVBoost:
                 return self._decoder.without_cache(tokens, request, clock, reason=reason)
         rows = min(request.max_new_tokens, _MOST_ROWS_AHEAD)
         move = mode is GenerationMode.CHUNK_KV_REUSE
-        opened = reader.open(tokens, boundaries=request.boundaries, new_rows=rows, clock=clock, move=move)
-        with self._turn, opened as reading:
+        with (
+            self._turn,
+            reader.open(tokens, boundaries=request.boundaries, new_rows=rows, clock=clock, move=move) as reading,
+        ):
             result = self._decoder.with_cache(reading, reader, request, keep_decoded=self.config.reuse_generated)
             if self._shadow is not None and reading.moved is not None:
                 blocks, produced = reading.moved.blocks, list(result.token_ids)
-                self._shadow.offer(Answered(tokens, request.boundaries, blocks, produced))
+                self._shadow.offer(Answered(tokens, request.boundaries, blocks, produced, reader))
         return result
 
     def _answers_differ(self, request: Answered) -> bool | None:
-        reader, _ = self._reader_for(request.tokens, GenerationMode.CHUNK_KV_REUSE)
-        if reader is None:
+        if self._closed:
             return None
         with self._turn:
-            return answers_differ(self._runner, reader, request)
+            return answers_differ(self._runner, request)
 
     def _reader_for(
         self, tokens: list[int], mode: GenerationMode, request: Request | None = None

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
 from kvboost.extend import ChunkStore, ContentLease, Lease
-from kvboost.types import Chunk, KVBlock, PutOutcome
+from kvboost.store import TieredStore
+from kvboost.types import NOTHING_LOADED, Chunk, KVBlock, LoadReport, PutOutcome
+
+
+def loads_of(lease: Lease | ContentLease) -> LoadReport:
+    """What a lease says of the tiers its blocks came from; most stores have none."""
+    loads = getattr(lease, "loads", None)
+    return loads if isinstance(loads, LoadReport) else NOTHING_LOADED
 
 
 class NothingHeld:
@@ -43,9 +50,11 @@ class GuardedStore:
         self._lock = threading.Lock()
         self.errors = 0
 
-    def lease(self, chunks: Sequence[Chunk]) -> Lease:
-        """As the store's own; nothing is held if it fails."""
+    def lease(self, chunks: Sequence[Chunk], *, arrived: Callable[[Chunk, KVBlock], None] | None = None) -> Lease:
+        """As the store's own; nothing is held if it fails. ``arrived`` as :meth:`TieredStore.lease` has it."""
         try:
+            if isinstance(self._store, TieredStore):
+                return self._store.lease(chunks, arrived=arrived)
             return self._store.lease(chunks)
         except Exception as error:  # noqa: BLE001 - whatever a store raises, the request goes on
             self._failed(error)

@@ -7,6 +7,7 @@ where moving does not pay, nothing moves.
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 from collections import OrderedDict
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvboost.engine.costs import CostModel
-from kvboost.engine.guard import GuardedStore
+from kvboost.engine.guard import GuardedStore, loads_of
 from kvboost.engine.repairing import MovedChunks, Repairer
 from kvboost.extend import ContentLease
 from kvboost.model import KeyMover, KVCodec, RowRunner, SlabCache
@@ -102,6 +103,13 @@ class MovedReuse:
             at_any_price=True,
         )
 
+    def for_tenant(self, store: GuardedStore) -> MovedReuse:
+        """The same over another tenant's store: with its own counts, judged by the same checks."""
+        other = copy.copy(self)
+        other._store, other._places = store, _Places()
+        other.moved_chunks = other.failures = 0
+        return other
+
     def forget(self) -> None:
         """Nothing that was read before is stored any more."""
         self._places.clear()
@@ -152,7 +160,8 @@ class MovedReuse:
             if block is not None and self._mover.can_move(block.start + len(block.tokens) // TOKEN_BYTES)
         }
         if not blocks:
-            return None
+            declined = sum(loads_of(lease).declined_at.values())
+            return f"{declined} tokens could be loaded to be moved, more slowly than computed" if declined else None
         begin, end = chunks[first].start, chunks[-1].end
         moved = sum(chunks[i].end - chunks[i].start for i in blocks)
         rows = end - begin - moved + self._repair.ratio * moved

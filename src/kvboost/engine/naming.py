@@ -27,6 +27,12 @@ class ChunkNames:
         self._lock = threading.Lock()
         self._root: tuple[Any, bytes] | None = None
 
+    def for_tenant(self, tenant: str) -> ChunkNames:
+        """The same for another tenant."""
+        return ChunkNames(
+            self._identity, chunker=self._chunker, tenant=tenant, codec=self._codec, keeps_decoded=self._keeps_decoded
+        )
+
     def model_state(self) -> Any:
         """What the model's weights are now: equal states, equal weights."""
         return self._identity.state()

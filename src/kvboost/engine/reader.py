@@ -7,25 +7,37 @@ came from such steps itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import torch
 
 from kvboost.engine.clock import StageClock
 from kvboost.engine.costs import CostModel
-from kvboost.engine.guard import GuardedStore, NothingHeld
+from kvboost.engine.guard import GuardedStore, NothingHeld, loads_of
 from kvboost.engine.moving import MovedReuse
 from kvboost.engine.naming import ChunkNames
+from kvboost.engine.placing import Placing
 from kvboost.engine.repairing import MovedChunks
 from kvboost.engine.workspace import WorkspacePool
 from kvboost.extend import Lease
 from kvboost.model import KVCodec, ModelRunner, SlabCache
 from kvboost.plan import plan_reuse, reusable_chunks
 from kvboost.store import context_before
-from kvboost.types import Chunk, KVBlock, PutOutcome, ReusePlan, ReuseReport, SegmentKind
+from kvboost.types import (
+    TOKEN_BYTES,
+    Chunk,
+    KVBlock,
+    LoadReport,
+    PutOutcome,
+    ReusePlan,
+    ReuseReport,
+    SegmentKind,
+)
 
 
 @dataclass
@@ -42,6 +54,8 @@ class Reading:
     _codec: KVCodec
     _lease: Lease
     _pool: WorkspacePool
+    _tiers: Mapping[str, int]
+    """Tokens of the chunks this reading began with, by the tier they came from."""
     begins_bitwise: bool
     """Whether the chunks this reading began with, and what it computes right behind them, have a cold run's bits."""
     _model_state: Any
@@ -71,6 +85,15 @@ class Reading:
     def report(self) -> ReuseReport:
         """What was reused."""
         exact, moved = self.plan.exact_tokens, self.plan.moved_tokens
+        tiers, loads = Counter(self._tiers), loads_of(self._lease)
+        declined, declined_at = loads.declined, dict(loads.declined_at)
+        if self.moved is not None:
+            for_moving = loads_of(self.moved.lease)
+            tiers.update(_tokens_by_tier(self.moved.blocks.values(), for_moving))
+            declined += for_moving.declined
+            declined_at |= for_moving.declined_at
+            for segment in self.plan.moved:
+                declined_at.pop(segment.start, None)
         return ReuseReport(
             exact_tokens=exact,
             moved_tokens=moved,
@@ -81,6 +104,9 @@ class Reading:
             reason=self.reason,
             error_estimate=self.moved.error_estimate if self.moved else None,
             approximate=self.approximate,
+            tiers=MappingProxyType(dict(tiers)),
+            declined_tokens=sum(declined_at.values()),
+            declined=declined,
         )
 
     def block(self, chunk: Chunk, *, key: bytes, context: bytes, generation: int, bitwise: bool = False) -> KVBlock:
@@ -132,6 +158,13 @@ class Reading:
         self.close()
 
 
+def _tokens_by_tier(blocks: Iterable[KVBlock], loads: LoadReport) -> Counter[str]:
+    tokens: Counter[str] = Counter()
+    for block in blocks:
+        tokens[loads.tiers.get(block.key, "memory")] += len(block.tokens) // TOKEN_BYTES
+    return tokens
+
+
 class RequestCancelled(Exception):
     """The caller closed the stream; nobody waits for the result."""
 
@@ -172,6 +205,14 @@ class PromptReader:
             moving=moving,
         )
 
+    def for_tenant(
+        self, names: ChunkNames, store: GuardedStore, pool: WorkspacePool, moving: MovedReuse | None
+    ) -> PromptReader:
+        """A reader of another tenant's prompts: what is not given here is shared."""
+        other = copy.copy(self)
+        other.names, other._store, other._pool, other._moving = names, store, pool, moving
+        return other
+
     def open(
         self,
         tokens: list[int],
@@ -192,7 +233,8 @@ class PromptReader:
         chunks = self.names.chunks(root, tokens, boundaries)
         clock.lap("plan")
         usable = reusable_chunks(chunks, prompt_tokens=len(tokens))
-        lease = self._store.lease(usable)
+        placing = Placing(usable, rows=len(tokens) + new_rows, codec=self._codec, pool=self._pool)
+        lease = self._store.lease(usable, arrived=placing.arrived)
         moved: MovedChunks | None = None
         reason = self._move_refusal if move else None
         try:
@@ -206,10 +248,7 @@ class PromptReader:
                 chunks, prompt_tokens=len(tokens), available=len(blocks), moved=moved.blocks if moved else ()
             )
             clock.lap("lease")
-            keys = [block.key for block in blocks]
-            cache, in_place = self._pool.take(rows=len(tokens) + new_rows, chain=keys)
-            for block, chunk in zip(blocks[in_place:], chunks[in_place:], strict=False):
-                self._codec.place(cache, chunk.start, block.tensors)
+            cache = placing.finish(blocks)
             cache.set_length(plan.exact_tokens)
             clock.lap("place")
             if moved is not None and self._moving is not None:
@@ -237,6 +276,7 @@ class PromptReader:
             _codec=self._codec,
             _lease=lease,
             _pool=self._pool,
+            _tiers=_tokens_by_tier(blocks, loads_of(lease)),
             begins_bitwise=all(block.bitwise for block in blocks),
             _model_state=state,
             _exact_rows=plan.exact_tokens,
@@ -245,6 +285,10 @@ class PromptReader:
             reason=reason,
             approximate=self._moving.repair_settings.strategy.name if moved is not None and self._moving else None,
         )
+
+    def usable_chunks(self, tokens: list[int], boundaries: Sequence[int]) -> Sequence[Chunk]:
+        """The chunks of a prompt that could come from a store."""
+        return reusable_chunks(self.names.chunks(self.names.root(), tokens, boundaries), prompt_tokens=len(tokens))
 
     def why_not_moved(self) -> str | None:
         """What keeps chunks from being moved at all, if anything does."""

@@ -36,13 +36,16 @@ class Answered:
     blocks: Mapping[int, KVBlock]
     """What was moved, by the chunk's index."""
     produced: list[int]
+    reader: PromptReader
+    """Who read it: of one tenant."""
 
 
-def answers_differ(runner: ModelRunner, reader: PromptReader, request: Answered) -> bool | None:
+def answers_differ(runner: ModelRunner, request: Answered) -> bool | None:
     """Whether moved reuse prefers another token than a cold reading, at any of the first tokens produced.
 
     Both read the prompt and then the same tokens, whatever sampling chose. None if the chunks could not be moved again.
     """
+    reader = request.reader
     count = min(FIRST_TOKENS, len(request.produced))
     behind = request.produced[: count - 1]
     preferred = []

@@ -1,7 +1,8 @@
 """A small pool of caches, so that a request neither faults in fresh memory nor copies what is still in place.
 
 Used by the reader. A workspace that comes back remembers which chunks it holds; a request that begins
-with the same chunks gets it and copies only the rest. Invariant: a workspace has one owner at a time.
+with the same chunks gets it and copies only the rest. Invariants: a workspace has one owner at a time; one that a
+tenant used is never another's, as what it held still lies in its rows.
 """
 
 from __future__ import annotations
@@ -22,11 +23,17 @@ class WorkspacePool:
         self._layout = layout
         self._capacity = capacity_bytes
         self._lock = threading.Lock()
-        self._idle: list[tuple[SlabCache, tuple[bytes, ...]]] = []  # last: most recently used
+        self._idle: list[tuple[SlabCache, tuple[bytes, ...], WorkspacePool]] = []  # last: most recently used
+
+    def beside(self) -> WorkspacePool:
+        """Another tenant's pool: the same room, and nothing in common otherwise."""
+        other = WorkspacePool(self._layout, capacity_bytes=self._capacity)
+        other._lock, other._idle = self._lock, self._idle
+        return other
 
     @property
     def idle_bytes(self) -> int:
-        """Memory held by idle workspaces."""
+        """Memory held by idle workspaces, of all tenants."""
         with self._lock:
             return self._bytes()
 
@@ -37,10 +44,10 @@ class WorkspacePool:
     def take(self, *, rows: int, chain: Sequence[bytes]) -> tuple[SlabCache, int]:
         """A cache with room for ``rows``, and how many leading chunks of ``chain`` it already holds."""
         with self._lock:
-            fitting = [i for i, (cache, _) in enumerate(self._idle) if cache.capacity >= rows]
+            fitting = [i for i, (cache, _, owner) in enumerate(self._idle) if owner is self and cache.capacity >= rows]
             if fitting:
                 best = max(fitting, key=lambda i: (_common(self._idle[i][1], chain), -self._idle[i][0].capacity))
-                cache, held = self._idle.pop(best)
+                cache, held, _ = self._idle.pop(best)
                 return cache, _common(held, chain)
         return SlabCache(self._layout, capacity=_with_headroom(rows)), 0
 
@@ -49,17 +56,17 @@ class WorkspacePool:
         if not cache.in_slabs or cache.nbytes > self._capacity:
             return
         with self._lock:
-            self._idle.append((cache, tuple(held)))
+            self._idle.append((cache, tuple(held), self))
             while len(self._idle) > _MAX_IDLE or self._bytes() > self._capacity:
                 self._idle.pop(0)
 
     def clear(self) -> None:
-        """Drop every idle workspace."""
+        """Drop every idle workspace of this tenant."""
         with self._lock:
-            self._idle.clear()
+            self._idle[:] = [kept for kept in self._idle if kept[2] is not self]
 
     def _bytes(self) -> int:
-        return sum(cache.nbytes for cache, _ in self._idle)
+        return sum(cache.nbytes for cache, _, _ in self._idle)
 
 
 def _with_headroom(rows: int) -> int:

@@ -234,7 +234,9 @@ def probe_rows(runner: ModelRunner, layout: KVLayout, *, attention_layers: range
         return torch.tensor([1, 2], device=positions.device) if layer == middle else None
 
     try:
-        again, _ = rows.forward_rows(tokens, cache, [3, 7, _PROBE_TOKENS - 1], choose=drop_one)
+        again, seen = rows.forward_rows(tokens, cache, [3, 7, _PROBE_TOKENS - 1], choose=drop_one)
+        if seen != 3 * middle + 2 * (rows.layer_count - middle):
+            raise UnsupportedModelError(f"{config.model_type} does not run its decoder layers one after another")
         if attention_layers:
             cache.set_length(_PROBE_TOKENS - 2)
             known = torch.ones(_PROBE_TOKENS - 2, dtype=torch.bool)
@@ -274,7 +276,9 @@ def _slice(name: str, value: Any, running: _Pass) -> Any:
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
     """The layers a token passes one after another."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    found = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
+    # Of the part that reads text: a vision tower may have as many layers.
+    inside = model.get_decoder() if hasattr(model, "get_decoder") else model
+    found = [module for module in inside.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
     if not found:
         raise UnsupportedModelError(
             f"{model.config.model_type} has no list of {count} decoder layers, so single rows cannot be recomputed"

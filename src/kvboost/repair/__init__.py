@@ -2,7 +2,7 @@
 
 from kvboost.repair.bound import DisagreementBound, ReuseGuard
 from kvboost.repair.calibration import Calibration, CalibrationRow, Comparisons, conclude
-from kvboost.repair.levels import Repair, choose_repair
+from kvboost.repair.levels import Repair, choose_repair, tolerated_share
 from kvboost.repair.strategies import STRATEGIES, Auto, CacheBlend, First, Nothing, Query, Selective, make_strategy
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "choose_repair",
     "conclude",
     "make_strategy",
+    "tolerated_share",
 ]

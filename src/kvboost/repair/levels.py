@@ -40,14 +40,12 @@ def choose_repair(config: EngineConfig, calibration: Calibration | None = None) 
     if config.quality == "exact" or config.quality == 0.0:
         return None
     if calibration is not None and config.recompute_strategy is None and config.recompute_ratio is None:
-        if calibration.ratio is None:
+        row = calibration.choose(tolerated_share(config))
+        if row is None:
             return None
-        return Repair(
-            make_strategy(calibration.strategy),
-            calibration.ratio,
-            calibration.tolerated_error,
-            calibration.tolerated_share,
-        )
+        # Without an estimate there is nothing to be held against: the ratio alone was measured.
+        tolerated = math.inf if row.typical_estimate is None else row.typical_estimate
+        return Repair(make_strategy(calibration.strategy), row.ratio, tolerated, tolerated_share(config))
     strategy = make_strategy(config.recompute_strategy if config.recompute_strategy is not None else "auto")
     if config.recompute_overlap is not None:
         if not isinstance(strategy, Selective):
@@ -59,7 +57,11 @@ def choose_repair(config: EngineConfig, calibration: Calibration | None = None) 
     ratio = config.recompute_ratio if config.recompute_ratio is not None else _RATIO[level]
     if strategy.name == "none":
         ratio = 0.0
-    share = _SHARE[level] if isinstance(config.quality, str) else float(config.quality)
     # Who gives the ratio gets that ratio, no more.
     tolerated = _TOLERATED[level] if config.recompute_ratio is None else math.inf
-    return Repair(strategy, ratio, tolerated, share)
+    return Repair(strategy, ratio, tolerated, tolerated_share(config))
+
+
+def tolerated_share(config: EngineConfig) -> float:
+    """The share of answers that may differ from a full reading's, by the words the user chose."""
+    return _SHARE.get(config.quality, 0.0) if isinstance(config.quality, str) else float(config.quality)

@@ -2,7 +2,10 @@
 
 from kvboost.store.disk import DiskTier
 from kvboost.store.eviction import LeafFirstLRU
+from kvboost.store.host import HostTier
 from kvboost.store.memory import MemoryStore
+from kvboost.store.objects import ObjectTier
+from kvboost.store.protection import read_key, record_format
 from kvboost.store.record import RecordFormat
 from kvboost.store.redis import RedisTier
 from kvboost.store.tiered import TieredStore
@@ -10,11 +13,15 @@ from kvboost.store.variants import context_before, context_mark
 
 __all__ = [
     "DiskTier",
+    "HostTier",
     "LeafFirstLRU",
     "MemoryStore",
+    "ObjectTier",
     "RecordFormat",
     "RedisTier",
     "TieredStore",
     "context_before",
     "context_mark",
+    "read_key",
+    "record_format",
 ]

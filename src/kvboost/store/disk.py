@@ -11,6 +11,7 @@ is written in batches: a killed process loses the last few hundred uses.
 
 from __future__ import annotations
 
+import copy
 import os
 import sqlite3
 import threading
@@ -67,15 +68,30 @@ class DiskTier:
             is_being_written=self._is_being_written,
         )
         self._lock = threading.Lock()  # of everything below; never held while a file or the index is used
+        self._being_written: set[Place] = set()
+        self._ahead = readers + 2
+        self._pool = ThreadPoolExecutor(readers, thread_name_prefix="kvboost-disk")
+        self._is_first = True
+        self._begin()
+        self._directory.open()
+
+    def _begin(self) -> None:
+        """What is of one namespace alone."""
         self._uses: dict[bytes, int] = {}
         self._missing: set[bytes] = set()
         self._unsynced: dict[bytes, Path] = {}
-        self._being_written: set[bytes] = set()
         self._clock = 0
         self._hits = self._misses = self._rejected = self._evictions = self._refused = 0
-        self._ahead = readers + 2
-        self._pool = ThreadPoolExecutor(readers, thread_name_prefix="kvboost-disk")
-        self._directory.open()
+
+    def beside(self, records: RecordFormat) -> DiskTier:
+        """The same directory for another namespace, over the same connections and threads, with the same limits.
+
+        Closing it leaves this one open; closing this one ends both.
+        """
+        other = copy.copy(self)
+        other._records, other._space, other._is_first = records, records.space, False
+        other._begin()
+        return other
 
     @property
     def name(self) -> str:
@@ -85,6 +101,11 @@ class DiskTier:
     @property
     def outlives_process(self) -> bool:
         """Yes."""
+        return True
+
+    @property
+    def is_available(self) -> bool:
+        """Always: a directory is tried anew each time."""
         return True
 
     # Finding
@@ -144,8 +165,9 @@ class DiskTier:
         """Write ``block``; others go, leaves first and least recently used first, to stay within the budget."""
         outcome = PutOutcome.REFUSED
         with self._lock:
-            mine = block.key not in self._being_written
-            self._being_written.add(block.key)
+            place = (self._space, block.key)
+            mine = place not in self._being_written
+            self._being_written.add(place)
         try:
             if mine:
                 outcome = self._reserved(block)
@@ -159,7 +181,7 @@ class DiskTier:
             with self._lock:
                 self._refused += outcome is PutOutcome.REFUSED
                 if mine:
-                    self._being_written.discard(block.key)
+                    self._being_written.discard(place)
         return outcome
 
     def _reserved(self, block: KVBlock) -> PutOutcome:
@@ -168,7 +190,7 @@ class DiskTier:
         if size > self._limits.capacity:
             return PutOutcome.REFUSED
         path = self._layout.record(self._space, block.key)
-        index = self._directory.index()
+        index = self._index()
         writer, temporary = self._directory.new_file()
         self._write_uses(index)  # so that those who go are the right ones
         entered = index.has(block.key)
@@ -336,9 +358,10 @@ class DiskTier:
 
     def close(self) -> None:
         """Write down recency and let go of the directory. What was stored stays."""
-        self._pool.shutdown(cancel_futures=True)
         self._with_index(self._write_uses, None)
-        self._directory.close()
+        if self._is_first:
+            self._pool.shutdown(cancel_futures=True)
+            self._directory.close()
 
     def _remove_file(self, place: Place) -> None:
         self._files.remove(self._layout.record(*place))
@@ -347,12 +370,16 @@ class DiskTier:
         return os.path.exists(self._layout.record(self._space, key))
 
     def _is_being_written(self, place: Place) -> bool:
-        return place[0] == self._space and place[1] in self._being_written
+        return place in self._being_written
+
+    def _index(self) -> ChunkIndex:
+        """The directory's index, for this namespace. Raises what TROUBLE names."""
+        return self._directory.index().of(self._space, self._records.namespace)
 
     def _with_index(self, work: Callable[[ChunkIndex], T], otherwise: T) -> T:
         """The index's answer, or ``otherwise`` if it has none: the cache may only help."""
         try:
-            return work(self._directory.index())
+            return work(self._index())
         except TROUBLE as error:
             self._directory.failed(error)
             return otherwise

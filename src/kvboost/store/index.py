@@ -8,6 +8,7 @@ successors, or one that is being written, is no victim.
 
 from __future__ import annotations
 
+import copy
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -107,6 +108,22 @@ class ChunkIndex:
     def is_current(self) -> bool:
         """Whether this is still the directory's index: another process may have put a new one in its place."""
         return _inode(self._path) == self._inode
+
+    def of(self, space: bytes, namespace: Namespace) -> ChunkIndex:
+        """The same index, for chunks of another space, over the same connections."""
+        number = self._spaces.get(space)
+        if number is None:
+            try:
+                with self._transaction():
+                    number = self._space_id(space, namespace)
+            except sqlite3.Error:
+                self._spaces.pop(space, None)  # it was not written: what is entered under it would not be counted
+                raise
+        if number == self._space:
+            return self
+        other = copy.copy(self)
+        other._space = number
+        return other
 
     def close(self) -> None:
         """Close the connections."""

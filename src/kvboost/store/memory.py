@@ -1,7 +1,8 @@
 """A store in process memory with a byte budget that is never exceeded.
 
 Called by the engine: ``lease`` before a prompt is read, ``put`` after. Invariants: the bytes held never
-pass the capacity; a leased block is not evicted; a block with stored successors is not evicted.
+pass the capacity; a leased block is not evicted; a block with stored successors is not evicted; of several tenants'
+stores over one memory none sees another's blocks.
 """
 
 from __future__ import annotations
@@ -15,19 +16,29 @@ from kvboost.errors import StoreError
 from kvboost.extend import EvictionPolicy
 from kvboost.store.eviction import LeafFirstLRU
 from kvboost.store.variants import best_variant, context_mark
-from kvboost.types import Chunk, KVBlock, PutOutcome, StoreStats
+from kvboost.types import NOTHING_LOADED, Chunk, KVBlock, LoadReport, PutOutcome, StoreStats
 
 MOST_VARIANTS = 4  # of one content that are kept for moving only
 _MOST_LOOKED_AT = 8  # of one content in a lookup; exact blocks may hold the same text behind any number of beginnings
 
 
 class _Entry:
-    __slots__ = ("block", "leases", "successors")
+    __slots__ = ("block", "leases", "owner", "successors")
 
-    def __init__(self, block: KVBlock) -> None:
+    def __init__(self, block: KVBlock, owner: MemoryStore) -> None:
         self.block = block
+        self.owner = owner
         self.leases = 0
         self.successors = 0
+
+
+class _Sum:
+    """The bytes that all stores over one memory hold."""
+
+    __slots__ = ("bytes",)
+
+    def __init__(self) -> None:
+        self.bytes = 0
 
 
 class _Held:
@@ -36,6 +47,8 @@ class _Held:
     def __init__(self, store: MemoryStore, entries: Sequence[_Entry | None]) -> None:
         self._store = store
         self._entries: Sequence[_Entry | None] | None = entries
+        self.loads: LoadReport = NOTHING_LOADED
+        """What tiers below had to do with this lookup; told by the store that asked them."""
 
     def _held(self) -> Sequence[_Entry | None]:
         if self._entries is None:
@@ -79,8 +92,14 @@ class MemoryStore:
     """Blocks in process memory, at most ``capacity_bytes`` and ``max_chunks`` of them."""
 
     def __init__(
-        self, capacity_bytes: int, *, max_chunks: int | None = None, policy: EvictionPolicy | None = None
+        self,
+        capacity_bytes: int,
+        *,
+        max_chunks: int | None = None,
+        policy: EvictionPolicy | None = None,
+        quota_bytes: int | None = None,
     ) -> None:
+        """``quota_bytes`` is what this store may take where others share the memory: see :meth:`beside`."""
         self._capacity = capacity_bytes
         self._max_chunks = max_chunks
         self._policy = policy if policy is not None else LeafFirstLRU()
@@ -89,16 +108,33 @@ class MemoryStore:
         self._lock = threading.Lock()
         self._entries: dict[bytes, _Entry] = {}
         self._same_content: dict[bytes, tuple[bytes, ...]] = {}  # content key -> keys, oldest first
-        self._bytes = 0
+        self._all = _Sum()
+        self._quota = quota_bytes
+        # The rest is of this store alone, also where others share the memory.
+        self._bytes = self._chunks = 0
         self._leased = 0
         self._hits = self._misses = self._rejected = self._evictions = self._refused = self._moved_hits = 0
+
+    def beside(self, *, quota_bytes: int | None = None) -> MemoryStore:
+        """Another tenant's store over the same memory and within the same capacity; neither sees the other's blocks.
+
+        The tenant may take ``quota_bytes`` of it. Closing either leaves the other as it is.
+        """
+        other = MemoryStore(self._capacity, max_chunks=self._max_chunks, policy=self._policy, quota_bytes=quota_bytes)
+        other._lock, other._all = self._lock, self._all
+        other._entries, other._same_content = self._entries, self._same_content
+        return other
+
+    def _own(self, key: bytes) -> _Entry | None:
+        entry = self._entries.get(key)
+        return entry if entry is not None and entry.owner is self else None
 
     def lease(self, chunks: Sequence[Chunk]) -> MemoryLease:
         """Hold the longest leading run of ``chunks`` that is stored with exactly these tokens."""
         with self._lock:
             held: list[_Entry] = []
             for chunk in chunks:
-                entry = self._entries.get(chunk.prefix_key)
+                entry = self._own(chunk.prefix_key)
                 if entry is None:
                     break
                 if entry.block.tokens != chunk.tokens:
@@ -117,7 +153,7 @@ class MemoryStore:
             found: list[_Entry | None] = []
             for chunk in chunks[after:]:
                 newest = self._same_content.get(chunk.content_key, ())[-_MOST_LOOKED_AT:]
-                candidates = [self._entries[key] for key in newest]
+                candidates = [entry for key in newest if (entry := self._own(key)) is not None]
                 matching = [entry for entry in candidates if entry.block.tokens == chunk.tokens]
                 self._rejected += len(candidates) - len(matching)
                 best = best_variant([entry.block for entry in matching], marks=marks)
@@ -132,7 +168,7 @@ class MemoryStore:
         """How many of ``chunks`` a lease would hold. Counts nothing and marks nothing."""
         with self._lock:
             for index, chunk in enumerate(chunks):
-                entry = self._entries.get(chunk.prefix_key)
+                entry = self._own(chunk.prefix_key)
                 if entry is None or entry.block.tokens != chunk.tokens:
                     return index
             return len(chunks)
@@ -140,12 +176,17 @@ class MemoryStore:
     def unknown_content(self, chunks: Sequence[Chunk]) -> list[int]:
         """Which of ``chunks`` are not stored anywhere, by index. Counts nothing and marks nothing."""
         with self._lock:
-            return [index for index, chunk in enumerate(chunks) if chunk.content_key not in self._same_content]
+            known = self._same_content
+            return [
+                index
+                for index, chunk in enumerate(chunks)
+                if not any(self._own(key) for key in known.get(chunk.content_key, ()))
+            ]
 
     def blocks(self, keys: Sequence[bytes]) -> list[KVBlock]:
         """Those of the blocks under ``keys`` that are stored. They are not held."""
         with self._lock:
-            return [self._entries[key].block for key in keys if key in self._entries]
+            return [entry.block for key in keys if (entry := self._own(key)) is not None]
 
     def _hold(self, entries: Sequence[_Entry]) -> None:
         for entry in entries:
@@ -157,50 +198,44 @@ class MemoryStore:
         """Keep ``block``; evict others to make room."""
         with self._lock:
             if block.key in self._entries:
-                return PutOutcome.PRESENT
+                return PutOutcome.PRESENT if self._own(block.key) else self._refuse()
             if block.generation and len(self._same_content.get(block.content_key, ())) >= MOST_VARIANTS:
-                self._refused += 1
-                return PutOutcome.REFUSED
+                return self._refuse()
             parent = None
             if block.parent_key is not None:
-                parent = self._entries.get(block.parent_key)
+                parent = self._own(block.parent_key)
                 if parent is None:
-                    self._refused += 1
-                    return PutOutcome.REFUSED
+                    return self._refuse()
                 parent.successors += 1  # before making room: the parent itself must not be the victim
             if not self._make_room(block.nbytes):
                 if parent is not None:
                     parent.successors -= 1
-                self._refused += 1
-                return PutOutcome.REFUSED
-            self._entries[block.key] = _Entry(block)
+                return self._refuse()
+            self._entries[block.key] = _Entry(block, self)
             self._same_content[block.content_key] = (*self._same_content.get(block.content_key, ()), block.key)
-            self._bytes += block.nbytes
+            self._count(1, block.nbytes)
             self._policy.inserted(block.key)
             return PutOutcome.STORED
 
     def used(self, chain: Sequence[bytes]) -> None:
         """Tell the eviction policy that these keys served one prompt, first chunk first."""
         with self._lock:
-            self._policy.used([key for key in chain if key in self._entries])
+            self._policy.used([key for key in chain if self._own(key) is not None])
 
     def clear(self) -> None:
-        """Forget every block."""
+        """Forget every block of this store."""
         with self._lock:
-            for key in self._entries:
-                self._policy.removed(key)
-            self._entries.clear()
-            self._same_content.clear()
-            self._bytes = 0
+            for key in [key for key, entry in self._entries.items() if entry.owner is self]:
+                self._drop(key)
 
     def stats(self) -> StoreStats:
         """Counters and sizes, consistent with each other."""
         with self._lock:
             return StoreStats(
                 tier="memory",
-                chunks=len(self._entries),
+                chunks=self._chunks,
                 bytes=self._bytes,
-                capacity_bytes=self._capacity,
+                capacity_bytes=self._capacity if self._quota is None else min(self._capacity, self._quota),
                 hits=self._hits,
                 misses=self._misses,
                 rejected=self._rejected,
@@ -210,40 +245,68 @@ class MemoryStore:
                 moved_hits=self._moved_hits,
             )
 
+    @property
+    def memory_bytes(self) -> int:
+        """What all stores over this memory hold together: never more than the capacity."""
+        with self._lock:
+            return self._all.bytes
+
     def close(self) -> None:
-        """Forget every block."""
+        """Forget every block of this store."""
         self.clear()
+
+    def _refuse(self) -> PutOutcome:
+        self._refused += 1
+        return PutOutcome.REFUSED
+
+    def _count(self, chunks: int, nbytes: int) -> None:
+        self._chunks += chunks
+        self._bytes += nbytes
+        self._all.bytes += nbytes
 
     def _make_room(self, nbytes: int) -> bool:
         """Evict until ``nbytes`` and one more chunk fit. False if they cannot; the lock is held."""
-        if nbytes > self._capacity or self._max_chunks == 0:
+        quota = self._capacity if self._quota is None else self._quota
+        if nbytes > min(self._capacity, quota) or self._max_chunks == 0:
             return False
-        while self._bytes + nbytes > self._capacity or (
+        while self._bytes + nbytes > quota:  # a tenant makes room for itself at its own cost
+            if not self._evict_one(lambda key: self._own(key) is not None and self._evictable(key)):
+                return False
+        while self._all.bytes + nbytes > self._capacity or (
             self._max_chunks is not None and len(self._entries) >= self._max_chunks
         ):
-            key = self._policy.victim(self._evictable)
-            if key is None:
+            if not self._evict_one(self._evictable):
                 return False
-            self._evict(key)
+        return True
+
+    def _evict_one(self, evictable: Callable[[bytes], bool]) -> bool:
+        key = self._policy.victim(evictable)
+        if key is None:
+            return False
+        owner = self._entries[key].owner
+        block = self._drop(key)
+        owner._evictions += 1
+        if block.parent_key is not None and block.parent_key in self._entries:
+            self._entries[block.parent_key].successors -= 1
+        owner.on_evict(block)
         return True
 
     def _evictable(self, key: bytes) -> bool:
         entry = self._entries[key]
         return entry.leases == 0 and entry.successors == 0
 
-    def _evict(self, key: bytes) -> None:
-        block = self._entries.pop(key).block
+    def _drop(self, key: bytes) -> KVBlock:
+        """Take a block out of the books; the lock is held."""
+        entry = self._entries.pop(key)
+        block = entry.block
         self._policy.removed(key)
-        self._bytes -= block.nbytes
-        self._evictions += 1
+        entry.owner._count(-1, -block.nbytes)
         others = tuple(other for other in self._same_content[block.content_key] if other != key)
         if others:
             self._same_content[block.content_key] = others
         else:
             del self._same_content[block.content_key]
-        if block.parent_key is not None and block.parent_key in self._entries:
-            self._entries[block.parent_key].successors -= 1
-        self.on_evict(block)
+        return block
 
     def _release(self, entries: Sequence[_Entry]) -> None:
         with self._lock:

@@ -15,6 +15,8 @@ not counted. Sizes in :meth:`ObjectTier.stats` are taken by listing the namespac
 
 from __future__ import annotations
 
+import copy
+import os
 import threading
 import time
 from collections import deque
@@ -54,25 +56,40 @@ class ObjectTier:
         readers: int = 8,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """``config`` goes to obstore (region, endpoint, keys); without it, the environment's ``AWS_*`` are used.
+        """``config`` goes to obstore (region, endpoint, keys); without it, the environment's ``AWS_*`` are used, such
+        as ``AWS_ENDPOINT_URL`` and, for a server without TLS, ``AWS_ALLOW_HTTP=true``.
 
         No request of the store's takes longer than ``patience_s``.
         """
         self._objects, self._failures = _open(url, patience_s, config)
         self._records = records
-        self._tenant = records.namespace.tenant.hex()
-        self._space = f"{self._tenant}/{records.space.hex()}"
         self._capacity = _UNLIMITED if capacity_bytes is None else capacity_bytes
         self._patience_s = patience_s
         self._troubles = Troubles("objects")
+        self._is_first = True
+        self._begin()
+        self._ahead = readers + 2
+        self._pool = ThreadPoolExecutor(readers, thread_name_prefix="kvboost-objects")
+        self._breaker = Breaker(self._probe, name="kvboost-objects-probe")
+
+    def _begin(self) -> None:
+        """What is of one namespace alone."""
+        self._space = f"{self._records.namespace.tenant.hex()}/{self._records.space.hex()}"
         self._lock = threading.Lock()  # of everything below; never held while the store is used
         self._being_written: set[bytes] = set()
         self._held: int | None = None  # bytes, once they were counted; never less than what lies there of ours
         self._counting = threading.Lock()  # held by those who count or remove, one at a time
         self._hits = self._misses = self._rejected = self._refused = 0
-        self._ahead = readers + 2
-        self._pool = ThreadPoolExecutor(readers, thread_name_prefix="kvboost-objects")
-        self._breaker = Breaker(self._probe, name="kvboost-objects-probe")
+
+    def beside(self, records: RecordFormat) -> ObjectTier:
+        """The same store for another namespace, over the same connections and threads, with the same limit.
+
+        Closing it leaves this one open; closing this one ends both.
+        """
+        other = copy.copy(self)
+        other._records, other._is_first = records, False
+        other._begin()
+        return other
 
     @property
     def name(self) -> str:
@@ -83,6 +100,11 @@ class ObjectTier:
     def outlives_process(self) -> bool:
         """Yes."""
         return True
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the store answered when it was last used. False: every call is a miss, at once."""
+        return not self._breaker.is_open
 
     # Finding
 
@@ -269,8 +291,9 @@ class ObjectTier:
 
     def close(self) -> None:
         """Let go of the store. What was stored stays."""
-        self._breaker.close()
-        self._pool.shutdown(cancel_futures=True)
+        if self._is_first:
+            self._breaker.close()
+            self._pool.shutdown(cancel_futures=True)
 
     def _path(self, key: bytes) -> str:
         return f"{self._space}/records/{key.hex()}.kv"
@@ -348,7 +371,9 @@ def _open(url: str, patience_s: float, config: Mapping[str, Any] | None) -> tupl
         raise ConfigError('an object store as a tier needs obstore: pip install "kvboost[s3]"') from error
     limit = timedelta(seconds=patience_s)
     settings = dict(config or {})
-    options = {"timeout": limit, "connect_timeout": limit, **settings.pop("client_options", {})}
+    # Given any of these, obstore looks for none of them in the environment.
+    plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+    options = {"timeout": limit, "connect_timeout": limit, "allow_http": plain, **settings.pop("client_options", {})}
     make: Any = from_url  # typed for each kind of store apart
     try:
         # No retries: they would take longer than a miss costs.

@@ -12,6 +12,7 @@ replicas, if you like); a Redis Cluster is not supported, as the ledger's script
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import threading
@@ -67,14 +68,30 @@ class RedisTier:
         self._capacity = capacity_bytes
         self._quota = tenant_quota_bytes
         self._ttl_ms = 0 if ttl_seconds is None else int(ttl_seconds * 1000)
-        self._ledger = Ledger(prefix, tenant=records.namespace.tenant, space=records.space)
+        self._prefix = prefix
         self._troubles = Troubles("redis")
+        self._is_first = True
+        self._begin()
+        self._server = Server(url, patience_s=patience_s, slowest_bytes_per_s=slowest_bytes_per_s)
+        self._behind(lambda link, patience: link.call([(b"PING",)], patience), None)  # connects
+
+    def _begin(self) -> None:
+        """What is of one namespace alone."""
+        self._ledger = Ledger(self._prefix, tenant=self._records.namespace.tenant, space=self._records.space)
         self._lock = threading.Lock()  # of everything below; never held while the server is used
         self._uses: dict[bytes, None] = {}
         self._missing: set[bytes] = set()
         self._hits = self._misses = self._rejected = self._evictions = self._refused = 0
-        self._server = Server(url, patience_s=patience_s, slowest_bytes_per_s=slowest_bytes_per_s)
-        self._behind(lambda link, patience: link.call([(b"PING",)], patience), None)  # connects
+
+    def beside(self, records: RecordFormat) -> RedisTier:
+        """The same server for another namespace, over the same connections, with the same limits.
+
+        Closing it leaves this one open; closing this one ends both.
+        """
+        other = copy.copy(self)
+        other._records, other._is_first = records, False
+        other._begin()
+        return other
 
     @property
     def name(self) -> str:
@@ -279,7 +296,8 @@ class RedisTier:
     def close(self) -> None:
         """Write down recency and close the connections. What was stored stays."""
         self._behind(self._write_uses, None)
-        self._server.close()
+        if self._is_first:
+            self._server.close()
 
     def _before(self, work: Callable[[Link, Patience], T], otherwise: T) -> T:
         """For what a request waits for."""

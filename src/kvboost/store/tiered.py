@@ -2,7 +2,7 @@
 
 Made by the engine where a disk directory or a remote is given; used like any other store. Invariants: requests only
 ever get blocks that lie in the memory store, so its ledger and its leases hold for them; what a tier does wrong is a
-miss; writing never makes a request wait.
+miss; writing never makes a request wait; what one request is loading, another waits for.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvboost.extend import ContentLease, Lease, Tier
+from kvboost.store.lookup import Claims, Lookup, Speed
 from kvboost.store.memory import MemoryStore
 from kvboost.store.variants import best_variant, context_mark
 from kvboost.store.writing import WriteBehind
@@ -22,24 +25,8 @@ from kvboost.types import TOKEN_BYTES, BlockInfo, Chunk, KVBlock, PutOutcome, St
 
 T = TypeVar("T")
 
-_FADE = 0.9  # of earlier loads with each new one: the last ten or so count
 _MOST_UNSAVED = 100_000  # keys remembered that no tier has taken yet
-
-
-@dataclass
-class _Speed:
-    """What loading from one tier took, lately."""
-
-    seconds: float = 0.0
-    bytes: float = 0.0
-
-    def observe(self, *, seconds: float, nbytes: int) -> None:
-        self.seconds = _FADE * self.seconds + seconds
-        self.bytes = _FADE * self.bytes + nbytes
-
-    def expected(self, nbytes: float) -> float:
-        """Seconds; nothing before the first load, so that it is tried."""
-        return self.seconds / self.bytes * nbytes if self.bytes else 0.0
+_MOST_PREFETCHES = 64  # that wait
 
 
 class TieredStore:
@@ -53,38 +40,88 @@ class TieredStore:
         waiting_bytes: int = 512 * 2**20,
         compute_seconds: Callable[[int], float] | None = None,
         fits: Callable[[KVBlock], bool] = lambda block: True,
+        to_memory: Callable[[KVBlock], KVBlock] = lambda block: block,
+        beside: TieredStore | None = None,
     ) -> None:
         """Take over ``memory`` and ``tiers``, which are closed with this store.
 
         At most ``waiting_bytes`` wait to be written. ``compute_seconds`` says what computing so many tokens would take
-        (loading is declined where that is less); ``fits`` whether a block that was loaded is one for this model.
+        (loading is declined where that is less); ``fits`` whether a block that was loaded is one for this model;
+        ``to_memory`` brings it to where the memory store has its tensors. A tenant's store ``beside`` another one
+        shares the thread that writes and the bytes that may wait.
         """
         self._memory, self._tiers = memory, tuple(tiers)
-        self._compute_seconds, self._fits = compute_seconds, fits
+        self._compute_seconds, self._fits, self._to_memory = compute_seconds, fits, to_memory
         self._lasting = tuple(tier for tier in tiers if tier.outlives_process)
         self._overflow = tuple(tier for tier in tiers if not tier.outlives_process)
-        self._writer = WriteBehind(most_bytes=waiting_bytes, failed=self._failed)
+        self._writer: WriteBehind = (
+            WriteBehind(most_bytes=waiting_bytes, failed=self._failed)
+            if beside is None
+            else beside._writer.beside(failed=self._failed)
+        )
         self._lock = threading.Lock()
-        self._speeds = {tier: _Speed() for tier in self._tiers}
+        self._claims = Claims()
+        self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="kvboost-prefetch")
+        self._prefetches = 0  # waiting or under way
+        self._speeds = {tier: Speed() for tier in self._tiers}
         self._token_bytes = 0.0  # of the last block seen
         self._unsaved: dict[bytes, None] = {}  # oldest first; their blocks are still in memory only
         self._warned: set[str] = set()
         self._declined = self._dropped = self._rejected = 0
         memory.on_evict = self._demote
 
-    def lease(self, chunks: Sequence[Chunk]) -> Lease:
-        """Hold the longest leading run of ``chunks``, wherever it lies, as far as loading it pays."""
-        known = self._memory.leading_run(chunks)
-        if known < len(chunks):
-            self._bring_up_run(chunks[known:])
-        return self._memory.lease(chunks)
+    def lease(self, chunks: Sequence[Chunk], *, arrived: Callable[[Chunk, KVBlock], None] | None = None) -> Lease:
+        """Hold the longest leading run of ``chunks``, wherever it lies, as far as loading it pays.
+
+        ``arrived`` is called with every block that came up from a tier, while the next ones are still on their way.
+        Such a block is whole and checked, but only the lease says whether it is held in the end.
+        """
+        lookup = Lookup(arrived)
+        self._bring_up_run(chunks, lookup)
+        lease = self._memory.lease(chunks)
+        if lookup.asked_for_more:
+            held = {block.key for block in lease.blocks}
+            lease.loads = lookup.report(lambda chunk: chunk.prefix_key not in held)
+        return lease
 
     def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> ContentLease:
         """Hold, for each of ``chunks[after:]``, the best-fitting block, wherever it lies."""
+        lookup = Lookup()
         unknown = self._memory.unknown_content(chunks[after:])
         if unknown:
-            self._bring_up_content(chunks, [after + index for index in unknown])
-        return self._memory.lease_content(chunks, after=after)
+            self._bring_up_content(chunks, [after + index for index in unknown], lookup)
+        lease = self._memory.lease_content(chunks, after=after)
+        if lookup.asked_for_more:
+            blocks = zip(chunks[after:], lease.blocks, strict=True)
+            found = {chunk.start for chunk, block in blocks if block is not None}
+            lease.loads = lookup.report(lambda chunk: chunk.start not in found)
+        return lease
+
+    def prefetch(self, chunks: Sequence[Chunk]) -> Future[int]:
+        """Bring the longest leading run of ``chunks`` up into memory, in the background.
+
+        Returns at once. The result is how many tokens came up. Nothing is held: what comes up is the most recent there
+        is, and goes when others need the room. Where too many wait already, nothing is done.
+        """
+        with self._lock:
+            taken = self._prefetches < _MOST_PREFETCHES
+            self._prefetches += taken
+        if not taken:
+            nothing: Future[int] = Future()
+            nothing.set_result(0)
+            return nothing
+        future = self._prefetcher.submit(self._prefetched, chunks)
+        future.add_done_callback(self._prefetch_ended)
+        return future
+
+    def _prefetched(self, chunks: Sequence[Chunk]) -> int:
+        lookup = Lookup()
+        self._bring_up_run(chunks, lookup)
+        return lookup.tokens
+
+    def _prefetch_ended(self, future: Future[int]) -> None:
+        with self._lock:
+            self._prefetches -= 1
 
     def put(self, block: KVBlock) -> PutOutcome:
         """Keep ``block`` in memory, and write it behind to the tiers that outlive the process."""
@@ -140,6 +177,7 @@ class TieredStore:
 
     def close(self) -> None:
         """Write what waits, then close every tier."""
+        self._prefetcher.shutdown(cancel_futures=True)
         self.flush()
         self._writer.close()
         for tier in self._tiers:
@@ -148,18 +186,20 @@ class TieredStore:
 
     # Bringing up
 
-    def _bring_up_run(self, chunks: Sequence[Chunk]) -> None:
+    def _bring_up_run(self, chunks: Sequence[Chunk], lookup: Lookup) -> None:
         """Load as many of ``chunks`` as follow each other without a gap, each from the fastest tier that has it."""
-        for at, tier in enumerate(self._tiers):
-            keys = [chunk.prefix_key for chunk in chunks]
-            there: Sequence[bool] = self._ask(tier, [], tier.contains, keys)
-            run = chunks[: next((index for index, known in enumerate(there) if not known), len(there))]
-            if run and self._pays(tier, run):
-                chunks = chunks[self._load(at, run, [chunk.prefix_key for chunk in run], gaps=False) :]
-            if not chunks:
-                return
+        with self._claims.claim(chunks, self._memory.leading_run) as known:
+            chunks = chunks[known:]
+            for at, tier in enumerate(self._tiers):
+                if not chunks:
+                    return
+                keys = [chunk.prefix_key for chunk in chunks]
+                there: Sequence[bool] = self._ask(tier, [], tier.contains, keys)
+                run = chunks[: next((index for index, known in enumerate(there) if not known), len(there))]
+                if run and self._pays(tier, run, lookup):
+                    chunks = chunks[self._load(at, run, keys[: len(run)], lookup, gaps=False) :]
 
-    def _bring_up_content(self, chunks: Sequence[Chunk], unknown: Sequence[int]) -> None:
+    def _bring_up_content(self, chunks: Sequence[Chunk], unknown: Sequence[int], lookup: Lookup) -> None:
         """Load for each of the ``unknown`` chunks the variant that fits its place best, from the fastest tier."""
         missing = list(unknown)
         for at, tier in enumerate(self._tiers):
@@ -172,56 +212,63 @@ class TieredStore:
                 if best is not None:
                     wanted[index] = best
             run = [chunks[index] for index in wanted]
-            if run and self._pays(tier, run):
-                self._load(at, run, [info.key for info in wanted.values()], gaps=True)
+            if run and self._pays(tier, run, lookup):
+                self._load(at, run, [info.key for info in wanted.values()], lookup, gaps=True)
                 missing = [index for index in missing if self._memory.unknown_content([chunks[index]])]
             if not missing:
                 return
 
-    def _pays(self, tier: Tier, chunks: Sequence[Chunk]) -> bool:
+    def _pays(self, tier: Tier, chunks: Sequence[Chunk], lookup: Lookup) -> bool:
         """Whether loading these is expected to be faster than computing them."""
         if self._compute_seconds is None:
             return True
         tokens = sum(chunk.end - chunk.start for chunk in chunks)
+        compute = self._compute_seconds(tokens)
         with self._lock:
-            expected = self._speeds[tier].expected(self._token_bytes * tokens)
-        if expected <= self._compute_seconds(tokens):
-            return True
-        with self._lock:
+            load = self._speeds[tier].expected(self._token_bytes * tokens)
+            if load <= compute:
+                return True
             self._declined += len(chunks)
-            # Bad luck must not decide for ever: with time it is tried again.
-            self._speeds[tier].seconds *= _FADE
+            self._speeds[tier].declined()
+        lookup.decline(tier.name, chunks, load_seconds=load, compute_seconds=compute)
         return False
 
-    def _load(self, at: int, chunks: Sequence[Chunk], keys: Sequence[bytes], *, gaps: bool) -> int:
+    def _load(self, at: int, chunks: Sequence[Chunk], keys: Sequence[bytes], lookup: Lookup, *, gaps: bool) -> int:
         """Load these blocks into memory; without ``gaps`` only up to the first miss. Returns how many came."""
         tier = self._tiers[at]
         began, nbytes, came = time.perf_counter(), 0, 0
-        for chunk, block in zip(chunks, self._loaded(tier, keys), strict=False):
-            if block is None or not self._accepted(block, chunk):
-                if gaps:
-                    continue
-                break
-            nbytes += block.nbytes
-            # Found by content alone, its own beginning need not be here.
-            if self._memory.put(replace(block, parent_key=None) if gaps else block) is PutOutcome.REFUSED:
-                break
-            came += 1
-            self._note_size(block)
-            if at:
-                self._save(block, [higher for higher in self._tiers[:at] if higher.outlives_process])
+        with closing(self._loaded(tier, keys)) as blocks:
+            for chunk, key, loaded in zip(chunks, keys, blocks, strict=False):
+                if loaded is None or not self._accepted(loaded, chunk, key):
+                    if gaps:
+                        continue
+                    break
+                nbytes += loaded.nbytes
+                block = self._to_memory(loaded)
+                # Found by content alone, its own beginning need not be here.
+                outcome = self._memory.put(replace(block, parent_key=None) if gaps else block)
+                if outcome is PutOutcome.REFUSED:
+                    break
+                came += 1
+                self._note_size(block)
+                if at:
+                    self._save(block, [higher for higher in self._tiers[:at] if higher.outlives_process])
+                self._claims.arrived(block.key)
+                if outcome is PutOutcome.STORED:
+                    lookup.came(chunk, block, tier.name)
         with self._lock:
             self._speeds[tier].observe(seconds=time.perf_counter() - began, nbytes=nbytes)
         return came
 
-    def _loaded(self, tier: Tier, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
+    def _loaded(self, tier: Tier, keys: Sequence[bytes]) -> Generator[KVBlock | None]:
         try:
             yield from tier.load(keys)
         except Exception as error:  # noqa: BLE001 - whatever a tier raises is a miss
             self._failed(tier, error)
 
-    def _accepted(self, block: KVBlock, chunk: Chunk) -> bool:
-        accepted = block.tokens == chunk.tokens and block.content_key == chunk.content_key and self._fits(block)
+    def _accepted(self, block: KVBlock, chunk: Chunk, key: bytes) -> bool:
+        named = (block.key, block.tokens, block.content_key) == (key, chunk.tokens, chunk.content_key)
+        accepted = named and self._fits(block)
         if not accepted:
             with self._lock:
                 self._rejected += 1
