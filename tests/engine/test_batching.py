@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -336,7 +337,6 @@ def test_memory_stays_within_its_budget(tiny: Callable[..., Any]) -> None:
         {"boundaries": (99,)},
         {"top_logprobs": -1},
         {"sampling": Sampling(top_p=2.0)},
-        {"tenant": "other"},
         {"tokens": [99_999]},
     ],
 )
@@ -345,6 +345,41 @@ def test_wrong_jobs_are_refused_at_once(wrong: dict[str, Any], tiny: Callable[..
         with pytest.raises(ConfigError):
             runner.submit(job(**{"tokens": [5, 6], **wrong}))
         assert end(run(runner, [job([5, 6], 2, tenant="mine")])[0]).reason == "length"
+
+
+def test_tenants_share_the_batch_and_nothing_else(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(tiny("llama"))
+    with BatchRunner(engine) as runner:
+        watched = Watched(engine, monkeypatch)
+        found = run(runner, [job([*_TEXT[:32], 5, 6], 24, tenant=name) for name in ("", "a", "b", "a")])
+        assert watched.rows_read() == 3 * 32 + 4 * 2, "the same text once for each tenant"
+        assert ("decode", 4) in watched.did
+        assert all(settled(view, runner) for view in (engine, engine.for_tenant("a"), engine.for_tenant("b")))
+    reports = [end(events).report for events in found]
+    assert [report.exact_tokens for report in reports if report] == [0, 0, 0, 32]
+    assert {ids(events) for events in found} == {alone(engine, [*_TEXT[:32], 5, 6], 24)}
+
+
+def test_slower_tiers_load_while_a_job_waits(tiny: Callable[..., Any], tmp_path: Path) -> None:
+    with engine_of(tiny("llama"), disk_cache_dir=tmp_path) as first:
+        first.warm(_TEXT[:64])
+        first.flush()
+    with engine_of(tiny("llama"), disk_cache_dir=tmp_path) as engine, BatchRunner(engine, max_running=1) as runner:
+        engine._store._compute_seconds = None  # type: ignore[attr-defined]  # load, however fast computing is
+        waiting: list[Any] = []
+
+        def look(tokens: list[int], logits: torch.Tensor) -> None:
+            if len(tokens) == 1:
+                waiting.append(runner.submit(job([*_TEXT[:64], 5], 2)))
+                fetching = runner._jobs[max(runner._jobs)].fetching
+                assert fetching is not None
+                waiting.append(fetching.result(10))
+
+        list(runner.submit(job(_TEXT[200:205], 4, constrain=look)).events())
+        assert waiting[1] == 64, "in memory before its turn came"
+        report = end(list(waiting[0].events())).report
+    assert report is not None
+    assert report.exact_tokens == 64
 
 
 def test_an_error_ends_its_own_job_only(tiny: Callable[..., Any]) -> None:

@@ -38,7 +38,10 @@ def test_each_sequence_gets_what_it_would_get_alone(family: str, tiny: Callable[
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
-def test_a_shared_beginning_is_attended_to_once(family: str, tiny: Callable[..., Any]) -> None:
+def test_a_shared_beginning_is_attended_to_once(
+    family: str, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvboost.model.ragged._FEWEST_SAVED", 1)
     runner = ModelRunner(tiny(family))
     ragged = RaggedRunner(runner)
     start = _TEXT[:80]

@@ -102,33 +102,31 @@ class BatchRunner:
 
     def submit(self, job: Job) -> Ticket:
         """Take the job. Raises CapacityError, with what to do, for one that can never fit or if too many wait."""
-        reader, job = self._checked(job)
+        engine = self.engine_for(job.tenant)
+        reader, job = self._checked(job, engine)
         state = reader.names.model_state()
         chunks = reader.names.chunks(reader.names.root(state), job.token_ids, job.boundaries)
         chain = [chunk.prefix_key for chunk in reusable_chunks(chunks, prompt_tokens=len(job.token_ids))]
         nbytes = self._parts.pool.bytes_for(len(job.token_ids) + job.max_new_tokens)
         ticket = JobTicket(self._wake)
         running = RunningJob(job, reader=reader, ticket=ticket, device=self._parts.runner.device)
-        with self._changed:
-            if self._closing:
-                raise ConfigError("this runner was closed; make a new one")
-            number = self._scheduler.add(tenant=job.tenant, nbytes=nbytes, chain=chain)
-            self._jobs[number] = running
-            self._changed.notify()
+        # Slower tiers load while the job waits, so that the model's thread need not wait for them.
+        running.fetching = engine.prefetch(job.token_ids, boundaries=job.boundaries)
+        try:
+            with self._changed:
+                if self._closing:
+                    raise ConfigError("this runner was closed; make a new one")
+                number = self._scheduler.add(tenant=job.tenant, nbytes=nbytes, chain=chain)
+                self._jobs[number] = running
+                self._changed.notify()
+        except BaseException:
+            running.close()
+            raise
         return ticket
 
-    def reader_for(self, tenant: str) -> PromptReader:
-        """Who reads this tenant's prompts."""
-        own = self._engine.config.tenant
-        if tenant in ("", own):
-            return self._parts.reader
-        if own:
-            raise ConfigError(
-                f"this engine is of tenant {own!r} only; make one without a tenant to serve several with it"
-            )
-        parts = self._engine.for_tenant(tenant)._parts
-        assert parts is not None  # a view has what its engine has
-        return parts.reader
+    def engine_for(self, tenant: str) -> KVBoost:
+        """Whose names, store and workspaces a tenant's jobs use; the engine's own for those that name none."""
+        return self._engine.for_tenant(tenant) if tenant else self._engine
 
     def load(self) -> RunnerLoad:
         """What is running and waiting."""
@@ -152,10 +150,9 @@ class BatchRunner:
     ) -> None:
         self.close()
 
-    def _checked(self, job: Job) -> tuple[PromptReader, Job]:
+    def _checked(self, job: Job, engine: KVBoost) -> tuple[PromptReader, Job]:
         """Who reads the job, and the job with no more new tokens than there are positions."""
-        reader = self.reader_for(job.tenant)
-        tokens = self._engine.encode(job.token_ids)
+        tokens = engine.encode(job.token_ids)
         if job.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={job.max_new_tokens} must be at least 1")
         if any(not 0 <= boundary <= len(tokens) for boundary in job.boundaries):
@@ -169,7 +166,9 @@ class BatchRunner:
                 f"{len(tokens)} tokens and {job.max_new_tokens} new ones are more than can be batched here "
                 f"({facts.exact_limit_reason}); shorten the prompt, lower max_new_tokens or use engine.generate"
             )
-        self._engine._reader_for(tokens, GenerationMode.CHUNK_KV_REUSE)  # raises if the engine was closed
+        reader, reason = engine._reader_for(tokens, GenerationMode.CHUNK_KV_REUSE)
+        if reader is None:
+            raise CapacityError(f"this prompt cannot be batched ({reason}); use engine.generate")
         room = job.max_new_tokens if facts.max_positions is None else facts.max_positions - len(tokens)
         if room < 1:
             raise CapacityError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 
 import torch
 
@@ -64,6 +65,8 @@ class RunningJob:
         self._fed = 0
         """New tokens that stand in the cache. The others are computed next, one per step, known or not."""
         self._first_token_seconds: float | None = None
+        self.fetching: Future[int] | None = None
+        """What slower tiers bring up meanwhile."""
 
     @property
     def reading(self) -> Reading:
@@ -81,6 +84,8 @@ class RunningJob:
         """Plan the prompt and place what is stored. More than ``most_repaired`` rows are not repaired in one go."""
         if self._report is not None:
             self._clock = StageClock()  # read again after a preemption: what that takes is counted on its own
+        if self.fetching is not None:
+            self.fetching.cancel()  # what has not begun is not needed any more
         self._clock.lap("waiting")
         tokens = list(self.job.token_ids)
         reading = self.reader.open(
@@ -178,6 +183,8 @@ class RunningJob:
 
     def close(self) -> None:
         """Give everything back. It may be opened again."""
+        if self.fetching is not None:
+            self.fetching.cancel()
         if self._reading is not None:
             reading, self._reading = self._reading, None
             reading.close()

@@ -24,7 +24,7 @@ from kvboost.model.runner import ModelRunner
 _PROBE_LENGTHS = (7, 12, 12)
 _PROBE_SHARED = 5
 _ONE_BY_ONE = "Its sequences are decoded one after another."
-_FEWEST_SHARED = 64  # rows; below that a second pass over the beginning costs more than it saves
+_FEWEST_SAVED = 2048  # rows; below that joining two attentions costs more than it saves
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class RaggedRunner:
         lengths = [cache.get_seq_length() for cache in caches]
         if any(not cache.in_slabs or cache.capacity <= length for cache, length in zip(caches, lengths, strict=True)):
             raise ValueError("a joint step needs caches with room for one more row")
-        worth = [start for start in shared if start.rows >= _FEWEST_SHARED and len(start.members) > 1]
+        worth = [start for start in shared if start.rows * (len(start.members) - 1) >= _FEWEST_SAVED]
         step = _Step(caches, self._windows, worth if self._runner.device.type == "cpu" else ())
         batch = Cache(layers=[_RaggedLayer(index, step) for index in range(len(self._windows))])
         device = self._runner.device
