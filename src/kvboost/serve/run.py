@@ -86,8 +86,6 @@ def serve(
     """
     keys = Keys(api_keys, admin_key=admin_key)
     check_binding(host, keys, allow_open=allow_open)
-    if keys and engine.config.tenant:
-        raise ConfigError("with API keys each key is a tenant; make the engine without a tenant of its own")
     limits = limits or Limits()
     app = make_app(engine, runner, model_name=model_name, keys=keys, limits=limits, only_local_names=is_loopback(host))
     config = http_config(app, limits=limits, drain_seconds=drain_seconds)
