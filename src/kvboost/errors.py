@@ -17,6 +17,10 @@ class CapacityError(KVBoostError):
     """The request does not fit the model or the memory it was given."""
 
 
+class BusyError(CapacityError):
+    """The request would fit, but not while so many others are waiting: try again later."""
+
+
 class StoreError(KVBoostError):
     """A store was used in a way its contract forbids (never a failed or missing chunk: that is a miss)."""
 

@@ -368,6 +368,18 @@ class StoreStats:
     """Of blocks that wait to be written to the tiers below."""
 
 
+@dataclass(frozen=True, slots=True)
+class HotChunk:
+    """How often a stored chunk was used."""
+
+    key: bytes
+    uses: int
+    start: int
+    """Where it stood when its KV was computed."""
+    tokens: int
+    nbytes: int
+
+
 class MovedReuseStats(TypedDict):
     """How moved reuse fares, in :class:`CacheStats`."""
 

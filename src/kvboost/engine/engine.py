@@ -44,6 +44,7 @@ from kvboost.types import (
     CacheStats,
     GenerationMode,
     GenerationResult,
+    HotChunk,
     PrefillResult,
     ReuseReport,
 )
@@ -141,6 +142,11 @@ class KVBoost:
         object for every call. It may be closed by itself and is closed with this engine.
         """
         return self._tenants.get(self._viewed or self, tenant)
+
+    def views(self) -> list[KVBoost]:
+        """This engine and what :meth:`for_tenant` made of it that is still open."""
+        whole = self._viewed or self
+        return [whole, *whole._tenants.all()]
 
     def purge_tenant(self, tenant: str) -> None:
         """Remove everything that was kept for a tenant, of whatever model, from every tier. Let its requests end first.
@@ -318,6 +324,10 @@ class KVBoost:
     def cache_stats(self) -> CacheStats:
         """What the cache holds and how often it helped. Hits and misses count chunks asked for."""
         return cache_stats(self._store.stats(), parts=self._parts, refusal=self._refusal)
+
+    def hottest_chunks(self, most: int = 10) -> list[HotChunk]:
+        """The chunks in memory that were used most often; none if the store does not count."""
+        return self._store.hottest(most) if isinstance(self._store, MemoryStore | TieredStore) else []
 
     def warm_documents(
         self,

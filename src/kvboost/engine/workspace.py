@@ -37,6 +37,10 @@ class WorkspacePool:
         with self._lock:
             return self._bytes()
 
+    def bytes_for(self, rows: int) -> int:
+        """What a new cache with room for ``rows`` takes."""
+        return SlabCache.bytes_of(self._layout, capacity=_with_headroom(rows))
+
     def take(self, *, rows: int, chain: Sequence[bytes]) -> tuple[SlabCache, int]:
         """A cache with room for ``rows``, and how many leading chunks of ``chain`` it already holds."""
         with self._lock:
@@ -45,7 +49,7 @@ class WorkspacePool:
                 best = max(fitting, key=lambda i: (_common(self._idle[i][1], chain), -self._idle[i][0].capacity))
                 cache, held, _ = self._idle.pop(best)
                 return cache, _common(held, chain)
-        return SlabCache(self._layout, capacity=rows + min(rows // 4, _MOST_HEADROOM)), 0
+        return SlabCache(self._layout, capacity=_with_headroom(rows)), 0
 
     def give_back(self, cache: SlabCache, *, held: Sequence[bytes]) -> None:
         """Return a cache whose leading rows are exactly the chunks named by ``held``."""
@@ -63,6 +67,10 @@ class WorkspacePool:
 
     def _bytes(self) -> int:
         return sum(cache.nbytes for cache, _, _ in self._idle)
+
+
+def _with_headroom(rows: int) -> int:
+    return rows + min(rows // 4, _MOST_HEADROOM)
 
 
 def _common(held: Sequence[bytes], chain: Sequence[bytes]) -> int:

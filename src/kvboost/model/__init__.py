@@ -14,6 +14,7 @@ from kvboost.model.generation import (
 )
 from kvboost.model.loading import load_model
 from kvboost.model.probe import ModelFacts, probe_model
+from kvboost.model.ragged import RaggedRunner, SharedStart, probe_ragged
 from kvboost.model.rope import KeyMover, probe_mover
 from kvboost.model.rows import RowRunner, probe_rows
 from kvboost.model.runner import ModelRunner
@@ -28,8 +29,10 @@ __all__ = [
     "ModelFacts",
     "ModelIdentity",
     "ModelRunner",
+    "RaggedRunner",
     "RowChanges",
     "RowRunner",
+    "SharedStart",
     "SlabCache",
     "Spread",
     "codec_for",
@@ -38,6 +41,7 @@ __all__ = [
     "pad_token_id",
     "probe_model",
     "probe_mover",
+    "probe_ragged",
     "probe_rows",
     "reads_prompt_again",
     "run_generate",

@@ -197,6 +197,11 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
                 stores[slot] = slab[index]
         super().__init__(layers=[SlabLayer(k, v) for k, v in zip(stores[::2], stores[1::2], strict=True)])
 
+    @staticmethod
+    def bytes_of(layout: KVLayout, *, capacity: int) -> int:
+        """What a cache of one sequence with this capacity takes."""
+        return layout.bytes_per_token * _rounded(capacity)
+
     @property
     def slabs(self) -> list[torch.Tensor]:
         """The storage, [slots, batch, heads, capacity, dim] for each of ``layout.groups`` in that order."""

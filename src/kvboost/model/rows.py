@@ -67,7 +67,7 @@ class RowRunner:
         self._model = runner.model
         self._active = threading.local()
         self._layers = decoder_layers(runner.model)
-        self._windows = _attention_windows(runner.model)
+        self._windows = attention_windows(runner.model)
         hooks = [
             layer.register_forward_pre_hook(_narrowing_hook(index, self._active), with_kwargs=True)
             for index, layer in enumerate(self._layers)
@@ -286,7 +286,7 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
     return list(found[0])
 
 
-def _attention_windows(model: Any) -> dict[str, int | None]:
+def attention_windows(model: Any) -> dict[str, int | None]:
     """Kinds of attention layers and how far back each looks; None is all the way."""
     config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)

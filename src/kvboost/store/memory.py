@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from heapq import nlargest
 from types import TracebackType
 from typing import Self
 
@@ -16,20 +17,21 @@ from kvboost.errors import StoreError
 from kvboost.extend import EvictionPolicy
 from kvboost.store.policies import LeastExpected
 from kvboost.store.variants import best_variant, context_mark
-from kvboost.types import NOTHING_LOADED, Chunk, KVBlock, LoadReport, PutOutcome, StoreStats
+from kvboost.types import NOTHING_LOADED, TOKEN_BYTES, Chunk, HotChunk, KVBlock, LoadReport, PutOutcome, StoreStats
 
 MOST_VARIANTS = 4  # of one content that are kept for moving only
 _MOST_LOOKED_AT = 8  # of one content in a lookup; exact blocks may hold the same text behind any number of beginnings
 
 
 class _Entry:
-    __slots__ = ("block", "leases", "owner", "successors")
+    __slots__ = ("block", "leases", "owner", "successors", "uses")
 
     def __init__(self, block: KVBlock, owner: MemoryStore) -> None:
         self.block = block
         self.owner = owner
         self.leases = 0
         self.successors = 0
+        self.uses = 0
 
 
 class _Sum:
@@ -190,9 +192,19 @@ class MemoryStore:
         with self._lock:
             return [entry.block for key in keys if (entry := self._own(key)) is not None]
 
+    def hottest(self, most: int) -> list[HotChunk]:
+        """The blocks in this memory, of all stores over it, that were leased most often. Marks nothing."""
+        with self._lock:
+            entries = nlargest(most, self._entries.values(), key=lambda entry: entry.uses)
+            return [
+                HotChunk(e.block.key, e.uses, e.block.start, len(e.block.tokens) // TOKEN_BYTES, e.block.nbytes)
+                for e in entries
+            ]
+
     def _hold(self, entries: Sequence[_Entry]) -> None:
         for entry in entries:
             entry.leases += 1
+            entry.uses += 1
         self._leased += len(entries)
         self._policy.found([entry.block.key for entry in entries])
 

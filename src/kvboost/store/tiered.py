@@ -21,7 +21,7 @@ from kvboost.store.lookup import Claims, Lookup, Speed
 from kvboost.store.memory import MemoryStore
 from kvboost.store.variants import best_variant, context_mark
 from kvboost.store.writing import WriteBehind
-from kvboost.types import TOKEN_BYTES, BlockInfo, Chunk, KVBlock, PutOutcome, StoreStats
+from kvboost.types import TOKEN_BYTES, BlockInfo, Chunk, HotChunk, KVBlock, PutOutcome, StoreStats
 
 T = TypeVar("T")
 
@@ -150,6 +150,10 @@ class TieredStore:
         self._writer.wait()
         for tier in self._lasting:
             self._ask(tier, None, tier.flush)
+
+    def hottest(self, most: int) -> list[HotChunk]:
+        """The blocks in memory that were leased most often, first the hottest."""
+        return self._memory.hottest(most)
 
     def clear(self) -> None:
         """Forget every block, in every tier."""
