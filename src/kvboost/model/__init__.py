@@ -18,6 +18,7 @@ from kvboost.model.rope import KeyMover, probe_mover
 from kvboost.model.rows import RowRunner, probe_rows
 from kvboost.model.runner import ModelRunner
 from kvboost.model.spread import Spread
+from kvboost.model.streaming import streamer_of
 
 __all__ = [
     "CODECS",
@@ -43,4 +44,5 @@ __all__ = [
     "run_generate",
     "sampling_arguments",
     "sequences_per_prompt",
+    "streamer_of",
 ]
