@@ -18,7 +18,7 @@ from kvboost.model.rope import KeyMover, probe_mover
 from kvboost.model.rows import RowRunner, probe_rows
 from kvboost.model.runner import ModelRunner
 from kvboost.model.spread import Spread
-from kvboost.model.streaming import streamer_of
+from kvboost.model.streaming import describe_weights, streamer_of
 
 __all__ = [
     "CODECS",
@@ -34,6 +34,7 @@ __all__ = [
     "SlabCache",
     "Spread",
     "codec_for",
+    "describe_weights",
     "end_token_ids",
     "load_model",
     "pad_token_id",

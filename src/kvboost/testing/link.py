@@ -47,11 +47,14 @@ class SimulatedLink:
         """What was copied, in order."""
         self._copying: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._computing: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=_work, args=(self._copying,), daemon=True)]
-        if queued:
-            self._threads.append(threading.Thread(target=_work, args=(self._computing,), daemon=True))
+        self.errors: list[BaseException] = []
+        """What went wrong in the queue."""
         self._queued = queued
-        for thread in self._threads:
+        self._threads = [
+            (jobs, threading.Thread(target=self._work, args=(jobs,), daemon=True))
+            for jobs in ([self._copying, self._computing] if queued else [self._copying])
+        ]
+        for _, thread in self._threads:
             thread.start()
 
     @property
@@ -120,18 +123,19 @@ class SimulatedLink:
 
     def close(self) -> None:
         """Return once everything asked for is done."""
-        for work in (self._computing, self._copying)[2 - len(self._threads) :]:
-            work.put(None)
-        for thread in reversed(self._threads):
+        for jobs, thread in reversed(self._threads):  # what is computed may still wait for copies
+            jobs.put(None)
             thread.join()
+
+    def _work(self, jobs: queue.SimpleQueue[Any]) -> None:
+        while (job := jobs.get()) is not None:
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001 - looked at by the test
+                self.errors.append(error)
 
 
 def _whole(copy: _Event) -> None:
     copy.happened.wait()
     if copy.error is not None:
         raise copy.error
-
-
-def _work(jobs: queue.SimpleQueue[Any]) -> None:
-    while (job := jobs.get()) is not None:
-        job()

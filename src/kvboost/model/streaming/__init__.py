@@ -4,7 +4,7 @@ from kvboost.model.streaming.link import AcceleratorLink, Budget, HostLink, Link
 from kvboost.model.streaming.load import load_streamed
 from kvboost.model.streaming.plan import Unit, WeightPlan, plan_weights
 from kvboost.model.streaming.source import Extent, FileSource, HostSource, Source
-from kvboost.model.streaming.streamer import StreamStats, WeightStreamer, streamer_of
+from kvboost.model.streaming.streamer import StreamStats, WeightStreamer, describe_weights, streamer_of
 
 __all__ = [
     "AcceleratorLink",
@@ -19,6 +19,7 @@ __all__ = [
     "Unit",
     "WeightPlan",
     "WeightStreamer",
+    "describe_weights",
     "load_streamed",
     "plan_weights",
     "streamer_of",

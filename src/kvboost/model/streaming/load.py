@@ -68,14 +68,16 @@ def load_streamed(
     where = Path(weight_dir).expanduser() if weight_dir is not None else files[0].parent
     slabs = [skeleton.rest, *skeleton.slabs]
     folder = make_slabs(where / f"kvboost-weights-{key[:16]}", slabs, pieces=pieces, key=key)
-    _finish(skeleton, folder, plan, device=device, budget=budget)
+    link: Link = HostLink(budget=budget) if device.type == "cpu" else AcceleratorLink(device, budget=budget)
+    put_together(skeleton, folder, plan, link=link, device=device)
     _take_generation_config(skeleton.model, source, hub)
     return skeleton.model
 
 
-def _finish(skeleton: Skeleton, folder: SlabFolder, plan: WeightPlan, *, device: torch.device, budget: int) -> None:
-    """Put what stays into memory and the hooks onto the model."""
-    link: Link = HostLink(budget=budget) if device.type == "cpu" else AcceleratorLink(device, budget=budget)
+def put_together(
+    skeleton: Skeleton, folder: SlabFolder, plan: WeightPlan, *, link: Link, device: torch.device
+) -> WeightStreamer:
+    """Put what stays into memory and the hooks onto the model. The link and the folder are closed with the model."""
     files = FileSource(folder)
     try:
         memory = link.allocate(skeleton.rest.size)
@@ -93,6 +95,7 @@ def _finish(skeleton: Skeleton, folder: SlabFolder, plan: WeightPlan, *, device:
         folder.close()
         raise
     streamer.attach(skeleton.model, skeleton.layers)
+    return streamer
 
 
 def _pieces(skeleton: Skeleton, shards: Shards | None, load_whole: Callable[[], Any]) -> Pieces:

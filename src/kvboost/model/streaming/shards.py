@@ -50,19 +50,15 @@ class Shards:
 
     def __init__(self, files: Sequence[Path]) -> None:
         """Read the files' headers. Raises ConfigError for what is no safetensors file."""
-        self.files = tuple(files)
         self.tensors: dict[str, ShardTensor] = {}
         for file in files:
             self.tensors |= _tensors_of(file)
-
-    @property
-    def key(self) -> str:
-        """A digest that changes when the checkpoint does: names, sizes and times of its files, and what they hold."""
         told = [
-            *(str((file.name, (stat := file.stat()).st_size, stat.st_mtime_ns)) for file in self.files),
+            *(str((file.name, (stat := file.stat()).st_size, stat.st_mtime_ns)) for file in files),
             *(f"{name}:{tensor.dtype}:{tensor.shape}" for name, tensor in sorted(self.tensors.items())),
         ]
-        return hashlib.sha256("\n".join(told).encode()).hexdigest()
+        self.key = hashlib.sha256("\n".join(told).encode()).hexdigest()
+        """Changes when the checkpoint does: names, sizes and times of its files, and what they hold."""
 
     def pieces(self, name: str, dtype: torch.dtype) -> Iterator[memoryview]:
         """A tensor's bytes as ``dtype``, piece by piece; each piece is overwritten by the next."""

@@ -195,6 +195,18 @@ def streamer_of(model: Any) -> WeightStreamer | None:
     return getattr(model, _ATTRIBUTE, None)
 
 
+def describe_weights(model: Any) -> str:
+    """Where this model's weights are, in words."""
+    streamer = streamer_of(model)
+    if streamer is None:
+        return "in memory"
+    plan = streamer.plan
+    return (
+        f"streamed: {plan.streamed_bytes / 1e6:.1f} MB are read in each step, {plan.resident_bytes / 1e6:.1f} MB stay, "
+        f"two buffers take {2 * plan.buffer_bytes / 1e6:.1f} MB"
+    )
+
+
 def _let_go(link: Link, folder: SlabFolder) -> None:
     link.close()
     folder.close()
