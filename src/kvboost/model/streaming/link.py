@@ -44,6 +44,10 @@ class Link(Protocol):
         """What is computed from here on sees the copied bytes."""
         ...
 
+    def finish(self, copy: Any) -> None:
+        """Return once the copy is whole. A copy that failed raises here too."""
+        ...
+
     def close(self) -> None:
         """End what runs. No more copies."""
         ...
@@ -93,6 +97,10 @@ class HostLink:
         """Return once the bytes are there."""
         copy.result()
 
+    def finish(self, copy: Future[None]) -> None:
+        """The same: there is nothing that runs ahead."""
+        copy.result()
+
     def close(self) -> None:
         """End the thread."""
         self._worker.shutdown(wait=True, cancel_futures=True)
@@ -139,6 +147,10 @@ class AcceleratorLink:
     def wait(self, copy: Future[Any]) -> None:
         """The calling thread's stream waits for the copy; the thread only until the copy is enqueued."""
         torch.accelerator.current_stream(self.device).wait_event(copy.result())
+
+    def finish(self, copy: Future[Any]) -> None:
+        """Return once the device has the bytes."""
+        copy.result().synchronize()
 
     def close(self) -> None:
         """End the thread, and return once the device is done with the buffers."""

@@ -119,6 +119,27 @@ class WeightStreamer:
         """Counters since the model was loaded."""
         return StreamStats(self._bytes, self._loads, self._misses, self._waited)
 
+    def link_bandwidth(self, *, passes: int = 1) -> float:
+        """Bytes per second of the bare link: what a pass copies, through the same buffers, nothing computed beside."""
+        with self._lock:
+            self._leave()
+            for buffer in self._buffers:
+                if buffer.filled is not None:
+                    self._link.finish(buffer.filled)
+                buffer.unit = -1
+            begun = time.perf_counter()
+            for number, unit in enumerate(self.plan.streamed * passes):
+                buffer = self._buffers[number % 2]
+                if number > 1:
+                    self._link.finish(buffer.filled)
+                buffer.filled = self._link.copy(self._source, unit.extent, buffer.memory, after=buffer.free_after)
+            for buffer in self._buffers:
+                if buffer.filled is not None:
+                    self._link.finish(buffer.filled)
+            taken = time.perf_counter() - begun
+            self._aim(len(self.plan.units))
+            return passes * self.plan.streamed_bytes / taken
+
     def holds(self, module: torch.nn.Module, key: str) -> bool:
         """Whether this parameter comes out of a slab, so that the tensor itself says nothing."""
         return (id(module), key) in self._keys
