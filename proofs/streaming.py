@@ -1,12 +1,13 @@
 """Runs models whose weights are four times their budget, next to the resident run and to other offloaders.
 
-usage: python -m proofs.streaming families | large | smollm2 --model FOLDER [--quick] [--scratch FOLDER]
+usage: python -m proofs.streaming families | large | smollm2 | awq [--model FOLDER] [--quick] [--scratch FOLDER]
 
 ``families``: tiny models of 18 families, streamed and resident: the same logits to the bit. ``large`` makes a
 Llama-shaped checkpoint of random weights (2.7 GB) and runs it in processes of its own: resident; streamed with a
 quarter of the weights, anonymous memory capped with RLIMIT_DATA and reads past the page cache; accelerate's disk
 offload and AirLLM (if installed), with the same cap if they can. Rivals read through the page cache: once as it comes,
-once with their files dropped from it before each token, as if the RAM were as small as the budget says.
+once with their files dropped from it before each token, as if the RAM were as small as the budget says. ``awq``
+quantises SmolLM2 into AWQ's layout and runs that next to the same numbers made whole.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _SIZES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=["families", "large", "smollm2", "child"])
-    parser.add_argument("--model", type=Path, help="for smollm2: its folder")
+    parser.add_argument("what", choices=["families", "large", "smollm2", "awq", "child"])
+    parser.add_argument("--model", type=Path, help="for smollm2 and awq: its folder")
     parser.add_argument("--quick", action="store_true", help="a smaller checkpoint and fewer tokens")
     parser.add_argument("--tokens", type=int, default=0, help="to decode in each run")
     parser.add_argument(
@@ -59,9 +60,11 @@ def main() -> None:
         families()
     elif args.what == "child":
         print("RESULT" + json.dumps(_ROLES[args.role](args)))
+    elif args.what in ("smollm2", "awq") and args.model is None:
+        parser.error(f"{args.what} needs --model FOLDER")
+    elif args.what == "awq":
+        awq(args)
     elif args.what == "smollm2":
-        if args.model is None:
-            parser.error("smollm2 needs --model FOLDER")
         args.tokens = args.tokens or (4 if args.quick else 32)
         with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
             folder = Path(scratch) / "model"
@@ -112,7 +115,10 @@ def compare(args: argparse.Namespace, folder: Path, *, title: str) -> None:
     budget = weights // 4
     print(describe_machine(dtype="float32", model=title).line, flush=True)
     found = {}
-    for role in ("resident", "streamed", "accelerate", "accelerate-cold", "airllm", "airllm-cold", "streamed-again"):
+    rivals = (
+        ("accelerate", "accelerate-cold", "airllm", "airllm-cold", "streamed-again") if args.what == "large" else ()
+    )
+    for role in ("resident", "streamed", *rivals):
         command = [sys.executable, "-m", "proofs.streaming", "child", "--role", role, "--model", str(folder)]
         command += ["--tokens", str(args.tokens), "--budget", str(budget)]
         for uncapped in ([], ["--uncapped"]):
@@ -320,6 +326,39 @@ _ROLES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "airllm": airllm,
     "airllm-cold": lambda args: airllm(args, cold=True),
 }
+
+
+@torch.no_grad()
+def awq(args: argparse.Namespace) -> None:
+    """SmolLM2 in 4 bits, in memory and streamed, against a model of the numbers its checkpoint stands for."""
+    from tests.helpers.awq import save_awq
+    from transformers import AutoModelForCausalLM
+
+    prompts = [
+        [(i * 7919 + seed * 31) % 40_000 + 3 for i in range(length)] for seed, length in enumerate((8, 16, 17, 200))
+    ]
+    with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
+        folder = Path(scratch) / "awq"
+        source = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+        save_awq(source, folder, group=64)
+        for file in args.model.glob("*token*"):
+            shutil.copy(file, folder)
+        layers = sum(p.numel() for name, p in source.named_parameters() if ".layers." in name) * 9 // 16
+        rest = sum(p.numel() * 4 for name, p in source.named_parameters() if ".layers." not in name)
+        print(describe_machine(dtype="float32 and bfloat16", model=str(args.model)).line)
+        print("\n| dtype | weights | largest relative error of logits, 4 prompts | tokens/s |\n|---|---|---:|---:|")
+        for dtype in (torch.float32, torch.bfloat16):
+            reference = source.to(dtype)
+            expected = [reference(torch.tensor([prompt])).logits[0, -1].float() for prompt in prompts]
+            for budget in (rest + layers // 3, 10**12):
+                with KVBoost.from_pretrained(
+                    str(folder), dtype=dtype, device="cpu", weight_budget=budget, chunk_size=4096, chunking="fixed"
+                ) as engine:
+                    found = [engine.prefill(prompt).logits.float() for prompt in prompts]
+                    speed = decode(engine.model, 8)["tokens_per_second"]
+                    where = engine.describe()["weights"]
+                errors = [float((f - e).norm() / e.norm()) for f, e in zip(found, expected, strict=True)]
+                print(f"| {dtype} | {where} | {max(errors):.1e} | {speed:.1f} |", flush=True)
 
 
 def families() -> None:

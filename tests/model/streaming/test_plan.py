@@ -34,9 +34,8 @@ def test_a_plan_keeps_within_the_budget_and_leaves_nothing_out(layers: list[list
         assert budget < rest + 2 * max(max(of_layer) for of_layer in layers)
         return
     assert plan.peak_bytes <= budget * PAGE
-    assert plan.peak_bytes == plan.rest_bytes + 2 * plan.buffer_bytes + sum(
-        plan.units[i].extent.size for i in plan.resident
-    )
+    buffers = min(2, len(plan.streamed)) * plan.buffer_bytes
+    assert plan.peak_bytes == plan.rest_bytes + buffers + sum(plan.units[i].extent.size for i in plan.resident)
     assert [w for unit in plan.units for w in unit.weights] == [w for slab in slabs for w in slab.weights]
     assert [unit.index for unit in plan.units] == list(range(len(plan.units)))
     for unit in plan.units:
@@ -44,7 +43,7 @@ def test_a_plan_keeps_within_the_budget_and_leaves_nothing_out(layers: list[list
         assert unit.extent.begin == unit.weights[0].offset
         assert unit.extent.begin + unit.extent.size == unit.weights[-1].end
     two_layers = 2 * max(sum(of_layer) for of_layer in layers)
-    assert (plan.parts_per_layer == 1) == (rest + two_layers <= budget)
+    assert (plan.parts_per_layer == 1) == (rest + two_layers <= budget) or len(layers) == 1
 
 
 def _equal_layers(count: int) -> list[object]:
@@ -60,9 +59,9 @@ def test_what_stays_is_spread_over_the_pass() -> None:
 
 def test_a_module_is_never_cut_in_two() -> None:
     experts = [("0.experts.up", torch.float32, (5, _ROW)), ("0.experts.down", torch.float32, (5, _ROW))]
-    slab = lay_out("layer-0", [("0.q.weight", torch.float32, (1, _ROW)), *experts])
-    plan = plan_weights(_rest(1), [slab], budget=21 * PAGE)  # type: ignore[arg-type]
-    assert [[w.name for w in unit.weights] for unit in plan.units] == [
+    slabs = [lay_out("layer-0", [("0.q.weight", torch.float32, (1, _ROW)), *experts]), *_equal_layers(1)]
+    plan = plan_weights(_rest(1), slabs, budget=21 * PAGE)  # type: ignore[arg-type]
+    assert [[w.name for w in unit.weights] for unit in plan.units[:2]] == [
         ["0.q.weight"],
         ["0.experts.up", "0.experts.down"],
     ]
@@ -71,4 +70,4 @@ def test_a_module_is_never_cut_in_two() -> None:
 def test_too_small_a_budget_names_one_that_works() -> None:
     with pytest.raises(ConfigError, match=r"give at least 0\.1 MB"):
         plan_weights(_rest(1), _equal_layers(3), budget=4 * PAGE)  # type: ignore[arg-type]
-    assert plan_weights(_rest(1), _equal_layers(3), budget=100_000).peak_bytes == 9 * PAGE  # type: ignore[arg-type]
+    assert plan_weights(_rest(1), _equal_layers(3), budget=100_000).peak_bytes == 7 * PAGE  # type: ignore[arg-type]

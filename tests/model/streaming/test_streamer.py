@@ -149,25 +149,25 @@ def _overlap(folder: SlabFolder, *, computing: float, copying: float, passes: in
 
 
 def test_nine_tenths_of_the_copying_hide_behind_longer_computing(folder: SlabFolder) -> None:
-    # The best of three: another process may hold a thread up at any time.
-    assert max(_overlap(folder, computing=0.012, copying=0.008, passes=3) for _ in range(3)) >= 0.9
+    # The best of four: another process may hold a thread up at any time.
+    assert any(_overlap(folder, computing=0.03, copying=0.02, passes=2) >= 0.9 for _ in range(4))
 
 
 def test_when_copying_takes_longer_the_link_never_rests(folder: SlabFolder) -> None:
     def busy() -> float:
         budget = _budget(folder, resident=0)
-        link = SimulatedLink(budget=budget, bytes_per_second=folder.layers[0].size / 0.01)
+        link = SimulatedLink(budget=budget, bytes_per_second=folder.layers[0].size / 0.03)
         streamer = _streamer(folder, link, budget)
         begun, before = time.perf_counter(), link.copy_seconds
-        for _ in range(3):
+        for _ in range(2):
             for unit in streamer.plan.units:
                 streamer.need(unit.index)
-                time.sleep(0.004)
+                time.sleep(0.01)
         share = (link.copy_seconds - before) / (time.perf_counter() - begun)
         link.close()
         return share
 
-    assert max(busy() for _ in range(3)) >= 0.9
+    assert any(busy() >= 0.9 for _ in range(4))
 
 
 def test_each_pass_reads_each_streamed_unit_once_and_wraps_round(folder: SlabFolder) -> None:
@@ -229,7 +229,7 @@ class _Moody:
         self._source.read(extent, into)
 
 
-def test_a_read_that_fails_is_an_error_and_the_next_pass_reads_again(folder: SlabFolder) -> None:
+def test_a_read_that_fails_is_an_error_and_the_next_try_reads_again(folder: SlabFolder) -> None:
     budget = _budget(folder, resident=0)
     link = SimulatedLink(budget=budget)
     streamer = _streamer(folder, link, budget, _Moody(FileSource(folder)))
@@ -238,7 +238,6 @@ def test_a_read_that_fails_is_an_error_and_the_next_pass_reads_again(folder: Sla
             if (attempt, unit.index) == (1, 3):
                 with pytest.raises(CapacityError, match="the disk is gone"):
                     streamer.need(unit.index)
-                break
             streamer.need(unit.index)
             _check(streamer, link, unit.index, lambda: 0.0)
     link.close()

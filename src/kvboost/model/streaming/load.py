@@ -18,6 +18,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from kvboost.direct_io import up_to_page
 from kvboost.errors import ConfigError
+from kvboost.model.streaming.awq import AwqWeights
 from kvboost.model.streaming.link import AcceleratorLink, HostLink, Link
 from kvboost.model.streaming.plan import WeightPlan, plan_weights
 from kvboost.model.streaming.shards import Shards
@@ -53,17 +54,22 @@ def load_streamed(
     gguf = {name: model_kwargs[name] for name in ("gguf_file",) if name in model_kwargs}
     trust = {name: model_kwargs[name] for name in ("trust_remote_code",) if name in model_kwargs}
     config = AutoConfig.from_pretrained(source, **hub, **gguf, **trust)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError("weight_budget is not built for quantised checkpoints; leave it out, or take another one")
     files = _files(source, gguf.get("gguf_file"), hub)
     shards = Shards(files) if not gguf else None
+    awq: AwqWeights | None = None
+    if (quantised := getattr(config, "quantization_config", None)) is not None and shards is not None:
+        awq = AwqWeights(shards, quantised)
+        del config.quantization_config  # else Transformers wants a library for it
+        if device.type != "cpu":
+            raise ConfigError("AWQ with a weight_budget is built for the CPU; leave weight_budget out")
     attention = {name: model_kwargs[name] for name in ("attn_implementation",) if name in model_kwargs}
     dtype = _dtype(dtype, config, shards)
-    skeleton = build_skeleton(config, dtype=dtype, **attention, **trust)
-    if skeleton.total_bytes <= budget:
+    prepare = {"prepare": awq.prepare} if awq is not None else {}
+    skeleton = build_skeleton(config, dtype=dtype, **prepare, **attention, **trust)
+    if skeleton.total_bytes <= budget and awq is None:
         return None
     plan = plan_weights(skeleton.rest, skeleton.slabs, budget=budget)  # before anything is written
-    pieces = _pieces(skeleton, shards, load_whole)
+    pieces = _pieces(skeleton, shards, awq, load_whole)
     key = hashlib.sha256(f"{_key(files, shards)}|{dtype}".encode()).hexdigest()
     where = Path(weight_dir).expanduser() if weight_dir is not None else files[0].parent
     slabs = [skeleton.rest, *skeleton.slabs]
@@ -98,15 +104,25 @@ def put_together(
     return streamer
 
 
-def _pieces(skeleton: Skeleton, shards: Shards | None, load_whole: Callable[[], Any]) -> Pieces:
+def _pieces(skeleton: Skeleton, shards: Shards | None, awq: AwqWeights | None, load_whole: Callable[[], Any]) -> Pieces:
     """Where the slabs' bytes come from: the checkpoint's files, or the model as Transformers loads it."""
     weights = {weight.name: weight for slab in (skeleton.rest, *skeleton.slabs) for weight in slab.weights}
     if shards is not None:
         tensors = shards.tensors
-        stored = {name: [a for a in skeleton.aliases[name] if a in tensors] for name in weights}
+        plain = [name for name in weights if awq is None or not awq.holds(name)]
+        stored = {name: [a for a in skeleton.aliases[name] if a in tensors] for name in plain}
+
+        def from_files(name: str) -> Iterable[memoryview]:
+            if name in stored:
+                return shards.pieces(stored[name][0], weights[name].dtype)
+            assert awq is not None
+            return awq.pieces(name, weights[name].dtype)
+
         # Tied weights that a checkpoint holds twice are Transformers' business: it may untie them.
         if all(len(s) == 1 and tensors[s[0]].shape == weights[n].shape for n, s in stored.items()):
-            return lambda name: shards.pieces(stored[name][0], weights[name].dtype)
+            return from_files
+        if awq is not None:
+            raise ConfigError("this AWQ checkpoint does not name its tensors as the model; leave weight_budget out")
     loaded: dict[str, torch.Tensor] = {}
 
     def from_model(name: str) -> Iterable[memoryview]:

@@ -60,7 +60,7 @@ class WeightPlan:
     @property
     def peak_bytes(self) -> int:
         """All that is ever taken."""
-        return self.resident_bytes + 2 * self.buffer_bytes
+        return self.resident_bytes + min(2, len(self.streamed)) * self.buffer_bytes
 
 
 def plan_weights(rest: Slab, layers: Sequence[Slab], *, budget: int) -> WeightPlan:
@@ -87,7 +87,7 @@ def _with_residents(plan: WeightPlan, budget: int) -> WeightPlan:
     """As many units as fit stay, spread evenly: between two that stay, the link has time to bring the next."""
     count = len(plan.units)
     best = plan
-    for wanted in range(1, count):
+    for wanted in range(1, count + 1):
         resident = frozenset(i * count // wanted for i in range(wanted))
         candidate = WeightPlan(plan.units, resident, plan.rest_bytes, plan.parts_per_layer)
         if candidate.peak_bytes > budget:

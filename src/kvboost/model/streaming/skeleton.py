@@ -62,10 +62,13 @@ class Skeleton:
                 module._buffers[key] = tensor
 
 
-def build_skeleton(config: Any, *, dtype: torch.dtype, **arguments: Any) -> Skeleton:
-    """The model of this config, on no device."""
+def build_skeleton(
+    config: Any, *, dtype: torch.dtype, prepare: Callable[[Any], None] = lambda model: None, **arguments: Any
+) -> Skeleton:
+    """The model of this config, on no device; ``prepare`` may exchange its modules."""
     with _EmptyWithoutMemory():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **arguments)
+    prepare(model)
     model.eval()
     _check_dtypes(model, dtype)
     try:

@@ -72,7 +72,7 @@ class WeightStreamer:
         self._waited, self._bytes, self._loads, self._misses = 0.0, 0, 0, 0
         self._next = _upcoming(plan)
         self._load_residents()
-        self._buffers = [_Buffer(link.allocate(plan.buffer_bytes), None) for _ in range(2)]
+        self._buffers = [_Buffer(link.allocate(plan.buffer_bytes), None) for _ in plan.streamed[:2]]
         for buffer in self._buffers:
             buffer.free_after = link.event()
         for place in (place for unit in plan.streamed for place in self._places[unit.index]):
@@ -80,7 +80,10 @@ class WeightStreamer:
         self._aim(len(plan.units))
 
     def attach(self, model: Any, layers: Sequence[torch.nn.Module]) -> None:
-        """Put the hooks on the model."""
+        """Put the hooks on the model; none where everything stays."""
+        weakref.finalize(model, _let_go, self._link, self.folder)
+        if not self.plan.streamed:
+            return
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
         decoder.register_forward_pre_hook(self._begin)
         decoder.register_forward_hook(self._end, always_call=True)
@@ -92,7 +95,6 @@ class WeightStreamer:
                 for module in {id(place.module): place.module for place in places}.values():
                     module.register_forward_pre_hook(self._hook(unit))
         setattr(model, _ATTRIBUTE, self)
-        weakref.finalize(model, _let_go, self._link, self.folder)
 
     def need(self, index: int) -> None:
         """Have this unit's weights in place for what is computed next; what the last one held may be overwritten."""
@@ -129,8 +131,8 @@ class WeightStreamer:
                 buffer.unit = -1
             begun = time.perf_counter()
             for number, unit in enumerate(self.plan.streamed * passes):
-                buffer = self._buffers[number % 2]
-                if number > 1:
+                buffer = self._buffers[number % len(self._buffers)]
+                if number >= len(self._buffers):
                     self._link.finish(buffer.filled)
                 buffer.filled = self._link.copy(self._source, unit.extent, buffer.memory, after=buffer.free_after)
             for buffer in self._buffers:
