@@ -26,9 +26,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from kvboost.direct_io import page_aligned
 from kvboost.errors import ConfigError, RecordError
 from kvboost.store.breaker import Breaker
-from kvboost.store.files import page_aligned
 from kvboost.store.record import RecordFormat
 from kvboost.store.troubles import Troubles
 from kvboost.types import BlockInfo, KVBlock, PutOutcome, StoreStats
