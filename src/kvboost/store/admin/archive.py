@@ -15,9 +15,9 @@ import struct
 from collections.abc import Iterator
 from typing import BinaryIO
 
+from kvboost.direct_io import page_aligned
 from kvboost.errors import DamagedRecordError, RecordError, RecordVersionError
 from kvboost.store.admin.base import MOST_RECORD_BYTES
-from kvboost.store.files import page_aligned
 from kvboost.store.header import MAGIC, PAGE, Buffer, RecordHeader, aligned, header_length
 from kvboost.store.record import inspect
 
