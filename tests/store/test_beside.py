@@ -23,7 +23,7 @@ from kvboost.testing.store import held_keys
 from kvboost.testing.tier import assert_same, block_of, namespace
 from kvboost.types import Namespace, PutOutcome
 from tests.store.test_memory import put_all
-from tests.store.test_objects import folder, s3  # noqa: F401 - fixtures
+from tests.store.test_objects import folder  # noqa: F401 - a fixture
 from tests.store.test_objects import open_tier as open_objects
 from tests.store.test_tiered import ShelfTier
 

@@ -15,7 +15,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from kvboost.cli import cache, models, talking
+from kvboost.cli import cache, models, serving, talking
 from kvboost.errors import KVBoostError
 
 _INTERRUPTED = 130
@@ -42,6 +42,7 @@ def _alone(context: typer.Context) -> None:
         raise typer.Exit(2)
 
 
+app.command(epilog="Example:  kvboost serve ./model --port 8000 --cache-dir ~/.cache/kvboost")(serving.serve)
 app.command(epilog='Example:  kvboost run ./model "Why is the sky blue?" --cache-dir ~/.cache/kvboost')(talking.run)
 app.command(epilog="Example:  kvboost chat ./model --cache-dir ~/.cache/kvboost")(talking.chat)
 app.command(epilog="Example:  kvboost warm ./model docs/ handbook.md --cache-dir ~/.cache/kvboost")(models.warm)
