@@ -152,7 +152,7 @@ def main() -> int:
     finally:
         process.terminate()
         code = process.wait(timeout=60)
-    print(describe_machine(dtype="float32", model="tiny-llama").line())
+    print(describe_machine(dtype="float32", model="tiny-llama").line)
     print(f"{args.clients} clients, {sum(phases.values()):,} disconnects in {taken:.0f} s: {dict(phases)}")
     print(f"answers waited for: {survivors}, other than alone: {wrong}")
     print(f"leases, jobs and KV back at zero {seconds:.2f} s after the last client; leases {after[0]}")

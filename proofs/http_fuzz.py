@@ -171,7 +171,7 @@ def main() -> int:
         code = process.wait(timeout=60)
     failed = sum(count for status, count in statuses.items() if status.startswith("5"))
     slowest = sorted(watch.seconds)
-    print(describe_machine(dtype="float32", model="tiny-llama").line())
+    print(describe_machine(dtype="float32", model="tiny-llama").line)
     print(f"{sum(statuses.values()):,} responses in {taken:.0f} s, by status: {dict(sorted(statuses.items()))}")
     print(f"raw sockets, {args.connections:,} connections: {dict(sorted(silent.items()))}")
     print(f"5xx: {failed}; server's exit code after SIGTERM: {code}; jobs left: {load['running'] + load['waiting']}")
