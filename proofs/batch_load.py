@@ -1,8 +1,8 @@
 """Jobs that share a system prompt, all there at once: side by side against one after another. No network.
 
-The end of what is shared is a boundary, as the ends of a chat's messages are. Each way starts with an empty cache. Times
-to the first token count from the moment all jobs were there. CPU time is what others on the machine hardly change; run
-it with OMP_NUM_THREADS=1.
+The end of what is shared is a boundary, as the ends of a chat's messages are. Each way starts with an empty cache.
+Times to the first token count from the moment all jobs were there. CPU time is what others on the machine hardly
+change; run it with OMP_NUM_THREADS=1.
 
 usage: python proofs/batch_load.py --model FOLDER [--jobs 16] [--shared 1000] [--own 30] [--new 32] [--rounds 2]
 """
