@@ -186,7 +186,9 @@ def test_a_pass_that_fails_lets_the_next_one_in(tmp_path: Path) -> None:
         _logits(streamed)
     hook.remove()
     found: list[bool] = []
-    other = threading.Thread(target=lambda: found.append(torch.equal(_logits(streamed), _logits(resident))))
+    other = threading.Thread(
+        target=lambda: found.append(torch.equal(_logits(streamed), _logits(resident))), daemon=True
+    )
     other.start()
     other.join(timeout=20)
     assert found == [True]
