@@ -1,7 +1,8 @@
 """Jobs that share a system prompt, all there at once: side by side against one after another. No network.
 
-Each way starts with an empty cache. Times to the first token count from the moment all jobs were there. CPU time is
-what others on the machine hardly change; run it with OMP_NUM_THREADS=1.
+The end of what is shared is a boundary, as the ends of a chat's messages are. Each way starts with an empty cache.
+Times to the first token count from the moment all jobs were there. CPU time is what others on the machine hardly
+change; run it with OMP_NUM_THREADS=1.
 
 usage: python proofs/batch_load.py --model FOLDER [--jobs 16] [--shared 1000] [--own 30] [--new 32] [--rounds 2]
 """
@@ -24,18 +25,19 @@ from kvboost.engine.jobs import Job, NewToken
 from kvboost.model import load_model
 
 
-def one_after_another(engine: KVBoost, prompts: list[list[int]], new: int) -> tuple[list[float], float]:
+def one_after_another(engine: KVBoost, prompts: list[list[int]], shared: int, new: int) -> tuple[list[float], float]:
     """Seconds to each first token, and in all."""
     begin, first = time.perf_counter(), []
     for prompt in prompts:
         waited = time.perf_counter() - begin
-        result = engine.generate(prompt, max_new_tokens=new, temperature=0, eos_token_id=None, pad_token_id=0)
+        settings = {"temperature": 0, "eos_token_id": None, "pad_token_id": 0}
+        result = engine.generate(prompt, boundaries=(shared,), max_new_tokens=new, **settings)
         first.append(waited + result.ttft_ms / 1000.0)
     return first, time.perf_counter() - begin
 
 
 def side_by_side(
-    engine: KVBoost, prompts: list[list[int]], new: int, *, deterministic: bool
+    engine: KVBoost, prompts: list[list[int]], shared: int, new: int, *, deterministic: bool
 ) -> tuple[list[float], float]:
     """The same through a runner, with a thread per job as a server has it."""
     first = [0.0] * len(prompts)
@@ -43,7 +45,8 @@ def side_by_side(
         begin = time.perf_counter()
 
         def client(index: int) -> None:
-            ticket = runner.submit(Job(token_ids=tuple(prompts[index]), max_new_tokens=new))
+            job = Job(token_ids=tuple(prompts[index]), boundaries=(shared,), max_new_tokens=new)
+            ticket = runner.submit(job)
             for event in ticket.events():
                 if isinstance(event, NewToken):
                     first[index] = first[index] or time.perf_counter() - begin
@@ -86,7 +89,7 @@ def main() -> None:
         for way, run in ways.items():
             with KVBoost(model, tokenizer, quality="exact") as engine:
                 begin = time.process_time()
-                taken[way].append(run(engine, prompts, arguments.new))
+                taken[way].append(run(engine, prompts, len(shared), arguments.new))
                 worked[way] += (time.process_time() - begin) / len(prompts) / arguments.rounds
     for way, runs in taken.items():
         rate = arguments.jobs * len(runs) / sum(total for _, total in runs)

@@ -25,6 +25,13 @@ class StoreError(KVBoostError):
     """A store was used in a way its contract forbids (never a failed or missing chunk: that is a miss)."""
 
 
+class PlaceError(KVBoostError):
+    """A directory, server or bucket of chunk records cannot be used by a person who asked for exactly that.
+
+    Tiers never raise it: for them such a place is a miss.
+    """
+
+
 class RecordError(StoreError):
     """A chunk record that cannot be written or used. Tiers turn it into a miss; readers of single records see it."""
 

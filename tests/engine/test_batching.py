@@ -330,6 +330,27 @@ def test_memory_stays_within_its_budget(tiny: Callable[..., Any]) -> None:
     assert [ids(events) for events in found] == [alone(engine, _TEXT[i : i + 150], 30) for i in range(8)]
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_long_answers_grow_and_give_up_their_room_in_turn(deterministic: bool, tiny: Callable[..., Any]) -> None:
+    engine = engine_of(tiny("llama"), workspace_bytes=0)
+    row = engine._parts.facts.layout.bytes_per_token if engine._parts else 0
+    seen: list[RunnerLoad] = []
+    starts: list[int] = []
+    with BatchRunner(engine, kv_bytes=5 * 256 * row, deterministic=deterministic) as runner:
+        close = runner._close
+        runner._close = lambda number: (starts.append(number), close(number))[1]  # type: ignore[method-assign]
+        watch = {"constrain": lambda tokens, logits: seen.append(runner.load())}
+        # Each begins with 512 rows and comes to need 768; there is room for 1,280.
+        found = run(runner, [job(_TEXT[i : i + 10], 440 if i < 2 else 400, **watch) for i in range(3)])
+        assert settled(engine, runner)
+    assert max(load.cached_bytes for load in seen) <= 5 * 256 * row
+    assert max(load.running for load in seen) >= 2, "more at a time than their peaks allow"
+    assert starts, "somebody made room"
+    assert [ids(events) for events in found] == [
+        alone(engine, _TEXT[i : i + 10], 440 if i < 2 else 400) for i in range(3)
+    ]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -236,3 +236,26 @@ def test_a_larger_workspace_counts_while_it_is_held() -> None:
     assert scheduler.admit() is None
     scheduler.remove(first)
     assert scheduler.admit() is not None
+
+
+def test_who_must_grow_gets_the_room_of_the_last_in_line() -> None:
+    scheduler = Scheduler(limits())
+    with pytest.raises(CapacityError, match="101 bytes"):
+        scheduler.add(tenant="", nbytes=10, peak=101, chain=[])
+    first, second, third = (scheduler.add(tenant="", nbytes=30, peak=100, chain=[]) for _ in range(3))
+    for number in (first, second, third):
+        assert scheduler.admit() == number
+        scheduler.opened(number, at_hand=0, provides=0, steps=[])
+    assert scheduler.grow(first, 40)
+    assert not scheduler.grow(second, 60)
+    assert scheduler.yield_to(second, 60) == third
+    assert scheduler.grow(second, 60)
+    assert scheduler.admit() is None, "the third waits for its 30 bytes"
+    assert not scheduler.grow(second, 70)
+    assert scheduler.yield_to(second, 70) == second, "the first in line never makes room"
+    assert scheduler.reserved_bytes == 40
+    assert scheduler.admit() == third, "30 bytes are free, 70 are not"
+    scheduler.remove(first)
+    scheduler.remove(third)
+    assert scheduler.admit() == second
+    assert scheduler.reserved_bytes == 70

@@ -107,16 +107,16 @@ class BatchRunner:
         state = reader.names.model_state()
         chunks = reader.names.chunks(reader.names.root(state), job.token_ids, job.boundaries)
         chain = [chunk.prefix_key for chunk in reusable_chunks(chunks, prompt_tokens=len(job.token_ids))]
-        nbytes = self._parts.pool.bytes_for(len(job.token_ids) + job.max_new_tokens)
         ticket = JobTicket(self._wake)
         running = RunningJob(job, reader=reader, ticket=ticket, device=self._parts.runner.device)
+        nbytes, peak = (self._parts.pool.bytes_for(rows) for rows in (running.rows, running.most_rows))
         # Slower tiers load while the job waits, so that the model's thread need not wait for them.
         running.fetching = engine.prefetch(job.token_ids, boundaries=job.boundaries)
         try:
             with self._changed:
                 if self._closing:
                     raise ConfigError("this runner was closed; make a new one")
-                number = self._scheduler.add(tenant=job.tenant, nbytes=nbytes, chain=chain)
+                number = self._scheduler.add(tenant=job.tenant, nbytes=nbytes, peak=peak, chain=chain)
                 self._jobs[number] = running
                 self._changed.notify()
         except BaseException:
@@ -213,6 +213,7 @@ class BatchRunner:
         with self._lock:
             streams = bool(self._scheduler.decoding())
         self._read(used=used if streams else 0)  # the budget is there for streams; without any, nobody is held up
+        self._grow()
         self._decode()
         with self._lock:
             self._scheduler.tick()
@@ -227,9 +228,33 @@ class BatchRunner:
                 number = self._scheduler.preempt()
                 if number is None:
                     return
-                job = self._jobs[number]
-                self._together = ([], [])  # it will come back with another cache
-            job.close()
+            self._close(number)
+
+    def _close(self, number: int) -> None:
+        """Give back what a job holds that goes on later."""
+        self._together = ([], [])  # it will come back with another cache
+        self._jobs[number].close()
+
+    def _grow(self) -> None:
+        """Make room for one more token of every job, if need be by sending others back to wait."""
+        with self._lock:
+            numbers = self._scheduler.decoding()
+        for number in numbers:
+            job = self._jobs[number]
+            if not job.is_open or not job.must_grow:
+                continue
+            wanted, sent_back = self._parts.pool.bytes_for(job.rows), -1
+            while sent_back != number:
+                with self._lock:
+                    if self._scheduler.grow(number, wanted):
+                        break
+                    sent_back = self._scheduler.yield_to(number, wanted)
+                self._close(sent_back)
+            if job.is_open:
+                try:
+                    job.grow()
+                except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
+                    self._failed(number, error)
 
     def _admit(self) -> int:
         """Open whoever may run now. Returns what that cost, in rows of the chunk budget."""
@@ -250,7 +275,6 @@ class BatchRunner:
     def _open(self, number: int, job: RunningJob, *, alone: bool) -> None:
         budget = self._scheduler.limits.chunk_budget
         job.open(
-            rows_ahead=job.job.max_new_tokens,
             move=not self._deterministic,
             most_repaired=None if alone else _CHUNKS_REPAIRED_AT_ONCE * budget,
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from kvboost.config import EngineConfig
+from kvboost.config import EngineConfig, parse_bytes
 from kvboost.engine.assembly import Assembly, assemble, check_settings
 from kvboost.engine.calibration import calibrate
 from kvboost.engine.clock import StageClock
@@ -113,6 +113,8 @@ class KVBoost:
         dtype: Any = "auto",
         device: str | None = None,
         store: ChunkStore | None = None,
+        weight_budget: int | str | None = None,
+        weight_dir: str | Path | None = None,
         **settings_and_model_kwargs: Any,
     ) -> KVBoost:
         """Load a model and its tokenizer, and wrap them.
@@ -122,6 +124,10 @@ class KVBoost:
             dtype: Passed to Transformers; ``"auto"`` takes the checkpoint's own.
             device: Where to put the model; the accelerator if there is one, else the CPU.
             store: Keep chunks here instead of in a memory store of the engine's own.
+            weight_budget: Keep at most this many bytes of weights in memory, such as ``"6GB"``: the layers that do
+                not fit are read from disk in every step, while others compute. The answers stay the same to the bit.
+            weight_dir: Where the layers' files for that are made, once, as large as the model; beside the
+                checkpoint if left out.
             **settings_and_model_kwargs: The engine's settings, by the names of :class:`kvboost.EngineConfig`, which
                 says what each does; everything else goes to ``AutoModelForCausalLM.from_pretrained``.
         """
@@ -132,7 +138,14 @@ class KVBoost:
             if near := difflib.get_close_matches(name, names, n=1, cutoff=0.8):
                 raise ConfigError(f"{name} is not a setting; did you mean {near[0]}?")
         check_settings(EngineConfig(**settings))  # a bad one should not cost the user a model load
-        model, tokenizer = load_model(name_or_path, dtype=dtype, device=device, model_kwargs=model_kwargs)
+        model, tokenizer = load_model(
+            name_or_path,
+            dtype=dtype,
+            device=device,
+            model_kwargs=model_kwargs,
+            weight_budget=parse_bytes(weight_budget, name="weight_budget") if weight_budget is not None else None,
+            weight_dir=weight_dir,
+        )
         return cls(model, tokenizer, store=store, **settings)
 
     def for_tenant(self, tenant: str) -> KVBoost:

@@ -134,6 +134,14 @@ class Reading:
         self.moved, self.approximate, self.reason = None, None, reason
         self.cache.set_length(self._exact_rows)
 
+    def grow(self, *, rows: int) -> None:
+        """Go on in a cache with room for ``rows``."""
+        length = self.cache.get_seq_length()
+        bigger = self._pool.make(rows=rows)
+        bigger.place(0, self.cache.rows(0, length))
+        bigger.set_length(length)
+        self.cache = bigger
+
     def detach(self) -> SlabCache:
         """Give the cache away: it will not be pooled, and nobody else will write to it."""
         self._detached = True

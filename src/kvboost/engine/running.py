@@ -51,6 +51,9 @@ class JobTicket:
         self._events.put(event)
 
 
+_ROWS_AHEAD = 256  # room made for an answer to begin with; then twice as much, and so on
+
+
 class RunningJob:
     """A job from ``submit`` to its end."""
 
@@ -65,6 +68,7 @@ class RunningJob:
         self._fed = 0
         """New tokens that stand in the cache. The others are computed next, one per step, known or not."""
         self._first_token_seconds: float | None = None
+        self._rows_ahead = min(_ROWS_AHEAD, job.max_new_tokens)
         self.fetching: Future[int] | None = None
         """What slower tiers bring up meanwhile."""
 
@@ -75,12 +79,41 @@ class RunningJob:
         return self._reading
 
     @property
+    def is_open(self) -> bool:
+        """Whether it holds a cache."""
+        return self._reading is not None
+
+    @property
     def cached_bytes(self) -> int:
         """Bytes of its cache. Any thread may ask."""
         reading = self._reading
         return reading.cache.nbytes if reading is not None else 0
 
-    def open(self, *, rows_ahead: int, move: bool, most_repaired: int | None) -> None:
+    @property
+    def rows(self) -> int:
+        """How many rows there must be room for, as long as it does not grow."""
+        return len(self.job.token_ids) + self._rows_ahead
+
+    @property
+    def most_rows(self) -> int:
+        """How many there may come to be."""
+        return len(self.job.token_ids) + self.job.max_new_tokens
+
+    @property
+    def must_grow(self) -> bool:
+        """Whether there is no room for one more row; then ``rows`` says how many are wanted."""
+        cache = self.reading.cache
+        if cache.get_seq_length() < cache.capacity:
+            return False
+        while self.rows <= cache.capacity and self._rows_ahead < self.job.max_new_tokens:
+            self._rows_ahead = min(2 * self._rows_ahead, self.job.max_new_tokens)
+        return True
+
+    def grow(self) -> None:
+        """Make that room."""
+        self.reading.grow(rows=self.rows)
+
+    def open(self, *, move: bool, most_repaired: int | None) -> None:
         """Plan the prompt and place what is stored. More than ``most_repaired`` rows are not repaired in one go."""
         if self._report is not None:
             self._clock = StageClock()  # read again after a preemption: what that takes is counted on its own
@@ -89,7 +122,7 @@ class RunningJob:
         self._clock.lap("waiting")
         tokens = list(self.job.token_ids)
         reading = self.reader.open(
-            tokens, boundaries=self.job.boundaries, new_rows=rows_ahead, clock=self._clock, move=move
+            tokens, boundaries=self.job.boundaries, new_rows=self._rows_ahead, clock=self._clock, move=move
         )
         self._reading = reading
         if reading.moved is not None and most_repaired is not None:

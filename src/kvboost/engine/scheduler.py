@@ -1,7 +1,7 @@
 """Who runs next: queues, budgets and fairness, as plain data.
 
 Asked by :mod:`kvboost.engine.batching` between steps; knows neither torch nor the model. A step is: preempt, admit,
-read a few chunks, decode one token for everybody, tick. Invariants: the predicted bytes of admitted jobs never exceed
+read a few chunks, decode one token for everybody, tick. Invariants: the bytes reserved for admitted jobs never exceed
 the budget; a job that has waited ``patience`` steps is passed by nobody, and who has decoded ``patience`` tokens makes
 room for it, so every wait is bounded; a job that waits for another to read their common beginning is let go as soon as
 that one has read it, has ended, or patience is over.
@@ -40,7 +40,7 @@ class _Entry:
     number: int
     tenant: str
     nbytes: int
-    """Predicted, at most."""
+    """Reserved for it while it runs."""
     chain: tuple[bytes, ...]
     """The prefix keys of its chunks: equal keys, equal text up to there."""
     arrived: int
@@ -86,11 +86,15 @@ class Scheduler:
         """What the admitted jobs may come to hold."""
         return sum(max(entry.nbytes, entry.held) for entry in self._running.values())
 
-    def add(self, *, tenant: str, nbytes: int, chain: Sequence[bytes]) -> int:
-        """Queue a job. Raises CapacityError for one that can never fit, BusyError if too many wait."""
-        if nbytes > self.limits.kv_bytes:
+    def add(self, *, tenant: str, nbytes: int, chain: Sequence[bytes], peak: int | None = None) -> int:
+        """Queue a job that needs ``nbytes`` to begin with and ``peak`` at most (the same if left out).
+
+        Raises CapacityError for one that can never fit, BusyError if too many wait.
+        """
+        peak = nbytes if peak is None else peak
+        if peak > self.limits.kv_bytes:
             raise CapacityError(
-                f"this job may need {nbytes:,} bytes of KV, of which {self.limits.kv_bytes:,} are allowed in all; "
+                f"this job may need {peak:,} bytes of KV, of which {self.limits.kv_bytes:,} are allowed in all; "
                 "shorten the prompt, lower max_new_tokens or raise kv_bytes"
             )
         if len(self._waiting) >= self.limits.max_waiting:
@@ -174,10 +178,32 @@ class Scheduler:
         if not ripe:
             return None
         chosen = max(ripe, key=lambda e: (e.decoded, e.number))
-        del self._running[chosen.number]
-        chosen.arrived, chosen.waited, chosen.held = next(self._places), 0, 0
-        self._waiting[chosen.number] = chosen
-        return chosen.number
+        chosen.arrived = next(self._places)
+        return self._send_back(chosen)
+
+    def grow(self, number: int, nbytes: int) -> bool:
+        """Reserve so many bytes for a running job, instead of what it had. False if they are not free."""
+        entry = self._running[number]
+        if self.reserved_bytes - max(entry.nbytes, entry.held) + nbytes > self.limits.kv_bytes:
+            return False
+        entry.nbytes, entry.held = nbytes, 0
+        return True
+
+    def yield_to(self, number: int, nbytes: int) -> int:
+        """Who gives up its room, for now, so that a running job may grow: the last in line of all, perhaps itself.
+
+        The first in line never does, so somebody always gets on. Who does keeps its place.
+        """
+        last = max(self._running.values(), key=lambda e: e.arrived)
+        if last.number == number:
+            last.nbytes = nbytes
+        return self._send_back(last)
+
+    def _send_back(self, entry: _Entry) -> int:
+        del self._running[entry.number]
+        entry.waited = entry.held = 0
+        self._waiting[entry.number] = entry
+        return entry.number
 
     def remove(self, number: int) -> None:
         """The job has ended, wherever it was."""

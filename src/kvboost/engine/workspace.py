@@ -49,7 +49,11 @@ class WorkspacePool:
                 best = max(fitting, key=lambda i: (_common(self._idle[i][1], chain), -self._idle[i][0].capacity))
                 cache, held, _ = self._idle.pop(best)
                 return cache, _common(held, chain)
-        return SlabCache(self._layout, capacity=_with_headroom(rows)), 0
+        return self.make(rows=rows), 0
+
+    def make(self, *, rows: int) -> SlabCache:
+        """A new cache with room for ``rows``."""
+        return SlabCache(self._layout, capacity=_with_headroom(rows))
 
     def give_back(self, cache: SlabCache, *, held: Sequence[bytes]) -> None:
         """Return a cache whose leading rows are exactly the chunks named by ``held``."""

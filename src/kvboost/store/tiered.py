@@ -69,6 +69,7 @@ class TieredStore:
         self._warned: set[str] = set()
         self._declined = self._dropped = self._rejected = 0
         memory.on_evict = self._demote
+        memory.selective = False  # what is loaded must pass through it, and what is new goes down from it
 
     def lease(self, chunks: Sequence[Chunk], *, arrived: Callable[[Chunk, KVBlock], None] | None = None) -> Lease:
         """Hold the longest leading run of ``chunks``, wherever it lies, as far as loading it pays.
