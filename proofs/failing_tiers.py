@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from tests.helpers.failing import MOMENTS, Failing, Judge, over_failing_disk, over_failing_redis
 from tests.helpers.models import tiny_model
 

@@ -15,6 +15,8 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from tests.helpers import workload
 
 from kvboost.bench.report import describe_machine

@@ -33,7 +33,8 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--turn-tokens", type=int, default=128)
     args = parser.parse_args()
-    settings: dict[str, Any] = {"quality": "exact", "chunk_size": 64}
+    # No workspaces: one that comes back holds rows as they were computed, and would be used instead of stored ones.
+    settings: dict[str, Any] = {"quality": "exact", "chunk_size": 64, "workspace_bytes": 0}
     exact = KVBoost.from_pretrained(str(args.model), dtype="float32", **settings)
     engines = {bits: KVBoost(exact.model, exact.tokenizer, kv_cache_bits=bits, **settings) for bits in _BITS}
     source = TextSource(exact.tokenizer, [])

@@ -23,6 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from tests.helpers.models import VOCAB, tiny_model
 
 from kvboost import KVBoost
@@ -110,6 +113,7 @@ def main() -> int:
             each = half // _STRANGERS
             order = [item for by in strangers for item in asked(by, victims[:each], texts(each))]
             rows.append(("another tenant's text", *probe(order, args.seed), False))
+            engine.flush()  # or what still waits to be written would be noise
             order = asked(one, victims[:control], texts(control))
             rows.append(("its own text, in memory (control)", *probe(order, args.seed), True))
         with KVBoost(model, None, **settings) as engine:

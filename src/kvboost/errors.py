@@ -17,8 +17,19 @@ class CapacityError(KVBoostError):
     """The request does not fit the model or the memory it was given."""
 
 
+class BusyError(CapacityError):
+    """The request would fit, but not while so many others are waiting: try again later."""
+
+
 class StoreError(KVBoostError):
     """A store was used in a way its contract forbids (never a failed or missing chunk: that is a miss)."""
+
+
+class PlaceError(KVBoostError):
+    """A directory, server or bucket of chunk records cannot be used by a person who asked for exactly that.
+
+    Tiers never raise it: for them such a place is a miss.
+    """
 
 
 class RecordError(StoreError):

@@ -47,14 +47,23 @@ class Chunker(Protocol):
 
 @runtime_checkable
 class EvictionPolicy(Protocol):
-    """Orders the keys of one store by who should go first. Not thread-safe: the store holds its lock."""
+    """Orders the keys of one store by who should go first. Not thread-safe: the store holds its lock.
 
-    def inserted(self, key: bytes) -> None:
-        """A block was stored under ``key``."""
+    Of one prompt a policy hears :meth:`found` when it is looked up, :meth:`inserted` for each chunk stored because of
+    it, and :meth:`used` at its end. Before a chunk is stored that others must make room for, :meth:`victim` is asked
+    until there is room, and :meth:`admits` after the first of them.
+    """
+
+    def inserted(self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1) -> None:
+        """A block of ``nbytes`` was stored under ``key``. ``parent``, if it is stored, may not go before it."""
+        ...
+
+    def found(self, chain: Sequence[bytes]) -> None:
+        """A prompt was looked up and these keys were stored, first chunk first. Also called if there are none."""
         ...
 
     def used(self, chain: Sequence[bytes]) -> None:
-        """The keys of one prompt were used, first chunk first."""
+        """These keys served one prompt, first chunk first, found and new ones alike. No new use of what was found."""
         ...
 
     def removed(self, key: bytes) -> None:
@@ -63,6 +72,13 @@ class EvictionPolicy(Protocol):
 
     def victim(self, evictable: Callable[[bytes], bool]) -> bytes | None:
         """The key to evict next among those that ``evictable`` allows; None if there is none. Removes nothing."""
+        ...
+
+    def admits(self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes) -> bool:
+        """Whether a block that is not stored is worth the place of ``victim``. If not, neither happens.
+
+        What would follow it in its prompt is not stored either. A policy without an opinion says True.
+        """
         ...
 
 

@@ -6,6 +6,7 @@ Nothing here imports torch: planning and bookkeeping must run, and be tested, wi
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -111,6 +112,11 @@ class Namespace:
     """32 bytes: the digest of the fingerprint, which every key is derived from."""
     tenant: bytes
     """32 bytes: a digest of the tenant's name, so that all of a tenant's blocks can be counted and purged."""
+
+
+def tenant_digest(name: str) -> bytes:
+    """How a tenant is called in namespaces. The engine and ``kvboost cache`` must agree on it."""
+    return hashlib.sha256(b"kvboost.tenant.1" + name.encode()).digest()
 
 
 class PutOutcome(enum.Enum):
@@ -360,6 +366,18 @@ class StoreStats:
     """Blocks that were not written to the tiers below, because too many waited. They are offered again later."""
     waiting_bytes: int = 0
     """Of blocks that wait to be written to the tiers below."""
+
+
+@dataclass(frozen=True, slots=True)
+class HotChunk:
+    """How often a stored chunk was used."""
+
+    key: bytes
+    uses: int
+    start: int
+    """Where it stood when its KV was computed."""
+    tokens: int
+    nbytes: int
 
 
 class MovedReuseStats(TypedDict):

@@ -1,25 +1,23 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from kvboost.cli import main
-from kvboost.cli.main import read_prompts
+from kvboost.cli.main import app
+from kvboost.cli.models import read_prompts
 from kvboost.engine import calibration
 from tests.engine.test_calibration import traffic
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tiny_model("llama", vocab_size=260, max_position_embeddings=2048).save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    return path
 
 
 def test_doctor_says_what_a_model_allows(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -57,6 +55,20 @@ def test_calibrate_writes_a_file_an_engine_takes(
         (["calibrate", "MODEL", "--prompts", "TEXT", "--out", "no/such/c.json"], "create it first"),
         (["calibrate", "MODEL", "--prompts", "TEXT"], "hold text that an earlier one had"),
         (["doctor", "nowhere-at-all"], "nowhere-at-all"),
+        (["doctor"], "Missing argument 'MODEL'. Try 'kvboost doctor --help'."),
+        (["doctor", "MODEL", "--fast"], "No such option: --fast"),
+        (["nothing"], "No such command 'nothing'"),
+        (["cache"], "Missing command. Try 'kvboost cache --help'."),
+        (["cache", "ls", "absent"], "there is no directory absent"),
+        (["cache", "ls", "EMPTY"], "no directory"),
+        (["warm", "MODEL", "TEXT"], "give --cache-dir or --remote-url"),
+        (["warm", "MODEL", "absent.txt", "--cache-dir", "CACHE"], "there is no absent.txt"),
+        (["warm", "MODEL", "CACHE", "--cache-dir", "CACHE"], "holds no *.txt"),
+        (["run", "MODEL", "hello", "--quality", "best"], "quality='best' is not known"),
+        (["run", "MODEL", "hello", "--kv-cache-bits", "5"], "use 16, 8 or 4"),
+        (["run", "MODEL", "hello", "--max-new-tokens", "0"], "greater than or equal to 1. Try 'kvboost run --help'."),
+        (["run", "MODEL", "hello", "--config", "absent.toml"], "cannot be read as TOML"),
+        (["run", "MODEL", "hello", "--raw", "--system", "x"], "--raw has no system message"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -64,11 +76,13 @@ def test_a_mistake_is_one_line(
 ) -> None:
     (tmp_path / "empty").write_text("\n \n")
     (tmp_path / "text").write_text("one prompt\nanother prompt\n")
+    (tmp_path / "cache").mkdir()
     names: dict[str, Any] = {"MODEL": folder, "EMPTY": tmp_path / "empty", "TEXT": tmp_path / "text"}
+    names["CACHE"] = tmp_path / "cache"
     assert main([str(names.get(part, part)) for part in arguments]) == 2
     said = capsys.readouterr().err
     last = said.strip().splitlines()[-1]
-    assert last.startswith("kvboost ")
+    assert last.startswith(("kvboost ", "kvboost: "))
     assert message in last
     assert "Traceback" not in said
 
@@ -82,3 +96,94 @@ def test_prompts_come_as_json_lines_or_as_text(tmp_path: Path) -> None:
     file.write_text('{"prompt": "a"}\n{"text": "b"}\n')
     with pytest.raises(Exception, match="line 2"):
         read_prompts(file)
+
+
+def test_warm_reads_directories_and_goes_on_where_it_stopped(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    documents = tmp_path / "documents"
+    (documents / "more").mkdir(parents=True)
+    for number in range(3):
+        (documents / f"{number}.txt").write_text(f"document {number} " * 30)
+    call = ["warm", str(folder), str(documents), "--cache-dir", str(tmp_path / "cache")]
+    assert main(call) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("3 documents with ")
+    assert not first.endswith(" 0 chunks were new.\n")
+    assert main(call) == 0
+    assert capsys.readouterr().out.endswith(" 0 chunks were new.\n")
+    (documents / "more" / "new.md").write_text("quite another document " * 20)
+    (documents / "more" / "long.md").write_text("far too long " * 400)
+    assert main(call) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("4 documents with ")
+    assert not said.out.endswith(" 0 chunks were new.\n")
+    assert "left out" in said.err
+    assert "long.md" in said.err
+
+
+def test_every_command_has_a_help_that_teaches() -> None:
+    def commands(group: Any, path: list[str]) -> list[list[str]]:
+        inner = getattr(group, "commands", None)
+        return [path] if inner is None else [p for name, c in inner.items() for p in commands(c, [*path, name])]
+
+    paths = commands(typer.main.get_command(app), [])
+    assert len(paths) == 14
+    for path in paths:
+        if path == ["bench"]:
+            continue
+        shown = CliRunner().invoke(app, [*path, "--help"], prog_name="kvboost", env={"COLUMNS": "200"})
+        assert shown.exit_code == 0, shown.output
+        assert f"Example:  kvboost {' '.join(path)} " in shown.output
+
+
+def test_nothing_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "doctor" in capsys.readouterr().out
+
+
+def test_bench_passes_on_what_it_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "--help"])
+    assert ended.value.code == 0
+    assert "restart" in capsys.readouterr().out
+    assert main(["bench", "limit", "--json", "/no/such/folder/x.json"]) == 2
+    assert "create it first" in capsys.readouterr().err
+
+
+def _subprocess(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
+    )
+
+
+def test_the_module_is_the_command(folder: Path) -> None:
+    done = _subprocess("-m", "kvboost", "doctor", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert "exact reuse         on" in done.stdout
+    wrong = _subprocess("-m", "kvboost", "doctor")
+    assert wrong.returncode == 2
+    assert "Traceback" not in wrong.stderr
+
+
+def test_help_and_completion_wait_for_no_torch() -> None:
+    code = (
+        "import sys, kvboost.cli\n"
+        "code = kvboost.cli.main(['--help'])\n"
+        "print(code, sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    done = _subprocess("-c", code)
+    assert done.stdout.endswith("0 []\n"), done.stderr
+    asked = {"_KVBOOST_COMPLETE": "complete_bash", "COMP_WORDS": "kvboost cache ve", "COMP_CWORD": "2"}
+    done = _subprocess("-m", "kvboost", **asked)
+    assert done.stdout.split() == ["verify"], done.stderr
+
+
+def test_the_package_still_offers_its_names() -> None:
+    import kvboost
+
+    for name in kvboost.__all__:
+        assert getattr(kvboost, name).__name__ == name
+        assert name in dir(kvboost)
+    with pytest.raises(AttributeError, match="no attribute 'KVBost'"):
+        kvboost.KVBost  # noqa: B018

@@ -22,7 +22,7 @@ from kvboost.store import MemoryStore
 from kvboost.store.record import inspect
 from tests.engine.test_moving import HEAD, ONE, QUESTION, THREE, TWO, engine_for, read, text, warm
 from tests.engine.test_tiers import _same_bits
-from tests.store.test_objects import folder, s3  # noqa: F401 - fixtures
+from tests.store.test_objects import folder  # noqa: F401 - a fixture
 from tests.store.test_protection import KEY, key_file
 
 pytestmark = pytest.mark.usefixtures("prices_as_guessed")

@@ -42,7 +42,7 @@ def put_all(store: MemoryStore, chunks: Sequence[Chunk]) -> None:
 
 
 def test_the_least_recently_used_prompt_goes_first_from_its_end() -> None:
-    store = MemoryStore(500)
+    store = MemoryStore(500, policy=LeafFirstLRU())
     old, young = prompt("a", "b", "c"), prompt("x", "y")
     put_all(store, old)
     put_all(store, young)
@@ -56,7 +56,7 @@ def test_the_least_recently_used_prompt_goes_first_from_its_end() -> None:
 
 
 def test_a_lease_makes_a_prompt_young() -> None:
-    store = MemoryStore(200)
+    store = MemoryStore(200, policy=LeafFirstLRU())
     for word in ("a", "b"):
         put_all(store, prompt(word))
     store.lease(prompt("a")).release()
@@ -177,7 +177,7 @@ class MemoryStoreMachine(RuleBasedStateMachine):
 
     @initialize(capacity=capacities, max_chunks=limits)
     def make(self, capacity: int, max_chunks: int | None) -> None:
-        self.store = MemoryStore(capacity, max_chunks=max_chunks)
+        self.store = MemoryStore(capacity, max_chunks=max_chunks, policy=LeafFirstLRU())
         self.model = Model(capacity, max_chunks)
         self.leases: list[tuple[Lease, list[KVBlock]]] = []
         self.forgotten = 0  # leases[:forgotten] are from before the last clear

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvboost.bench.faults import Fault, FaultyProxy
-from kvboost.bench.servers import free_port
 from kvboost.errors import ConfigError
 from kvboost.extend import Tier
 from kvboost.store.objects import ObjectTier
@@ -23,31 +20,6 @@ from kvboost.testing.content import prompt
 from kvboost.testing.tier import assert_same, block_of, namespace
 from kvboost.types import Namespace, PutOutcome
 from tests.helpers.redis_writer import numbered
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[int]:
-    """The port of a server in a process of its own."""
-    port = free_port()
-    serve = f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"
-    process = subprocess.Popen([sys.executable, "-c", serve], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        import boto3
-
-        client = boto3.client("s3", **_keys(port, "aws_"), endpoint_url=f"http://127.0.0.1:{port}")
-        for attempt in range(60):
-            try:
-                client.create_bucket(Bucket="bucket")
-                break
-            except Exception:
-                if attempt == 59:
-                    raise
-                time.sleep(0.5)
-        client.close()
-        yield port
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _keys(port: int, prefix: str = "") -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -172,6 +173,9 @@ class NeverEvicts(MemoryStore):
 
 class EvictsParents(MemoryStore):
     """Plain LRU: takes chunks that others stand behind."""
+
+    def __init__(self, capacity_bytes: int, *, max_chunks: int | None = None) -> None:
+        super().__init__(capacity_bytes, max_chunks=max_chunks, policy=LeafFirstLRU())
 
     def _evictable(self, key: bytes) -> bool:
         return self._entries[key].leases == 0
@@ -572,7 +576,8 @@ class WithoutRemoved:
 
     def __init__(self) -> None:
         inner = LeafFirstLRU()
-        self.inserted, self.used, self.victim = inner.inserted, inner.used, inner.victim
+        self.inserted, self.found, self.used, self.victim = inner.inserted, inner.found, inner.used, inner.victim
+        self.admits = inner.admits
 
 
 class IgnoresEvictable(LeafFirstLRU):
@@ -617,7 +622,7 @@ class RemembersTheGone(LeafFirstLRU):
         super().removed(key)
         self.gone.add(key)
 
-    def inserted(self, key: bytes) -> None:
+    def inserted(self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1) -> None:
         if key not in self.gone:
             super().inserted(key)
 
@@ -635,7 +640,36 @@ class UsedInsists(LeafFirstLRU):
             self._order.move_to_end(key)
 
 
+class OffersParentsOnly(LeafFirstLRU):
+    """Loses sight of a key that nothing stands behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parents: set[bytes | None] = set()
+
+    def inserted(self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1) -> None:
+        super().inserted(key)
+        self.parents.add(parent)
+
+    def victim(self, evictable: Callable[[bytes], bool]) -> bytes | None:
+        return super().victim(lambda key: key in self.parents and evictable(key))
+
+
+class StoresWhatItAdmits(LeafFirstLRU):
+    def admits(self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes) -> bool:
+        self.inserted(key)
+        return True
+
+
+class DrawsLots(LeafFirstLRU):
+    def victim(self, evictable: Callable[[bytes], bool]) -> bytes | None:
+        return max((key for key in self._order if evictable(key)), key=lambda key: random.random(), default=None)
+
+
 BROKEN_POLICIES: list[tuple[type, str]] = [
+    (OffersParentsOnly, "test_the_end_of_a_prompt_is_offered"),
+    (DrawsLots, "test_the_same_calls_give_the_same_victims"),
+    (StoresWhatItAdmits, "test_admitting_changes_nothing"),
     (WithoutRemoved, "test_is_an_eviction_policy"),
     (RaisesWhenEmpty, "test_an_empty_policy_has_no_victim"),
     (RaisesWhenEmpty, "test_nothing_evictable_means_no_victim"),

@@ -11,6 +11,7 @@ from typing import Protocol, cast
 from kvboost.bench import (
     codec,
     disk,
+    eviction,
     exactness,
     fidelity,
     found,
@@ -54,6 +55,7 @@ _MEASUREMENTS = {
         disk,
         codec,
         remote,
+        eviction,
     )
 }
 

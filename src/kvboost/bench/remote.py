@@ -23,7 +23,7 @@ from kvboost.bench.faults import Fault, FaultyProxy
 from kvboost.bench.measure import alternate, positive
 from kvboost.bench.report import BenchError, Report, Spread, Table, describe_machine, ratios
 from kvboost.bench.servers import redis_server
-from kvboost.store.files import page_aligned
+from kvboost.direct_io import page_aligned
 from kvboost.store.record import RecordFormat
 from kvboost.store.redis import RedisTier
 from kvboost.store.resp import Link, Patience

@@ -2,13 +2,14 @@
 
 Called by the command line. One engine reads the prompt and flushes; for every sample a new one is made, whose memory
 is empty, and asked for one token. Invariants: both read the same tokens and alternate in one run; a sample in which
-less than nine tenths came from the tier is an error, not a time.
+less than nine tenths came from the tier is no time: it is taken again, which the table says, and in the end an error.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -22,6 +23,7 @@ from kvboost.engine import KVBoost
 
 _FULL, _MEMORY = "full reading", "memory"
 _MOST = 0.9  # of the prompt must come from the tier
+_MOST_TRIES = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +51,7 @@ def run(args: argparse.Namespace) -> Report:
             describe_machine(dtype=args.dtype, model=str(args.model)),
             ["KV from", "prompt", "cached", "TTFT ms", "full reading ms", "times faster"],
         )
+        again: Counter[str] = Counter()
         for length in args.lengths:
             prompt = source.window(0, length)
             contestants: dict[str, Callable[[], float]] = {
@@ -59,7 +62,7 @@ def run(args: argparse.Namespace) -> Report:
             for name, settings in tiers.items():
                 with _engine(plain, settings) as writer:
                     cached[name] = _fill(writer, prompt)
-                contestants[name] = partial(_from_tier, plain, settings, prompt)
+                contestants[name] = partial(_from_tier, plain, settings, prompt, again)
             samples = alternate(contestants, repeat=args.repeat, warmups=args.warmups, label=f"{length} tokens")
             report.raw["samples"].append({"length": length, **samples})
             for name in cached:
@@ -72,6 +75,8 @@ def run(args: argparse.Namespace) -> Report:
         "tier. Time counts from the call of generate(). The disk is read past the page cache where its file system "
         "allows that; Redis runs on this machine."
     )
+    if again["samples"]:
+        table.notes.append(f"{again['samples']} samples were taken again, as the tier was out of patience.")
     report.tables.append(table)
     return report
 
@@ -90,7 +95,10 @@ def _fill(engine: KVBoost, prompt: list[int]) -> int:
 def _checked(engine: KVBoost, prompt: list[int]) -> float:
     result = first_token(engine, prompt)
     if result.cached_tokens < _MOST * len(prompt):
-        raise BenchError(f"only {result.cached_tokens} of {len(prompt)} tokens came from the cache; give the tier room")
+        raise BenchError(
+            f"only {result.cached_tokens} of {len(prompt)} tokens came from the cache; "
+            "give the tier room, or the machine less to do"
+        )
     return result.ttft_ms
 
 
@@ -98,6 +106,12 @@ def _full_reading(engine: KVBoost, prompt: list[int]) -> float:
     return first_token(engine, prompt, baseline=True).ttft_ms
 
 
-def _from_tier(plain: KVBoost, settings: dict[str, Any], prompt: list[int]) -> float:
+def _from_tier(plain: KVBoost, settings: dict[str, Any], prompt: list[int], again: Counter[str]) -> float:
+    for _ in range(_MOST_TRIES - 1):
+        with _engine(plain, settings) as engine:
+            try:
+                return _checked(engine, prompt)
+            except BenchError:
+                again["samples"] += 1  # a server on a busy machine may be out of patience
     with _engine(plain, settings) as engine:
         return _checked(engine, prompt)

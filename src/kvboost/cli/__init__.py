@@ -1,4 +1,4 @@
-"""The command line: ``kvboost calibrate`` and ``kvboost doctor``."""
+"""The command line: ``kvboost``, also ``python -m kvboost``."""
 
 from kvboost.cli.main import main
 

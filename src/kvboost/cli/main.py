@@ -1,115 +1,94 @@
-"""``kvboost``: what can be done with a model without writing Python.
+"""``kvboost``: what can be done with a model and a cache without writing Python.
 
-Exit codes: 0 done, 2 the call cannot work and the message says what to do. A user's mistake is one line,
-never a stack trace.
+Exit codes: 0 done; 1 damage was found; 2 the call cannot work and the message says what to do. Invariants: a user's
+mistake is one line, never a stack trace; nothing that is slow to import is imported before a command runs, as help
+texts and shell completion must not wait for it.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
-from kvboost.config import EngineConfig
-from kvboost.engine import KVBoost
-from kvboost.errors import ConfigError, KVBoostError
-from kvboost.repair import tolerated_share
+import typer
+from typer.core import TyperGroup
+
+from kvboost.cli import cache, models, serving, talking
+from kvboost.errors import KVBoostError
+
+_INTERRUPTED = 130
+_PASSED_ON: dict[str, Any] = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}
+
+app = typer.Typer(
+    name="kvboost",
+    help="KV-cache reuse for Hugging Face models: read a text once, use it again.",
+    epilog="Start with:  kvboost doctor MODEL  and then  kvboost chat MODEL",
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    invoke_without_command=True,
+)
+
+
+@app.callback()
+def _alone(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
+
+
+app.command(epilog="Example:  kvboost serve ./model --port 8000 --cache-dir ~/.cache/kvboost")(serving.serve)
+app.command(epilog='Example:  kvboost run ./model "Why is the sky blue?" --cache-dir ~/.cache/kvboost')(talking.run)
+app.command(epilog="Example:  kvboost chat ./model --cache-dir ~/.cache/kvboost")(talking.chat)
+app.command(epilog="Example:  kvboost warm ./model docs/ handbook.md --cache-dir ~/.cache/kvboost")(models.warm)
+app.command(epilog="Example:  kvboost doctor HuggingFaceTB/SmolLM2-135M-Instruct")(models.doctor)
+app.command(epilog="Example:  kvboost calibrate ./model --prompts traffic.jsonl --tolerated 0.05")(models.calibrate)
+app.add_typer(cache.app, name="cache", epilog="Example:  kvboost cache stat ~/.cache/kvboost")
+
+
+@app.command(context_settings=_PASSED_ON, epilog="Example:  kvboost bench restart --help", add_help_option=False)
+def bench(context: typer.Context) -> None:
+    """Run a measurement: the same as python -m kvboost.bench."""
+    from kvboost.bench.cli import main as measure
+
+    raise typer.Exit(measure(context.args))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command."""
-    args = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    group: Any = typer.main.get_command(app)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Transformers' own; ours are in what is printed
-            args.run(args)
+            code = group.main(args=words, prog_name="kvboost", standalone_mode=False)
+    except typer.TyperException as error:
+        name = _named(group, words)
+        return _said(name, f"{error.format_message().rstrip('.')}. Try '{name} --help'.")
     except (KVBoostError, OSError) as error:
-        print(f"kvboost {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+        return _said(_named(group, words), str(error))
+    except (typer.Abort, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    return code if isinstance(code, int) else 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="kvboost", description="KV-cache reuse for Hugging Face models.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    doctor = commands.add_parser("doctor", help="say what reuse this model allows, and why not more")
-    calibrate = commands.add_parser("calibrate", help="measure on your prompts how many rows moved text needs")
-    for command in (doctor, calibrate):
-        command.add_argument("model", help="folder or hub name, as Transformers takes it")
-        command.add_argument("--dtype", default="auto", help="as Transformers takes it (default: the checkpoint's own)")
-    doctor.set_defaults(run=_doctor)
-    calibrate.add_argument(
-        "--prompts",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help='your traffic, in order: JSON Lines with {"prompt": text} or {"token_ids": [...]}, or one text per line',
-    )
-    calibrate.add_argument(
-        "--tolerated",
-        type=float,
-        metavar="SHARE",
-        help="say what this quality would take: answers that may differ, such as 0.05 (default: as high)",
-    )
-    calibrate.add_argument(
-        "--out", type=Path, default=Path("kvboost-calibration.json"), metavar="FILE", help="default: %(default)s"
-    )
-    calibrate.set_defaults(run=_calibrate)
-    return parser
+def _named(group: Any, words: Sequence[str]) -> str:
+    """The command that was called, with its groups."""
+    name = ["kvboost"]
+    for word in words:
+        if not isinstance(group, TyperGroup) or word not in group.commands:
+            break
+        name.append(word)
+        group = group.commands[word]
+    return " ".join(name)
 
 
-def _doctor(args: argparse.Namespace) -> None:
-    with KVBoost.from_pretrained(args.model, dtype=args.dtype, strict=False) as engine:
-        for name, value in engine.describe().items():
-            print(f"{name:<20}{value}")
-
-
-def _calibrate(args: argparse.Namespace) -> None:
-    prompts, boundaries = read_prompts(args.prompts)
-    if args.tolerated is not None and not 0.0 < args.tolerated < 1.0:
-        raise ConfigError(f"--tolerated {args.tolerated} is not a share; give 0.05 for five answers in a hundred")
-    if not args.out.expanduser().resolve().parent.is_dir():
-        raise ConfigError(f"there is no folder to write {args.out} into; create it first")
-    print(f"loading {args.model}", file=sys.stderr)
-    with KVBoost.from_pretrained(args.model, dtype=args.dtype) as engine:
-        result = engine.calibrate(prompts, boundaries=boundaries, save_to=args.out.expanduser())
-        quality = args.tolerated if args.tolerated is not None else engine.config.quality
-    tolerated = tolerated_share(EngineConfig(quality=quality))
-    print("rows again   answers that differ   at most (90 % sure)   tokens that agree")
-    for row in result.rows:
-        differing = f"{row.differing} of {row.compared}"
-        print(f"{row.ratio:>9.0%}{differing:>20}{row.largest_share:>22.1%}{row.agreement:>20.1%}")
-    chosen = result.choose(tolerated)
-    if chosen is None:
-        print(f"No ratio is shown to change at most {tolerated:.3g} of the answers: quality={quality!r} moves nothing.")
-    else:
-        print(f"quality={quality!r} computes {chosen.ratio:.0%} of the rows again.")
-    print(f'Written to {args.out}; use it with KVBoost(..., quality={quality!r}, calibration="{args.out}").')
-
-
-def read_prompts(file: Path) -> tuple[list[str | list[int]], list[list[int]]]:
-    """The prompts in ``file`` and the boundaries of each: JSON Lines, or one text per line. Blank lines are skipped."""
-    try:
-        lines = [line for line in file.expanduser().read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}); give a text file with --prompts") from error
-    if not lines:
-        raise ConfigError(f"{file} is empty; give the prompts of your traffic, one per line")
-    if not lines[0].lstrip().startswith("{"):
-        return list(lines), [[]] * len(lines)
-    prompts: list[str | list[int]] = []
-    boundaries: list[list[int]] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-            prompts.append(str(record["prompt"]) if "prompt" in record else [int(i) for i in record["token_ids"]])
-            boundaries.append([int(i) for i in record.get("boundaries", [])])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f'{file}, line {number}: expected {{"prompt": text}} or {{"token_ids": [...]}}, '
-                f'with "boundaries": [...] if you like ({error!r})'
-            ) from error
-    return prompts, boundaries
+def _said(name: str, message: str) -> int:
+    print(f"{name}: {' '.join(message.split())}", file=sys.stderr)
+    return 2

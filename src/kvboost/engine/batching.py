@@ -38,7 +38,7 @@ class BatchRunner:
     Args:
         engine: Whose model and cache are used. Others may go on using it; they take turns by the CPU's leave.
         max_running: Jobs that are read and decoded side by side.
-        max_waiting: Jobs that may wait; one more is refused with CapacityError.
+        max_waiting: Jobs that may wait; one more is refused with BusyError.
         kv_bytes: KV that running jobs may come to hold together. The engine's idle workspaces come on top.
         chunk_budget: Prompt tokens read between two decode steps; at least one chunk is. The engine's chunk size
             if left out.
@@ -101,7 +101,7 @@ class BatchRunner:
         self._thread.start()
 
     def submit(self, job: Job) -> Ticket:
-        """Take the job. Raises CapacityError, with what to do, for one that can never fit or if too many wait."""
+        """Take the job. Raises CapacityError for one that can never fit, BusyError if too many wait."""
         engine = self.engine_for(job.tenant)
         reader, job = self._checked(job, engine)
         state = reader.names.model_state()

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from kvboost.config import EngineConfig
+from kvboost.config import EngineConfig, parse_bytes
 from kvboost.engine.assembly import Assembly, assemble, check_settings
 from kvboost.engine.calibration import calibrate
 from kvboost.engine.clock import StageClock
@@ -44,6 +44,7 @@ from kvboost.types import (
     CacheStats,
     GenerationMode,
     GenerationResult,
+    HotChunk,
     PrefillResult,
     ReuseReport,
 )
@@ -112,6 +113,8 @@ class KVBoost:
         dtype: Any = "auto",
         device: str | None = None,
         store: ChunkStore | None = None,
+        weight_budget: int | str | None = None,
+        weight_dir: str | Path | None = None,
         **settings_and_model_kwargs: Any,
     ) -> KVBoost:
         """Load a model and its tokenizer, and wrap them.
@@ -121,6 +124,10 @@ class KVBoost:
             dtype: Passed to Transformers; ``"auto"`` takes the checkpoint's own.
             device: Where to put the model; the accelerator if there is one, else the CPU.
             store: Keep chunks here instead of in a memory store of the engine's own.
+            weight_budget: Keep at most this many bytes of weights in memory, such as ``"6GB"``: the layers that do
+                not fit are read from disk in every step, while others compute. The answers stay the same to the bit.
+            weight_dir: Where the layers' files for that are made, once, as large as the model; beside the
+                checkpoint if left out.
             **settings_and_model_kwargs: The engine's settings, by the names of :class:`kvboost.EngineConfig`, which
                 says what each does; everything else goes to ``AutoModelForCausalLM.from_pretrained``.
         """
@@ -131,7 +138,14 @@ class KVBoost:
             if near := difflib.get_close_matches(name, names, n=1, cutoff=0.8):
                 raise ConfigError(f"{name} is not a setting; did you mean {near[0]}?")
         check_settings(EngineConfig(**settings))  # a bad one should not cost the user a model load
-        model, tokenizer = load_model(name_or_path, dtype=dtype, device=device, model_kwargs=model_kwargs)
+        model, tokenizer = load_model(
+            name_or_path,
+            dtype=dtype,
+            device=device,
+            model_kwargs=model_kwargs,
+            weight_budget=parse_bytes(weight_budget, name="weight_budget") if weight_budget is not None else None,
+            weight_dir=weight_dir,
+        )
         return cls(model, tokenizer, store=store, **settings)
 
     def for_tenant(self, tenant: str) -> KVBoost:
@@ -141,6 +155,11 @@ class KVBoost:
         object for every call. It may be closed by itself and is closed with this engine.
         """
         return self._tenants.get(self._viewed or self, tenant)
+
+    def views(self) -> list[KVBoost]:
+        """This engine and what :meth:`for_tenant` made of it that is still open."""
+        whole = self._viewed or self
+        return [whole, *whole._tenants.all()]
 
     def purge_tenant(self, tenant: str) -> None:
         """Remove everything that was kept for a tenant, of whatever model, from every tier. Let its requests end first.
@@ -318,6 +337,10 @@ class KVBoost:
     def cache_stats(self) -> CacheStats:
         """What the cache holds and how often it helped. Hits and misses count chunks asked for."""
         return cache_stats(self._store.stats(), parts=self._parts, refusal=self._refusal)
+
+    def hottest_chunks(self, most: int = 10) -> list[HotChunk]:
+        """The chunks in memory that were used most often; none if the store does not count."""
+        return self._store.hottest(most) if isinstance(self._store, MemoryStore | TieredStore) else []
 
     def warm_documents(
         self,

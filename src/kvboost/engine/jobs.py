@@ -92,7 +92,7 @@ class JobRunner(Protocol):
     """Runs jobs side by side. Thread-safe."""
 
     def submit(self, job: Job) -> Ticket:
-        """Take the job. Raises CapacityError, with what to do, for one that can never fit or if too many wait."""
+        """Take the job. Raises CapacityError for one that can never fit, BusyError if too many wait."""
         ...
 
     def load(self) -> RunnerLoad:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvboost.errors import CapacityError
+from kvboost.errors import BusyError, CapacityError
 
 _PLACED_PER_READ = 64  # rows copied from the store in the time that one row is computed, at least
 _MOST_PASSED = 8  # chunks that shorter prompts may read before a longer one reads its next
@@ -89,7 +89,7 @@ class Scheduler:
     def add(self, *, tenant: str, nbytes: int, chain: Sequence[bytes], peak: int | None = None) -> int:
         """Queue a job that needs ``nbytes`` to begin with and ``peak`` at most (the same if left out).
 
-        Raises CapacityError for one that can never fit, or if too many wait.
+        Raises CapacityError for one that can never fit, BusyError if too many wait.
         """
         peak = nbytes if peak is None else peak
         if peak > self.limits.kv_bytes:
@@ -98,7 +98,7 @@ class Scheduler:
                 "shorten the prompt, lower max_new_tokens or raise kv_bytes"
             )
         if len(self._waiting) >= self.limits.max_waiting:
-            raise CapacityError(f"{len(self._waiting)} jobs are waiting already; try again later or raise max_waiting")
+            raise BusyError(f"{len(self._waiting)} jobs are waiting already; try again later or raise max_waiting")
         number = next(self._numbers)
         self._waiting[number] = _Entry(number, tenant, nbytes, tuple(chain), next(self._places))
         return number

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvboost.engine.assembly import Assembly
+from kvboost.model import describe_weights
 from kvboost.types import CacheStats, MovedReuseStats, StoreStats
 
 
@@ -46,6 +47,7 @@ def _moved_reuse(parts: Assembly | None, refusal: str | None) -> MovedReuseStats
 def describe(model: Any, *, parts: Assembly | None, refusal: str | None) -> dict[str, str]:
     """What can be reused with this model, and why not more."""
     told = {"model": str(model.config.model_type), "device": str(model.device), "dtype": str(model.dtype)}
+    told["weights"] = describe_weights(model)
     if parts is None:
         return {**told, "exact reuse": f"off: {refusal}", "moved reuse": "off: it needs exact reuse"}
     facts = parts.facts

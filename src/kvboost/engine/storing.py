@@ -6,7 +6,6 @@ these settings; all tenants together stay within what the settings allow, and sh
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -31,17 +30,12 @@ from kvboost.store import (
     read_key,
     record_format,
 )
-from kvboost.types import TOKEN_BYTES, KVBlock, Namespace
+from kvboost.types import TOKEN_BYTES, KVBlock, Namespace, tenant_digest
 
 _RECORD_BYTES = 64 * 2**20
 _LONGEST_CHUNKS = 16  # times the average that a record may hold: chunks vary in length
 
 LastingTier = DiskTier | RedisTier | ObjectTier
-
-
-def tenant_digest(tenant: str) -> bytes:
-    """How a tenant is named outside the process."""
-    return hashlib.sha256(b"kvboost.tenant.1" + tenant.encode()).digest()
 
 
 class Stores:

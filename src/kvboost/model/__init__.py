@@ -19,6 +19,7 @@ from kvboost.model.rope import KeyMover, probe_mover
 from kvboost.model.rows import RowRunner, probe_rows
 from kvboost.model.runner import ModelRunner
 from kvboost.model.spread import Spread
+from kvboost.model.streaming import describe_weights, streamer_of
 
 __all__ = [
     "CODECS",
@@ -36,6 +37,7 @@ __all__ = [
     "SlabCache",
     "Spread",
     "codec_for",
+    "describe_weights",
     "end_token_ids",
     "load_model",
     "pad_token_id",
@@ -47,4 +49,5 @@ __all__ = [
     "run_generate",
     "sampling_arguments",
     "sequences_per_prompt",
+    "streamer_of",
 ]

@@ -18,6 +18,8 @@ import transformers
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.model.cache import KVLayout
+from kvboost.model.digests import weight_hasher
+from kvboost.model.streaming import WeightStreamer, streamer_of
 
 # Raise when a change to this package changes how KV is computed.
 _NUMERICS_VERSION = 1
@@ -79,6 +81,7 @@ def _weight_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _weights_state(model: Any) -> tuple[Any, ...]:
     """Changes when a weight is written to, moved or exchanged. Runs on every request, hence no names."""
+    streamer = streamer_of(model)
     return tuple(
         # Inference tensors count no versions: a write to one of those goes unnoticed.
         (id(tensor), 0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
@@ -86,15 +89,21 @@ def _weights_state(model: Any) -> tuple[Any, ...]:
         for tensors in (module._parameters, module._buffers)
         for name, tensor in tensors.items()
         if tensor is not None and not name.endswith("inv_freq")
+        # What passes through a buffer is another tensor all the time, and never written to.
+        if streamer is None or not streamer.holds(module, name)
     )
 
 
 def _weights_digest(model: Any) -> str:
     """SHA-256 over every weight: name, type, shape, bytes. Hashing releases the GIL, so threads help."""
 
+    streamer = streamer_of(model)
+
     def one(item: tuple[str, torch.Tensor]) -> bytes:
         name, tensor = item
-        hasher = hashlib.sha256(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        if streamer is not None and (digest := _streamed_digest(model, streamer, name)) is not None:
+            return digest
+        hasher = weight_hasher(name, tensor.dtype, tensor.shape)
         flat = tensor.detach().contiguous().view(-1)
         for start in range(0, flat.numel(), _HASH_PIECE):  # so a GPU tensor never lies in host memory whole
             piece = flat[start : start + _HASH_PIECE].cpu().view(torch.uint8)
@@ -110,6 +119,13 @@ def _weights_digest(model: Any) -> str:
             f"the weights cannot be read to tell this model from others (offloaded or quantised? {error}). "
             "Pass strict=False to run it without reuse."
         ) from error
+
+
+def _streamed_digest(model: Any, streamer: WeightStreamer, name: str) -> bytes | None:
+    """The digest of a weight that is streamed: the same as if it were in memory. None if it is."""
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    return streamer.digest(module, key, name) if streamer.holds(module, key) else None
 
 
 def _config_digest(model: Any) -> str:

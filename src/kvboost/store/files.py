@@ -14,11 +14,9 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
+from kvboost.direct_io import DIRECT, PAGE, page_aligned, up_to_page
 
-_PAGE = 4096  # what O_DIRECT wants of addresses, offsets and lengths everywhere
 _MOST_PARTS = 512  # of one writev; the system allows 1,024
-_DIRECT = getattr(os, "O_DIRECT", 0)
 _SUFFIX = ".kv"
 
 
@@ -26,7 +24,7 @@ class Files:
     """The system calls of the disk tier."""
 
     def __init__(self, *, direct: bool = True) -> None:
-        self.direct = direct and bool(_DIRECT)
+        self.direct = direct and bool(DIRECT)
         """Whether reads go past the page cache; turned off where the file system refuses."""
 
     def write(self, path: Path, parts: Sequence[memoryview]) -> None:
@@ -51,7 +49,7 @@ class Files:
             return None
         try:
             size = min(os.fstat(descriptor).st_size, max_bytes + 1)
-            buffer = page_aligned(-(-size // _PAGE) * _PAGE)
+            buffer = page_aligned(up_to_page(size))
             return buffer[: self._fill(path, descriptor, buffer, size)]
         finally:
             os.close(descriptor)
@@ -91,7 +89,7 @@ class Files:
         flags = os.O_RDONLY | os.O_NOFOLLOW
         if self.direct:
             try:
-                return os.open(path, flags | _DIRECT)
+                return os.open(path, flags | DIRECT)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
@@ -110,7 +108,7 @@ class Files:
                 self.direct = False  # some file systems say so only here
                 return self._refill(path, buffer, size)
             done += count
-            if not count or count % _PAGE:  # the end; a direct read from the middle of a page is not allowed
+            if not count or count % PAGE:  # the end; a direct read from the middle of a page is not allowed
                 break
         return min(done, size)
 
@@ -134,14 +132,6 @@ class Files:
 
     def _fsync(self, descriptor: int) -> None:
         os.fsync(descriptor)
-
-
-def page_aligned(size: int) -> memoryview:
-    """New memory that begins at a page, for reads past the page cache."""
-    # From malloc and not from mmap: memory that was freed is used again without new page faults.
-    whole = np.empty(size + _PAGE, dtype=np.uint8)
-    begin = -whole.ctypes.data % _PAGE
-    return memoryview(whole[begin : begin + size])  # type: ignore[arg-type]
 
 
 class Layout:

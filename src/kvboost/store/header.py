@@ -43,7 +43,7 @@ MAX_HEADER_BYTES = 2**20
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """What a record is read from. Anything with the buffer protocol and single bytes will do."""
 
-_MAGIC = b"\x89KVB\r\n\x1a\n"  # as PNG's: shows a file that went through a text conversion
+MAGIC = b"\x89KVB\r\n\x1a\n"  # as PNG's: shows a file that went through a text conversion
 _FIXED = struct.Struct("<8sHHIQ32s32s32s8s32s32s32s32sQIIHHH")
 _SEAL = slice(24, 56)
 _RUN = struct.Struct("<HBB")
@@ -148,7 +148,7 @@ class RecordHeader:
 def header_length(first_page: Buffer) -> int:
     """How many bytes :func:`inspect` and :meth:`RecordFormat.info` need, by the first page of a record."""
     view = memoryview(first_page)
-    if len(view) < _FIXED.size or view[:8] != _MAGIC:
+    if len(view) < _FIXED.size or view[:8] != MAGIC:
         raise DamagedRecordError("these bytes do not begin as a record does")
     length = int.from_bytes(view[12:16], "little")
     if not 0 < length <= MAX_HEADER_BYTES:
@@ -168,7 +168,7 @@ def pack_header(header: RecordHeader, mac_key: bytes | None) -> bytearray:
     _FIXED.pack_into(
         packed,
         0,
-        _MAGIC,
+        MAGIC,
         header.version,
         flags,
         header.header_bytes,

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from kvboost.extend import EvictionPolicy
-from kvboost.store.eviction import LeafFirstLRU
+from kvboost.store.policies import LeafFirstLRU
 from kvboost.types import BlockInfo, KVBlock, PutOutcome, StoreStats
 
 _MOST_VARIANTS = 8  # of one content in a lookup, as in memory
@@ -94,7 +94,7 @@ class HostTier:
                     self._blocks[block.key] = kept
                     others = self._same_content.get(block.content_key, ())
                     self._same_content[block.content_key] = (*others, block.key)
-                    self._policy.inserted(block.key)
+                    self._policy.inserted(block.key, parent=block.parent_key, nbytes=block.nbytes)
         return PutOutcome.STORED
 
     def used(self, chain: Sequence[bytes]) -> None:

@@ -355,6 +355,31 @@ class ChunkIndex:
                 self._write.execute("ROLLBACK")
 
 
+class IndexView:
+    """The index of a directory, to look at only: opening it makes and changes nothing. May raise sqlite3.Error."""
+
+    def __init__(self, path: Path) -> None:
+        self._read = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=_PATIENCE_S, check_same_thread=False)
+
+    def namespaces(self) -> dict[bytes, Namespace]:
+        """Whose spaces these are."""
+        rows = self._read.execute("SELECT space, root, tenant FROM spaces").fetchall()
+        return {space: Namespace(root, tenant) for space, root, tenant in rows}
+
+    def last_used(self, space: bytes, first: int) -> dict[bytes, int]:
+        """When the chunks of a space were last used whose keys begin with this byte, in nanoseconds."""
+        query = (
+            "SELECT key, last_used FROM chunks WHERE space = (SELECT id FROM spaces WHERE space = ?) AND key >= ? "
+            "AND (key < ? OR ?)"
+        )
+        below = bytes((min(first + 1, 255),))
+        return dict(self._read.execute(query, (space, bytes((first,)), below, first == 255)).fetchall())
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._read.close()
+
+
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=_PATIENCE_S, isolation_level=None, check_same_thread=False)
     try:

@@ -155,10 +155,23 @@ class Ledger:
 
     def ids(self, link: Link, patience: Patience, *, tenant: bytes | None = None, cursor: bytes) -> Page:
         """Some ids of this space, or of a tenant; all of them after the cursor has come back to ``b"0"``."""
-        owner = self._space if tenant is None else tenant.hex().encode()
+        return self._ids(link, patience, self._space if tenant is None else tenant.hex().encode(), cursor)
+
+    def all_ids(self, link: Link, patience: Patience, *, cursor: bytes) -> Page:
+        """Some ids of all tenants and spaces; all of them after the cursor has come back to ``b"0"``."""
+        return self._ids(link, patience, b"*", cursor)
+
+    def _ids(self, link: Link, patience: Patience, owner: bytes, cursor: bytes) -> Page:
         command = (b"HSCAN", self.prefix + b":ledger:entries", cursor, b"MATCH", owner + b":*", b"COUNT", b"1000")
         cursor, found = _page(link.call([command], patience)[0])
         return cursor, found[::2]
+
+    def described(self, link: Link, patience: Patience, ids: Sequence[bytes]) -> list[tuple[int, int] | None]:
+        """For chunks of any space: the bytes each takes and the second it was last used; None if it is not written."""
+        reply = self._run(link, patience, scripts.DESCRIBE, *ids)
+        if not isinstance(reply, list) or len(reply) != len(ids):
+            raise ProtocolError("an answer that is none of the ledger's")
+        return [_pair(found) for found in reply]
 
     def sweep(self, link: Link, patience: Patience, *, cursor: bytes) -> bytes:
         """Remove some of what lies under the prefix and is in nobody's books; the next cursor, ``b"0"`` at the end."""
@@ -187,6 +200,12 @@ def _page(reply: Reply) -> Page:
     if isinstance(reply, list) and len(reply) == 2 and isinstance(reply[0], bytes) and isinstance(reply[1], list):
         return reply[0], [name for name in reply[1] if isinstance(name, bytes)]
     raise ProtocolError("no page of a scan")
+
+
+def _pair(found: Reply) -> tuple[int, int] | None:
+    if isinstance(found, list) and len(found) == 2 and isinstance(found[0], int) and isinstance(found[1], int):
+        return found[0], found[1]
+    return None
 
 
 def _literal(pattern: bytes) -> bytes:

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvboost.direct_io import page_aligned
 from kvboost.errors import RecordError
-from kvboost.store.files import page_aligned
 from kvboost.store.header import MAX_HEADER_BYTES, read_header
 from kvboost.store.ledger import Ledger
 from kvboost.store.resp import Link, Patience, ServerError

@@ -9,27 +9,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from heapq import nlargest
 from types import TracebackType
 from typing import Self
 
 from kvboost.errors import StoreError
 from kvboost.extend import EvictionPolicy
-from kvboost.store.eviction import LeafFirstLRU
+from kvboost.store.policies import LeastExpected
 from kvboost.store.variants import best_variant, context_mark
-from kvboost.types import NOTHING_LOADED, Chunk, KVBlock, LoadReport, PutOutcome, StoreStats
+from kvboost.types import NOTHING_LOADED, TOKEN_BYTES, Chunk, HotChunk, KVBlock, LoadReport, PutOutcome, StoreStats
 
 MOST_VARIANTS = 4  # of one content that are kept for moving only
 _MOST_LOOKED_AT = 8  # of one content in a lookup; exact blocks may hold the same text behind any number of beginnings
 
 
 class _Entry:
-    __slots__ = ("block", "leases", "owner", "successors")
+    __slots__ = ("block", "leases", "owner", "successors", "uses")
 
     def __init__(self, block: KVBlock, owner: MemoryStore) -> None:
         self.block = block
         self.owner = owner
         self.leases = 0
         self.successors = 0
+        self.uses = 0
 
 
 class _Sum:
@@ -102,9 +104,11 @@ class MemoryStore:
         """``quota_bytes`` is what this store may take where others share the memory: see :meth:`beside`."""
         self._capacity = capacity_bytes
         self._max_chunks = max_chunks
-        self._policy = policy if policy is not None else LeafFirstLRU()
+        self._policy = policy if policy is not None else LeastExpected()
         self.on_evict: Callable[[KVBlock], None] = lambda block: None
         """Called with every block that is evicted, while the store is locked: it must be quick and not call back."""
+        self.selective = True
+        """Whether the policy may refuse a block that is not worth another's place. Not where blocks pass through."""
         self._lock = threading.Lock()
         self._entries: dict[bytes, _Entry] = {}
         self._same_content: dict[bytes, tuple[bytes, ...]] = {}  # content key -> keys, oldest first
@@ -188,11 +192,21 @@ class MemoryStore:
         with self._lock:
             return [entry.block for key in keys if (entry := self._own(key)) is not None]
 
+    def hottest(self, most: int) -> list[HotChunk]:
+        """The blocks in this memory, of all stores over it, that were leased most often. Marks nothing."""
+        with self._lock:
+            entries = nlargest(most, self._entries.values(), key=lambda entry: entry.uses)
+            return [
+                HotChunk(e.block.key, e.uses, e.block.start, len(e.block.tokens) // TOKEN_BYTES, e.block.nbytes)
+                for e in entries
+            ]
+
     def _hold(self, entries: Sequence[_Entry]) -> None:
         for entry in entries:
             entry.leases += 1
+            entry.uses += 1
         self._leased += len(entries)
-        self._policy.used([entry.block.key for entry in entries])
+        self._policy.found([entry.block.key for entry in entries])
 
     def put(self, block: KVBlock) -> PutOutcome:
         """Keep ``block``; evict others to make room."""
@@ -207,14 +221,14 @@ class MemoryStore:
                 if parent is None:
                     return self._refuse()
                 parent.successors += 1  # before making room: the parent itself must not be the victim
-            if not self._make_room(block.nbytes):
+            if not self._make_room(block):
                 if parent is not None:
                     parent.successors -= 1
                 return self._refuse()
             self._entries[block.key] = _Entry(block, self)
             self._same_content[block.content_key] = (*self._same_content.get(block.content_key, ()), block.key)
             self._count(1, block.nbytes)
-            self._policy.inserted(block.key)
+            self._policy.inserted(block.key, parent=block.parent_key, nbytes=block.nbytes)
             return PutOutcome.STORED
 
     def used(self, chain: Sequence[bytes]) -> None:
@@ -264,24 +278,32 @@ class MemoryStore:
         self._bytes += nbytes
         self._all.bytes += nbytes
 
-    def _make_room(self, nbytes: int) -> bool:
-        """Evict until ``nbytes`` and one more chunk fit. False if they cannot; the lock is held."""
+    def _make_room(self, block: KVBlock) -> bool:
+        """Evict until ``block`` fits. False if it cannot or is not worth it; the lock is held."""
+        nbytes, newcomer = block.nbytes, block if self.selective else None
         quota = self._capacity if self._quota is None else self._quota
         if nbytes > min(self._capacity, quota) or self._max_chunks == 0:
             return False
         while self._bytes + nbytes > quota:  # a tenant makes room for itself at its own cost
-            if not self._evict_one(lambda key: self._own(key) is not None and self._evictable(key)):
+            if not self._evict_one(lambda key: self._own(key) is not None and self._evictable(key), newcomer=newcomer):
                 return False
+            newcomer = None  # once is enough
         while self._all.bytes + nbytes > self._capacity or (
             self._max_chunks is not None and len(self._entries) >= self._max_chunks
         ):
-            if not self._evict_one(self._evictable):
+            if not self._evict_one(self._evictable, newcomer=newcomer):
                 return False
+            newcomer = None
         return True
 
-    def _evict_one(self, evictable: Callable[[bytes], bool]) -> bool:
+    def _evict_one(self, evictable: Callable[[bytes], bool], *, newcomer: KVBlock | None) -> bool:
+        """Evict the policy's choice, unless there is none or it is worth more than ``newcomer``."""
         key = self._policy.victim(evictable)
         if key is None:
+            return False
+        if newcomer is not None and not self._policy.admits(
+            newcomer.key, parent=newcomer.parent_key, nbytes=newcomer.nbytes, victim=key
+        ):
             return False
         owner = self._entries[key].owner
         block = self._drop(key)

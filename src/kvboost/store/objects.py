@@ -26,9 +26,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from kvboost.direct_io import page_aligned
 from kvboost.errors import ConfigError, RecordError
 from kvboost.store.breaker import Breaker
-from kvboost.store.files import page_aligned
 from kvboost.store.record import RecordFormat
 from kvboost.store.troubles import Troubles
 from kvboost.types import BlockInfo, KVBlock, PutOutcome, StoreStats
@@ -61,7 +61,7 @@ class ObjectTier:
 
         No request of the store's takes longer than ``patience_s``.
         """
-        self._objects, self._failures = _open(url, patience_s, config)
+        self._objects, self._failures = open_objects(url, patience_s=patience_s, config=config)
         self._records = records
         self._capacity = _UNLIMITED if capacity_bytes is None else capacity_bytes
         self._patience_s = patience_s
@@ -355,7 +355,7 @@ class ObjectTier:
         return otherwise if result is None else result
 
 
-class _Failures:
+class Failures:
     """What obstore raises."""
 
     def __init__(self, absent: tuple[type[Exception], ...], every: tuple[type[Exception], ...]) -> None:
@@ -363,7 +363,8 @@ class _Failures:
         self.all = every
 
 
-def _open(url: str, patience_s: float, config: Mapping[str, Any] | None) -> tuple[Any, _Failures]:
+def open_objects(url: str, *, patience_s: float, config: Mapping[str, Any] | None = None) -> tuple[Any, Failures]:
+    """The store behind an URL, by obstore, and what it raises. Raises ConfigError for an URL that cannot work."""
     try:
         from obstore.exceptions import BaseError, NotFoundError
         from obstore.store import from_url
@@ -383,4 +384,4 @@ def _open(url: str, patience_s: float, config: Mapping[str, Any] | None) -> tupl
         raise ConfigError(
             f"this object store cannot be opened ({error}); give an URL such as s3://BUCKET/PREFIX"
         ) from error
-    return objects, _Failures((FileNotFoundError, NotFoundError), (BaseError, OSError))
+    return objects, Failures((FileNotFoundError, NotFoundError), (BaseError, OSError))

@@ -262,6 +262,20 @@ for at = 2, #ARGV do totals[#totals + 1] = tonumber(call('HGET', L, ARGV[at]) or
 return totals
 """
 
+DESCRIBE = """
+local told = {}
+for _, id in ipairs(ARGV) do
+  local e = entry(id)
+  local stamp = e and call('ZSCORE', RECENCY, id)
+  if stamp and e.writer == '' then
+    told[#told + 1] = {e.size, math.floor(tonumber(stamp) / 1000000)}
+  else
+    told[#told + 1] = false
+  end
+end
+return told
+"""
+
 ORPHANS = """
 for _, key in ipairs(ARGV) do
   local space, content = string.match(key, '^([^:]*:[^:]*):content:(.*)$')

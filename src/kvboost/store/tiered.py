@@ -21,7 +21,7 @@ from kvboost.store.lookup import Claims, Lookup, Speed
 from kvboost.store.memory import MemoryStore
 from kvboost.store.variants import best_variant, context_mark
 from kvboost.store.writing import WriteBehind
-from kvboost.types import TOKEN_BYTES, BlockInfo, Chunk, KVBlock, PutOutcome, StoreStats
+from kvboost.types import TOKEN_BYTES, BlockInfo, Chunk, HotChunk, KVBlock, PutOutcome, StoreStats
 
 T = TypeVar("T")
 
@@ -69,6 +69,7 @@ class TieredStore:
         self._warned: set[str] = set()
         self._declined = self._dropped = self._rejected = 0
         memory.on_evict = self._demote
+        memory.selective = False  # what is loaded must pass through it, and what is new goes down from it
 
     def lease(self, chunks: Sequence[Chunk], *, arrived: Callable[[Chunk, KVBlock], None] | None = None) -> Lease:
         """Hold the longest leading run of ``chunks``, wherever it lies, as far as loading it pays.
@@ -149,6 +150,10 @@ class TieredStore:
         self._writer.wait()
         for tier in self._lasting:
             self._ask(tier, None, tier.flush)
+
+    def hottest(self, most: int) -> list[HotChunk]:
+        """The blocks in memory that were leased most often, first the hottest."""
+        return self._memory.hottest(most)
 
     def clear(self) -> None:
         """Forget every block, in every tier."""

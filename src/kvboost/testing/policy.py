@@ -25,6 +25,7 @@ class EvictionPolicyContract:
     def policy_with(self, keys: list[bytes]) -> EvictionPolicy:
         """A policy that was told of ``keys``, and that they served one prompt."""
         policy = self.make_policy()
+        policy.found([])
         for key in keys:
             policy.inserted(key)
         policy.used(keys)
@@ -63,6 +64,7 @@ class EvictionPolicyContract:
         keys = _keys(6)
         policy = self.policy_with(keys)
         policy.removed(keys[2])
+        policy.found([keys[2], b"never inserted"])
         policy.used([keys[2], b"never inserted"])
         offered: set[bytes] = set()
 
@@ -98,14 +100,62 @@ class EvictionPolicyContract:
         """A prompt may have been evicted between its reading and the message that it was used."""
         keys = _keys(4)
         policy = self.make_policy()
-        policy.used([])
-        policy.used(keys)
-        assert policy.victim(lambda key: True) is None, "used() inserted a key"
-        policy.inserted(keys[0])
-        policy.used(keys)
-        policy.removed(keys[0])
-        policy.used(keys)
-        assert policy.victim(lambda key: True) is None, "used() brought a removed key back"
+        for tell in (policy.used, policy.found):
+            tell([])
+            tell(keys)
+            assert policy.victim(lambda key: True) is None, f"{tell.__name__}() inserted a key"
+            policy.inserted(keys[0])
+            tell(keys)
+            policy.removed(keys[0])
+            tell(keys)
+            assert policy.victim(lambda key: True) is None, f"{tell.__name__}() brought a removed key back"
+
+    def test_the_end_of_a_prompt_is_offered(self) -> None:
+        """Where only the last chunk of each prompt may go, as in a store, every prompt goes from its end on."""
+        keys = _keys(60)
+        policy = self.make_policy()
+        parents: dict[bytes, bytes | None] = {}
+        for start in range(0, len(keys), 6):
+            policy.found([])
+            chain = keys[start : start + 6]
+            for parent, key in zip([None, *chain], chain, strict=False):
+                policy.inserted(key, parent=parent, nbytes=1 + start)
+                parents[key] = parent
+            policy.used(chain)
+            policy.found(chain[:3])
+        while parents:
+            victim = policy.victim(lambda key: key not in parents.values())
+            assert victim in parents, f"no leaf is offered although {len(parents)} keys are stored"
+            assert victim not in parents.values(), "the victim still has a successor"
+            policy.removed(victim)
+            del parents[victim]
+
+    def test_admitting_changes_nothing(self) -> None:
+        """Whatever it says of a new block: the victim stays where it is, and the new block is not stored by asking."""
+        keys = _keys(6)
+        policy = self.policy_with(keys)
+        policy.found([])
+        victim = policy.victim(lambda key: True)
+        assert victim in keys, "no victim although keys are stored"
+        answer = policy.admits(b"new", parent=keys[0], nbytes=1, victim=victim)
+        assert isinstance(answer, bool), "admits() must say True or False"
+        left: set[bytes] = set()
+        while (gone := policy.victim(lambda key: True)) is not None:
+            left.add(gone)
+            policy.removed(gone)
+        assert left == set(keys), "asking whether a block is admitted stored or removed one"
+
+    def test_the_same_calls_give_the_same_victims(self) -> None:
+        """A policy that draws lots draws the same ones every time."""
+        order: list[list[bytes]] = []
+        for _ in range(2):
+            policy = self.policy_with(_keys(200))
+            policy.found(_keys(100)[::3])
+            order.append([])
+            while (victim := policy.victim(lambda key: True)) is not None:
+                policy.removed(victim)
+                order[-1].append(victim)
+        assert order[0] == order[1], "two policies that were told the same evict in different orders"
 
     def test_a_long_random_life(self) -> None:
         """After any mix of calls: a victim if and only if an evictable key is stored, and then such a key."""
@@ -114,13 +164,15 @@ class EvictionPolicyContract:
         policy, stored = self.make_policy(), set[bytes]()
         for _ in range(500):
             key = chooser.choice(keys)
-            match chooser.randrange(3):
+            match chooser.randrange(4):
                 case 0 if key not in stored:
                     policy.inserted(key)
                     stored.add(key)
                 case 1 if key in stored:
                     policy.removed(key)
                     stored.remove(key)
+                case 2:
+                    policy.found(chooser.sample(keys, 5))
                 case _:
                     policy.used(chooser.sample(keys, 5))
             allowed = set(chooser.sample(keys, 10))

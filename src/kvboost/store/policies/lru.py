@@ -1,4 +1,7 @@
-"""Who goes first when a store is full."""
+"""LRU: the least recently used first, and the end of a prompt before its beginning.
+
+O(1) per operation; about 200 bytes per stored key.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,13 @@ class LeafFirstLRU:
     def __init__(self) -> None:
         self._order: OrderedDict[bytes, None] = OrderedDict()  # first: the next to go
 
-    def inserted(self, key: bytes) -> None:
+    def inserted(self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1) -> None:
         """A new key is the most recent one."""
         self._order[key] = None
+
+    def found(self, chain: Sequence[bytes]) -> None:
+        """As :meth:`used`."""
+        self.used(chain)
 
     def used(self, chain: Sequence[bytes]) -> None:
         """Refresh a prompt's keys, last chunk first, so that each key is more recent than its successors."""
@@ -34,3 +41,7 @@ class LeafFirstLRU:
     def victim(self, evictable: Callable[[bytes], bool]) -> bytes | None:
         """The least recently used key that may go."""
         return next((key for key in self._order if evictable(key)), None)
+
+    def admits(self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes) -> bool:
+        """Always: what was used last is the most recent."""
+        return True

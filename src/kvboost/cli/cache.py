@@ -1,0 +1,342 @@
+"""``kvboost cache``: look after the chunk records of a directory, a Redis server or a bucket.
+
+Called by :mod:`kvboost.cli.main`. It needs no model: records say what they are. Invariants: only ``rm``, ``purge``,
+``import`` and ``verify --remove`` change anything; with ``--json`` the output is JSON and nothing else.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections import Counter
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from kvboost.cli.records import (
+    by_keys,
+    chosen,
+    confirm,
+    console,
+    header_of,
+    hex_of,
+    moment,
+    opened,
+    read,
+    remark,
+    ring,
+    row_of,
+    stepping,
+    summary,
+    tenant_name,
+    traits,
+    underscored,
+    usual_budget,
+    written,
+)
+from kvboost.cli.show import Bar, age, note, size
+from kvboost.config import parse_bytes
+from kvboost.errors import ConfigError
+from kvboost.types import tenant_digest
+
+if TYPE_CHECKING:
+    from kvboost.store.admin import Entry, Finding
+
+_DAMAGE = 1
+_SHOWN = 50
+_SAMPLES = 3  # records of a space whose headers are tried
+
+Place = Annotated[
+    str,
+    typer.Argument(metavar="PLACE", help="A cache directory, redis://HOST:PORT, rediss://... or s3://BUCKET/FOLDER."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
+Tenant = Annotated[str | None, typer.Option("--tenant", metavar="NAME", help="Only this tenant's.")]
+Space = Annotated[
+    str | None, typer.Option("--space", metavar="HEX", help="Only of this space, by its first digits (see stat).")
+]
+Keys = Annotated[
+    list[Path] | None,
+    typer.Option("--key-file", metavar="FILE", help="An engine's record_key_file; may be given several times."),
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+app = typer.Typer(
+    help="Look after stored chunks: list, check, remove, carry elsewhere. Works without the model.",
+    rich_markup_mode="rich",
+    no_args_is_help=False,
+)
+
+
+@app.command("ls", epilog="Example:  kvboost cache ls ~/.cache/kvboost --limit 10")
+def list_records(
+    place: Place,
+    *,
+    tenant: Tenant = None,
+    space: Space = None,
+    limit: Annotated[int | None, typer.Option(min=0, help="Show so many, those used last first; 0: all.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the records, those used last first. With --json one object per line, in no order unless --limit is given."""
+    most = (0 if as_json else _SHOWN) if limit is None else limit
+    with opened(place) as catalogue, Bar("listing") as bar:
+        entries: Iterable[Entry] = stepping(chosen(catalogue, tenant, space), bar)
+        total = 0
+        if most or not as_json:
+            found = list(entries)
+            total = len(found)
+            entries = heapq.nlargest(most or total, found, key=lambda entry: entry.used_at or 0.0)
+        rows = (row_of(entry, head) for entry, head in catalogue.heads(entries))
+        if as_json:
+            for row in rows:
+                print(json.dumps(row))
+            return
+        table = Table("key", "space", "tenant", "codec", box=None, pad_edge=False)
+        for title in ("tokens", "from", "size", "last used"):
+            table.add_column(title, justify="right")
+        table.add_column("")
+        now = datetime.now(UTC).timestamp()
+        for row in rows:
+            table.add_row(
+                row["key"][:12],
+                row["space"][:8],
+                tenant_name(row["tenant"], tenant),
+                str(row.get("codec", "?")),
+                str(row.get("tokens", "?")),
+                str(row.get("start", "?")),
+                size(row["bytes"]),
+                age(row["used_at_s"], now=now) + " ago",
+                remark(row),
+            )
+    console().print(table)
+    if total > table.row_count:
+        print(f"{total - table.row_count} more; --limit 0 shows all")
+
+
+@app.command("inspect", epilog="Example:  kvboost cache inspect ~/.cache/kvboost 3fa9c1d2")
+def inspect_record(
+    place: Place,
+    key: Annotated[str, typer.Argument(metavar="KEY", help="The key's first digits.")],
+    *,
+    key_file: Keys = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say everything about one record: what its header says, and whether it is whole."""
+    from kvboost.store.admin import verified
+
+    with opened(place) as catalogue:
+        entries = by_keys(catalogue, [key])
+        ((entry, finding),) = verified(catalogue, entries, keys=ring(key_file))
+        heads = dict(catalogue.heads([entry]))
+    row = row_of(entry, heads[entry]) | {"state": finding.verdict.value, "reason": finding.reason or None}
+    if as_json:
+        print(json.dumps(row))
+        return
+    row.pop("used_at_s")
+    for name, value in row.items():
+        print(f"{name.replace('_', ' '):<16}{'-' if value is None else value}")
+
+
+@app.command("stat", epilog="Example:  kvboost cache stat redis://127.0.0.1:6379/0 --json")
+def statistics(place: Place, *, as_json: AsJson = False) -> None:
+    """Say how much lies there, by space: a model with its settings, a tenant and a codec."""
+    counted: dict[bytes, dict[str, Any]] = {}
+    samples: dict[bytes, list[Entry]] = {}
+    with opened(place) as catalogue, Bar("listing") as bar:
+        for entry in stepping(catalogue.entries(), bar):
+            row = counted.setdefault(
+                entry.space,
+                {"space": entry.space.hex(), "tenant": hex_of(entry.tenant), "records": 0, "bytes": 0}
+                | {"used_first": entry.used_at, "used_last": entry.used_at},
+            )
+            row["records"] += 1
+            row["bytes"] += entry.size
+            if entry.used_at is not None:
+                row["used_first"] = min(row["used_first"], entry.used_at)
+                row["used_last"] = max(row["used_last"], entry.used_at)
+            if row["records"] <= _SAMPLES:
+                samples.setdefault(entry.space, []).append(entry)
+        for entry, head in catalogue.heads(entry for some in samples.values() for entry in some):
+            counted[entry.space] |= traits(header_of(entry, head))
+        name = catalogue.place
+    rows = sorted(counted.values(), key=lambda row: -row["bytes"])
+    totals = {"records": sum(row["records"] for row in rows), "bytes": sum(row["bytes"] for row in rows)}
+    if as_json:
+        for row in rows:
+            row |= {"used_first": moment(row["used_first"]), "used_last": moment(row["used_last"])}
+        print(json.dumps({"place": name, **totals, "spaces": rows}))
+        return
+    table = Table("space", "model", "tenant", "codec", "tensors", box=None, pad_edge=False)
+    for title in ("records", "size", "last used"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        model = row.get("model")
+        table.add_row(
+            row["space"][:8],
+            model[:12] if model else "?",
+            tenant_name(row["tenant"], None),
+            row.get("codec", "?"),
+            row.get("tensors", "?"),
+            str(row["records"]),
+            size(row["bytes"]),
+            f"{age(row['used_last'])} to {age(row['used_first'])} ago",
+        )
+    console().print(table)
+    print(f"{totals['records']} records, {size(totals['bytes'])} in {name}")
+
+
+@app.command("rm", epilog="Example:  kvboost cache rm ~/.cache/kvboost 3fa9c1d2   or   ... --space 81c0aa12")
+def remove(
+    place: Place,
+    keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="First digits of keys.")] = None,
+    *,
+    space: Space = None,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove records: those named, or all of a space. Engines that run keep what they have in memory."""
+    if bool(keys) == (space is not None):
+        raise ConfigError("say what goes: the keys' first digits, or --space")
+    with opened(place) as catalogue:
+        if keys:
+            entries = by_keys(catalogue, keys)
+        else:
+            entries = list(chosen(catalogue, None, space))
+            confirm(f"Remove {len(entries)} records from {catalogue.place}?", yes)
+        removed = catalogue.remove(entries)
+    print(json.dumps({"removed": removed}) if as_json else f"{removed} records removed")
+
+
+@app.command("purge", epilog="Example:  kvboost cache purge ~/.cache/kvboost --tenant acme --yes")
+def purge(
+    place: Place,
+    *,
+    tenant: Annotated[str, typer.Option("--tenant", metavar="NAME", help="Whose; an engine's tenant setting.")],
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove everything of a tenant, of every model. Engines that run keep what they have in memory."""
+    with opened(place) as catalogue:
+        confirm(f"Remove everything of tenant {tenant!r} from {catalogue.place}?", yes)
+        removed = catalogue.purge(tenant_digest(tenant))
+    print(json.dumps({"removed": removed}) if as_json else f"{removed} records removed")
+
+
+@app.command("verify", epilog="Example:  kvboost cache verify s3://bucket/kv --key-file kv.key")
+def verify(
+    place: Place,
+    *,
+    tenant: Tenant = None,
+    space: Space = None,
+    key_file: Keys = None,
+    remove_damaged: Annotated[bool, typer.Option("--remove", help="Remove what is damaged.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read every record and check it. Exit code 1: there is damage."""
+    from kvboost.store.admin import Verdict, verified
+
+    counts: Counter[str] = Counter({verdict.value: 0 for verdict in Verdict})
+    damaged: list[tuple[Entry, Finding]] = []
+    with opened(place) as catalogue:
+        keys = ring(key_file)
+        with Bar("counting") as bar:  # listed twice rather than held: there may be tens of millions
+            total = sum(1 for _ in stepping(chosen(catalogue, tenant, space), bar))
+        with Bar("checking", total=total) as bar:
+            for entry, finding in verified(catalogue, chosen(catalogue, tenant, space), keys=keys):
+                counts[finding.verdict.value] += 1
+                if finding.verdict is Verdict.DAMAGED:
+                    damaged.append((entry, finding))
+                bar.advance()
+        removed = catalogue.remove([entry for entry, _ in damaged]) if remove_damaged else 0
+    if as_json:
+        told = [{"key": e.key.hex(), "space": e.space.hex(), "reason": finding.reason} for e, finding in damaged]
+        print(json.dumps({**underscored(counts), "removed": removed, "damage": told}))
+    else:
+        for entry, finding in damaged:
+            print(f"{entry.key.hex()[:12]} in {entry.space.hex()[:8]}: {finding.reason}")
+        print(summary(counts) + (f"; {removed} removed" if remove_damaged else ""))
+        if counts[Verdict.LOCKED.value]:
+            note("give the keys of the locked ones with --key-file to check them")
+    if damaged:
+        raise typer.Exit(_DAMAGE)
+
+
+@app.command("export", epilog="Example:  kvboost cache export ~/.cache/kvboost chunks.kvx --tenant acme")
+def export(
+    place: Place,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What to write; - for the output.")],
+    *,
+    tenant: Tenant = None,
+    space: Space = None,
+    key_file: Keys = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write records into one file, each checked. Exit code 1: some were damaged and left out.
+
+    The file holds the token ids of prompts: keep it as you keep the prompts.
+    """
+    from kvboost.store.admin import ArchiveWriter, Verdict, exported
+
+    if as_json and str(file) == "-":
+        raise ConfigError("--json and the records cannot both go to the output; give a file")
+    counts: Counter[str] = Counter({verdict.value: 0 for verdict in Verdict})
+    with opened(place) as catalogue:
+        # Spaces one after the other, and in each what was used last comes last, as it is to be after an import.
+        entries = sorted(chosen(catalogue, tenant, space), key=lambda entry: (entry.space, entry.used_at or 0.0))
+        with written(file) as stream, Bar("exporting", total=len(entries)) as bar:
+            found = exported(catalogue, entries, keys=ring(key_file), into=ArchiveWriter(stream))
+            for _, finding in found:
+                counts[finding.verdict.value] += 1
+                bar.advance()
+    if as_json:
+        print(json.dumps(underscored(counts)))
+    else:
+        note(summary(counts))
+    if counts[Verdict.DAMAGED.value]:
+        raise typer.Exit(_DAMAGE)
+
+
+@app.command("import", epilog="Example:  kvboost cache import redis://127.0.0.1:6379/0 chunks.kvx --budget 8GiB")
+def import_records(
+    place: Place,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What export wrote; - for the input.")],
+    *,
+    budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What may lie there in all; 20GiB, in a bucket no limit.")
+    ] = None,
+    key_file: Keys = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bring records into a place, each checked. What is there already is passed over, so it can be run again.
+
+    Records go, least recently used first, to stay within the budget. Exit code 1: some were damaged or locked, or the
+    file was cut short.
+    """
+    from kvboost.store.admin import ArchiveReader, Importer, Outcome
+
+    limit = parse_bytes(budget, name="--budget") if budget is not None else usual_budget(place)
+    with read(file) as stream, opened(place, create=True) as catalogue:
+        reader = ArchiveReader(stream)
+        importer = Importer(catalogue, keys=ring(key_file), capacity_bytes=limit)
+        counts: Counter[str] = Counter({outcome.value: 0 for outcome in Outcome})
+        with Bar("importing") as bar:
+            for arrival in importer.arrivals(reader):
+                counts[arrival.outcome.value] += 1
+                bar.advance()
+    counts["damaged"] += reader.damaged
+    counts["other version"] = reader.other_version
+    counts["evicted"] = importer.evicted
+    if as_json:
+        print(json.dumps({**underscored(counts), "complete": reader.complete}))
+    else:
+        print(summary(counts))
+        if not reader.complete:
+            note(f"{file} was cut short or damaged: not everything is in it that was exported")
+        if counts["locked"]:
+            note("give the keys of the locked ones with --key-file and import again")
+    if counts["damaged"] or counts["locked"] or not reader.complete:
+        raise typer.Exit(_DAMAGE)

@@ -1,0 +1,243 @@
+"""What the ``kvboost cache`` commands share: choosing records, describing them, files, questions.
+
+Used by :mod:`kvboost.cli.cache`. Invariant: digits that begin nothing, or several things, are a ConfigError that says
+where to look.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import typer
+from rich.console import Console
+
+from kvboost.cli.show import Bar
+from kvboost.errors import ConfigError
+from kvboost.types import tenant_digest
+
+if TYPE_CHECKING:
+    from kvboost.store.admin import Catalogue, Entry, KeyRing
+    from kvboost.store.header import RecordHeader
+
+_FEWEST_DIGITS = 4
+
+
+@contextmanager
+def opened(place: str, *, create: bool = False) -> Iterator[Catalogue]:
+    """The records of a place, for one ``with`` block."""
+    from kvboost.store.admin import open_catalogue
+
+    catalogue = open_catalogue(place, create=create)
+    try:
+        yield catalogue
+    finally:
+        catalogue.close()
+
+
+def chosen(catalogue: Catalogue, tenant: str | None, space: str | None) -> Iterator[Entry]:
+    """The records of a tenant and of a space, where these are given."""
+    digest = tenant_digest(tenant) if tenant is not None else None
+    wanted = _digits(space) if space is not None else ""
+    matched: set[bytes] = set()
+    for entry in catalogue.entries():
+        if entry.space.hex().startswith(wanted) and digest in (None, entry.tenant):
+            matched.add(entry.space)
+            if wanted and len(matched) > 1:
+                raise ConfigError(f"several spaces begin with {wanted}; give more digits (see kvboost cache stat)")
+            yield entry
+    if wanted and not matched:
+        raise ConfigError(f"no space begins with {wanted}; see kvboost cache stat {catalogue.place}")
+
+
+def by_keys(catalogue: Catalogue, prefixes: Sequence[str]) -> list[Entry]:
+    """The one record that each of these begins the key of."""
+    wanted = {_digits(prefix): [] for prefix in prefixes}  # type: dict[str, list[Entry]]
+    for entry in catalogue.entries():
+        for prefix, found in wanted.items():
+            if entry.key.hex().startswith(prefix):
+                found.append(entry)
+    for prefix, found in wanted.items():
+        if not found:
+            raise ConfigError(f"no record's key begins with {prefix}; see kvboost cache ls {catalogue.place}")
+        if len(found) > 1:
+            raise ConfigError(f"{len(found)} records' keys begin with {prefix}; give more digits")
+    return [found[0] for found in wanted.values()]
+
+
+def _digits(prefix: str) -> str:
+    lower = prefix.lower()
+    if len(lower) < _FEWEST_DIGITS or any(letter not in "0123456789abcdef" for letter in lower):
+        raise ConfigError(f"{prefix!r} is no beginning of a digest; give {_FEWEST_DIGITS} hexadecimal digits or more")
+    return lower
+
+
+def ring(files: Sequence[Path] | None) -> KeyRing:
+    """The keys in these files, which are as an engine's ``record_key_file`` must be."""
+    from kvboost.store.admin import KeyRing
+    from kvboost.store.protection import read_key
+
+    try:
+        return KeyRing([read_key(file) for file in files or ()])
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("record_key_file", "--key-file")) from error
+
+
+def stepping(entries: Iterable[Entry], bar: Bar) -> Iterator[Entry]:
+    """The same entries, each a step of the bar."""
+    for entry in entries:
+        bar.advance()
+        yield entry
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Ask, unless told not to. Raises typer.Abort for a no, ConfigError where nobody can answer."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{question} Nobody is there to answer; say --yes")
+    if not typer.confirm(question, err=True):
+        raise typer.Abort
+
+
+def usual_budget(place: str) -> int | None:
+    """What an engine would allow that was told nothing."""
+    from kvboost.config import EngineConfig
+
+    if place.startswith(("redis://", "rediss://")):
+        return int(EngineConfig().remote_cache_bytes)
+    return None if "://" in place else int(EngineConfig().disk_cache_bytes)
+
+
+@contextmanager
+def written(file: Path) -> Iterator[BinaryIO]:
+    """A file that has its name only once it is whole; for this user alone, as it holds token ids."""
+    if str(file) == "-":
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    target = file.expanduser()
+    if not target.resolve().parent.is_dir():
+        raise ConfigError(f"there is no folder to write {file} into; create it first")
+    part = target.with_name(target.name + ".part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as stream:
+        yield stream
+        stream.flush()
+        os.fsync(stream.fileno())
+    part.replace(target)
+
+
+@contextmanager
+def read(file: Path) -> Iterator[BinaryIO]:
+    """A file's bytes, or the input's."""
+    if str(file) == "-":
+        yield sys.stdin.buffer
+        return
+    try:
+        stream = file.expanduser().open("rb")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error}); give what kvboost cache export wrote") from error
+    with stream:
+        yield stream
+
+
+def header_of(entry: Entry, head: bytes | None) -> RecordHeader | None:
+    """What a record's header says; None if it cannot be read or is of another record."""
+    from kvboost.store.admin import examine
+
+    return None if head is None else examine(head, space=entry.space, key=entry.key).header
+
+
+def traits(header: RecordHeader | None) -> dict[str, Any]:
+    """What all records of a space have in common."""
+    if header is None:
+        return {}
+    runs = ", ".join(f"{run.count} x {str(run.dtype).removeprefix('torch.')}" for run in header.runs)
+    return {
+        "model": header.namespace.root.hex(),
+        "tenant": header.namespace.tenant.hex(),
+        "codec": header.codec,
+        "tensors": runs,
+        "sealed": header.keyed,
+        "encrypted": header.encrypted,
+    }
+
+
+def row_of(entry: Entry, head: bytes | None) -> dict[str, Any]:
+    """A record as JSON. Fields of the header are missing where it cannot be read."""
+    row: dict[str, Any] = {
+        "key": entry.key.hex(),
+        "space": entry.space.hex(),
+        "tenant": hex_of(entry.tenant),
+        "bytes": entry.size,
+        "used_at": moment(entry.used_at),
+        "used_at_s": entry.used_at,
+        "readable": False,
+    }
+    header = header_of(entry, head)
+    if header is None:
+        return row
+    shapes = [[run.count, str(run.dtype).removeprefix("torch."), list(run.shape)] for run in header.runs]
+    return {
+        **row,
+        **traits(header),
+        "readable": True,
+        "tensors": shapes,
+        "version": header.version,
+        "record_bytes": header.record_bytes,
+        "tokens": header.tokens,
+        "start": header.start,
+        "parent": hex_of(header.parent_key),
+        "content": header.content_key.hex(),
+        "bitwise": header.bitwise,
+        "generation": header.generation,
+    }
+
+
+def remark(row: dict[str, Any]) -> str:
+    """What is special about a record."""
+    if not row["readable"]:
+        return "unreadable: see verify"
+    marks = [("sealed", row["sealed"]), ("encrypted", row["encrypted"]), ("approximate", not row["bitwise"])]
+    return ", ".join(name for name, holds in marks if holds)
+
+
+def tenant_name(digest: str | None, asked: str | None) -> str:
+    """A tenant by name where it is known: the digest does not tell it."""
+    if digest is None:
+        return "?"
+    if asked is not None and digest == tenant_digest(asked).hex():
+        return asked or "-"
+    return "-" if digest == tenant_digest("").hex() else digest[:8]
+
+
+def hex_of(digest: bytes | None) -> str | None:
+    """A digest as text."""
+    return None if digest is None else digest.hex()
+
+
+def moment(seconds: float | None) -> str | None:
+    """A time as scripts read it."""
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def underscored(counts: Counter[str]) -> dict[str, int]:
+    """Counts by names that need no quotes."""
+    return {name.replace(" ", "_"): count for name, count in counts.items()}
+
+
+def summary(counts: Counter[str]) -> str:
+    """Counts in words."""
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "nothing is there"
+
+
+def console() -> Console:
+    """Wide enough for the table where nobody looks at it."""
+    return Console() if sys.stdout.isatty() else Console(width=200)

@@ -1,0 +1,93 @@
+"""Reading past the page cache into memory that begins at a page.
+
+Used by the disk tier and by the streaming of weights. Invariant: what is read does not push other files out of the page
+cache, and lands in its final place without a copy; where the file system refuses that, plain reads stand in.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+PAGE = 4096  # what O_DIRECT wants of addresses, offsets and lengths everywhere
+DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+def page_aligned(size: int) -> memoryview:
+    """New memory that begins at a page, for reads past the page cache."""
+    # From malloc and not from mmap: memory that was freed is used again without new page faults.
+    whole = np.empty(size + PAGE, dtype=np.uint8)
+    begin = -whole.ctypes.data % PAGE
+    return memoryview(whole[begin : begin + size])  # type: ignore[arg-type]
+
+
+def up_to_page(size: int) -> int:
+    """The smallest whole number of pages that holds so many bytes."""
+    return -(-size // PAGE) * PAGE
+
+
+class DirectFile:
+    """A file opened for reading. Several threads may read at once."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if the file cannot be opened."""
+        self.path = path
+        self.direct = bool(DIRECT)
+        """Whether reads go past the page cache; turned off where the file system refuses."""
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not DIRECT:
+                raise
+            self.direct = False
+            self._descriptor = os.open(path, os.O_RDONLY)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def read(self, buffer: memoryview, offset: int) -> int:
+        """Fill ``buffer`` from ``offset`` on; how many bytes there were.
+
+        Past the page cache if the buffer, its length and the offset are whole pages (see :func:`page_aligned`).
+        """
+        done = 0
+        while done < len(buffer):
+            try:
+                count = self._preadv(buffer[done:], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self.direct:
+                    raise
+                self._read_plainly()  # some file systems say so only here
+                continue
+            done += count
+            if not count or (self.direct and count % PAGE):  # the end
+                break
+        if not self.direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, offset, done, os.POSIX_FADV_DONTNEED)
+        return done
+
+    def close(self) -> None:
+        """Give the file back."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read_plainly(self) -> None:
+        replacement = os.open(self.path, os.O_RDONLY)
+        os.dup2(replacement, self._descriptor)  # other threads keep their number
+        os.close(replacement)
+        self.direct = False
+
+    def _preadv(self, buffer: memoryview, offset: int) -> int:
+        return os.preadv(self._descriptor, [buffer], offset)

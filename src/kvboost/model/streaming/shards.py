@@ -1,0 +1,101 @@
+"""Reads a checkpoint's safetensors files past the page cache, a few megabytes at a time.
+
+Used once per checkpoint, to make slabs. Written anew because the safetensors library maps files into memory, where
+their pages count against nobody's budget. Invariant: no weight lies in memory whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from kvboost.direct_io import PAGE, DirectFile, page_aligned, up_to_page
+from kvboost.errors import ConfigError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_PIECE = 8 * 2**20  # bytes
+_MOST_HEADER = 100 * 10**6  # what the safetensors library allows
+
+
+@dataclass(frozen=True)
+class ShardTensor:
+    """Where a checkpoint keeps a tensor."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Shards:
+    """The tensors of a checkpoint's files, by name."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        """Read the files' headers. Raises ConfigError for what is no safetensors file."""
+        self.tensors: dict[str, ShardTensor] = {}
+        for file in files:
+            self.tensors |= _tensors_of(file)
+        told = [
+            *(str((file.name, (stat := file.stat()).st_size, stat.st_mtime_ns)) for file in files),
+            *(f"{name}:{tensor.dtype}:{tensor.shape}" for name, tensor in sorted(self.tensors.items())),
+        ]
+        self.key = hashlib.sha256("\n".join(told).encode()).hexdigest()
+        """Changes when the checkpoint does: names, sizes and times of its files, and what they hold."""
+
+    def pieces(self, name: str, dtype: torch.dtype) -> Iterator[memoryview]:
+        """A tensor's bytes as ``dtype``, piece by piece; each piece is overwritten by the next."""
+        tensor = self.tensors[name]
+        buffer = page_aligned(_PIECE + 2 * PAGE)
+        with DirectFile(tensor.file) as file:
+            for start in range(tensor.begin, tensor.end, _PIECE):
+                end = min(start + _PIECE, tensor.end)
+                page = start // PAGE * PAGE
+                if file.read(buffer[: up_to_page(end - page)], page) < end - page:
+                    raise ConfigError(f"{tensor.file} ends too early; download the checkpoint again")
+                piece = buffer[start - page : end - page]
+                yield piece if dtype == tensor.dtype else _as(piece, tensor.dtype, dtype)
+
+
+def _as(piece: memoryview, found: torch.dtype, wanted: torch.dtype) -> memoryview:
+    # By way of a copy: the piece need not begin where a number may.
+    numbers = torch.frombuffer(bytearray(piece), dtype=found).to(wanted)
+    return memoryview(numbers.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _tensors_of(file: Path) -> dict[str, ShardTensor]:
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > _MOST_HEADER:
+                raise ValueError("its header is too long")
+            header = json.loads(stream.read(length))
+        found: dict[str, ShardTensor] = {}
+        for name, told in header.items():
+            if name == "__metadata__":
+                continue
+            begin, end = (8 + length + int(offset) for offset in told["data_offsets"])
+            tensor = ShardTensor(file, _DTYPES[told["dtype"]], tuple(map(int, told["shape"])), begin, end)
+            if end - begin != prod(tensor.shape) * tensor.dtype.itemsize or end > file.stat().st_size:
+                raise ValueError(f"{name} does not lie where it should")
+            found[name] = tensor
+        return found
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} is no safetensors file this can read ({error!r}); check the checkpoint") from error

@@ -1,0 +1,59 @@
+"""Refusals as OpenAI's clients read them: ``{"error": {"message", "type", "param", "code"}}``.
+
+Raised by every endpoint and turned into a response by the app. Invariant: a message names what to change
+and never repeats what a client sent beyond the name of a field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """A request that is refused, with the status and the words of the answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """The answer's body."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+    """A 400."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """What pydantic found, as one 400 that names the first field in the way: an unknown one before all others."""
+    unknown = [error for error in errors if error["type"] == "extra_forbidden"]
+    first = (unknown or errors)[0]
+    param = ".".join(str(part) for part in first["loc"] if part != "body" and not _is_branch(part)) or None
+    if first["type"] == "extra_forbidden":
+        return bad_request(
+            f"the field {param} is not supported by this server; leave it out",
+            param=param,
+            code="unsupported_parameter",
+        )
+    where = f"{param}: " if param else ""
+    return bad_request(f"{where}{first['msg']}", param=param, code="invalid_value")
+
+
+def _is_branch(part: Any) -> bool:
+    """Whether this part of a location is pydantic's name for a branch of a union, which no client has written."""
+    return isinstance(part, str) and (part[:1].isupper() or "[" in part or part in ("str", "int", "float", "bool"))

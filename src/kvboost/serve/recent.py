@@ -1,0 +1,44 @@
+"""The last requests, for the page to draw: numbers only, never a word of a prompt."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord:
+    """What one request cost and what it was spared. Token counts are of its prompt, except ``new``."""
+
+    id: str
+    endpoint: str
+    at: float
+    """Seconds since 1970, when it ended."""
+    exact: int
+    moved: int
+    recomputed: int
+    fresh: int
+    new: int
+    ttft_ms: float | None
+    total_ms: float
+    finish: str
+
+
+class RecentRequests:
+    """The newest few records. Thread-safe."""
+
+    def __init__(self, most: int = 60) -> None:
+        self._lock = threading.Lock()
+        self._records: deque[RequestRecord] = deque(maxlen=most)
+
+    def add(self, record: RequestRecord) -> None:
+        """One more."""
+        with self._lock:
+            self._records.append(record)
+
+    def listed(self) -> list[dict[str, Any]]:
+        """As JSON takes them, the newest last."""
+        with self._lock:
+            return [asdict(record) for record in self._records]

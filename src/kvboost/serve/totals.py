@@ -1,0 +1,34 @@
+"""What all tenants of an engine have in its cache together.
+
+Read by /metrics and /v1/cache. Counters of requests count for the engine as a whole already.
+"""
+
+from __future__ import annotations
+
+from kvboost.engine import KVBoost
+from kvboost.types import CacheStats
+
+
+def total_stats(engine: KVBoost) -> CacheStats:
+    """The engine's statistics, with those of its tenants added."""
+    views = [view.cache_stats() for view in engine.views()]
+    total = CacheStats(**views[0])
+    by_tier = dict(total["bytes_by_tier"])
+    for stats in views[1:]:
+        total["hot_chunks"] += stats["hot_chunks"]
+        total["hot_memory_mb"] += stats["hot_memory_mb"]
+        total["cache_hits"] += stats["cache_hits"]
+        total["cache_misses"] += stats["cache_misses"]
+        total["approximate_hits"] += stats["approximate_hits"]
+        total["evictions"] += stats["evictions"]
+        total["store_errors"] += stats["store_errors"]
+        total["workspace_bytes"] += stats["workspace_bytes"]
+        for tier, held in stats["bytes_by_tier"].items():
+            # The memory is told for each tenant; a tier below is one for all of them.
+            by_tier[tier] = by_tier.get(tier, 0) + held if tier == "memory" else max(by_tier.get(tier, 0), held)
+    total["bytes_by_tier"] = by_tier
+    found = total["cache_hits"] + total["approximate_hits"]
+    asked = found + total["cache_misses"]
+    total["hit_rate"] = found / asked if asked else 0.0
+    total["exact_hit_rate"] = total["cache_hits"] / asked if asked else 0.0
+    return total

@@ -1,0 +1,47 @@
+"""All records of a place, over every namespace, without a model: what ``kvboost cache`` works with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvboost.store.admin.archive import ArchiveReader, ArchiveWriter
+from kvboost.store.admin.base import Catalogue, Entry
+from kvboost.store.admin.check import Finding, KeyRing, Verdict, check, examine
+from kvboost.store.admin.disk import DiskCatalogue
+from kvboost.store.admin.objects import ObjectCatalogue
+from kvboost.store.admin.redis import RedisCatalogue
+from kvboost.store.admin.transfer import Arrival, Importer, Outcome, exported, verified
+
+
+def open_catalogue(place: str, *, create: bool = False) -> Catalogue:
+    """The records of a directory, a ``redis://`` or ``rediss://`` server or an ``s3://`` bucket.
+
+    Raises PlaceError if there is no such place; ``create`` makes a directory, for an import.
+    """
+    if place.startswith(("redis://", "rediss://")):
+        return RedisCatalogue(place)
+    if "://" in place:
+        return ObjectCatalogue(place)
+    return DiskCatalogue(Path(place), create=create)
+
+
+__all__ = [
+    "ArchiveReader",
+    "ArchiveWriter",
+    "Arrival",
+    "Catalogue",
+    "DiskCatalogue",
+    "Entry",
+    "Finding",
+    "Importer",
+    "KeyRing",
+    "ObjectCatalogue",
+    "Outcome",
+    "RedisCatalogue",
+    "Verdict",
+    "check",
+    "examine",
+    "exported",
+    "open_catalogue",
+    "verified",
+]

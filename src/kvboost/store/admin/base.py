@@ -1,0 +1,105 @@
+"""What lies in a place of chunk records, whosever it is: the language of ``kvboost cache``.
+
+A tier sees the blocks of one namespace and hides every trouble; a :class:`Catalogue` sees all records of a directory,
+server or bucket, without a model, and says what is wrong. Invariants: looking changes nothing; what a name or a header
+claims is believed only where :mod:`kvboost.store.admin.check` has proven it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from kvboost.errors import RecordError
+from kvboost.extend import Tier
+from kvboost.store.header import PAGE, header_length
+from kvboost.store.record import RecordFormat
+
+MOST_RECORD_BYTES = 2**30
+"""No larger record is read: its writers stop far below."""
+
+READERS = 4
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A record by its name: nothing of it has been read."""
+
+    space: bytes
+    """Its model, tenant, codec and secrets, as one digest (see :func:`kvboost.store.record.space_of`)."""
+    key: bytes
+    tenant: bytes | None
+    """The digest of the tenant's name; None where the place does not tell."""
+    size: int
+    """The bytes it takes, as this place counts them."""
+    used_at: float | None
+    """When it was last used (in a bucket: written), in seconds since 1970."""
+
+
+class ImportTier(Tier, Protocol):
+    """A tier that also says what troubles it met."""
+
+    def troubles(self) -> dict[str, int]:
+        """How often each kind of trouble was met."""
+
+
+class Catalogue(Protocol):
+    """All records of one place. Every method may raise PlaceError."""
+
+    @property
+    def place(self) -> str:
+        """What to call it: never with a password."""
+
+    def entries(self) -> Iterator[Entry]:
+        """Every record that is there, spaces one after the other where the place can. Others may write meanwhile."""
+
+    def heads(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, bytes | None]]:
+        """The first bytes of each, with its header in them; None for one that is gone."""
+
+    def records(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, memoryview | None]]:
+        """Each whole record, unchecked; None for one that is gone. One that cannot be right comes empty."""
+
+    def remove(self, entries: Sequence[Entry]) -> int:
+        """Remove these; how many there were."""
+
+    def purge(self, tenant: bytes) -> int:
+        """Remove everything of a tenant, of whatever model; how many records there were."""
+
+    def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
+        """A tier of this place to import into: it keeps the budget. None: as much as the place takes."""
+
+    def close(self) -> None:
+        """Let go of the place."""
+
+
+def in_order(pool: ThreadPoolExecutor, work: Callable[[T], R], items: Iterable[T]) -> Iterator[tuple[T, R]]:
+    """Each item and what ``work`` makes of it, in order; a few are worked on ahead."""
+    waiting: deque[tuple[T, Future[R]]] = deque()
+    try:
+        for item in items:
+            waiting.append((item, pool.submit(work, item)))
+            if len(waiting) > READERS + 2:
+                first, result = waiting.popleft()
+                yield first, result.result()
+        while waiting:
+            first, result = waiting.popleft()
+            yield first, result.result()
+    finally:
+        for _, result in waiting:
+            result.cancel()
+
+
+def head_of(read: Callable[[int], bytes]) -> bytes:
+    """The first bytes of a record up to the end of its header; ``read`` gives so many from the beginning."""
+    first = read(PAGE)
+    try:
+        length = header_length(first)
+    except RecordError:
+        return first  # whoever reads the header says so
+    return read(length) if length > PAGE else first

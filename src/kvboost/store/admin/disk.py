@@ -1,0 +1,188 @@
+"""The records of a cache directory, read from its files: they are the truth, its index only says when each was used.
+
+Used by ``kvboost cache``. Invariant: nothing but :meth:`DiskCatalogue.remove`, ``purge`` and an import changes the
+directory; engines may use it meanwhile.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from kvboost.errors import PlaceError
+from kvboost.store.admin.base import MOST_RECORD_BYTES, READERS, Entry, ImportTier, head_of, in_order
+from kvboost.store.admin.check import examine
+from kvboost.store.disk import DiskTier
+from kvboost.store.files import Files, Layout
+from kvboost.store.index import ChunkIndex, IndexView, is_damaged
+from kvboost.store.record import RecordFormat
+from kvboost.types import Namespace
+
+_AT_ONCE = 256  # chunks in one transaction: others must get their turn
+_MOST_TRIED = 16  # records of a space that are asked whose it is, before the index is believed
+
+
+class DiskCatalogue:
+    """A directory that disk tiers share."""
+
+    def __init__(self, directory: Path, *, create: bool = False) -> None:
+        """Raises PlaceError if it is no cache directory, unless an import shall ``create`` one."""
+        self._layout = Layout(directory.expanduser().absolute())
+        self._files = Files()
+        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="kvboost-admin")
+        self._owners: dict[bytes, Namespace | None] = {}
+        try:
+            if self._layout.directory.exists() and not self._layout.directory.is_dir():
+                raise PlaceError(f"{directory} is no directory; give another place for the records")
+            if not create and not self._layout.directory.is_dir():
+                raise PlaceError(f"there is no directory {directory}; give the one an engine has as disk_cache_dir")
+            is_cache = self._layout.index.exists() or self._layout.tmp.exists() or bool(self._layout.spaces())
+        except OSError as error:
+            raise self._failed(error) from error
+        if not create and not is_cache:
+            raise PlaceError(f"{directory} is no cache directory; give the one an engine has as disk_cache_dir")
+
+    @property
+    def place(self) -> str:
+        """Its path."""
+        return str(self._layout.directory)
+
+    def entries(self) -> Iterator[Entry]:
+        """Every file with a record's name, one space after the other."""
+        view = self._view()
+        try:
+            for space in sorted(self._layout.spaces()):
+                owner = self._owner(space, view)
+                for first in range(256):
+                    yield from self._entries(space, first, owner.tenant if owner is not None else None, view)
+        except OSError as error:
+            raise self._failed(error) from error
+        finally:
+            if view is not None:
+                view.close()
+
+    def _entries(self, space: bytes, first: int, tenant: bytes | None, view: IndexView | None) -> Iterator[Entry]:
+        there = self._layout.records(self._layout.folder(space, first))
+        used: dict[bytes, int] = {}
+        if there and view is not None:
+            try:
+                used = view.last_used(space, first)
+            except sqlite3.Error:
+                used = {}  # broken: the next engine makes it anew; files have a time of their own
+        for key, path in sorted(there.items()):
+            try:
+                status = path.stat()
+            except FileNotFoundError:
+                continue  # evicted since
+            yield Entry(space, key, tenant, status.st_size, used.get(key, status.st_mtime_ns) / 1e9)
+
+    def heads(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, bytes | None]]:
+        """The first bytes of each file."""
+        return in_order(self._pool, self._head, entries)
+
+    def records(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, memoryview | None]]:
+        """The bytes of each file."""
+        return in_order(self._pool, self._record, entries)
+
+    def _head(self, entry: Entry) -> bytes | None:
+        path = self._layout.record(entry.space, entry.key)
+        try:
+            return head_of(lambda length: self._files.head(path, length))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _record(self, entry: Entry) -> memoryview | None:
+        try:
+            return self._files.read(self._layout.record(entry.space, entry.key), max_bytes=MOST_RECORD_BYTES)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def remove(self, entries: Sequence[Entry]) -> int:
+        """Remove these files and what the index says about them."""
+        removed = 0
+        index = self._index_of(entries)
+        try:
+            for begin in range(0, len(entries), _AT_ONCE):
+                some = entries[begin : begin + _AT_ONCE]
+                for entry in some:
+                    path = self._layout.record(entry.space, entry.key)
+                    removed += path.exists()
+                    self._files.remove(path)
+                if index is not None:
+                    places = [(entry.space, entry.key) for entry in some]
+                    index.strike(places, lambda place: self._layout.record(*place).exists())
+        except (OSError, sqlite3.Error) as error:
+            raise self._failed(error) from error
+        finally:
+            if index is not None:
+                index.close()
+        return removed
+
+    def _index_of(self, entries: Sequence[Entry]) -> ChunkIndex | None:
+        """The index, to strike these out; None if it does not know them or is broken."""
+        view = self._view()
+        if view is None:
+            return None  # one that is made later comes from the files
+        try:
+            for entry in entries:  # which space it is opened for does not matter
+                if (owner := self._owner(entry.space, view)) is not None:
+                    return ChunkIndex(self._layout.index, space=entry.space, namespace=owner)
+            return None
+        except sqlite3.Error as error:
+            if is_damaged(error):
+                return None  # the next engine makes it anew from the files
+            raise self._failed(error) from error
+        finally:
+            view.close()
+
+    def purge(self, tenant: bytes) -> int:
+        """Remove every file of a tenant."""
+        return self.remove([entry for entry in self.entries() if entry.tenant == tenant])
+
+    def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
+        """A disk tier in this directory."""
+        return DiskTier(self._layout.directory, capacity_bytes=capacity_bytes or 2**62, records=records)
+
+    def close(self) -> None:
+        """End the readers."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _owner(self, space: bytes, view: IndexView | None) -> Namespace | None:
+        """Whose space this is: as a record in it proves, else as the index says."""
+        if space not in self._owners:
+            self._owners[space] = self._proven_owner(space) or self._entered_owner(space, view)
+        return self._owners[space]
+
+    def _proven_owner(self, space: bytes) -> Namespace | None:
+        tried = 0
+        for first in range(256):
+            for key in self._layout.records(self._layout.folder(space, first)):
+                head = self._head(Entry(space, key, None, 0, None))
+                # The space is a digest of the namespace: a header that fits it tells the truth.
+                if head is not None and (header := examine(head, space=space, key=key).header) is not None:
+                    return header.namespace
+                tried += 1
+                if tried == _MOST_TRIED:
+                    return None
+        return None
+
+    def _entered_owner(self, space: bytes, view: IndexView | None) -> Namespace | None:
+        try:
+            return view.namespaces().get(space) if view is not None else None
+        except sqlite3.Error:
+            return None  # broken, see _entries
+
+    def _view(self) -> IndexView | None:
+        if not self._layout.index.exists():
+            return None
+        try:
+            return IndexView(self._layout.index)
+        except sqlite3.Error:
+            return None  # broken, see _entries
+
+    def _failed(self, error: Exception) -> PlaceError:
+        return PlaceError(f"{self.place} cannot be used ({error}); look at the disk and the permissions")

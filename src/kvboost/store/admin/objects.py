@@ -1,0 +1,119 @@
+"""The records of a bucket, by listing it.
+
+Used by ``kvboost cache``. Invariant: no object is read beyond the largest record's length. A listing of millions of
+objects takes minutes: a thousand names come per request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from kvboost.errors import PlaceError
+from kvboost.store.admin.base import MOST_RECORD_BYTES, READERS, Entry, ImportTier, head_of, in_order
+from kvboost.store.objects import ObjectTier, open_objects
+from kvboost.store.record import RecordFormat
+
+_PATIENCE_S = 60.0
+_NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{32})/records/([0-9a-f]{64})\.kv")
+_AT_ONCE = 1000  # names in one request
+
+T = TypeVar("T")
+
+
+class ObjectCatalogue:
+    """A bucket, or a folder in it, that object tiers share."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ConfigError for an URL that cannot work. Access is by the environment's ``AWS_*``."""
+        self._url = url
+        self._objects, self._failures = open_objects(url, patience_s=_PATIENCE_S)
+        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="kvboost-admin")
+
+    @property
+    def place(self) -> str:
+        """Its URL."""
+        return self._url
+
+    def entries(self) -> Iterator[Entry]:
+        """Every object with a record's name."""
+        for found in self._listed(None):
+            match = _NAME.fullmatch(found["path"])
+            if match is not None:
+                tenant, space, key = (bytes.fromhex(part) for part in match.groups())
+                yield Entry(space, key, tenant, found["size"], found["last_modified"].timestamp())
+
+    def _listed(self, prefix: str | None) -> Iterator[Mapping[str, Any]]:
+        try:
+            for page in self._objects.list(prefix, chunk_size=_AT_ONCE):
+                yield from page
+        except (*self._failures.absent, *self._failures.all) as error:  # absent: there is no such bucket
+            raise self._failed(error) from error
+
+    def heads(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, bytes | None]]:
+        """The first bytes of each object."""
+        return in_order(self._pool, self._head, entries)
+
+    def records(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, memoryview | None]]:
+        """The bytes of each object."""
+        return in_order(self._pool, self._record, entries)
+
+    def _head(self, entry: Entry) -> bytes | None:
+        def read(length: int) -> bytes:
+            return bytes(self._objects.get_range(_path(entry), start=0, length=min(length, entry.size)))
+
+        return self._asked(lambda: head_of(read)) if entry.size else b""
+
+    def _record(self, entry: Entry) -> memoryview | None:
+        def read() -> memoryview:
+            found = self._objects.get(_path(entry))
+            return memoryview(found.bytes() if found.meta["size"] <= MOST_RECORD_BYTES else b"")
+
+        return self._asked(read)
+
+    def remove(self, entries: Sequence[Entry]) -> int:
+        """Remove these objects. What names them by their content goes when a tier meets it."""
+        self._delete([_path(entry) for entry in entries])
+        return len(entries)
+
+    def purge(self, tenant: bytes) -> int:
+        """Remove every object of a tenant."""
+        names = [found["path"] for found in self._listed(tenant.hex())]
+        self._delete(names)
+        return sum(_NAME.fullmatch(name) is not None for name in names)
+
+    def _delete(self, names: Sequence[str]) -> None:
+        for begin in range(0, len(names), _AT_ONCE):
+            batch = list(names[begin : begin + _AT_ONCE])
+            self._asked(partial(self._objects.delete, batch))
+
+    def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
+        """An object tier in this bucket."""
+        return ObjectTier(self._url, records=records, capacity_bytes=capacity_bytes, patience_s=_PATIENCE_S)
+
+    def close(self) -> None:
+        """End the readers."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _asked(self, work: Callable[[], T]) -> T | None:
+        """The store's answer; None for an object that is not there."""
+        try:
+            return work()
+        except self._failures.absent:
+            return None
+        except self._failures.all as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> PlaceError:
+        told = " ".join(str(error).split())[:300]
+        return PlaceError(
+            f"{self.place} cannot be used ({told}); check the bucket, the AWS_* variables and the network"
+        )
+
+
+def _path(entry: Entry) -> str:
+    assert entry.tenant is not None  # it is in the entry's name
+    return f"{entry.tenant.hex()}/{entry.space.hex()}/records/{entry.key.hex()}.kv"

@@ -1,0 +1,163 @@
+"""The records of a Redis or Valkey server, by the ledger that its tiers keep there.
+
+Used by ``kvboost cache``. Invariant: no length that the server or a record names is believed beyond the largest
+record's. What the ledger has lost sight of is not listed; the tiers sweep it away.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from kvboost.errors import PlaceError
+from kvboost.store.admin.base import MOST_RECORD_BYTES, Entry, ImportTier, head_of
+from kvboost.store.header import PAGE
+from kvboost.store.ledger import Ledger
+from kvboost.store.loading import OversizedValueError, received
+from kvboost.store.record import RecordFormat
+from kvboost.store.redis import RedisTier
+from kvboost.store.resp import Link, Patience, ServerError
+from kvboost.store.server import Server, UnavailableError
+
+_PREFIX = "kvboost"  # as the tiers of engines have it
+_PATIENCE_S = 30.0
+_SLOWEST_BYTES_PER_S = 1e6
+_AT_ONCE = 256  # chunks in one script: others must get their turn
+_LOADED_AT_ONCE = 64
+
+T = TypeVar("T")
+
+
+class RedisCatalogue:
+    """A server that Redis tiers share."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ConfigError for an URL that cannot work, PlaceError if nobody answers there."""
+        self._url = url
+        self._server = Server(url, patience_s=_PATIENCE_S, slowest_bytes_per_s=_SLOWEST_BYTES_PER_S)
+        self._whole = Ledger(_PREFIX, tenant=b"", space=b"")
+        try:
+            self._with_link(lambda link, patience: link.call([(b"PING",)], patience))
+        except PlaceError:
+            self.close()
+            raise
+
+    @property
+    def place(self) -> str:
+        """Its URL without user and password."""
+        parts = urlsplit(self._url)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+    def entries(self) -> Iterator[Entry]:
+        """Every chunk in the ledger that is written."""
+        cursor = b"0"
+        while True:
+            cursor, ids = self._with_link(partial(self._whole.all_ids, cursor=cursor))
+            for begin in range(0, len(ids), _AT_ONCE):
+                names = ids[begin : begin + _AT_ONCE]
+                described = self._with_link(partial(self._whole.described, ids=names))
+                for name, found in zip(names, described, strict=True):
+                    entry = _entry(name, found)
+                    if entry is not None:
+                        yield entry
+            if cursor == b"0":
+                return
+
+    def heads(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, bytes | None]]:
+        """The first bytes of each value."""
+        for batch in _batches(entries, _AT_ONCE):
+            for entry, first in zip(batch, self._first_bytes(batch, PAGE), strict=True):
+                yield entry, self._head(entry, first) or None
+
+    def _head(self, entry: Entry, first: bytes) -> bytes:
+        return head_of(lambda length: first if length <= PAGE else self._first_bytes([entry], length)[0])
+
+    def _first_bytes(self, entries: Sequence[Entry], length: int) -> list[bytes]:
+        last = b"%d" % (length - 1)
+        commands = [(b"GETRANGE", _ledger(entry).value(entry.key), b"0", last) for entry in entries]
+        replies = self._with_link(lambda link, patience: link.call(commands, patience))
+        return [reply if isinstance(reply, bytes) else b"" for reply in replies]
+
+    def records(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, memoryview | None]]:
+        """The pieces of each record, put together."""
+        for _, group in itertools.groupby(entries, key=lambda entry: (entry.tenant, entry.space)):
+            for batch in _batches(group, _LOADED_AT_ONCE):
+                yield from self._loaded(batch)
+
+    def _loaded(self, batch: Sequence[Entry]) -> Iterator[tuple[Entry, memoryview | None]]:
+        done = 0
+        patience = self._server.patience()
+        try:
+            with self._server.link(patience) as link:
+                keys = [entry.key for entry in batch]
+                ledger = _ledger(batch[0])
+                for record in received(link, patience, keys, ledger=ledger, max_bytes=MOST_RECORD_BYTES):
+                    done += 1
+                    yield batch[done - 1], record
+        except UnavailableError as error:
+            if not isinstance(error.cause, OversizedValueError):
+                raise self._failed(error) from error
+            if len(batch) == 1:
+                yield batch[0], memoryview(b"")
+                return
+            for entry in batch[done:]:  # one of them is too long; which one, shows alone
+                yield from self._loaded([entry])
+
+    def remove(self, entries: Sequence[Entry]) -> int:
+        """Remove these chunks and their entries."""
+        ids = [_ledger(entry).id(entry.key) for entry in entries]
+        for begin in range(0, len(ids), _AT_ONCE):
+            self._with_link(partial(self._whole.remove, ids=ids[begin : begin + _AT_ONCE]))
+        return len(ids)
+
+    def purge(self, tenant: bytes) -> int:
+        """Remove every chunk of a tenant, and what the ledger has lost sight of."""
+        removed = self.remove([entry for entry in self.entries() if entry.tenant == tenant])
+        cursor = self._with_link(partial(self._whole.sweep, cursor=b"0"))
+        while cursor != b"0":
+            cursor = self._with_link(partial(self._whole.sweep, cursor=cursor))
+        return removed
+
+    def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
+        """A Redis tier on this server."""
+        return RedisTier(self._url, capacity_bytes=capacity_bytes or 2**53, records=records, patience_s=_PATIENCE_S)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._server.close()
+
+    def _with_link(self, work: Callable[[Link, Patience], T]) -> T:
+        patience = self._server.patience()
+        try:
+            with self._server.link(patience) as link:
+                return work(link, patience)
+        except UnavailableError as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: UnavailableError) -> PlaceError:
+        cause = error.cause or "it did not answer before"
+        remedy = "look at its rights and limits" if isinstance(cause, ServerError) else "check that it runs"
+        return PlaceError(f"{self.place} cannot be used ({cause}); {remedy}")
+
+
+def _batches(entries: Iterable[Entry], size: int) -> Iterator[list[Entry]]:
+    left = iter(entries)
+    while batch := list(itertools.islice(left, size)):
+        yield batch
+
+
+def _ledger(entry: Entry) -> Ledger:
+    assert entry.tenant is not None  # it is in the entry's name
+    return Ledger(_PREFIX, tenant=entry.tenant, space=entry.space)
+
+
+def _entry(name: bytes, found: tuple[int, int] | None) -> Entry | None:
+    """What the ledger says about a chunk; None for one that is being written, or for a stranger's."""
+    try:
+        tenant, space, key = (bytes.fromhex(part.decode("ascii")) for part in name.split(b":"))
+    except ValueError:
+        return None
+    return None if found is None else Entry(space, key, tenant, found[0], float(found[1]))

@@ -1,0 +1,145 @@
+"""A device for tests: byte-capped memory, a link that copies at a capped rate, and a queue that computes later.
+
+For whoever tests streaming. Invariant: what a real accelerator would only sometimes show, this one always shows: memory
+is poisoned from the moment a copy into it begins, and with ``queued`` the caller runs ahead of what it has computed.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvboost.direct_io import page_aligned, up_to_page
+from kvboost.model.streaming.link import Budget
+from kvboost.model.streaming.source import Extent, Source
+
+POISON = 0xFF  # of every byte: not a number in any floating type
+
+
+class _Event:
+    def __init__(self) -> None:
+        self.happened = threading.Event()
+        self.error: BaseException | None = None
+
+
+class SimulatedLink:
+    """Copies on one thread; with ``queued``, computes on another, as a device does."""
+
+    def __init__(
+        self,
+        *,
+        budget: int,
+        bytes_per_second: float = float("inf"),
+        queued: bool = False,
+        delay: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """``delay`` gives seconds to lose before each copy and each computation."""
+        self._budget = Budget(budget)
+        self._rate, self._delay = bytes_per_second, delay
+        self.copy_seconds = 0.0
+        """How long copies took, without waiting for their turn."""
+        self.copies: list[Extent] = []
+        """What was copied, in order."""
+        self._copying: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._computing: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.errors: list[BaseException] = []
+        """What went wrong in the queue."""
+        self._queued = queued
+        self._threads = [
+            (jobs, threading.Thread(target=self._work, args=(jobs,), daemon=True))
+            for jobs in ([self._copying, self._computing] if queued else [self._copying])
+        ]
+        for _, thread in self._threads:
+            thread.start()
+
+    @property
+    def allocated(self) -> int:
+        """Bytes given out so far."""
+        return self._budget.used
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """Poisoned memory [bytes]."""
+        self._budget.take(up_to_page(size))
+        memory = torch.frombuffer(page_aligned(up_to_page(size)), dtype=torch.uint8)
+        return memory.fill_(POISON)
+
+    def copy(self, source: Source, extent: Extent, into: torch.Tensor, *, after: _Event) -> _Event:
+        """Poison the memory, then copy as fast as the link allows."""
+        done = _Event()
+
+        def run() -> None:
+            after.happened.wait()
+            time.sleep(self._delay())
+            begun = time.perf_counter()
+            try:
+                into.fill_(POISON)
+                source.read(extent, memoryview(into.numpy()))  # type: ignore[arg-type]
+                # The last byte comes when the link has had time for all of them.
+                whole = into[: extent.size].clone()
+                into.fill_(POISON)
+                time.sleep(max(0.0, begun + extent.size / self._rate - time.perf_counter()))
+                into[: extent.size].copy_(whole)
+            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+                done.error = error
+            self.copy_seconds += time.perf_counter() - begun
+            self.copies.append(extent)
+            done.happened.set()
+
+        self._copying.put(run)
+        return done
+
+    def compute(self, work: Callable[[], None]) -> None:
+        """Do this behind everything computed and waited for so far: now, or with ``queued`` when its turn comes."""
+        if not self._queued:
+            work()
+            return
+
+        def run() -> None:
+            time.sleep(self._delay())
+            work()
+
+        self._computing.put(run)
+
+    def event(self) -> _Event:
+        """All that was handed to :meth:`compute`."""
+        event = _Event()
+        if self._queued:
+            self._computing.put(event.happened.set)
+        else:
+            event.happened.set()
+        return event
+
+    def wait(self, copy: _Event) -> None:
+        """Nothing is computed until the copy is whole."""
+        if self._queued:
+            self._computing.put(lambda: _whole(copy))
+        else:
+            _whole(copy)
+
+    def finish(self, copy: _Event) -> None:
+        """Return once the copy is whole."""
+        _whole(copy)
+
+    def close(self) -> None:
+        """Return once everything asked for is done."""
+        for jobs, thread in reversed(self._threads):  # what is computed may still wait for copies
+            jobs.put(None)
+            thread.join()
+
+    def _work(self, jobs: queue.SimpleQueue[Any]) -> None:
+        while (job := jobs.get()) is not None:
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001 - looked at by the test
+                self.errors.append(error)
+
+
+def _whole(copy: _Event) -> None:
+    copy.happened.wait()
+    if copy.error is not None:
+        raise copy.error

@@ -1,0 +1,254 @@
+"""``kvboost cache`` over a directory, a real Redis and an S3-compatible server."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvboost.bench.servers import free_port
+from kvboost.cli import main
+from kvboost.store.record import RecordFormat
+from kvboost.types import tenant_digest
+from tests.helpers.places import Place, blocks_of, of
+
+ACME, NOBODY = RecordFormat(of("model", "acme")), RecordFormat(of("model"))
+SECRET = RecordFormat(of("model", "secret"), encryption_key=b"e" * 32)
+
+
+class Said:
+    """Runs commands and keeps what they said."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.out = self.err = ""
+
+    def __call__(self, *arguments: object) -> int:
+        self._capsys.readouterr()
+        code = main(["cache", *map(str, arguments)])
+        self.out, self.err = self._capsys.readouterr()
+        assert "Traceback" not in self.err
+        return code
+
+    def json(self, *arguments: object, code: int = 0) -> Any:
+        assert self(*arguments, "--json") == code, self.err
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def kvboost(capsys: pytest.CaptureFixture[str]) -> Said:
+    return Said(capsys)
+
+
+@pytest.fixture
+def filled(place: Place) -> Place:
+    place.fill(ACME, blocks_of("a", "b", "c"))
+    place.fill(NOBODY, blocks_of("x", "y"))
+    return place
+
+
+def test_ls_shows_records_for_people_and_for_scripts(filled: Place, kvboost: Said) -> None:
+    assert kvboost("ls", filled.url) == 0
+    lines = kvboost.out.splitlines()
+    assert lines[0].split()[:4] == ["key", "space", "tenant", "codec"]
+    assert len(lines) == 6
+    assert {line.split()[0] for line in lines[1:]} == {
+        block.key.hex()[:12] for block in (*blocks_of("a", "b", "c"), *blocks_of("x", "y"))
+    }
+    assert kvboost("ls", filled.url, "--limit", "2", "--tenant", "acme") == 0
+    assert kvboost.out.count(" acme ") == 2
+    assert kvboost.out.endswith("1 more; --limit 0 shows all\n")
+    assert kvboost("ls", filled.url, "--json") == 0
+    rows = [json.loads(line) for line in kvboost.out.splitlines()]
+    b = next(row for row in rows if row["key"] == blocks_of("a", "b")[1].key.hex())
+    assert b["parent"] == blocks_of("a")[0].key.hex()
+    assert (b["tokens"], b["start"], b["codec"], b["readable"]) == (4, 4, "raw", True)
+    assert b["tenant"] == tenant_digest("acme").hex()
+    assert kvboost("ls", filled.url, "--space", ACME.space.hex()[:8], "--json") == 0
+    assert len(kvboost.out.splitlines()) == 3
+
+
+def test_stat_counts_by_space(filled: Place, kvboost: Said) -> None:
+    told = kvboost.json("stat", filled.url)
+    assert told["records"] == 5
+    assert told["bytes"] == sum(row["bytes"] for row in told["spaces"])
+    spaces = {row["space"]: row for row in told["spaces"]}
+    assert spaces[ACME.space.hex()]["records"] == 3
+    assert spaces[ACME.space.hex()]["model"] == ACME.namespace.root.hex()
+    assert spaces[NOBODY.space.hex()]["tenant"] == tenant_digest("").hex()
+    assert kvboost("stat", filled.url) == 0
+    assert kvboost.out.splitlines()[-1].startswith("5 records, ")
+
+
+def test_inspect_says_everything_about_one(filled: Place, kvboost: Said) -> None:
+    b = blocks_of("a", "b")[1]
+    told = kvboost.json("inspect", filled.url, b.key.hex()[:10].upper())
+    assert told["state"] == "whole"
+    assert told["tensors"] == [[1, "uint8", [333]], [1, "uint8", [667]]]
+    filled.change(ACME, b.key)
+    assert kvboost("inspect", filled.url, b.key.hex()) == 0
+    assert "damaged" in kvboost.out
+    assert "does not match its checksum" in kvboost.out
+    assert kvboost("inspect", filled.url, "ffffffffff") == 2
+    assert "no record's key begins with ffffffffff" in kvboost.err
+    assert kvboost("inspect", filled.url, "xyz") == 2
+    assert len(kvboost.err.strip().splitlines()) == 1
+
+
+def test_verify_finds_a_damaged_record(filled: Place, kvboost: Said) -> None:
+    assert kvboost("verify", filled.url) == 0
+    assert kvboost.out == "5 whole\n"
+    broken = blocks_of("x")[0].key
+    filled.change(NOBODY, broken)
+    assert kvboost("verify", filled.url) == 1
+    first, last = kvboost.out.splitlines()
+    assert first.startswith(broken.hex()[:12])
+    assert last == "4 whole, 1 damaged"
+    told = kvboost.json("verify", filled.url, "--remove", code=1)
+    assert (told["whole"], told["damaged"], told["removed"]) == (4, 1, 1)
+    assert told["damage"][0]["key"] == broken.hex()
+    assert kvboost("verify", filled.url) == 0
+    assert kvboost.out == "4 whole\n"
+
+
+def test_rm_and_purge(filled: Place, kvboost: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    a, b, c = (block.key.hex() for block in blocks_of("a", "b", "c"))
+    assert kvboost.json("rm", filled.url, b[:12], c) == {"removed": 2}
+    for arguments in (["rm", filled.url], ["rm", filled.url, a, "--space", "0000"]):
+        assert kvboost(*arguments) == 2
+        assert "say what goes" in kvboost.err
+    assert kvboost("rm", filled.url, a, "0123456789") == 2, "one that is not there"
+    for arguments in (["rm", filled.url, "--space", NOBODY.space.hex()], ["purge", filled.url, "--tenant", "acme"]):
+        assert kvboost(*arguments) == 2
+        assert "--yes" in kvboost.err
+    assert kvboost.json("stat", filled.url)["records"] == 3, "something went without a yes"
+    assert kvboost.json("rm", filled.url, "--space", NOBODY.space.hex()[:6], "--yes") == {"removed": 2}
+    assert kvboost.json("purge", filled.url, "--tenant", "other", "--yes") == {"removed": 0}
+    assert kvboost.json("purge", filled.url, "--tenant", "acme", "-y") == {"removed": 1}
+    assert kvboost.json("stat", filled.url)["records"] == 0
+
+
+def test_export_and_import(filled: Place, kvboost: Said, tmp_path: Path) -> None:
+    file, target = tmp_path / "chunks.kvx", tmp_path / "target"
+    filled.change(NOBODY, blocks_of("x")[0].key)
+    told = kvboost.json("export", filled.url, file, code=1)
+    assert (told["whole"], told["damaged"]) == (4, 1)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert sorted(path.name for path in tmp_path.glob("chunks*")) == ["chunks.kvx"]
+    told = kvboost.json("import", target, file)
+    assert (told["stored"], told["present"], told["complete"]) == (4, 0, True)
+    assert kvboost("import", filled.url, file) == 0
+    assert kvboost.out == "4 present\n"
+    assert kvboost.json("verify", target)["whole"] == 4
+    assert kvboost.json("export", target, file, "--tenant", "acme")["whole"] == 3
+
+
+def test_an_import_goes_on_where_it_stopped_and_counts_damage(kvboost: Said, tmp_path: Path) -> None:
+    source, target, file = Place("disk", str(tmp_path / "s")), tmp_path / "t", tmp_path / "chunks.kvx"
+    source.fill(ACME, blocks_of(*"abcdefgh"))
+    assert kvboost("export", source.url, file) == 0
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2 + 100])
+    told = kvboost.json("import", target, file, code=1)
+    assert (told["stored"], told["damaged"], told["complete"]) == (4, 1, False)
+    changed = bytearray(whole)
+    changed[-8000] ^= 1  # in the body of the last record
+    file.write_bytes(changed)
+    told = kvboost.json("import", target, file, code=1)
+    assert (told["present"], told["stored"], told["damaged"], told["complete"]) == (4, 3, 1, True)
+    file.write_bytes(whole)
+    told = kvboost.json("import", target, file)
+    assert (told["present"], told["stored"]) == (7, 1)
+
+
+def test_an_import_stays_within_the_budget(kvboost: Said, tmp_path: Path) -> None:
+    source, target, file = Place("disk", str(tmp_path / "s")), tmp_path / "t", tmp_path / "chunks.kvx"
+    source.fill(ACME, blocks_of(*"abcdefgh"))
+    assert kvboost("export", source.url, file) == 0
+    told = kvboost.json("import", target, file, "--budget", "40KB")
+    assert told["stored"] - told["evicted"] == kvboost.json("stat", target)["records"] == 4
+    assert kvboost.json("stat", target)["bytes"] <= 40_000
+    assert kvboost("import", target, file, "--budget", "much") == 2
+    assert "--budget='much' is not a size" in kvboost.err
+
+
+def test_records_with_a_secret(kvboost: Said, tmp_path: Path) -> None:
+    place, file, target = Place("disk", str(tmp_path / "s")), tmp_path / "x.kvx", tmp_path / "t"
+    key, wrong = tmp_path / "key", tmp_path / "wrong"
+    key.write_text((b"e" * 32).hex() + "\n")
+    wrong.write_bytes(b"w" * 32)
+    key.chmod(0o600)
+    wrong.chmod(0o600)
+    place.fill(SECRET, blocks_of("a", "b"))
+    assert kvboost("verify", place.url) == 0
+    assert kvboost.out == "2 locked\n"
+    assert "--key-file" in kvboost.err
+    told = kvboost.json("inspect", place.url, blocks_of("a")[0].key.hex())
+    assert (told["state"], told["encrypted"], told["sealed"]) == ("locked", True, False)
+    assert "encrypted with a key that was not given" in told["reason"]
+    assert kvboost("ls", place.url) == 0
+    assert kvboost.out.count("encrypted") == 2
+    assert kvboost.json("verify", place.url, "--key-file", wrong)["locked"] == 2
+    assert kvboost.json("verify", place.url, "--key-file", wrong, "--key-file", key)["whole"] == 2
+    assert kvboost.json("export", place.url, file)["locked"] == 2
+    assert kvboost.json("import", target, file, code=1)["locked"] == 2
+    assert kvboost.json("import", target, file, "--key-file", key)["stored"] == 2
+    assert kvboost.json("verify", target, "--key-file", key)["whole"] == 2
+    key.write_bytes(b"short")
+    assert kvboost("verify", place.url, "--key-file", key) == 2
+    assert kvboost("verify", place.url, "--key-file", tmp_path / "absent") == 2
+    assert "--key-file" in kvboost.err
+    assert "record_key_file" not in kvboost.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ls", "{tmp}"], "is no cache directory"),
+        (["stat", "{tmp}/none"], "there is no directory"),
+        (["verify", "redis://:secret@127.0.0.1:{port}/0"], "check that it runs"),
+        (["verify", "ftp://host/x"], "s3://BUCKET"),
+        (["export", "{cache}", "{tmp}/no/such/file"], "create it first"),
+        (["export", "{cache}", "-", "--json"], "give a file"),
+        (["import", "{cache}", "{tmp}/absent"], "cannot be read"),
+        (["import", "{tmp}/file", "{tmp}/file"], "is no directory"),
+        (["rm", "{cache}", "abc"], "4 hexadecimal digits"),
+        (["ls", "{cache}", "--space", "ffff"], "no space begins with ffff"),
+        (["purge", "{cache}"], "Missing option '--tenant'"),
+    ],
+)
+def test_a_mistake_is_one_line(kvboost: Said, tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "file").write_text("x")
+    cache = Place("disk", str(tmp_path / "cache"))
+    cache.fill(ACME, blocks_of("a"))
+    names = {"tmp": str(tmp_path), "cache": cache.url, "port": str(free_port())}
+    assert kvboost(*(part.format(**names) for part in arguments)) == 2
+    assert len(kvboost.err.strip().splitlines()) == 1
+    assert kvboost.err.startswith(f"kvboost cache {arguments[0]}: ")
+    assert message in kvboost.err
+    assert "secret" not in kvboost.err
+
+
+@pytest.mark.parametrize("place", ["disk"], indirect=True)
+def test_in_processes_of_their_own_through_a_pipe(filled: Place, tmp_path: Path) -> None:
+    def start(*arguments: str, **pipes: Any) -> Any:
+        command = [sys.executable, "-m", "kvboost", "cache", *arguments]
+        return subprocess.run(command, capture_output=True, env=dict(os.environ), timeout=120, **pipes)
+
+    exported = start("export", filled.url, "-")
+    assert exported.returncode == 0, exported.stderr
+    assert exported.stderr == b"5 whole\n"
+    imported = start("import", str(tmp_path / "target"), "-", input=exported.stdout)
+    assert imported.stdout == b"5 stored\n", imported.stderr
+    filled.change(ACME, blocks_of("a")[0].key)
+    verified = start("verify", filled.url, "--json")
+    assert verified.returncode == 1
+    assert json.loads(verified.stdout)["damaged"] == 1

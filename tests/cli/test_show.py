@@ -1,0 +1,60 @@
+"""How things are shown."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from kvboost.cli import show
+from kvboost.cli.show import Bar, age, reuse_line, size
+from kvboost.types import GenerationResult, ReuseReport
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("quiet", "shown"), [(0.0, True), (60.0, False)])
+def test_a_bar_is_shown_for_what_takes_long(monkeypatch: pytest.MonkeyPatch, quiet: float, shown: bool) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(show, "_QUIET_S", quiet)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with Bar("checking", total=3) as bar:
+        for _ in range(3):
+            bar.advance()
+    assert ("checking" in terminal.getvalue()) is shown
+    assert ("3/3" in terminal.getvalue()) is shown
+
+
+def test_a_bar_is_not_shown_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    monkeypatch.setattr(show, "_QUIET_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", file)
+    with Bar("checking") as bar:
+        bar.advance()
+    assert file.getvalue() == ""
+
+
+def test_sizes_and_ages() -> None:
+    assert [size(n) for n in (0, 1023, 1024, 3 * 2**30, 2**42)] == ["0 B", "1023 B", "1.0 KiB", "3.0 GiB", "4.0 TiB"]
+    assert [age(at, now=100_000.0) for at in (None, 99_990.0, 99_000.0, 90_000.0, 0.0, 200_000.0)] == [
+        "?",
+        "10 s",
+        "17 min",
+        "3 h",
+        "1 d",
+        "0 s",
+    ]
+
+
+def test_the_line_about_reuse_names_what_stood_in_the_way() -> None:
+    report = ReuseReport(1, 2, 3, 4, bitwise=False, reason="the model is odd")
+    result = GenerationResult("", (1, 2), tuple(range(10)), "stop", 12.3, 1000.0, report)
+    assert reuse_line(result) == (
+        "[10 prompt tokens: 1 exact, 2 moved, 3 recomputed, 4 fresh (approximate); "
+        "first token after 12 ms, 2 new ones at 2.0/s; the model is odd]"
+    )

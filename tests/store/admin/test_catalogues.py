@@ -1,0 +1,297 @@
+"""All records of a place, over every kind of place: listing, reading, damage, removal, import within a budget."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvboost.bench.servers import free_port
+from kvboost.errors import PlaceError
+from kvboost.store.admin import (
+    ArchiveReader,
+    ArchiveWriter,
+    Catalogue,
+    Entry,
+    Importer,
+    KeyRing,
+    Outcome,
+    Verdict,
+    examine,
+    exported,
+    open_catalogue,
+    verified,
+)
+from kvboost.store.loading import PIECE_BYTES
+from kvboost.store.protection import record_format
+from kvboost.store.record import RecordFormat
+from kvboost.testing.tier import assert_same
+from kvboost.types import tenant_digest
+from tests.helpers.places import Place, blocks_of, of
+
+MAC, AES = b"m" * 32, b"e" * 32
+ACME, OTHER = RecordFormat(of("model", "acme")), RecordFormat(of("another model", "other"))
+
+
+@contextmanager
+def opened(place: Place, **options: Any) -> Iterator[Catalogue]:
+    catalogue = open_catalogue(place.url, **options)
+    try:
+        yield catalogue
+    finally:
+        catalogue.close()
+
+
+def fill(place: Place) -> None:
+    place.fill(ACME, blocks_of("a", "b", "c"))
+    place.fill(OTHER, blocks_of("x", "y"))
+
+
+def archived(place: Place, *, keys: KeyRing | None = None) -> bytes:
+    stream = io.BytesIO()
+    with opened(place) as catalogue:
+        list(exported(catalogue, catalogue.entries(), keys=keys or KeyRing(), into=ArchiveWriter(stream)))
+    return stream.getvalue()
+
+
+def imported(place: Place, archive: bytes, *, keys: KeyRing | None = None, room: int | None = None) -> Counter[str]:
+    with opened(place, create=True) as catalogue:
+        importer = Importer(catalogue, keys=keys or KeyRing(), capacity_bytes=room)
+        return Counter(arrival.outcome.value for arrival in importer.arrivals(ArchiveReader(io.BytesIO(archive))))
+
+
+def verdicts(catalogue: Catalogue) -> dict[bytes, Verdict]:
+    found = verified(catalogue, catalogue.entries(), keys=KeyRing())
+    return {entry.key: finding.verdict for entry, finding in found}
+
+
+def test_every_namespace_is_listed_without_a_model(place: Place) -> None:
+    fill(place)
+    with opened(place) as catalogue:
+        entries = list(catalogue.entries())
+        assert {(e.space, e.key) for e in entries} == {
+            *((ACME.space, block.key) for block in blocks_of("a", "b", "c")),
+            *((OTHER.space, block.key) for block in blocks_of("x", "y")),
+        }
+        assert {e.tenant for e in entries} == {tenant_digest("acme"), tenant_digest("other")}
+        for entry, head in catalogue.heads(entries):
+            assert head is not None
+            header = examine(head, space=entry.space, key=entry.key).header
+            assert header is not None
+            assert header.tokens == 4
+            assert entry.size >= header.record_bytes > 4096
+            assert entry.used_at is not None
+            assert abs(entry.used_at - time.time()) < 120
+
+
+def test_records_come_whole_in_order_and_large_ones_too(place: Place) -> None:
+    blocks = [*blocks_of("a", "b"), *blocks_of("l", "m", nbytes=2 * PIECE_BYTES), *blocks_of("z")]
+    place.fill(ACME, blocks)
+    by_key = {block.key: block for block in blocks}
+    with opened(place) as catalogue:
+        entries = [*catalogue.entries(), Entry(ACME.space, b"k" * 32, ACME.namespace.tenant, 10, None)]
+        found = dict(verified(catalogue, entries, keys=KeyRing()))
+        assert list(found) == entries
+        for entry, finding in found.items():
+            if entry.key == b"k" * 32:
+                assert finding.verdict is Verdict.MISSING
+            else:
+                assert finding.block is not None
+                assert_same(finding.block, by_key[entry.key])
+        heads = dict(catalogue.heads(entries))
+        assert heads[entries[-1]] is None
+
+
+@pytest.mark.parametrize("at", [0, 8, 30, 300, 4096, -1])
+def test_a_flipped_bit_is_found(place: Place, at: int) -> None:
+    fill(place)
+    broken = blocks_of("a", "b")[1].key
+    place.change(ACME, broken, at=at)
+    with opened(place) as catalogue:
+        found = {
+            entry.key: finding.verdict for entry, finding in verified(catalogue, catalogue.entries(), keys=KeyRing())
+        }
+    assert found.pop(broken) is (Verdict.OTHER_VERSION if at == 8 else Verdict.DAMAGED)
+    assert set(found.values()) == {Verdict.WHOLE}
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("junk", [b"", b"x", b"x" * 3 * 2**20])
+def test_what_is_no_record_and_a_record_under_another_name_are_damage(place: Place, junk: bytes) -> None:
+    fill(place)
+    a, b, c = (block.key for block in blocks_of("a", "b", "c"))
+    place.put(ACME, a, place._raw(ACME, c))
+    place.put(ACME, b, junk)
+    with opened(place) as catalogue:
+        found = {
+            entry.key: finding.verdict for entry, finding in verified(catalogue, catalogue.entries(), keys=KeyRing())
+        }
+        listed = {entry.key: head for entry, head in catalogue.heads(catalogue.entries())}
+    assert (found[a], found[b], found[c]) == (Verdict.DAMAGED, Verdict.DAMAGED, Verdict.WHOLE)
+    assert len(listed[b] or b"") <= 4096
+
+
+def test_a_record_of_another_tenant_under_the_same_key_is_damage(place: Place) -> None:
+    theirs = RecordFormat(of("model", "other"))
+    place.fill(ACME, blocks_of("a"))
+    place.fill(theirs, blocks_of("a"))
+    place.put(ACME, blocks_of("a")[0].key, place._raw(theirs, blocks_of("a")[0].key))
+    with opened(place) as catalogue:
+        found = verified(catalogue, catalogue.entries(), keys=KeyRing())
+        verdicts = {entry.space: finding.verdict for entry, finding in found}
+    assert verdicts == {ACME.space: Verdict.DAMAGED, theirs.space: Verdict.WHOLE}
+
+
+def test_removing_and_purging(place: Place) -> None:
+    fill(place)
+    gone = blocks_of("a", "b", "c")[2].key
+    with opened(place) as catalogue:
+        assert catalogue.remove([entry for entry in catalogue.entries() if entry.key == gone]) == 1
+        assert len(list(catalogue.entries())) == 4
+    with closing(place.tier(ACME)) as tier:
+        assert tier.stats().chunks == 2
+        assert tier.contains([gone]) == [False]
+    with opened(place) as catalogue:
+        assert catalogue.purge(tenant_digest("nobody")) == 0
+        assert catalogue.purge(tenant_digest("acme")) == 2
+        assert {entry.tenant for entry in catalogue.entries()} == {tenant_digest("other")}
+    with closing(place.tier(ACME)) as tier, closing(place.tier(OTHER)) as other:
+        assert (tier.stats().chunks, tier.stats().bytes) == (0, 0)
+        assert other.stats().chunks == 2
+
+
+def test_from_one_place_to_another_and_again(place: Place, tmp_path: Path) -> None:
+    fill(place)
+    archive = archived(place)
+    target = Place("disk", str(tmp_path / "target"))
+    assert imported(target, archive) == {"stored": 5}
+    assert imported(target, archive) == {"present": 5}
+    changed = bytearray(archive)
+    changed[5000] ^= 1
+    assert imported(target, bytes(changed)) == {"present": 5}, "what is there was read again"
+    assert archived(target).count(b"\x89KVB\r\n") == 5
+    with opened(place) as catalogue:
+        catalogue.remove(list(catalogue.entries())[:2])
+    assert imported(place, archive) == {"present": 3, "stored": 2}
+    with closing(place.tier(ACME)) as tier:
+        for block, found in zip(
+            blocks_of("a", "b", "c"), tier.load([b.key for b in blocks_of("a", "b", "c")]), strict=True
+        ):
+            assert_same(found, block)
+
+
+def test_an_import_stays_within_the_budget(place: Place, tmp_path: Path) -> None:
+    source = Place("disk", str(tmp_path / "source"))
+    source.fill(ACME, blocks_of(*"abcdefgh"))
+    archive = archived(source)
+    room = 40_000  # for three or four, by what each kind of place counts
+    counted = imported(place, archive, room=room)
+    assert sum(counted.values()) == 8
+    with opened(place) as catalogue:
+        sizes = [entry.size for entry in catalogue.entries()]
+    assert 3 <= len(sizes) <= 7
+    assert sum(sizes) <= room
+
+
+def test_an_import_refuses_what_is_damaged(place: Place, tmp_path: Path) -> None:
+    source = Place("disk", str(tmp_path / "source"))
+    fill(source)
+    archive = bytearray(archived(source))
+    archive[2 * 8192 + 5000] ^= 1  # in the body of the third
+    assert imported(place, bytes(archive)) == {"stored": 4, "damaged": 1}
+
+
+@pytest.mark.parametrize(
+    "secrets",
+    [{"mac_key": b"m" * 32}, {"encryption_key": b"e" * 32}, {"mac_key": b"m" * 32, "encryption_key": b"e" * 32}],
+)
+def test_records_with_a_secret_say_so(place: Place, secrets: dict[str, bytes]) -> None:
+    records = RecordFormat(of("model"), **secrets)  # type: ignore[arg-type]
+    place.fill(records, blocks_of("a", "b"))
+    place.change(records, blocks_of("a")[0].key)
+    right, wrong = KeyRing(list(secrets.values())), KeyRing([b"w" * 32])
+    with opened(place) as catalogue:
+        for ring, expected in ((KeyRing(), {"locked": 2}), (wrong, {"locked": 2}), (right, {"whole": 1, "damaged": 1})):
+            found = verified(catalogue, catalogue.entries(), keys=ring)
+            assert Counter(finding.verdict.value for _, finding in found) == expected
+    archive = archived(place, keys=right)
+    with opened(place) as catalogue:
+        catalogue.remove(list(catalogue.entries()))
+    assert imported(place, archive) == {Outcome.LOCKED.value: 1}
+    assert imported(place, archive, keys=right) == {"stored": 1}
+
+
+@pytest.mark.parametrize("protection", ["mac", "encrypt"])
+def test_records_of_an_engine_with_a_key_file_are_read_with_it(tmp_path: Path, protection: str) -> None:
+    place = Place("disk", str(tmp_path / "cache"))
+    for tenant in ("acme", "other"):  # each has keys of its own, made from the one
+        records = record_format(of("m", tenant), codec="raw", max_bytes=2**20, protection=protection, key=MAC)
+        place.fill(records, blocks_of("a", "b"))
+    with opened(place) as catalogue:
+        for ring, expected in ((KeyRing([AES]), {"locked": 4}), (KeyRing([AES, MAC]), {"whole": 4})):
+            found = verified(catalogue, catalogue.entries(), keys=ring)
+            assert Counter(finding.verdict.value for _, finding in found) == expected
+
+
+# Places that are none
+
+
+def test_a_directory_that_is_no_cache(tmp_path: Path) -> None:
+    with pytest.raises(PlaceError, match="there is no directory"):
+        open_catalogue(str(tmp_path / "absent"))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(PlaceError, match="no cache directory"):
+        open_catalogue(str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"file"}
+
+
+def test_looking_at_a_directory_changes_nothing(tmp_path: Path) -> None:
+    place = Place("disk", str(tmp_path / "cache"))
+    fill(place)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    with opened(place) as catalogue:
+        list(verified(catalogue, catalogue.entries(), keys=KeyRing()))
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    assert {path: at for path, at in after.items() if path.suffix not in (".sqlite-wal", ".sqlite-shm")} == before
+
+
+def test_a_broken_index_hides_no_record(tmp_path: Path) -> None:
+    place = Place("disk", str(tmp_path / "cache"))
+    fill(place)
+    for path in Path(place.url).glob("index-1.sqlite*"):
+        path.write_bytes(b"broken" * 1000)
+    with opened(place) as catalogue:
+        assert len(list(catalogue.entries())) == 5
+        assert catalogue.purge(tenant_digest("acme")) == 3
+    with pytest.warns(RuntimeWarning, match="index was damaged"):
+        tier = place.tier(OTHER)
+    assert tier.stats().chunks == 2
+    tier.close()
+
+
+def test_a_tenant_is_purged_whose_records_are_all_broken(tmp_path: Path) -> None:
+    place = Place("disk", str(tmp_path / "cache"))
+    fill(place)
+    for block in blocks_of("a", "b", "c"):
+        place.put(ACME, block.key, b"broken")
+    with opened(place) as catalogue:
+        assert catalogue.purge(tenant_digest("acme")) == 3
+
+
+def test_servers_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PlaceError, match="check that it runs") as caught:
+        open_catalogue(f"redis://user:secret@127.0.0.1:{free_port()}/0")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_bucket_that_is_not_there(s3_url: str) -> None:
+    catalogue = open_catalogue("s3://no-such-bucket/x")
+    with pytest.raises(PlaceError, match="check the bucket"):
+        list(catalogue.entries())
+    catalogue.close()
