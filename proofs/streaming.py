@@ -129,7 +129,7 @@ def compare(args: argparse.Namespace, folder: Path, *, title: str) -> None:
                 found[role]["name"] += ", without the cap" if uncapped else ""
                 print(f"{role}: {found[role]}", file=sys.stderr, flush=True)
                 break
-            print(f"\n{role}: failed: {(run.stderr.strip().splitlines() or ['?'])[-1]}", flush=True)
+            print(f"\n{role}: failed: {(run.stderr.strip().splitlines() or ['?'])[-1][:160]}", flush=True)
             if role.startswith("streamed"):
                 raise SystemExit(1)
     print(f"\n{title}: {weights / 1e6:.0f} MB of weights, budget {budget / 1e6:.0f} MB, {args.tokens} tokens decoded\n")
