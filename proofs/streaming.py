@@ -129,7 +129,7 @@ def compare(args: argparse.Namespace, folder: Path, *, title: str) -> None:
                 found[role]["name"] += ", without the cap" if uncapped else ""
                 print(f"{role}: {found[role]}", file=sys.stderr, flush=True)
                 break
-            print(f"\n{role}: failed: {(run.stderr.strip().splitlines() or ['?'])[-1]}", flush=True)
+            print(f"\n{role}: failed: {(run.stderr.strip().splitlines() or ['?'])[-1][:160]}", flush=True)
             if role.startswith("streamed"):
                 raise SystemExit(1)
     print(f"\n{title}: {weights / 1e6:.0f} MB of weights, budget {budget / 1e6:.0f} MB, {args.tokens} tokens decoded\n")
@@ -344,21 +344,26 @@ def awq(args: argparse.Namespace) -> None:
         for file in args.model.glob("*token*"):
             shutil.copy(file, folder)
         layers = sum(p.numel() for name, p in source.named_parameters() if ".layers." in name) * 9 // 16
-        rest = sum(p.numel() * 4 for name, p in source.named_parameters() if ".layers." not in name)
+        rest = sum(p.numel() for name, p in source.named_parameters() if ".layers." not in name)
+        exact = [source(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
+
+        def error(logits: list[torch.Tensor]) -> float:
+            return max(float((f.float() - e).norm() / e.norm()) for f, e in zip(logits, exact, strict=True))
+
         print(describe_machine(dtype="float32 and bfloat16", model=str(args.model)).line)
-        print("\n| dtype | weights | largest relative error of logits, 4 prompts | tokens/s |\n|---|---|---:|---:|")
+        print("\nLargest relative error of the logits of 4 prompts against the same numbers whole in float32:\n")
+        print("| dtype | weights | error | the same numbers whole in this dtype | tokens/s |\n|---|---|---:|---:|---:|")
         for dtype in (torch.float32, torch.bfloat16):
-            reference = source.to(dtype)
-            expected = [reference(torch.tensor([prompt])).logits[0, -1].float() for prompt in prompts]
-            for budget in (rest + layers // 3, 10**12):
+            whole = source.to(dtype)
+            floor = error([whole(torch.tensor([prompt])).logits[0, -1] for prompt in prompts])
+            for budget in (rest * dtype.itemsize + layers // 3, 10**12):
                 with KVBoost.from_pretrained(
                     str(folder), dtype=dtype, device="cpu", weight_budget=budget, chunk_size=4096, chunking="fixed"
                 ) as engine:
-                    found = [engine.prefill(prompt).logits.float() for prompt in prompts]
+                    found = error([engine.prefill(prompt).logits for prompt in prompts])
                     speed = decode(engine.model, 8)["tokens_per_second"]
                     where = engine.describe()["weights"]
-                errors = [float((f - e).norm() / e.norm()) for f, e in zip(found, expected, strict=True)]
-                print(f"| {dtype} | {where} | {max(errors):.1e} | {speed:.1f} |", flush=True)
+                print(f"| {dtype} | {where} | {found:.1e} | {floor:.1e} | {speed:.1f} |", flush=True)
 
 
 def families() -> None:
