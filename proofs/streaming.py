@@ -375,13 +375,13 @@ def families() -> None:
     for family, known in FAMILIES.items():
         kinds = {"layer_types": known["layer_types"] * 3} if "layer_types" in known else {}
         with tempfile.TemporaryDirectory() as folder:
-            tiny_model(family, hidden_size=64, intermediate_size=128, num_hidden_layers=6, **kinds).save_pretrained(
-                folder
-            )
+            model = tiny_model(family, hidden_size=64, intermediate_size=128, num_hidden_layers=6, **kinds)
+            model.save_pretrained(folder)
+            most = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) * 4 // 5
             byte_tokenizer().save_pretrained(folder)
             settings = {"chunk_size": 16, "device": "cpu"}
             logits, roots = [], []
-            for budget in (None, "500kB"):
+            for budget in (None, most):
                 with KVBoost.from_pretrained(folder, weight_budget=budget, **settings) as engine:
                     assert (streamer_of(engine.model) is not None) == (budget is not None)
                     logits.append([engine.prefill(prompt).logits for _ in range(2)])
