@@ -39,7 +39,7 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path)
 def test_every_setting_is_one_that_an_engine_takes() -> None:
     arguments = {option.argument or option.name for option in ENGINE}
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
-    assert arguments - fields == {"dtype", "device"}  # of from_pretrained
+    assert arguments - fields == {"dtype", "device", "weight_budget", "weight_dir"}  # of from_pretrained
     assert fields - arguments == {"move_at_any_price"}  # for measurements
 
 
