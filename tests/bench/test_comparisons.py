@@ -12,7 +12,7 @@ from kvboost.bench.exactness import ReferenceStore, _same_bits, edge_lengths
 from kvboost.bench.fidelity import first_difference, kl_divergence
 from kvboost.bench.measure import alternate
 from kvboost.plan import FixedChunker, chunk_keys, reusable_chunks, token_array
-from kvboost.store import MemoryStore
+from kvboost.store import LeafFirstLRU, MemoryStore
 from kvboost.types import KVBlock, PutOutcome
 
 
@@ -34,7 +34,7 @@ def read(store: MemoryStore, tokens: list[int], ends: list[int], stored_to: int)
 @pytest.mark.parametrize(("max_chunks", "max_tokens"), [(7, None), (None, 30), (3, None), (None, 3), (0, None)])
 def test_the_reference_store_predicts_the_real_one(max_chunks: int | None, max_tokens: int | None) -> None:
     rng = random.Random(5)
-    store = MemoryStore(10**9 if max_tokens is None else max_tokens, max_chunks=max_chunks)
+    store = MemoryStore(10**9 if max_tokens is None else max_tokens, max_chunks=max_chunks, policy=LeafFirstLRU())
     reference = ReferenceStore(max_chunks=max_chunks, max_tokens=max_tokens)
     for _ in range(400):
         tokens = [rng.randrange(2) for _ in range(4)] * 8

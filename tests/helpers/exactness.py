@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from kvboost import KVBoost
 from kvboost.engine.verify import same_bits
 from kvboost.plan import token_array
+from kvboost.store import LeafFirstLRU, MemoryStore
 from tests.helpers.models import VOCAB
 
 Prefix = tuple[int, ...]
@@ -108,7 +109,9 @@ class ExactReuseMachine(RuleBasedStateMachine):
     )
     def start(self, size: int, chunking: str, limit: int, workspace: str, seed: int) -> None:
         settings = {"chunk_size": size * self.scale, "chunking": chunking, "quality": "exact"}
-        self.warm = KVBoost(self.model, None, max_chunks=limit, workspace_bytes=workspace, **settings)
+        # What another order of eviction would keep, the reference could not tell.
+        store = MemoryStore(2**31, max_chunks=limit, policy=LeafFirstLRU())
+        self.warm = KVBoost(self.model, None, store=store, workspace_bytes=workspace, **settings)
         self.cold = KVBoost(self.model, None, **settings)
         self.reference = ReferenceCache(limit)
         generator = torch.Generator().manual_seed(seed)

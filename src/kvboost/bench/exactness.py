@@ -18,12 +18,14 @@ from kvboost.bench.measure import TextSource, add_model_arguments, load_engine, 
 from kvboost.bench.report import Machine, Progress, Report, Table, describe_machine, say
 from kvboost.engine import KVBoost
 from kvboost.plan import FixedChunker, token_array
+from kvboost.store import LeafFirstLRU, MemoryStore
 
 _SHORTEST, _LONGEST = 40, 400
 _DOCUMENTS = 4
 _OPERATIONS = ("prefill", "generate", "warm", "clear")
 _WEIGHTS = (70, 15, 12, 3)
 _KEPT_FAILURES = 20
+_PLENTY = 2**31  # bytes
 # Chunk size, most chunks, most tokens, workspaces. The longest prompt fills 25 chunks of 16 or 12 of 32.
 _SETTINGS: tuple[tuple[int, int | None, int | None, bool], ...] = (
     (16, 60, None, True),
@@ -194,10 +196,11 @@ def _subjects(loaded: KVBoost, source: TextSource) -> list[_Subject]:
         grid: dict[str, Any] = {"chunking": "fixed", "chunk_size": size, "quality": "exact"}
         if size not in cold:
             cold[size] = KVBoost(loaded.model, loaded.tokenizer, **grid)
-        room: dict[str, Any] = {} if max_tokens is None else {"cache_bytes": max_tokens * per_token}
-        if not workspaces:
-            room["workspace_bytes"] = 0
-        engine = KVBoost(loaded.model, loaded.tokenizer, max_chunks=max_chunks, **grid, **room)
+        room: dict[str, Any] = {} if workspaces else {"workspace_bytes": 0}
+        capacity = _PLENTY if max_tokens is None else max_tokens * per_token
+        # What another order of eviction would keep, the reference could not tell.
+        store = MemoryStore(capacity, max_chunks=max_chunks, policy=LeafFirstLRU())
+        engine = KVBoost(loaded.model, loaded.tokenizer, store=store, **grid, **room)
         reference = ReferenceStore(max_chunks=max_chunks, max_tokens=max_tokens)
         limit = f"{max_chunks} chunks" if max_chunks is not None else f"{max_tokens} tokens"
         name = f"chunks of {size}, room for {limit}" + ("" if workspaces else ", no workspace")

@@ -58,7 +58,9 @@ ENGINE = (
     Option("kv_cache_bits", int, "Keep KV in 16, 8 or 4 bits."),
     Option("dtype", str, "The model's dtype, as Transformers takes it."),
     Option("tenant", str, "Chunks of different tenants never meet."),
-    Option("weight_budget", str, "Memory for the model's weights, such as 6GB; the others are read as they are needed."),
+    Option(
+        "weight_budget", str, "Memory for the model's weights, such as 6GB; the others are read as they are needed."
+    ),
     Option("weight_dir", str),
     Option("device", str),
     Option("strict", bool),
