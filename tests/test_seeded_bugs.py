@@ -14,6 +14,7 @@ from kvboost.engine import decoding, naming, reader, workspace
 from kvboost.model import fingerprint
 from kvboost.model.cache import SlabCache, SlabLayer
 from kvboost.model.codec import RawCodec
+from kvboost.store import LeafFirstLRU, memory
 from kvboost.store.memory import MemoryStore
 from kvboost.types import Chunk, Fingerprint, ReusePlan, Segment, SegmentKind
 from tests.engine import test_batch, test_engine, test_exact, test_workspace
@@ -80,6 +81,7 @@ def _leased_blocks_evicted(patch: pytest.MonkeyPatch) -> None:
 
 def _parents_evicted_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "_evictable", lambda self, key: self._entries[key].leases == 0)
+    patch.setattr(memory, "LeastExpected", LeafFirstLRU)  # which leaves leaves to the store
 
 
 def _budget_forgotten(patch: pytest.MonkeyPatch) -> None:

@@ -57,10 +57,11 @@ class EngineConfig:
     """Also keep KV made by decoding. Such a hit is not bitwise and is reported so."""
     quality: str | float = "high"
     """How far text may be reused that stands elsewhere: ``"exact"`` (never), ``"high"`` (half of its rows computed
-    again), ``"fast"`` (15 %), or the largest share of answers that may differ from a full reading's, such as 0.05.
-    What that takes depends on the model and the prompts: with a ``calibration`` the smallest ratio is taken that was
-    shown to keep within it, and nothing is moved if none was; without one, the ratio is that of ``"high"``. In both
-    cases shadow checks hold the engine to the share."""
+    again; at most 20 % of the answers may differ), ``"fast"`` (15 % of the rows, 50 % of the answers), or the largest
+    share of answers that may differ, such as 0.05. An answer differs if one of its first eight tokens does.
+    What a share takes depends on the model and the prompts. With a ``calibration`` the smallest ratio is taken that was
+    shown to keep within it, and nothing is moved if none was. Without one the ratio is that of ``"high"``, whatever the
+    share, and shadow checks put an end to moving once it is proven to be passed."""
     shadow_share: float | None = None
     """Answer this share of the requests that used moved chunks both ways, in the background, and stop moving once
     too many answers differ (see ``cache_stats()["moved_reuse"]``). By default none, or 2 % where ``quality`` is a
@@ -116,6 +117,10 @@ class EngineConfig:
             raise ConfigError(
                 f"quality={self.quality!r} is not known; use one of {QUALITIES}, or the largest share of answers "
                 "that may differ, such as 0.02"
+            )
+        if self.calibration is not None and (self.recompute_strategy is not None or self.recompute_ratio is not None):
+            raise ConfigError(
+                "calibration chooses how to repair, and so do recompute_strategy and recompute_ratio; leave one out"
             )
         if not isinstance(self.quality, str) and not _is_share(self.quality, below_one=True):
             raise ConfigError(f"quality={self.quality!r} is not a share; give 0.02 for two answers in a hundred")

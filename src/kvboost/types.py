@@ -306,7 +306,7 @@ class GenerationResult:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were not computed again."""
+        """Prompt tokens whose KV came from the cache; of moved ones a part was computed again, see ``reuse``."""
         return self.reuse.cached_tokens
 
     @property

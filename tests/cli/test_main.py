@@ -43,7 +43,7 @@ def test_calibrate_writes_a_file_an_engine_takes(
     said = capsys.readouterr()
     assert code == 0, said.err
     assert "quality=0.5 computes 50% of the rows again" in said.out
-    assert json.loads(out.read_text())["format"] == 2
+    assert json.loads(out.read_text())["format"] == 3
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_every_command_has_a_help_that_teaches() -> None:
         return [path] if inner is None else [p for name, c in inner.items() for p in commands(c, [*path, name])]
 
     paths = commands(typer.main.get_command(app), [])
-    assert len(paths) == 14
+    assert len(paths) == 15
     for path in paths:
         if path == ["bench"]:
             continue

@@ -294,6 +294,28 @@ def test_text_that_stands_elsewhere_is_moved(tiny: Callable[..., Any]) -> None:
         assert report.moved_tokens == 0
 
 
+def test_moved_jobs_are_checked_as_other_requests_are(tiny: Callable[..., Any]) -> None:
+    """On a random model no repair is not good enough: the check must see that here too, and put an end to it."""
+    settings = {"recompute_strategy": "none", "recompute_ratio": 0.0, "quality": 0.05, "shadow_share": 1.0}
+    engine = engine_of(tiny("llama"), move_at_any_price=True, **settings)
+    engine.warm(_TEXT[:160])
+    assert engine._shadow is not None
+    shadow = engine._shadow
+
+    def ask_until_off() -> None:
+        with BatchRunner(engine) as runner:
+            for seed in range(40):
+                run(runner, [job([*_TEXT[200 + seed : 208 + seed], *_TEXT[80:160], *_TEXT[:80], 5])])
+                shadow.wait()
+                if not engine.cache_stats()["moved_reuse"]["allowed"]:
+                    return
+
+    with pytest.warns(RuntimeWarning, match="moved reuse is off"):
+        ask_until_off()
+    assert not engine.cache_stats()["moved_reuse"]["allowed"]
+    engine.close()
+
+
 def test_what_can_never_fit_and_what_is_too_much_is_refused(tiny: Callable[..., Any]) -> None:
     engine = engine_of(tiny("llama"))
     with BatchRunner(engine, kv_bytes="150kB", max_waiting=2, max_running=1) as runner:

@@ -9,7 +9,7 @@ import pytest
 
 from kvboost import ConfigError, KVBoost
 from kvboost.engine import calibration as subject
-from kvboost.repair import Calibration, CalibrationRow
+from kvboost.repair import Calibration, CalibrationRow, Selective
 from tests.engine.test_moving import HEAD, QUESTION, engine_for, text
 from tests.helpers.models import tiny_model
 
@@ -67,10 +67,27 @@ def test_traffic_without_repetition_says_so(tiny: Tiny) -> None:
 
 def _written(folder: Path, **changes: Any) -> Path:
     row = CalibrationRow(ratio=0.2, compared=12, differing=3, agreement=0.9, typical_estimate=0.1)
-    values: dict[str, Any] = {"weights": "w", "strategy": "auto", "rows": (row,)}
+    values: dict[str, Any] = {"weights": "w", "conditions": "", "strategy": "auto", "rows": (row,)}
     file = folder / "calibration.json"
     Calibration(**{**values, **changes}).save(file)
     return file
+
+
+def _fitting(engine: KVBoost) -> dict[str, str]:
+    assert engine._parts is not None
+    return {"weights": engine._parts.weights, "conditions": engine._parts.reader.names.conditions}
+
+
+def test_a_calibration_belongs_to_one_codec_and_one_kind_of_chunks(tmp_path: Path) -> None:
+    model = tiny_model("llama", seed=3)
+    file = _written(tmp_path, **_fitting(engine_for(model)))
+    for other in ({"kv_cache_bits": 8}, {"chunk_size": 16}):
+        with pytest.raises(ConfigError, match="calibrate again with them"):
+            engine_for(model, calibration=file, **other)
+    with pytest.raises(ConfigError, match="leave one out"):
+        engine_for(model, calibration=file, recompute_ratio=0.3)
+    with pytest.raises(ConfigError, match="cannot be named in a file"):
+        engine_for(model, recompute_strategy=Selective(overlap=3)).calibrate(traffic(), progress=False)
 
 
 def test_a_calibration_belongs_to_one_model(tiny: Tiny, tmp_path: Path) -> None:
@@ -81,8 +98,7 @@ def test_a_calibration_belongs_to_one_model(tiny: Tiny, tmp_path: Path) -> None:
 def test_a_calibration_that_found_nothing_moves_nothing(tmp_path: Path) -> None:
     model = tiny_model("llama", seed=3)
     plain = engine_for(model)
-    assert plain._parts is not None
-    engine = engine_for(model, calibration=_written(tmp_path, weights=plain._parts.weights))
+    engine = engine_for(model, calibration=_written(tmp_path, **_fitting(plain)))
     stats = engine.cache_stats()["moved_reuse"]
     assert not stats["allowed"]
     assert stats["reason"] is not None
@@ -97,13 +113,13 @@ def test_the_bound_is_clopper_and_pearsons() -> None:
         as_few = sum(math.comb(50, i) * s**i * (1 - s) ** (50 - i) for i in range(row.differing + 1))
         assert as_few == pytest.approx(0.1, abs=1e-4)
     assert rows[0].largest_share == pytest.approx(1 - 0.1 ** (1 / 50), abs=1e-5)
-    chosen = Calibration("w", "auto", tuple(rows)).choose(0.08)
+    chosen = Calibration("w", "", "auto", tuple(rows)).choose(0.08)
     assert chosen is not None
     assert chosen.ratio == 0.5
-    assert Calibration("w", "auto", tuple(rows)).choose(0.01) is None
+    assert Calibration("w", "", "auto", tuple(rows)).choose(0.01) is None
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 99}', '{"format": 2, "rows": []}'])
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 99}', '{"format": 3, "rows": []}'])
 def test_a_file_that_is_no_calibration_says_what_to_do(tmp_path: Path, content: str) -> None:
     file = tmp_path / "c.json"
     file.write_text(content)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -76,3 +77,36 @@ def test_texts_a_key_and_a_model_without_reuse() -> None:
     assert engine.warm_documents([], progress=False) == 0
     with pytest.raises(ConfigError, match="documents are read to be moved"):
         engine_for(engine.model, quality="exact").warm_documents(texts)
+
+
+def test_a_document_that_is_too_long_is_left_out_and_said(tiny: Callable[..., Any]) -> None:
+    engine = engine_for(tiny("llama", max_position_embeddings=256))
+    documents = [text(30, 90), text(31, 250), text(32, 90)]
+    with pytest.warns(UserWarning, match=r"1 of 3 documents do not fit behind the head into the 256"):
+        assert engine.warm_documents(documents, head=HEAD, progress=False) > 0
+    assert engine._parts is not None
+    assert [engine._parts.reader.knows(tokens) for tokens in documents] == [True, False, True]
+
+
+def test_what_is_known_is_not_loaded_to_find_out(tiny: Callable[..., Any], tmp_path: Path) -> None:
+    model = tiny("llama")
+    documents = [text(30 + i, 90) for i in range(4)]
+    with engine_for(model, disk_cache_dir=tmp_path) as engine:
+        engine.warm_documents(documents, head=HEAD, progress=False)
+    with engine_for(model, disk_cache_dir=tmp_path) as engine:
+        assert engine.warm_documents(documents, head=HEAD, progress=False) == 0
+        assert engine.cache_stats()["hot_chunks"] == 0
+
+
+def test_parts_are_joined_as_documents_are_read() -> None:
+    model = tiny_model("llama", vocab_size=260)
+    engine = engine_for(model, chunk_size=16, tokenizer=byte_tokenizer(), move_at_any_price=True)
+    head, documents = "You are kind.", [f"document number {i} says {i * i} things, all of them true" for i in range(5)]
+    engine.warm_documents(documents, head=head, progress=False)
+    tokens, ends = engine.join([head, documents[3], documents[1], "Why?"])
+    assert len(ends) == 3
+    reuse = engine.prefill(tokens, boundaries=ends).reuse
+    assert reuse.exact_tokens + reuse.moved_tokens == ends[-1]
+    assert reuse.moved_tokens > 0
+    with pytest.raises(ConfigError, match="a part at least"):
+        engine.join([])

@@ -135,7 +135,7 @@ _WRITER = """
 import sys, torch
 from tests.engine.test_moving import engine_for, text
 from tests.helpers.models import tiny_model
-engine = engine_for(tiny_model("llama"), disk_cache_dir=sys.argv[1])
+engine = engine_for(tiny_model("llama"), **{sys.argv[1]: sys.argv[2]})
 engine.prefill(text(11, 400))
 engine.flush()
 print("flushed", flush=True)
@@ -146,10 +146,16 @@ while True:
 """
 
 
-def test_what_was_flushed_survives_a_kill_in_the_middle_of_writing(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", ["disk_cache_dir", "remote_url"])
+def test_what_was_flushed_survives_a_kill_in_the_middle_of_writing(
+    setting: str, tiny: Tiny, request: pytest.FixtureRequest
+) -> None:
+    place = str(
+        request.getfixturevalue("tmp_path") if setting == "disk_cache_dir" else request.getfixturevalue("redis_at").url
+    )
     root = Path(__file__).parents[2]
     process = subprocess.Popen(
-        [sys.executable, "-c", _WRITER, str(tmp_path)],
+        [sys.executable, "-c", _WRITER, setting, place],
         stdout=subprocess.PIPE,
         cwd=root,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])},
@@ -160,7 +166,8 @@ def test_what_was_flushed_survives_a_kill_in_the_middle_of_writing(tiny: Tiny, t
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    with engine_for(tiny("llama"), disk_cache_dir=tmp_path) as engine, engine_for(tiny("llama")) as fresh:
+    with engine_for(tiny("llama"), **{setting: place}) as engine, engine_for(tiny("llama")) as fresh:
+        _reachable(engine, _LONG)
         found, cold = engine.prefill(_LONG), fresh.prefill(_LONG)
         assert found.reuse.cached_tokens > 0.9 * len(_LONG)
         assert _same_bits(found, cold)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 import threading
@@ -249,41 +248,6 @@ def test_a_first_disagreement_proves_a_share_of_one_in_forty() -> None:
     assert at(1, 1).lower == pytest.approx(0.025)
     assert feed(ReuseGuard(0.026), [True]).allowed
     assert not feed(ReuseGuard(0.024), [True]).allowed
-
-
-@pytest.mark.parametrize("seen", [[], [False, True, False], [True] * 10])
-def test_a_saved_guard_goes_on_where_it_stood(seen: list[bool]) -> None:
-    guard = feed(ReuseGuard(0.05, confidence=0.9), seen)
-    again = ReuseGuard.from_state(json.loads(json.dumps(guard.state())))
-    assert again == guard
-    assert again.reason == guard.reason
-    for _ in range(10):
-        guard.observe(True)
-        again.observe(True)
-        assert again.state() == guard.state()
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"tolerated": "0.1"},
-        {"tolerated": 1.0},
-        {"confidence": None},
-        {"checked": 1.5},
-        {"disagreements": 4},
-        {"reason": 7},
-        {"more": 1},
-    ],
-)
-def test_a_damaged_state_is_refused(damage: dict[str, object]) -> None:
-    state = feed(ReuseGuard(0.05), [False] * 3).state()
-    with pytest.raises(ConfigError):
-        ReuseGuard.from_state({**state, **damage})
-
-
-def test_a_state_with_a_key_missing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="delete it to start again"):
-        ReuseGuard.from_state({"tolerated": 0.05})
 
 
 def test_threads_lose_no_observation() -> None:

@@ -458,3 +458,64 @@ def test_flush_returns_only_after_every_lasting_tier_was_flushed_behind_its_writ
         assert tier.asked == ["store"] * 3 + ["flush"]
     assert host.asked == []
     store.close()
+
+
+class _Away(ShelfTier):
+    """Takes nothing while it is away, and is slow to be told what was used."""
+
+    is_away = True
+
+    def store(self, block: KVBlock) -> PutOutcome:
+        return PutOutcome.REFUSED if self.is_away else super().store(block)
+
+    def used(self, chain: Sequence[bytes]) -> None:
+        time.sleep(0.5)
+
+
+def test_what_a_tier_refused_while_it_was_away_is_written_by_a_later_flush() -> None:
+    tier = _Away()
+    store = TieredStore(MemoryStore(10_000), [tier])
+    one = block_of(prompt("one")[0], nbytes=_SIZE)
+    store.put(one)
+    store.flush()
+    assert store.stats().writes_dropped > 0
+    assert not tier.contains([one.key])[0]
+    tier.is_away = False
+    store.flush()
+    assert tier.contains([one.key])[0]
+    store.close()
+
+
+def test_a_request_does_not_wait_until_a_tier_knows_what_was_used() -> None:
+    store = TieredStore(MemoryStore(10_000), [_Away()])
+    began = time.perf_counter()
+    store.used([b"k" * 32])
+    assert time.perf_counter() - began < 0.2
+    store.close()
+
+
+def test_a_flush_ends_although_others_go_on_writing() -> None:
+    class Slow(ShelfTier):
+        def store(self, block: KVBlock) -> PutOutcome:
+            time.sleep(0.02)
+            return super().store(block)
+
+    store = TieredStore(MemoryStore(10**9), [Slow()])
+    stop = threading.Event()
+
+    def others() -> None:
+        number = 0
+        while not stop.wait(0.01):
+            number += 1
+            store.put(block_of(prompt(f"other {number}")[0], nbytes=_SIZE))
+
+    writer = threading.Thread(target=others)
+    writer.start()
+    time.sleep(0.5)
+    began = time.perf_counter()
+    store.flush()
+    took = time.perf_counter() - began
+    stop.set()
+    writer.join()
+    store.close()
+    assert took < 5.0

@@ -113,16 +113,22 @@ def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, sto
     names = ChunkNames(
         identity, chunker=chunker, tenant=config.tenant, codec=codec.name, keeps_decoded=config.reuse_generated
     )
+    if calibration is not None and calibration.conditions != names.conditions:
+        raise ConfigError(
+            f"calibration={str(config.calibration)!r} was made for {calibration.conditions!r}, and these settings are "
+            f"{names.conditions!r}; calibrate again with them, or leave calibration out"
+        )
     root = names.root()  # hashes the weights now rather than in the first request
+    repair = choose_repair(config, calibration)
     costs = CostModel()
     stores: Stores | None = None
     if store is not None and config.tenant_bytes is not None:
         raise ConfigError("tenant_bytes is for a store of the engine's own; leave it out, or leave store out")
     if store is None:
-        stores = Stores(config, layout=facts.layout, codec=codec, costs=costs)
+        share = repair.ratio if repair is not None else 0.0
+        stores = Stores(config, layout=facts.layout, codec=codec, costs=costs, repaired_share=share)
         store = stores.open(config.tenant, root=root)
     guarded = GuardedStore(store)
-    repair = choose_repair(config, calibration)
     moving, refusal = _make_moving(runner, facts, config, store=guarded, codec=codec, repair=repair, costs=costs)
     if calibration is not None and repair is None and config.quality != "exact":
         refusal = (

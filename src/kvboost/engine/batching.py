@@ -354,6 +354,8 @@ class BatchRunner:
         if reason is not None:
             if self._engine.config.reuse_generated:
                 job.keep_decoded()
+            if self._engine._shadow is not None:
+                job.offer_to(self._engine._shadow)
             self._end(number, reason)
 
     def _failed(self, number: int, error: Exception) -> None:

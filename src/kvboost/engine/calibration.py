@@ -20,8 +20,9 @@ from kvboost.engine.guard import GuardedStore
 from kvboost.engine.reader import PromptReader
 from kvboost.engine.shadow import FIRST_TOKENS
 from kvboost.engine.workspace import WorkspacePool
+from kvboost.errors import ConfigError
 from kvboost.model import ModelRunner
-from kvboost.repair import Calibration, Comparisons, conclude
+from kvboost.repair import STRATEGIES, Calibration, Comparisons, conclude, make_strategy
 from kvboost.store import MemoryStore
 
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)
@@ -37,6 +38,10 @@ def calibrate(
     """Compare at every ratio, on a store of its own."""
     assert parts.moving is not None
     repair = parts.moving.repair_settings
+    if repair.strategy.name not in STRATEGIES or repair.strategy != make_strategy(repair.strategy.name):
+        raise ConfigError(
+            f"{repair.strategy!r} cannot be named in a file; calibrate with one of {sorted(STRATEGIES)} as it is"
+        )
     store = GuardedStore(MemoryStore(int(parts.config.cache_bytes)))
     pool = WorkspacePool(parts.facts.layout, capacity_bytes=int(parts.config.workspace_bytes))
     moving = {
@@ -52,7 +57,9 @@ def calibrate(
             moving=moving,
             step=bar.update,
         )
-    return conclude(outcomes, weights=parts.weights, strategy=repair.strategy.name)
+    return conclude(
+        outcomes, weights=parts.weights, conditions=parts.reader.names.conditions, strategy=repair.strategy.name
+    )
 
 
 def compare_on(

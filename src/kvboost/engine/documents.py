@@ -7,6 +7,7 @@ the documents that only keep the others company are read, and stored, once more 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
@@ -26,8 +27,17 @@ def warm_documents(
     progress: bool,
 ) -> int:
     """Read those documents that are not stored yet, in company. Returns the number of chunks that were new."""
-    missing = [not parts.reader.knows(tokens) for tokens in documents]
     limits = [limit for limit in (parts.facts.max_positions, parts.facts.exact_limit) if limit is not None]
+    longest = min(limits, default=None)
+    fitting = [tokens for tokens in documents if longest is None or len(head) + len(tokens) <= longest]
+    if len(fitting) < len(documents):
+        warnings.warn(
+            f"{len(documents) - len(fitting)} of {len(documents)} documents do not fit behind the head into the "
+            f"{longest} tokens that this model reads; they are left out: cut them into parts",
+            stacklevel=3,
+        )
+    documents = fitting
+    missing = [not parts.reader.knows(tokens) for tokens in documents]
     groups = groups_in_company(
         documents, missing, head=head, company=company, most_tokens=min([_MOST_IN_COMPANY, *limits])
     )

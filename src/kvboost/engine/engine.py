@@ -172,6 +172,21 @@ class KVBoost:
         """The token ids that ``prompt`` stands for, checked as every call checks them."""
         return self._encoder.encode(prompt)
 
+    def join(self, parts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
+        """A prompt of these parts and where each but the last ends, to be given as ``boundaries``.
+
+        Each part has the same token ids in every prompt, as :meth:`warm_documents` reads them: so it is found again
+        wherever it stands.
+        """
+        if not parts:
+            raise ConfigError("a prompt needs a part at least; give the texts it is made of")
+        tokens = self._encoder.encode(parts[0])
+        ends = []
+        for part in parts[1:]:
+            ends.append(len(tokens))
+            tokens += self._encoder.encode_part(part)
+        return tokens, ends
+
     def warm(self, prompt: Prompt, *, boundaries: Sequence[int] = ()) -> int:
         """Read ``prompt`` and keep its KV. Returns the number of chunks that were new.
 

@@ -83,6 +83,13 @@ class GuardedStore:
         except Exception as error:  # noqa: BLE001 - whatever a store raises, the request goes on
             self._failed(error)
 
+    def knows_content(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether all of these are probably stored somewhere. Slower tiers are asked, and load nothing."""
+        if isinstance(self._store, TieredStore):
+            return self._store.knows_content(chunks)
+        with self.lease_content(chunks, after=0) as lease:
+            return len(lease.blocks) == len(chunks) and all(block is not None for block in lease.blocks)
+
     def _failed(self, error: Exception) -> None:
         with self._lock:
             self.errors += 1

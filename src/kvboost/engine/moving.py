@@ -27,7 +27,9 @@ from kvboost.types import TOKEN_BYTES, Chunk, PutOutcome, SegmentKind
 if TYPE_CHECKING:
     from kvboost.engine.reader import Reading
 
-_MUST_SAVE = 0.95  # move only if it takes at most this share of computing; guesses have an error
+# Move only if it takes at most this share of computing: guesses have an error, and what stands behind moved text is not
+# stored as exact, so that the same beginning, if it comes again, is computed then.
+_MUST_SAVE = 0.75
 _MOST_GENERATIONS = 2  # of KV computed behind moved KV; see docs/results/generations.md
 _MOST_TAINTED = 65_536  # places remembered
 

@@ -33,6 +33,11 @@ class ChunkNames:
             self._identity, chunker=self._chunker, tenant=tenant, codec=self._codec, keeps_decoded=self._keeps_decoded
         )
 
+    @property
+    def conditions(self) -> str:
+        """What besides the model decides how good moved chunks are: codec and chunks."""
+        return f"{self._codec}|{self._chunker.spec}"
+
     def model_state(self) -> Any:
         """What the model's weights are now: equal states, equal weights."""
         return self._identity.state()

@@ -304,9 +304,7 @@ class PromptReader:
 
     def knows(self, tokens: list[int]) -> bool:
         """Whether every chunk of this text, cut on its own, is stored somewhere."""
-        chunks = self.names.chunks_of_part(tokens)
-        with self._store.lease_content(chunks, after=0) as lease:
-            return len(lease.blocks) == len(chunks) and all(block is not None for block in lease.blocks)
+        return self._store.knows_content(self.names.chunks_of_part(tokens))
 
     def advance(self, reading: Reading, *, to: int, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Run the steps that begin before row ``to``; the last one may be cut short there."""

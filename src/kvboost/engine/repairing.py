@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from kvboost.engine.reader import Reading
 
 
+_MOST_ASKING = 64  # of the live tokens, the last ones: more would make looking as dear as repairing
+
+
 @dataclass
 class MovedChunks:
     """The moved part of one reading."""
@@ -92,8 +95,9 @@ class Repairer:
         """Which share of the live tokens' attention goes to each row of the ground."""
         known = torch.ones(ground.end, dtype=torch.bool)
         known[ground.begin :] = ground.is_moved
-        live = reading.tokens[ground.end :]
-        seen = self._rows.attention_to(live, reading.cache, known=known, layers=self._layers)
+        live = reading.tokens[ground.end :][-_MOST_ASKING:]
+        ahead = len(reading.tokens) - ground.end - len(live)
+        seen = self._rows.attention_to(live, reading.cache, known=known, layers=self._layers, ahead=ahead)
         reading.clock.lap("select")
         return seen.mean(dim=0)[ground.begin :].cpu()
 

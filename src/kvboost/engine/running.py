@@ -16,6 +16,7 @@ from kvboost.engine.clock import StageClock
 from kvboost.engine.jobs import Finished, Job, NewToken
 from kvboost.engine.reader import PromptReader, Reading
 from kvboost.engine.sampling import Sampler
+from kvboost.engine.shadow import Answered, ShadowChecks
 from kvboost.plan import reusable_chunks
 from kvboost.types import Chunk, ReuseReport
 
@@ -213,6 +214,13 @@ class RunningJob:
     def keep_decoded(self) -> None:
         """Offer the KV of the new tokens to the store."""
         self.reader.commit_decoded(self.reading, self._sampler.drawn)
+
+    def offer_to(self, shadow: ShadowChecks) -> None:
+        """Perhaps answer this once more without moved chunks, as other requests are."""
+        moved = self.reading.moved
+        if moved is not None and moved.repaired:
+            tokens, boundaries = list(self.job.token_ids), self.job.boundaries
+            shadow.offer(Answered(tokens, boundaries, moved.blocks, list(self._sampler.drawn), self.reader))
 
     def close(self) -> None:
         """Give everything back. It may be opened again."""

@@ -24,7 +24,7 @@ from kvboost.repair import ReuseGuard
 from kvboost.types import KVBlock
 
 FIRST_TOKENS = 8  # of an answer are compared: long enough to say something else, short enough to be cheap
-_MOST_WAITING = 8
+_MOST_WAITING = 2  # each holds its moved blocks, beside the budget of the store
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Opens the stores that the settings ask for: memory, and the tiers below it, for one tenant after another.
 
 Made once when an engine is assembled. Invariants: what a tier hands up was written for this model, this tenant and
-these settings; all tenants together stay within what the settings allow, and share connections and threads.
+these settings; all tenants together stay within what the settings allow (but for the object store, whose
+limit is each one's own), and share connections and threads.
 """
 
 from __future__ import annotations
@@ -41,8 +42,14 @@ LastingTier = DiskTier | RedisTier | ObjectTier
 class Stores:
     """Opens the store of each tenant. The first one opened holds the connections: it is closed last."""
 
-    def __init__(self, config: EngineConfig, *, layout: KVLayout, codec: KVCodec, costs: CostModel) -> None:
-        """Opens nothing yet. Raises ConfigError for a key that cannot be used."""
+    def __init__(
+        self, config: EngineConfig, *, layout: KVLayout, codec: KVCodec, costs: CostModel, repaired_share: float
+    ) -> None:
+        """Opens nothing yet. Of moved chunks ``repaired_share`` of the rows will be computed again.
+
+        Raises ConfigError for a key that cannot be used.
+        """
+        self._moving_saves = max(0.0, 1.0 - repaired_share)
         self._config, self._layout, self._codec, self._costs = config, layout, codec, costs
         self._key = read_key(config.record_key_file) if config.record_key_file is not None else None
         self._fits = _fitting(codec, layout)
@@ -82,6 +89,7 @@ class Stores:
                 compute_seconds=self._compute_seconds,
                 fits=self._fits,
                 to_memory=_brought_to(self._devices),
+                moving_saves=self._moving_saves,
                 beside=self._tiered,
             )
             self._tiered = self._tiered or store

@@ -129,12 +129,12 @@ class RowRunner:
 
     @torch.no_grad()
     def attention_to(
-        self, token_ids: Sequence[int], cache: SlabCache, *, known: torch.Tensor, layers: range
+        self, token_ids: Sequence[int], cache: SlabCache, *, known: torch.Tensor, layers: range, ahead: int = 0
     ) -> torch.Tensor:
         """Which share of the last tokens' attention goes to each row before them: [layers, rows], over all heads.
 
-        ``token_ids`` stand right behind what the cache holds; of its rows they see those marked in ``known``
-        [rows], and each other. Runs up to the last of ``layers``; the cache keeps its length.
+        ``token_ids`` stand ``ahead`` positions behind what the cache holds; of its rows they see those marked in
+        ``known`` [rows], and each other. Runs up to the last of ``layers``; the cache keeps its length.
         """
         start, count = cache.get_seq_length(), len(token_ids)
         device = self._runner.device
@@ -148,7 +148,7 @@ class RowRunner:
                     cache,
                     logits=False,
                     attention_mask=mask,
-                    position_ids=positions.view(1, -1),
+                    position_ids=positions.view(1, -1) + ahead,
                 )
         except SeenEnough:
             pass  # the layers behind the last one asked for need not run

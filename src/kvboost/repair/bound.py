@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self, TypedDict
 
 from kvboost.errors import ConfigError
 
@@ -90,16 +88,6 @@ class DisagreementBound:
         return outside  # the excluded end: rounding may widen the interval, never narrow it
 
 
-class GuardState(TypedDict):
-    """A :class:`ReuseGuard` as plain JSON types."""
-
-    tolerated: float
-    confidence: float
-    checked: int
-    disagreements: int
-    reason: str | None
-
-
 @dataclass
 class ReuseGuard:
     """Switches moved reuse off once it is proven worse than tolerated. Thread-safe.
@@ -153,36 +141,6 @@ class ReuseGuard:
         with self._lock:
             self._bound = DisagreementBound(self.confidence)
             self._reason = None
-
-    def state(self) -> GuardState:
-        """Everything, in plain JSON types, for :meth:`from_state`."""
-        with self._lock:
-            return GuardState(
-                tolerated=self.tolerated,
-                confidence=self.confidence,
-                checked=self._bound.checked,
-                disagreements=self._bound.disagreements,
-                reason=self._reason,
-            )
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, object]) -> Self:
-        """A guard that goes on where the one that gave ``state`` stood. Raises ConfigError for a damaged state."""
-        expected = sorted(GuardState.__annotations__)
-        if sorted(state) != expected:
-            raise ConfigError(f"a saved guard has the keys {expected}, got {sorted(state)}; delete it to start again")
-        reason = state["reason"]
-        if not (reason is None or isinstance(reason, str)):
-            raise ConfigError(f"a saved guard's reason is a text or null, got {reason!r}; delete it to start again")
-        # The constructors check the numbers, so what they take is what the casts claim.
-        guard = cls(state["tolerated"], confidence=state["confidence"])  # type: ignore[arg-type]
-        guard._bound = DisagreementBound(
-            guard.confidence,
-            checked=state["checked"],  # type: ignore[arg-type]
-            disagreements=state["disagreements"],  # type: ignore[arg-type]
-        )
-        guard._reason = reason
-        return guard
 
     def _judge(self) -> None:
         """Switch off if the bound says so. The caller holds the lock."""

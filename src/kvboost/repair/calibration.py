@@ -17,7 +17,7 @@ from typing import Any
 from kvboost.errors import ConfigError
 
 _FEWEST = 10  # comparisons below this say nothing
-_FORMAT = 2
+_FORMAT = 3
 _CONFIDENCE = 0.9  # that a ratio's true share is at most what it is judged by
 
 
@@ -63,6 +63,8 @@ class Calibration:
 
     weights: str
     """Digest of the model's weights; another model refuses this calibration."""
+    conditions: str
+    """Under which it was measured: codec and chunks. Engines with others refuse it."""
     strategy: str
     rows: tuple[CalibrationRow, ...]
     """Smallest ratio first."""
@@ -107,7 +109,7 @@ class Calibration:
             ) from error
 
 
-def conclude(outcomes: Mapping[float, Comparisons], *, weights: str, strategy: str) -> Calibration:
+def conclude(outcomes: Mapping[float, Comparisons], *, weights: str, conditions: str, strategy: str) -> Calibration:
     """What was counted, as a calibration."""
     compared = min(len(outcome.differing) for outcome in outcomes.values())
     if compared < _FEWEST:
@@ -125,7 +127,7 @@ def conclude(outcomes: Mapping[float, Comparisons], *, weights: str, strategy: s
         )
         for ratio, outcome in sorted(outcomes.items())
     )
-    return Calibration(weights=weights, strategy=strategy, rows=rows)
+    return Calibration(weights=weights, conditions=conditions, strategy=strategy, rows=rows)
 
 
 def _at_most(count: int, tries: int, *, share: float) -> float:

@@ -39,7 +39,7 @@ def choose_repair(config: EngineConfig, calibration: Calibration | None = None) 
     """What these settings ask for, with what was measured for this model; None if nothing may be moved."""
     if config.quality == "exact" or config.quality == 0.0:
         return None
-    if calibration is not None and config.recompute_strategy is None and config.recompute_ratio is None:
+    if calibration is not None:
         row = calibration.choose(tolerated_share(config))
         if row is None:
             return None

@@ -52,7 +52,11 @@ class Breaker:
     def _look(self) -> None:
         while not self._ended.wait(self._delay):
             self._delay = min(2 * self._delay, _LONGEST_DELAY_S)
-            if self._probe():
+            try:
+                is_sound = self._probe()
+            except Exception:  # noqa: BLE001 - whatever it is, it is not sound, and is looked at again
+                is_sound = False
+            if is_sound:
                 with self._lock:
                     self._open = self._ended.is_set()
                     self._closed_at = time.monotonic()

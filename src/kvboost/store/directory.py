@@ -92,8 +92,8 @@ class Directory:
         def is_being_written(writer: str, place: Place) -> bool:
             return self._is_being_written(place) if writer == presence.writer else presence.is_alive(writer)
 
+        presence.bury()  # first: their room is free only once their files are gone
         index.settle(is_being_written, lambda place, size: is_recorded(self._layout.record(*place), size))
-        presence.bury()
 
     def failed(self, error: Exception) -> None:
         """Count a trouble, say it the first time, and make the index anew if it is broken."""

@@ -217,6 +217,8 @@ class RedisTier:
                 self._uses.pop(key, None)
                 self._uses[key] = None
             many = len(self._uses) >= _MOST_UNWRITTEN
+            while len(self._uses) > 2 * _MOST_UNWRITTEN:  # the server is away
+                self._uses.pop(next(iter(self._uses)))
         if many:
             self._behind(self._write_uses, None)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from kvboost.extend import ContentLease, Lease, Tier
@@ -25,6 +26,7 @@ from kvboost.types import TOKEN_BYTES, BlockInfo, Chunk, HotChunk, KVBlock, PutO
 
 T = TypeVar("T")
 
+_MOST_TRIES = 3  # of storing one block below
 _MOST_UNSAVED = 100_000  # keys remembered that no tier has taken yet
 _MOST_PREFETCHES = 64  # that wait
 
@@ -41,23 +43,26 @@ class TieredStore:
         compute_seconds: Callable[[int], float] | None = None,
         fits: Callable[[KVBlock], bool] = lambda block: True,
         to_memory: Callable[[KVBlock], KVBlock] = lambda block: block,
+        moving_saves: float = 1.0,
         beside: TieredStore | None = None,
     ) -> None:
         """Take over ``memory`` and ``tiers``, which are closed with this store.
 
         At most ``waiting_bytes`` wait to be written. ``compute_seconds`` says what computing so many tokens would take
         (loading is declined where that is less); ``fits`` whether a block that was loaded is one for this model;
-        ``to_memory`` brings it to where the memory store has its tensors. A tenant's store ``beside`` another one
-        shares the thread that writes and the bytes that may wait.
+        ``to_memory`` brings it to where the memory store has its tensors; ``moving_saves`` is the share of computing
+        that a block found by content saves at best, as some of its rows are computed again. A tenant's store ``beside``
+        another one shares the thread that writes and the bytes that may wait.
         """
         self._memory, self._tiers = memory, tuple(tiers)
         self._compute_seconds, self._fits, self._to_memory = compute_seconds, fits, to_memory
+        self._moving_saves = moving_saves
         self._lasting = tuple(tier for tier in tiers if tier.outlives_process)
         self._overflow = tuple(tier for tier in tiers if not tier.outlives_process)
         self._writer: WriteBehind = (
-            WriteBehind(most_bytes=waiting_bytes, failed=self._failed)
+            WriteBehind(most_bytes=waiting_bytes, failed=self._failed, tried=self._tried)
             if beside is None
-            else beside._writer.beside(failed=self._failed)
+            else beside._writer.beside(failed=self._failed, tried=self._tried)
         )
         self._lock = threading.Lock()
         self._claims = Claims()
@@ -65,7 +70,8 @@ class TieredStore:
         self._prefetches = 0  # waiting or under way
         self._speeds = {tier: Speed() for tier in self._tiers}
         self._token_bytes = 0.0  # of the last block seen
-        self._unsaved: dict[bytes, None] = {}  # oldest first; their blocks are still in memory only
+        # Blocks that are still in memory only, oldest first, and how often they were tried.
+        self._unsaved: dict[bytes, int] = {}
         self._warned: set[str] = set()
         self._declined = self._dropped = self._rejected = 0
         memory.on_evict = self._demote
@@ -124,6 +130,15 @@ class TieredStore:
         with self._lock:
             self._prefetches -= 1
 
+    def knows_content(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether all of these are probably stored in some tier. Loads nothing."""
+        missing = [chunks[index].content_key for index in self._memory.unknown_content(chunks)]
+        for tier in self._tiers:
+            nothing: Sequence[Sequence[BlockInfo]] = [()] * len(missing)
+            found = self._ask(tier, nothing, tier.variants, missing)
+            missing = [key for key, variants in zip(missing, found, strict=True) if not variants]
+        return not missing
+
     def put(self, block: KVBlock) -> PutOutcome:
         """Keep ``block`` in memory, and write it behind to the tiers that outlive the process."""
         outcome = self._memory.put(block)
@@ -133,10 +148,10 @@ class TieredStore:
         return outcome
 
     def used(self, chain: Sequence[bytes]) -> None:
-        """Tell every tier that these keys served one prompt."""
+        """Tell every tier that these keys served one prompt; the slower ones behind the request."""
         self._memory.used(chain)
         for tier in self._tiers:
-            self._ask(tier, None, tier.used, chain)
+            self._writer.note(partial(self._ask, tier, None, tier.used, chain))
 
     def flush(self) -> None:
         """Return once everything kept so far is as safe as the tiers make it."""
@@ -217,18 +232,18 @@ class TieredStore:
                 if best is not None:
                     wanted[index] = best
             run = [chunks[index] for index in wanted]
-            if run and self._pays(tier, run, lookup):
+            if run and self._pays(tier, run, lookup, saves=self._moving_saves):
                 self._load(at, run, [info.key for info in wanted.values()], lookup, gaps=True)
                 missing = [index for index in missing if self._memory.unknown_content([chunks[index]])]
             if not missing:
                 return
 
-    def _pays(self, tier: Tier, chunks: Sequence[Chunk], lookup: Lookup) -> bool:
-        """Whether loading these is expected to be faster than computing them."""
+    def _pays(self, tier: Tier, chunks: Sequence[Chunk], lookup: Lookup, *, saves: float = 1.0) -> bool:
+        """Whether loading these is expected to be faster than the computing it ``saves``."""
         if self._compute_seconds is None:
             return True
         tokens = sum(chunk.end - chunk.start for chunk in chunks)
-        compute = self._compute_seconds(tokens)
+        compute = saves * self._compute_seconds(tokens)
         with self._lock:
             load = self._speeds[tier].expected(self._token_bytes * tokens)
             if load <= compute:
@@ -287,14 +302,22 @@ class TieredStore:
     def _save(self, block: KVBlock, tiers: Sequence[Tier]) -> None:
         if not tiers:
             return
-        taken = self._writer.offer(block, tiers)
+        if not self._writer.offer(block, tiers):
+            self._remember_unsaved(block.key, tries=0)
+
+    def _tried(self, block: KVBlock, kept: bool) -> None:
+        """A tier may have been full, busy or out of reach: a few times the block is tried again, at the next flush."""
         with self._lock:
-            self._unsaved.pop(block.key, None)
-            if not taken:
-                self._dropped += 1
-                self._unsaved[block.key] = None
-                if len(self._unsaved) > _MOST_UNSAVED:
-                    self._unsaved.pop(next(iter(self._unsaved)))
+            tries = self._unsaved.pop(block.key, 0) + 1
+        if not kept and tries < _MOST_TRIES:
+            self._remember_unsaved(block.key, tries=tries)
+
+    def _remember_unsaved(self, key: bytes, *, tries: int) -> None:
+        with self._lock:
+            self._dropped += 1
+            self._unsaved[key] = tries
+            if len(self._unsaved) > _MOST_UNSAVED:
+                self._unsaved.pop(next(iter(self._unsaved)))
 
     def _demote(self, block: KVBlock) -> None:
         """A block leaves the memory: tiers that end with the process get it now, the others if they missed it."""

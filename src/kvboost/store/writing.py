@@ -1,8 +1,8 @@
-"""Writes blocks to slower tiers behind the request's back, in order, with a bound on what waits.
+"""Writes to slower tiers behind the request's back, in order, with a bound on what waits.
 
 Used by :class:`kvboost.store.tiered.TieredStore`. Invariants: what waits never takes more than the bound; a block
-that is not taken is told to the caller at once; after :meth:`WriteBehind.wait` everything taken before was offered to
-its tiers.
+that is not taken is told to the caller at once, and one that a tier did not keep when it was tried; after
+:meth:`WriteBehind.wait` everything taken before was offered to its tiers.
 """
 
 from __future__ import annotations
@@ -13,24 +13,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvboost.extend import Tier
-from kvboost.types import KVBlock
+from kvboost.types import KVBlock, PutOutcome
+
+_MOST_NOTES = 1024  # further ones are let go: they only say what was used lately
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    block: KVBlock
-    tiers: Sequence[Tier]
+    number: int
     of: WriteBehind
+    nbytes: int
+    work: Callable[[], None]
 
 
 class _Queue:
-    """What waits, and the thread that writes it."""
+    """What waits, and the thread that does it."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
         self.changed = threading.Condition()
         self.waiting: deque[_Job] = deque()
         self.bytes = 0  # of what waits and what is being written
+        self.given = self.done = 0  # numbers of the newest job, and of the last one that is over
         self.thread: threading.Thread | None = None
         self.closed = False
 
@@ -41,30 +45,31 @@ class _Queue:
                 if not self.waiting:
                     return
                 job = self.waiting.popleft()
-            for tier in job.tiers:
-                try:
-                    tier.store(job.block)
-                except Exception as error:  # noqa: BLE001 - whatever a tier raises, the others get the block
-                    job.of._failed(tier, error)
+            job.work()
             with self.changed:
-                job.of._count(-job.block.nbytes)
+                self.done = job.number
+                job.of._count(-1, -job.nbytes)
                 self.changed.notify_all()
 
 
 class WriteBehind:
     """One thread that stores blocks in tiers. Starts with the first block; stops when closed."""
 
-    def __init__(self, *, most_bytes: int, failed: Callable[[Tier, Exception], None]) -> None:
-        """``failed`` is told what a tier raised; the others still get the block."""
+    def __init__(
+        self, *, most_bytes: int, failed: Callable[[Tier, Exception], None], tried: Callable[[KVBlock, bool], None]
+    ) -> None:
+        """``failed`` is told what a tier raised; ``tried`` whether a block is now in all tiers it was meant for."""
         self._queue = _Queue(most_bytes)
-        self._failed = failed
-        self._bytes = 0  # of the queue's, those offered here
+        self._failed, self._tried = failed, tried
+        self._bytes = self._jobs = 0  # of the queue's, those that came this way
         self._closed = False
         self._is_first = True
 
-    def beside(self, *, failed: Callable[[Tier, Exception], None]) -> WriteBehind:
+    def beside(
+        self, *, failed: Callable[[Tier, Exception], None], tried: Callable[[KVBlock, bool], None]
+    ) -> WriteBehind:
         """Another way into the same queue, for another tenant. It waits for and forgets only what came this way."""
-        other = WriteBehind(most_bytes=self._queue.most_bytes, failed=failed)
+        other = WriteBehind(most_bytes=self._queue.most_bytes, failed=failed, tried=tried)
         other._queue, other._is_first = self._queue, False
         return other
 
@@ -76,34 +81,36 @@ class WriteBehind:
 
     def offer(self, block: KVBlock, tiers: Sequence[Tier]) -> bool:
         """Take ``block`` to be stored in ``tiers``; False if too much waits already."""
-        queue = self._queue
-        with queue.changed:
-            if self._closed or queue.closed or queue.bytes + block.nbytes > queue.most_bytes:
+        with self._queue.changed:
+            if self._queue.bytes + block.nbytes > self._queue.most_bytes:
                 return False
-            self._count(block.nbytes)
-            queue.waiting.append(_Job(block, tiers, self))
-            if queue.thread is None:
-                queue.thread = threading.Thread(target=queue.run, name="kvboost-write-behind", daemon=True)
-                queue.thread.start()
-            queue.changed.notify_all()
-            return True
+            return self._give(block.nbytes, lambda: self._store(block, tiers))
+
+    def note(self, work: Callable[[], None]) -> None:
+        """Do this when its turn comes, if not too much waits already. It must not raise."""
+        with self._queue.changed:
+            if len(self._queue.waiting) < _MOST_NOTES:
+                self._give(0, work)
 
     def wait(self) -> None:
-        """Return once nothing waits."""
-        with self._queue.changed:
-            self._queue.changed.wait_for(lambda: self._bytes == 0)
+        """Return once all that was taken so far is done."""
+        queue = self._queue
+        with queue.changed:
+            last = queue.given
+            queue.changed.wait_for(lambda: queue.done >= last or not self._jobs)
 
     def forget(self) -> None:
         """Drop what waits, and return once what was being written is."""
         queue = self._queue
         with queue.changed:
-            self._count(-sum(job.block.nbytes for job in queue.waiting if job.of is self))
+            dropped = [job for job in queue.waiting if job.of is self]
+            self._count(-len(dropped), -sum(job.nbytes for job in dropped))
             queue.waiting = deque(job for job in queue.waiting if job.of is not self)
             queue.changed.notify_all()
-            queue.changed.wait_for(lambda: self._bytes == 0)
+            queue.changed.wait_for(lambda: not self._jobs)
 
     def close(self) -> None:
-        """Write what waits, then stop; the thread stops with the one it was made for."""
+        """Do what waits, then stop; the thread stops with the one it was made for."""
         queue = self._queue
         with queue.changed:
             self._closed = True
@@ -114,6 +121,30 @@ class WriteBehind:
         elif queue.thread is not None:
             queue.thread.join()
 
-    def _count(self, nbytes: int) -> None:
+    def _give(self, nbytes: int, work: Callable[[], None]) -> bool:
+        queue = self._queue
+        if self._closed or queue.closed:
+            return False
+        self._count(1, nbytes)
+        queue.given += 1
+        queue.waiting.append(_Job(queue.given, self, nbytes, work))
+        if queue.thread is None:
+            queue.thread = threading.Thread(target=queue.run, name="kvboost-write-behind", daemon=True)
+            queue.thread.start()
+        queue.changed.notify_all()
+        return True
+
+    def _store(self, block: KVBlock, tiers: Sequence[Tier]) -> None:
+        kept = True
+        for tier in tiers:
+            try:
+                kept &= tier.store(block) is not PutOutcome.REFUSED
+            except Exception as error:  # noqa: BLE001 - whatever a tier raises, the others get the block
+                kept = False
+                self._failed(tier, error)
+        self._tried(block, kept)
+
+    def _count(self, jobs: int, nbytes: int) -> None:
+        self._jobs += jobs
         self._bytes += nbytes
         self._queue.bytes += nbytes
