@@ -35,7 +35,7 @@ def main() -> None:
     common = {"chunk_size": 16, "shadow_share": 1.0, "move_at_any_price": True}
     bad = KVBoost.from_pretrained(args.model, dtype="float32", recompute_strategy="none", quality=0.05, **common)
     good = KVBoost(bad.model, bad.tokenizer, recompute_ratio=0.5, quality=0.2, **common)
-    print(describe_machine(dtype="float32", model=args.model))
+    print(f"{describe_machine(dtype='float32', model=args.model).line}\n")
     print("| passages | repair | allowed to differ | requests | checked | differed | share at most | still moving |")
     print("|---|---|---|---|---|---|---|---|")
     code = bad.tokenizer(inspect.getsource(random))["input_ids"]

@@ -30,7 +30,8 @@ from kvboost.types import GenerationMode, PrefillResult
 _BOOTSTRAP_ROUNDS = 2000
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 # Strategies that choose their rows without looking at the ratio run once, with this one.
-_WITHOUT_RATIO = {"none": 0.0, "selective": 0.15}
+_WITHOUT_RATIO = {"none": 0.0, "selective": 0.15, "high": 0.5, "fast": 0.15}
+_QUALITIES = ("high", "fast")  # as a user names them, more rows where the estimate is high included
 _STORE_BYTES = 8 * 2**30
 
 
@@ -62,7 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rag.add_arguments(parser)
     histories, strategies = list(rag.HISTORIES), list(STRATEGIES)
     parser.add_argument("--histories", nargs="+", choices=histories, default=histories, help="default: all")
-    parser.add_argument("--strategies", nargs="+", choices=strategies, default=strategies, help="default: all")
+    parser.add_argument(
+        "--strategies",
+        nargs="+",
+        choices=[*strategies, *_QUALITIES],
+        default=strategies,
+        help="default: all; also the qualities high and fast",
+    )
     parser.add_argument(
         "--ratios", type=share, nargs="+", default=[0.05, 0.15, 0.3], help="shares of rows (default 0.05 0.15 0.3)"
     )
@@ -124,14 +131,16 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _engine(plain: KVBoost, store: FreezableStore, setting: Setting, args: argparse.Namespace) -> KVBoost:
+    asked: dict[str, Any] = {"quality": setting.strategy}
+    if setting.strategy not in _QUALITIES:
+        asked = {"recompute_strategy": setting.strategy, "recompute_ratio": setting.ratio}
     return KVBoost(
         plain.model,
         plain.tokenizer,
         store=store,
         chunk_size=args.chunk_size,
-        recompute_strategy=setting.strategy,
-        recompute_ratio=setting.ratio,
         move_at_any_price=True,
+        **asked,
     )
 
 
