@@ -182,7 +182,7 @@ def test_a_workspace_does_not_pass_moved_rows_on(tiny: Tiny) -> None:
     tokens, ends = joined(HEAD, TWO, ONE, QUESTION)
     engine.generate(tokens, boundaries=ends, max_new_tokens=2)  # its cache goes back to the pool
     # Now the exact chunks are stored too, computed in another and larger workspace: the first one must not claim them.
-    engine.warm([*tokens, *text(77, 300)], boundaries=ends)
+    engine.warm([*tokens, *text(77, 200)], boundaries=ends)
     again = engine.prefill(tokens, boundaries=ends, mode=GenerationMode.PREFIX_CACHE)
     assert torch.equal(again.logits, engine_for(model, quality="exact").prefill(tokens, boundaries=ends).logits)
 

@@ -161,8 +161,8 @@ def test_no_workload_breaks_a_limit_or_shows_anothers_blocks(
 def test_writers_beside_each_other_share_the_thread_and_the_room() -> None:
     slow = ShelfTier()
     slow.open.clear()
-    first = WriteBehind(most_bytes=3000, failed=lambda tier, error: None)
-    second = first.beside(failed=lambda tier, error: None)
+    first = WriteBehind(most_bytes=3000, failed=lambda tier, error: None, tried=lambda block, kept: None)
+    second = first.beside(failed=lambda tier, error: None, tried=lambda block, kept: None)
     blocks = [block_of(prompt(f"{n}")[0]) for n in range(5)]
     assert second.offer(blocks[0], [slow])
     assert second.offer(blocks[1], [slow])
