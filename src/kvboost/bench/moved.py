@@ -89,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--at-any-price", action="store_true", help="move also where the engine would rather compute")
     parser.add_argument("--repeat", type=positive, default=7, help="rounds per length (default 7)")
     parser.add_argument("--warmups", type=positive, default=1, help="rounds run before (default 1)")
+    parser.add_argument("--skip-never-slower", action="store_true", help="measure only where moving should help")
     parser.add_argument("--pairs", type=positive, default=20, help="requests per never-slower workload (default 20)")
     parser.add_argument(
         "--stored", type=positive, default=8000, help="tokens of other text in the never-slower store (default 8000)"
@@ -165,17 +166,17 @@ def run(args: argparse.Namespace) -> Report:
     control = KVBoost(exact.model, exact.tokenizer, store=store, quality="exact")
     _learn(exact, {**movers, _CONTROL: control}, store, source)
     elsewhere = [_measure_length(exact, movers, store, source, length, args) for length in args.lengths]
-    nowhere = _measure_never_slower(exact, {**movers, _CONTROL: control}, store, source, args)
+    nowhere: list[_Contest] = []
+    if not args.skip_never_slower:
+        nowhere = _measure_never_slower(exact, {**movers, _CONTROL: control}, store, source, args)
     for engine in (*movers.values(), control):
         engine.close()
     report = Report(
         "moved", raw={"elsewhere": [c.raw() for c in elsewhere], "never_slower": [c.raw() for c in nowhere]}
     )
-    report.tables = [
-        _table(elsewhere, machine, args),
-        _stage_table(elsewhere, machine),
-        _never_slower_table(nowhere, machine, args),
-    ]
+    report.tables = [_table(elsewhere, machine, args), _stage_table(elsewhere, machine)]
+    if nowhere:
+        report.tables.append(_never_slower_table(nowhere, machine, args))
     return report
 
 
