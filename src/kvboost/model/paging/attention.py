@@ -1,0 +1,84 @@
+"""Attention over parts of a sequence, and the joining of the parts into what one softmax over all would give.
+
+Used by the paged cache. Every part gives its output and the logarithm of the sum it was divided by; the parts' shares
+follow from those. Invariant: all of it is computed in float32 at least, whatever the model's dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_PARTS_AT_ONCE = 256  # query rows times parts that wait to be joined: few calls for one row, little memory for many
+
+
+class JoinedAttention:
+    """Collects the attention of the same queries over the parts of a sequence. The first part must hide nothing
+    from any query completely."""
+
+    def __init__(self) -> None:
+        self._outputs: list[torch.Tensor] = []
+        self._weights: list[torch.Tensor] = []
+
+    def add(self, output: torch.Tensor, weight: torch.Tensor) -> None:
+        """One part's output [1, heads, rows, dim] and the log of its sum [1, heads, rows]."""
+        self._outputs.append(output)
+        self._weights.append(weight)
+        if len(self._outputs) * output.shape[2] > _PARTS_AT_ONCE and len(self._outputs) > 1:
+            self._join()
+
+    def result(self) -> torch.Tensor:
+        """[1, heads, rows, dim]."""
+        if len(self._outputs) > 1:
+            self._join()
+        return self._outputs[0]
+
+    def _join(self) -> None:
+        weights = torch.stack(self._weights)
+        total = weights.logsumexp(dim=0)
+        shares = (weights - total).exp_().unsqueeze(-1)
+        self._outputs = [(torch.stack(self._outputs) * shares).sum(dim=0)]
+        self._weights = [total]
+
+
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of ``query`` [1, heads, rows, dim] over all keys that ``mask`` [rows, keys] lets it see.
+
+    A row that sees none gets zeros, with the weight of minus infinity.
+    """
+    keys, values = keys.to(query.dtype), values.to(query.dtype)
+    if mask is None and query.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
+        output, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, scale=scale)
+        return output, weight.reshape(query.shape[:3])
+    scores = (query @ keys.transpose(-1, -2)).mul_(scale)
+    if mask is not None:
+        scores.masked_fill_(~mask, -torch.inf)
+    weight = scores.logsumexp(dim=-1)
+    shares = (scores - weight.clamp_min(torch.finfo(weight.dtype).min).unsqueeze(-1)).exp_()
+    return shares @ values, weight
+
+
+def attend_causally(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention within a stretch of new tokens: each sees itself and those before it, ``window`` at most.
+
+    ``query`` has the shape [1, heads, rows, dim], keys and values [1, key heads, rows, dim].
+    """
+    rows, groups = query.shape[2], query.shape[1] // keys.shape[1]
+    keys = keys.to(query.dtype).repeat_interleave(groups, dim=1)
+    values = values.to(query.dtype).repeat_interleave(groups, dim=1)
+    plain = window is None or rows <= window
+    if plain and query.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
+        output, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, keys, values, is_causal=True, scale=scale
+        )
+        return output, weight.reshape(query.shape[:3])
+    return attend(query, keys, values, scale=scale, mask=band(rows, window, device=query.device))
+
+
+def band(rows: int, window: int | None, *, device: torch.device) -> torch.Tensor:
+    """Which of as many keys each of ``rows`` new tokens sees, [rows, rows]."""
+    seen = torch.ones(rows, rows, dtype=torch.bool, device=device).tril_()
+    return seen if window is None else seen.triu_(1 - window)
