@@ -56,7 +56,7 @@ def test_a_shared_beginning_is_attended_to_once(
 
 
 def test_what_does_not_attend_through_the_kernel_is_refused(tiny: Callable[..., Any]) -> None:
-    runner = ModelRunner(tiny("gemma2"))
+    runner = ModelRunner(tiny("gemma2", attn_implementation="eager"))
     with pytest.raises(UnsupportedModelError, match="one after another"):
         probe_ragged(runner, probe_model(runner.model).layout)
 
