@@ -237,7 +237,7 @@ def test_nothing_stays_after_an_exception(where: str, tmp_path: Path, monkeypatc
 class TestRefusals:
     def test_attention_that_does_not_go_through_the_kernel(self) -> None:
         with pytest.raises(UnsupportedModelError, match="without kv_budget"):
-            probe_paging(tiny_model("gemma2"))
+            probe_paging(tiny_model("gemma2", attn_implementation="eager"))
 
     def test_a_single_layer_that_does_not(self) -> None:
         model = tiny_model("llama", num_hidden_layers=1)
