@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvboost.engine.engine import KVBoost
+    from kvboost.engine.life import EngineLife
 
 
 class TenantViews:
@@ -23,13 +23,13 @@ class TenantViews:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._views: dict[str, KVBoost] = {}
+        self._views: dict[str, EngineLife] = {}
 
     def __contains__(self, tenant: str) -> bool:
         with self._lock:
             return tenant in self._views
 
-    def get(self, engine: KVBoost, tenant: str) -> KVBoost:
+    def get(self, engine: EngineLife, tenant: str) -> EngineLife:
         """The view for this tenant; made if there is none."""
         if not isinstance(tenant, str):
             raise ConfigError(f"tenant={tenant!r} is no name; give a text")
@@ -42,19 +42,19 @@ class TenantViews:
                 self._views[tenant] = _view(engine, tenant)
             return self._views[tenant]
 
-    def drop(self, view: KVBoost) -> None:
+    def drop(self, view: EngineLife) -> None:
         """A view is being closed."""
         with self._lock:
             if self._views.get(view.config.tenant) is view:
                 del self._views[view.config.tenant]
 
-    def all(self) -> list[KVBoost]:
+    def all(self) -> list[EngineLife]:
         """The views that are open."""
         with self._lock:
             return list(self._views.values())
 
 
-def _view(engine: KVBoost, tenant: str) -> KVBoost:
+def _view(engine: EngineLife, tenant: str) -> EngineLife:
     view = copy.copy(engine)
     view._viewed = engine
     view.config = replace(engine.config, tenant=tenant)
@@ -64,7 +64,7 @@ def _view(engine: KVBoost, tenant: str) -> KVBoost:
     return view
 
 
-def purge_tenant(engine: KVBoost, tenant: str) -> None:
+def purge_tenant(engine: EngineLife, tenant: str) -> None:
     """Remove all of a tenant from every tier of the engine's own store."""
     parts = engine._parts
     if parts is None:

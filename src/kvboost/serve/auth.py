@@ -104,8 +104,8 @@ def check_binding(host: str, keys: Keys, *, allow_open: bool) -> None:
     """Refuse to be reached by other machines without a key, unless told so."""
     if not keys and not allow_open and not is_loopback(host):
         raise ConfigError(
-            f"binding {host} would let everybody who can reach this machine use the model; set an API key, or say "
-            "that you want this (allow_open)"
+            f"binding {host} would let everybody who can reach this machine use the model; set an API key "
+            "(--api-key-file, or api_keys), or say that you want this (--allow-open, or allow_open)"
         )
 
 

@@ -382,6 +382,6 @@ def open_objects(url: str, *, patience_s: float, config: Mapping[str, Any] | Non
         objects = make(url, config=settings or None, client_options=options, retry_config=retries)
     except (BaseError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"this object store cannot be opened ({error}); give an URL such as s3://BUCKET/PREFIX"
+            f"{url} cannot be opened ({str(error).splitlines()[0]}); give an URL such as s3://BUCKET/PREFIX"
         ) from error
     return objects, Failures((FileNotFoundError, NotFoundError), (BaseError, OSError))
