@@ -1,4 +1,4 @@
-"""The outputs here are recorded from the models' own documentation and model cards, as their templates ask for them."""
+"""The outputs here are written after the formats that the models' documentation describes, not captured from models."""
 
 from __future__ import annotations
 

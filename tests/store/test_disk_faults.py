@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,41 +22,10 @@ from kvboost.store.header import PAGE, seal_of
 from kvboost.testing.content import prompt
 from kvboost.testing.tier import assert_same, block_of, namespace
 from kvboost.types import PutOutcome
+from tests.helpers.failing import Failing
 from tests.store.test_disk import EACH, keys, open_tier, record_files, store_all, there
 
 CHUNKS = prompt("a", "b", "c")
-
-
-class Failing(Files):
-    """Lets one system call fail: the ``number``-th of those named."""
-
-    def __init__(self, call: str, number: int, error: int) -> None:
-        super().__init__()
-        self.call, self.number, self.error = call, number, error
-        self.failed = False
-
-    def _count(self, call: str) -> None:
-        if call == self.call:
-            self.number -= 1
-            if self.number == 0:
-                self.failed = True
-                raise OSError(self.error, os.strerror(self.error))
-
-    def _writev(self, descriptor: int, parts: Sequence[memoryview]) -> int:
-        self._count("write")
-        return super()._writev(descriptor, parts)
-
-    def _preadv(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        self._count("read")
-        return super()._preadv(descriptor, buffer, offset)
-
-    def _rename(self, source: Path, target: Path) -> None:
-        self._count("rename")
-        super()._rename(source, target)
-
-    def _fsync(self, descriptor: int) -> None:
-        self._count("fsync")
-        super()._fsync(descriptor)
 
 
 @contextmanager
