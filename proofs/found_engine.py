@@ -1,19 +1,21 @@
 """How much a real engine finds again, with every rule it has about what may be kept: RAGPulse, and moved passages.
 
     python proofs/found_engine.py --tokenizer FOLDER [--requests 7106]
+    python proofs/found_engine.py --requests 2500 --capacity 10MiB 40MiB
 
 `python -m kvboost.bench found` counts what could be found. Here the prompts go through the engine's own reader and
 store, with a one-layer model that costs next to nothing: generations of approximate KV, variants of one content,
 places that are computed at their second visit, and the price of moving (as guessed before anything was timed) all have
 their say. Then passages of MuSiQue, read once in a row, come again in another order, each behind a preamble of
-random length; with the passages' ends given, and with cutting left to the chunker.
+random length; with the passages' ends given, and with cutting left to the chunker. With ``--capacity``: the trace in a
+memory of that size instead, by LRU, by the default policy, and by that policy when it is not told of contents.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from kvboost import KVBoost
 from kvboost.bench import found, rag
 from kvboost.bench.report import describe_machine
+from kvboost.config import parse_bytes
 from kvboost.engine.clock import StageClock
+from kvboost.extend import EvictionPolicy
+from kvboost.store import LeafFirstLRU, LeastExpected, MemoryStore
 from kvboost.types import SegmentKind
 
 
@@ -42,7 +47,7 @@ def tiny_engine(**settings: Any) -> KVBoost:
         max_position_embeddings=2**17,
     )
     model = LlamaForCausalLM(config).eval()
-    return KVBoost(model, None, recompute_strategy="none", cache_bytes="16GiB", **settings)
+    return KVBoost(model, None, recompute_strategy="none", **{"cache_bytes": "16GiB", **settings})
 
 
 def read(engine: KVBoost, tokens: Sequence[int], ends: Sequence[int]) -> dict[SegmentKind, Any]:
@@ -56,6 +61,40 @@ def read(engine: KVBoost, tokens: Sequence[int], ends: Sequence[int]) -> dict[Se
         reader.advance_to_last_step(reading)
         reader.commit(reading)
     return served
+
+
+class WithoutContent(LeastExpected):
+    """The default policy as it would be if it knew blocks by their own keys only."""
+
+    def inserted(self, key: bytes, *, content: bytes | None = None, **facts: Any) -> None:
+        super().inserted(key, **facts)
+
+    def admits(self, key: bytes, *, content: bytes | None = None, **facts: Any) -> bool:
+        return super().admits(key, **facts)
+
+
+_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
+    "LRU": LeafFirstLRU,
+    "default": LeastExpected,
+    "default, not told of contents": WithoutContent,
+}
+
+
+def replay_within(folder: Path, *, requests: int | None, capacity: str) -> None:
+    """The trace in a memory that is too small for it, by policy."""
+    print(f"| RAGPulse in {capacity}, % of tokens | exact | moved | together |\n|---|---:|---:|---:|")
+    for name, policy in _POLICIES.items():
+        engine = tiny_engine(store=MemoryStore(parse_bytes(capacity, name="--capacity"), policy=policy()))
+        total = exact = moved = 0
+        for parts in tqdm(found.read_trace(folder, limit=requests), mininterval=10, desc=name):
+            tokens, _, ends = found._prompt(parts, found.part_tokens)
+            served = read(engine, tokens.tolist(), ends)
+            total += len(tokens)
+            exact += int(served[SegmentKind.EXACT].sum())
+            moved += int(served[SegmentKind.MOVED].sum())
+        shares = [f"{100 * count / total:.1f}" for count in (exact, moved, exact + moved)]
+        print(f"| {name} | {' | '.join(shares)} |", flush=True)
+        engine.close()
 
 
 def replay(folder: Path, *, requests: int | None) -> None:
@@ -117,11 +156,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, default=Path("../shared/traces/ragpulse"))
     parser.add_argument("--requests", type=int)
-    parser.add_argument("--tokenizer", required=True, help="folder with a tokenizer")
+    parser.add_argument("--capacity", nargs="+", default=[], help="replay within these sizes of memory, and no more")
+    parser.add_argument("--tokenizer", help="folder with a tokenizer")
     parser.add_argument("--data", type=Path, default=Path("../shared/data/musique_150.json"))
     parser.add_argument("--prompts", type=int, default=20)
     args = parser.parse_args()
     print(f"{describe_machine().line}\n")
+    for capacity in args.capacity:
+        replay_within(args.trace, requests=args.requests, capacity=capacity)
+        print()
+    if args.capacity:
+        return
+    if args.tokenizer is None:
+        parser.error("passages are reordered with a tokenizer: give --tokenizer FOLDER")
     reorder(AutoTokenizer.from_pretrained(args.tokenizer), args.data, prompts=args.prompts)
     print()
     replay(args.trace, requests=args.requests)

@@ -54,8 +54,13 @@ class EvictionPolicy(Protocol):
     until there is room, and :meth:`admits` after the first of them.
     """
 
-    def inserted(self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1) -> None:
-        """A block of ``nbytes`` was stored under ``key``. ``parent``, if it is stored, may not go before it."""
+    def inserted(
+        self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1, content: bytes | None = None
+    ) -> None:
+        """A block of ``nbytes`` was stored under ``key``. ``parent``, if it is stored, may not go before it.
+
+        ``content`` is the same for the same text wherever it stands, and None where nothing is ever moved.
+        """
         ...
 
     def found(self, chain: Sequence[bytes]) -> None:
@@ -74,7 +79,9 @@ class EvictionPolicy(Protocol):
         """The key to evict next among those that ``evictable`` allows; None if there is none. Removes nothing."""
         ...
 
-    def admits(self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes) -> bool:
+    def admits(
+        self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes, content: bytes | None = None
+    ) -> bool:
         """Whether a block that is not stored is worth the place of ``victim``. If not, neither happens.
 
         What would follow it in its prompt is not stored either. A policy without an opinion says True.

@@ -622,7 +622,9 @@ class RemembersTheGone(LeafFirstLRU):
         super().removed(key)
         self.gone.add(key)
 
-    def inserted(self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1) -> None:
+    def inserted(
+        self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1, content: bytes | None = None
+    ) -> None:
         if key not in self.gone:
             super().inserted(key)
 
@@ -647,7 +649,9 @@ class OffersParentsOnly(LeafFirstLRU):
         super().__init__()
         self.parents: set[bytes | None] = set()
 
-    def inserted(self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1) -> None:
+    def inserted(
+        self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1, content: bytes | None = None
+    ) -> None:
         super().inserted(key)
         self.parents.add(parent)
 
@@ -656,7 +660,9 @@ class OffersParentsOnly(LeafFirstLRU):
 
 
 class StoresWhatItAdmits(LeafFirstLRU):
-    def admits(self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes) -> bool:
+    def admits(
+        self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes, content: bytes | None = None
+    ) -> bool:
         self.inserted(key)
         return True
 

@@ -94,7 +94,9 @@ class HostTier:
                     self._blocks[block.key] = kept
                     others = self._same_content.get(block.content_key, ())
                     self._same_content[block.content_key] = (*others, block.key)
-                    self._policy.inserted(block.key, parent=block.parent_key, nbytes=block.nbytes)
+                    self._policy.inserted(
+                        block.key, parent=block.parent_key, nbytes=block.nbytes, content=block.content_key
+                    )
         return PutOutcome.STORED
 
     def used(self, chain: Sequence[bytes]) -> None:

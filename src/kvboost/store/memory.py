@@ -228,7 +228,7 @@ class MemoryStore:
             self._entries[block.key] = _Entry(block, self)
             self._same_content[block.content_key] = (*self._same_content.get(block.content_key, ()), block.key)
             self._count(1, block.nbytes)
-            self._policy.inserted(block.key, parent=block.parent_key, nbytes=block.nbytes)
+            self._policy.inserted(block.key, parent=block.parent_key, nbytes=block.nbytes, content=block.content_key)
             return PutOutcome.STORED
 
     def used(self, chain: Sequence[bytes]) -> None:
@@ -302,7 +302,11 @@ class MemoryStore:
         if key is None:
             return False
         if newcomer is not None and not self._policy.admits(
-            newcomer.key, parent=newcomer.parent_key, nbytes=newcomer.nbytes, victim=key
+            newcomer.key,
+            parent=newcomer.parent_key,
+            nbytes=newcomer.nbytes,
+            victim=key,
+            content=newcomer.content_key,
         ):
             return False
         owner = self._entries[key].owner

@@ -132,6 +132,40 @@ def test_it_keeps_what_comes_back_where_lru_loses_it() -> None:
     assert serve(LeastExpected(), 1500) > 0.95
 
 
+def test_content_that_comes_back_behind_other_text_is_known_by_its_ghost() -> None:
+    """Twenty passages, every 80 prompts each, under a new key whenever they are not stored; the rest comes once."""
+
+    def share_found(*, told: bool) -> float:
+        policy = LeastExpected()
+        stored: dict[bytes, bytes] = {}  # content -> key
+        place = random.Random(0)
+        hits = asked = 0
+        for number in range(1500):
+            contents = [b"once %d %d" % (number, other) for other in range(9)]
+            if number % 4 == 0:
+                again = b"again %d" % (number // 4 % 20)
+                contents.insert(place.randrange(10), again)  # its place must not tell
+                asked += number > 750
+                hits += number > 750 and again in stored
+            policy.found([stored[content] for content in contents if content in stored])
+            for content in contents:
+                if content not in stored:
+                    while len(stored) >= 100:
+                        victim = policy.victim(lambda key: True)
+                        assert victim is not None
+                        policy.removed(victim)
+                        del stored[victim.split(b"@")[0]]
+                    stored[content] = content + b"@%d" % number
+                    policy.inserted(stored[content], content=content if told else None)
+            policy.used([stored[content] for content in contents if content in stored])
+            ghosts = {ghost.content: key for key, ghost in policy._ghosts.items()} if told else {}
+            assert policy._ghost_of == ghosts
+        return hits / asked
+
+    assert share_found(told=False) < 0.1
+    assert share_found(told=True) > 0.9
+
+
 def test_counts_survive_their_own_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weight of a count grows with every prompt and is taken back before it overflows."""
     monkeypatch.setattr(returns, "_MEMORY", 0.9)  # so that it happens every 263 prompts

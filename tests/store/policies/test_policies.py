@@ -135,7 +135,9 @@ def test_finding_a_victim_asks_for_few_keys(make: Callable[[], EvictionPolicy]) 
 
 
 class AdmitsNothing(LeafFirstLRU):
-    def admits(self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes) -> bool:
+    def admits(
+        self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes, content: bytes | None = None
+    ) -> bool:
         return False
 
 

@@ -45,7 +45,9 @@ class AdaptiveReplacement:
         self._clock = 0
         self._chosen: bytes | None = None  # the last victim: only what was evicted becomes a ghost
 
-    def inserted(self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1) -> None:
+    def inserted(
+        self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1, content: bytes | None = None
+    ) -> None:
         """A new key is seen once; one that was evicted not long ago is seen again, and moves the balance."""
         node = self._forest.add(key, parent=parent, nbytes=nbytes)
         once, again = self._ghosts_once.nbytes, self._ghosts_again.nbytes
@@ -99,6 +101,8 @@ class AdaptiveReplacement:
                 return node.key
         return None
 
-    def admits(self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes) -> bool:
+    def admits(
+        self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes, content: bytes | None = None
+    ) -> bool:
         """Always: what is new has a queue of its own."""
         return True

@@ -5,9 +5,10 @@ blocks: how often it came back so far, after how long as a rule, where in its pr
 prompt ended with it. Time is counted in prompts. The victim is the leaf that promises the fewest returns per prompt of
 waiting, out of 32 drawn from all leaves by a seeded generator: the same calls give the same victims. A new block that
 promises clearly less than the victim is refused, if refusing has paid so far (:mod:`kvboost.store.policies.duels`),
-and watched from outside: if it comes back, that counts for it.
+and watched from outside: if it comes back, that counts for it. So does the return of its text behind other text, under
+another key: a ghost is found by its content too.
 
-O(1) per operation; about 600 bytes per stored key, and 350 per ghost (a key that was evicted and not forgotten:
+O(1) per operation; about 600 bytes per stored key, and 450 per ghost (a key that was evicted and not forgotten:
 eight for every stored one in a small store, one for one in a large one).
 """
 
@@ -36,6 +37,7 @@ class _Block:
     __slots__ = (
         "behind",
         "children",
+        "content",
         "key",
         "kind",
         "mean",
@@ -50,8 +52,9 @@ class _Block:
         "watched",
     )
 
-    def __init__(self, key: bytes, kind: Kind, *, watched: bool) -> None:
+    def __init__(self, key: bytes, content: bytes | None, kind: Kind, *, watched: bool) -> None:
         self.key = key
+        self.content = content
         self.kind = kind
         self.watched = watched
         self.uses = 0  # how often it was found, or stored again
@@ -82,6 +85,7 @@ class LeastExpected:
         self._kinds: dict[tuple[int, ...], Kind] = {}
         self._blocks: dict[bytes, _Block] = {}
         self._ghosts: OrderedDict[bytes, _Block] = OrderedDict()
+        self._ghost_of: dict[bytes, bytes] = {}  # content -> the key of its newest ghost
         self._leaves: list[_Block] = []
         self._draw = random.Random(seed).random
         self._chosen: bytes | None = None
@@ -90,10 +94,12 @@ class LeastExpected:
         self._admitted: _Block | None = None  # about to be inserted
         self._duels = Duels()
 
-    def inserted(self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1) -> None:
+    def inserted(
+        self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1, content: bytes | None = None
+    ) -> None:
         """A block is new, or comes back after its eviction. Its size does not matter: so much stored, so much saved."""
         above = self._blocks.get(parent) if parent is not None else None
-        block = self._newcomer(key, above)
+        block = self._newcomer(key, content, above)
         self._blocks[key] = block
         if above is not None:
             if not above.children:
@@ -160,12 +166,14 @@ class LeastExpected:
         self._chosen = block.key if block is not None else None
         return self._chosen
 
-    def admits(self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes) -> bool:
+    def admits(
+        self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes, content: bytes | None = None
+    ) -> bool:
         """Whether a new block promises as much as ``victim``, more or less. If not, it is watched as a ghost is."""
         holder = self._blocks.get(victim)
         if holder is None:
             return True
-        block = self._newcomer(key, self._blocks.get(parent) if parent is not None else None)
+        block = self._newcomer(key, content, self._blocks.get(parent) if parent is not None else None)
         now, weight = self._watch.now, self._watch.weight
         admitted = _CLEARLY * self._kind_of(block).index(now, weight)[0] >= self._rate(holder)
         if not admitted:
@@ -179,20 +187,21 @@ class LeastExpected:
             self._remember(block)
         return admitted
 
-    def _newcomer(self, key: bytes, above: _Block | None) -> _Block:
-        """What is known of a block that is not stored."""
+    def _newcomer(self, key: bytes, content: bytes | None, above: _Block | None) -> _Block:
+        """What is known of a block that is not stored, or of its content where it stood elsewhere."""
         block, self._admitted = self._admitted, None
         if block is not None and block.key == key:
             return block
-        block = self._ghosts.pop(key, None)
+        block = self._ghost(key, content)
         if block is not None:
             self._watch.came_back(block)
-            self._duels.settle(key)
+            self._duels.settle(block.key)
+            block.key = key
             block.came_back(self._watch.now)
             block.placed = False
         else:
             every = 1 + len(self._blocks) // _WATCH_ALL
-            block = _Block(key, self._watch.everything, watched=zlib.crc32(key) % every == 0)
+            block = _Block(key, content, self._watch.everything, watched=zlib.crc32(key) % every == 0)
             if above is not None and above.turned_away and above.time == self._watch.now:
                 # Its beginning was refused before it could be seen itself: it was there too, as a rule.
                 block.uses, block.mean, block.turned_away = above.uses, above.mean, True
@@ -202,9 +211,24 @@ class LeastExpected:
 
     def _remember(self, block: _Block) -> None:
         self._ghosts[block.key] = block
+        if block.content is not None:
+            self._ghost_of[block.content] = block.key
         stored = len(self._blocks)
         while len(self._ghosts) > max(stored, min(_GHOSTS_EACH * stored, _GHOSTS)):
-            self._ghosts.popitem(last=False)
+            self._forget_content(self._ghosts.popitem(last=False)[1])
+
+    def _ghost(self, key: bytes, content: bytes | None) -> _Block | None:
+        """Take the ghost of this key; or of this content, which came back behind other text."""
+        block = self._ghosts.pop(key, None)
+        if block is None and content is not None and content in self._ghost_of:
+            block = self._ghosts.pop(self._ghost_of[content])
+        if block is not None:
+            self._forget_content(block)
+        return block
+
+    def _forget_content(self, ghost: _Block) -> None:
+        if ghost.content is not None and self._ghost_of.get(ghost.content) == ghost.key:
+            del self._ghost_of[ghost.content]
 
     def _drawn(self, evictable: Callable[[bytes], bool]) -> _Block | None:
         leaves, draw = self._leaves, self._draw

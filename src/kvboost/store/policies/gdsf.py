@@ -20,7 +20,9 @@ class GreedyDualSizeFrequency:
         self._age = 0.0
         self._chosen: bytes | None = None
 
-    def inserted(self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1) -> None:
+    def inserted(
+        self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1, content: bytes | None = None
+    ) -> None:
         """A new key counts as used once."""
         node = self._forest.add(key, parent=parent, nbytes=nbytes)
         node.uses = 1
@@ -50,6 +52,8 @@ class GreedyDualSizeFrequency:
         self._chosen = node.key if node is not None else None
         return self._chosen
 
-    def admits(self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes) -> bool:
+    def admits(
+        self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes, content: bytes | None = None
+    ) -> bool:
         """Always: the age of today is part of a new rank."""
         return True

@@ -20,7 +20,9 @@ class LeafFirstLRU:
     def __init__(self) -> None:
         self._order: OrderedDict[bytes, None] = OrderedDict()  # first: the next to go
 
-    def inserted(self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1) -> None:
+    def inserted(
+        self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1, content: bytes | None = None
+    ) -> None:
         """A new key is the most recent one."""
         self._order[key] = None
 
@@ -42,6 +44,8 @@ class LeafFirstLRU:
         """The least recently used key that may go."""
         return next((key for key in self._order if evictable(key)), None)
 
-    def admits(self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes) -> bool:
+    def admits(
+        self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes, content: bytes | None = None
+    ) -> bool:
         """Always: what was used last is the most recent."""
         return True

@@ -27,7 +27,9 @@ class SmallMainGhostFIFO:
         self._clock = 0
         self._chosen: bytes | None = None
 
-    def inserted(self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1) -> None:
+    def inserted(
+        self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1, content: bytes | None = None
+    ) -> None:
         """A new key is on trial, unless it was dropped from there not long ago."""
         node = self._forest.add(key, parent=parent, nbytes=nbytes)
         known = key in self._ghosts
@@ -72,6 +74,8 @@ class SmallMainGhostFIFO:
                 self._main.put(node, self._clock)
         return None
 
-    def admits(self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes) -> bool:
+    def admits(
+        self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes, content: bytes | None = None
+    ) -> bool:
         """Always: what is new is on trial first."""
         return True
