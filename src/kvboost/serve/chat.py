@@ -47,10 +47,9 @@ class _Chat:
             raise bad_request("stream_options needs stream", param="stream_options")
         if self.tools and body.response_format is not None and body.response_format.type != "text":
             raise bad_request("tools and a JSON format do not go together here", param="response_format")
+        grammar = await service.grammar(body.response_format, param="response_format")
         if self.forced:
             grammar = await asyncio.to_thread(service.grammars.compile_call, self.forced)
-        else:
-            grammar = await service.grammar(body.response_format, param="response_format")
         self.prompt = await asyncio.to_thread(
             encode_messages, service, body.messages, self.caller, body.prompt_cache_key, self.tools
         )

@@ -1,8 +1,8 @@
-"""Answers that follow a JSON schema or are a call of a tool: tokens that would break it are forbidden before one is drawn.
+"""Answers that follow a JSON schema or call a tool: tokens that would break that are forbidden before one is drawn.
 
-Made from ``response_format`` and ``tool_choice``, run by whoever draws tokens, through ``Job.constrain``. Needs llguidance
-(``kvboost[structured]``). Invariant: a client's schema is compiled once, in a worker thread, within the server's
-limits; one that cannot be compiled is refused before anything is computed.
+Made from ``response_format`` and ``tool_choice``, run by whoever draws tokens, through ``Job.constrain``. Needs
+llguidance (``kvboost[structured]``). Invariant: a client's schema is compiled once, in a worker thread, within the
+server's limits; one that cannot be compiled is refused before anything is computed.
 """
 
 from __future__ import annotations
