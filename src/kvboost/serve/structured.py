@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _ANY_OBJECT = {"type": "object"}
 # Without this a model may write blanks for ever, which a schema allows between any two words.
-_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_WRITTEN: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 Constrain = Callable[[list[int], "torch.Tensor"], None]
 
 
