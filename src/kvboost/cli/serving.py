@@ -51,16 +51,19 @@ def serve(model: Model, *, settings: Settings) -> None:
     if len(admin_keys) > 1:
         raise ConfigError("the file for the admin key holds several lines; give one key")
     note(f"loading {model}")
+    served = ServeSettings(
+        model=model,
+        api_keys=api_keys,
+        admin_key=admin_keys[0] if admin_keys else None,
+        engine=engine,
+        **own,
+        **loading,
+    )
     serve_model(
-        ServeSettings(
-            model=model,
-            api_keys=api_keys,
-            admin_key=admin_keys[0] if admin_keys else None,
-            engine=engine,
-            **own,
-            **loading,
+        served,
+        ready=lambda host, port: note(
+            f"serving on http://{host}:{port} (a page to look at; OpenAI clients: /v1, model {served.served_name})"
         ),
-        ready=lambda host, port: note(f"serving on http://{host}:{port} (a page to look at; OpenAI clients: /v1)"),
     )
 
 

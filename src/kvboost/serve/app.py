@@ -37,6 +37,7 @@ from kvboost.serve.schemas import (
     WarmRequest,
 )
 from kvboost.serve.service import Service
+from kvboost.serve.tracing import Tracing
 
 _log = logging.getLogger("kvboost.serve")
 
@@ -61,6 +62,10 @@ LISTED: Mapping[tuple[str, str], Access] = {
 }
 
 
+# Newer FastAPI opens spans of its own and hands bodies to their processors; prompts stay here. Older ones ignore it.
+_NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
+
+
 def make_app(
     engine: KVBoost,
     runner: JobRunner,
@@ -73,7 +78,7 @@ def make_app(
     """The ASGI app. ``only_local_names`` refuses, while there are no keys, requests to other names than localhost."""
     limits, keys = limits or Limits(), keys or Keys()
     service = Service(engine, runner, model_name=model_name, limits=limits, keys=keys)
-    app = FastAPI(title="KVBoost", openapi_url="/openapi.json", docs_url=None, redoc_url=None)
+    app = FastAPI(title="KVBoost", openapi_url="/openapi.json", docs_url=None, redoc_url=None, telemetry=_NO_TELEMETRY)
     app.state.service = service
     _add_routes(app, service)
     _describe(app)
@@ -83,6 +88,7 @@ def make_app(
     app.add_exception_handler(Exception, _failed)
     wrapped: list[tuple[Callable[..., ASGIApp], dict[str, Any]]] = [
         (BodyLimit, {"limits": limits}),
+        (Tracing, {"paths": frozenset(path for method, path in LISTED if method == "POST")}),
         (
             Gate,
             {"listed": LISTED, "keys": keys, "only_local_names": only_local_names, "header_bytes": limits.header_bytes},

@@ -18,10 +18,10 @@ from kvboost.serve.errors import bad_request
 from kvboost.serve.following import Ended, Piece
 from kvboost.serve.limits import check_count, check_json
 from kvboost.serve.prompts import ChatPrompt, to_turn
-from kvboost.serve.schemas import ChatRequest, Message
+from kvboost.serve.schemas import ChatRequest, Message, NamedChoice
 from kvboost.serve.service import Answer, Asked, Service, sampling_of
 from kvboost.serve.sse import DONE, EventStream, chained, while_connected
-from kvboost.serve.tools import ToolReader, make_reader
+from kvboost.serve.tools import ToolReader, make_forced_reader, make_reader
 
 
 class _Chat:
@@ -31,6 +31,7 @@ class _Chat:
         self.service, self.body, self.caller = service, body, caller
         self.prompt: ChatPrompt = ChatPrompt("", [], [])
         self.tools = _usable_tools(service, body)
+        self.forced = _forced_functions(body)
         self.readers: dict[int, ToolReader] = {}
 
     async def ask(self) -> Asked:
@@ -47,6 +48,8 @@ class _Chat:
         if self.tools and body.response_format is not None and body.response_format.type != "text":
             raise bad_request("tools and a JSON format do not go together here", param="response_format")
         grammar = await service.grammar(body.response_format, param="response_format")
+        if self.forced:
+            grammar = await asyncio.to_thread(service.grammars.compile_call, self.forced)
         self.prompt = await asyncio.to_thread(
             encode_messages, service, body.messages, self.caller, body.prompt_cache_key, self.tools
         )
@@ -68,7 +71,11 @@ class _Chat:
         if not self.tools:
             return None
         if index not in self.readers:
-            self.readers[index] = make_reader(self.service.tokenizer, prompt=self.prompt.text, tools=self.tools)
+            self.readers[index] = (
+                make_forced_reader()
+                if self.forced
+                else make_reader(self.service.tokenizer, prompt=self.prompt.text, tools=self.tools)
+            )
         return self.readers[index]
 
     async def remember(self, ended: Ended) -> None:
@@ -217,3 +224,18 @@ def _usable_tools(service: Service, body: ChatRequest) -> list[dict[str, Any]]:
     if not service.chats.takes_tools:
         raise bad_request("this model's chat template takes no tools", param="tools", code="unsupported_parameter")
     return tools
+
+
+def _forced_functions(body: ChatRequest) -> dict[str, dict[str, Any] | None]:
+    """The functions one of which the answer has to call, with the schemas of their arguments; empty if it is free."""
+    functions = {tool.function.name: tool.function.parameters for tool in body.tools or []}
+    if isinstance(body.tool_choice, NamedChoice):
+        name = body.tool_choice.function.name
+        if name not in functions:
+            raise bad_request("tool_choice names a function that is not in tools", param="tool_choice")
+        return {name: functions[name]}
+    if body.tool_choice != "required":
+        return {}
+    if not functions:
+        raise bad_request("tool_choice needs tools", param="tool_choice")
+    return functions

@@ -91,6 +91,19 @@ class Tool(_Body):
     function: Function
 
 
+class NamedFunction(_Body):
+    """A function by its name."""
+
+    name: Name
+
+
+class NamedChoice(_Body):
+    """The one function to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class StreamOptions(_Body):
     """How to stream."""
 
@@ -162,7 +175,7 @@ class ChatRequest(_Choices):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
 
 

@@ -32,6 +32,7 @@ from kvboost.serve.recent import RecentRequests, RequestRecord
 from kvboost.serve.schemas import InlineSchemaFormat, ResponseFormat
 from kvboost.serve.structured import Grammars
 from kvboost.serve.text import token_bytes
+from kvboost.serve.tracing import Traced, traced_now
 
 _log = logging.getLogger("kvboost.serve")
 
@@ -186,7 +187,7 @@ class Service:
         if self.draining:
             raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
         self.streams.enter()
-        started = time.monotonic()
+        started, traced = time.monotonic(), traced_now()
         answer: Answer | None = None
         try:
             tickets = await self._submitted(asked)
@@ -198,7 +199,7 @@ class Service:
         finally:
             self.streams.leave()
             if answer is not None:
-                self._count(answer, seconds=time.monotonic() - started)
+                self._count(answer, seconds=time.monotonic() - started, traced=traced)
 
     def _decode_special(self, ids: Sequence[int]) -> str:
         return self.chats.decode(ids, special=True)
@@ -273,7 +274,7 @@ class Service:
             )
         return wanted if wanted is not None else min(left, self.limits.new_tokens)
 
-    def _count(self, answer: Answer, *, seconds: float) -> None:
+    def _count(self, answer: Answer, *, seconds: float, traced: Traced | None) -> None:
         reuse = answer.reuse()
         whole = len(answer.ended) == len(answer.asked.prompts) * answer.asked.n
         reason = answer.ended[0].reason if whole else "cancelled"
@@ -292,6 +293,10 @@ class Service:
         )
         self.recent.add(record)
         self.metrics.count(record)
+        if traced is not None:
+            reports = [ended.report for ended in answer.ended if ended.report is not None]
+            timings = reports[0].timings_ms if reports else {}
+            traced.describe(record, model=self.model_name, bitwise=reuse["bitwise"], timings_ms=timings)
         _log.info(
             "%s %s prompt=%d cached=%d new=%d ttft_ms=%s finish=%s",
             record.endpoint,

@@ -1,8 +1,8 @@
-"""Answers that follow a JSON schema: tokens that would break it are forbidden before one is drawn.
+"""Answers that follow a JSON schema or call a tool: tokens that would break that are forbidden before one is drawn.
 
-Made from ``response_format``, run by whoever draws tokens, through ``Job.constrain``. Needs llguidance
-(``kvboost[structured]``). Invariant: a client's schema is compiled once, in a worker thread, within the server's
-limits; one that cannot be compiled is refused before anything is computed.
+Made from ``response_format`` and ``tool_choice``, run by whoever draws tokens, through ``Job.constrain``. Needs
+llguidance (``kvboost[structured]``). Invariant: a client's schema is compiled once, in a worker thread, within the
+server's limits; one that cannot be compiled is refused before anything is computed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvboost.serve.errors import ApiError, bad_request
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 _ANY_OBJECT = {"type": "object"}
+# Without this a model may write blanks for ever, which a schema allows between any two words.
+_WRITTEN: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 Constrain = Callable[[list[int], "torch.Tensor"], None]
 
 
@@ -43,25 +45,57 @@ class Grammars:
         else:
             schema = wanted.schema_ if isinstance(wanted, InlineSchemaFormat) else wanted.json_schema.schema_
         check_json(schema, limits=limits, param=param)
-        if importlib.util.find_spec("llguidance") is None:
-            raise ApiError(400, f'{param} needs the server to have pip install "kvboost[structured]"', param=param)
+        _check_installed(param)
+        first = self._matcher(schema)
+        if isinstance(first, str):
+            raise bad_request(f"this schema cannot be used: {first}", param=param, code="invalid_schema")
+        return lambda: _Held(first.deep_copy(), self._ends)
+
+    def compile_call(self, functions: Mapping[str, Mapping[str, Any] | None]) -> Callable[[], Constrain]:
+        """A maker of what holds one answer each to one call, ``{"name": ..., "arguments": {...}}``.
+
+        ``functions`` are the names that may be called and the schemas of their arguments; None for no arguments.
+        The caller has held the schemas to its limits.
+        """
+        _check_installed("tool_choice")
+        from llguidance import LLMatcher
+
+        schemas: dict[str, dict[str, Any]] = {}
+        for name, schema in functions.items():
+            given = dict(schema) if schema is not None else {"properties": {}, "additionalProperties": False}
+            if given.setdefault("type", "object") != "object":
+                raise _no_schema(name, "arguments are an object")
+            schemas[name] = given
+        # Each schema stands for itself, so that "#/$defs" in it still means its own.
+        rules = [
+            f'call{number}: {json.dumps(_call_opens(name))} %json {json.dumps({**schema, "x-guidance": _WRITTEN})} "}}"'
+            for number, (name, schema) in enumerate(schemas.items())
+        ]
+        start = "start: " + " | ".join(f"call{number}" for number in range(len(rules)))
+        grammar = LLMatcher.grammar_from_lark("\n".join([start, *rules]))
+        first = LLMatcher(self._ll_tokenizer(), grammar, log_level=0)
+        if first.is_error():
+            for name, schema in schemas.items():
+                alone = self._matcher(schema)
+                if isinstance(alone, str):
+                    raise _no_schema(name, alone)
+            raise bad_request(
+                f"these tools cannot be held to: {first.get_error().splitlines()[0]}",
+                param="tools",
+                code="invalid_schema",
+            )
+        return lambda: _Held(first.deep_copy(), self._ends)
+
+    def _matcher(self, schema: dict[str, Any]) -> Any:
+        """The matcher of a schema, or in words why there is none."""
         from llguidance import LLMatcher
 
         try:
-            # Without this a model may write blanks for ever, which a schema allows between any two words.
-            grammar = LLMatcher.grammar_from_json_schema(
-                json.dumps(schema),
-                overrides={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
-            )
+            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_WRITTEN)
         except ValueError as error:
-            raise bad_request(f"this schema cannot be used: {error}", param=param, code="invalid_schema") from error
-        tokenizer = self._ll_tokenizer()
-        first = LLMatcher(tokenizer, grammar, log_level=0)
-        if first.is_error():
-            raise bad_request(
-                f"this schema cannot be used: {first.get_error().splitlines()[0]}", param=param, code="invalid_schema"
-            )
-        return lambda: _Held(first.deep_copy(), self._ends)
+            return str(error)
+        first = LLMatcher(self._ll_tokenizer(), grammar, log_level=0)
+        return first.get_error().splitlines()[0] if first.is_error() else first
 
     def _ll_tokenizer(self) -> Any:
         from llguidance.hf import from_tokenizer
@@ -71,6 +105,19 @@ class Grammars:
                 ends = sorted(self._ends) or None
                 self._made = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=ends)
             return self._made
+
+
+def _check_installed(param: str) -> None:
+    if importlib.util.find_spec("llguidance") is None:
+        raise ApiError(400, f'{param} needs the server to have pip install "kvboost[structured]"', param=param)
+
+
+def _no_schema(name: str, why: str) -> ApiError:
+    return bad_request(f"the parameters of {name} cannot be used: {why}", param="tools", code="invalid_schema")
+
+
+def _call_opens(name: str) -> str:
+    return '{"name": ' + json.dumps(name) + ', "arguments": '
 
 
 class _Held:

@@ -52,6 +52,11 @@ class ToolReader:
         return rest, [_openai_call(name, arguments) for name, arguments in calls]
 
 
+def make_forced_reader() -> ToolReader:
+    """The reader of an answer that was held to one call; only one that was cut off is text."""
+    return ToolReader(opens=None, read=read_forced, wait=True)
+
+
 def make_reader(tokenizer: Any, *, prompt: str, tools: list[dict[str, Any]]) -> ToolReader:
     """The reader for the way this tokenizer's model writes calls."""
     if getattr(tokenizer, "response_template", None) is not None:
@@ -89,6 +94,16 @@ def _by_transformers(tokenizer: Any, text: str, prompt: str, tools: list[dict[st
         function = call.get("function", call)
         calls.append((str(function["name"]), dict(function.get("arguments") or {})))
     return str(message.get("content") or ""), calls
+
+
+def read_forced(text: str) -> tuple[str, _Calls]:
+    """``{"name", "arguments"}`` at the beginning, as :meth:`kvboost.serve.structured.Grammars.compile_call` has it."""
+    try:
+        value, _ = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return text, []
+    call = _as_call(value, "arguments")
+    return ("", [call]) if call is not None else (text, [])
 
 
 def read_hermes(text: str) -> tuple[str, _Calls]:
