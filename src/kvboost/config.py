@@ -99,6 +99,11 @@ class EngineConfig:
     endpoint and the keys come from the environment (``AWS_*``). Needs ``kvboost[s3]``."""
     object_cache_bytes: int | str | None = None
     """What one model and tenant may keep there; None leaves it to the bucket's own rules, which let old chunks go."""
+    draft: Any = None
+    """What proposes tokens that the model then verifies, several in one pass over its weights: a smaller model of the
+    same vocabulary (loaded, or its folder or name), or ``"prompt-lookup"``, which proposes what followed the last two
+    tokens earlier in the prompt. Pays most where weights are streamed; see docs/decisions/0019-speculation.md. The
+    draft's own weights are not part of ``weight_budget``. Used by generate, stream and chat; batches do without it."""
     record_protection: str = "none"
     """What is written outside the process: ``"none"`` has checksums, ``"mac"`` is also proof against changes by others,
     ``"encrypt"`` against reading too (needs ``kvboost[crypto]``)."""

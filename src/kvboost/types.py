@@ -279,6 +279,23 @@ class ReuseReport:
         return self.exact_tokens + self.moved_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What a draft was worth to one generation."""
+
+    passes: int
+    """Forwards of the model, and so passes over its weights, from the prompt's last step on."""
+    proposed: int
+    """Tokens the draft proposed."""
+    accepted: int
+    """Of them, those the model said as well. Every pass gives one token more, the model's own."""
+
+    @property
+    def accepted_per_pass(self) -> float:
+        """Tokens a pass gave beside its own."""
+        return self.accepted / self.passes if self.passes else 0.0
+
+
 @dataclass(frozen=True)
 class GenerationResult:
     """A finished generation. Times count from the moment ``generate`` was entered."""
@@ -298,6 +315,8 @@ class GenerationResult:
     With beams or several return sequences, ``token_ids`` is the first one and the others are here. In a
     batch it is the output of the whole batch.
     """
+    speculation: Speculation | None = None
+    """What the draft was worth, where one was used."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -93,19 +93,15 @@ class _StopAt(StoppingCriteria):
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
 
 
-@pytest.mark.parametrize("arguments", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": True}])
-def test_assisted_decoding_runs_without_reuse_and_says_so(engine: KVBoost, arguments: dict[str, Any]) -> None:
+def test_early_exit_runs_without_reuse_and_says_so(engine: KVBoost) -> None:
     """Transformers feeds the whole prompt again there, so a hit would stand in the cache twice."""
-    if "assistant_model" in arguments:
-        arguments = {"assistant_model": tiny_model("llama", vocab_size=260, max_position_embeddings=600, seed=1)}
     engine.warm(_TEXT)
     ids = engine.encode(_TEXT)
     batch = torch.tensor([ids])
-    wanted = {"max_new_tokens": 10, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    plain = engine.model.generate(batch, attention_mask=torch.ones_like(batch), **wanted, **arguments)
-    result = engine.generate(ids, **wanted, **arguments)
-    assert result.token_ids == tuple(plain.sequences[0, len(ids) :].tolist())
-    assert torch.allclose(result.raw.logits[0], plain.logits[0])
+    wanted: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "assistant_early_exit": 1}
+    plain = engine.model.generate(batch, attention_mask=torch.ones_like(batch), **wanted)
+    result = engine.generate(ids, **wanted)
+    assert result.token_ids == tuple(plain[0, len(ids) :].tolist())
     assert result.cached_tokens == 0
     assert "feeds the whole prompt again" in str(result.reuse.reason)
 
@@ -116,10 +112,10 @@ def test_a_prompt_read_twice_is_an_error_rather_than_a_wrong_answer(
     from kvboost import UnsupportedModelError
     from kvboost.engine import life as module
 
-    monkeypatch.setattr(module, "reads_prompt_again", lambda arguments: None)
+    monkeypatch.setattr(module, "reads_prompt_again", lambda model, arguments: None)
     engine.warm(_TEXT)
     with pytest.raises(UnsupportedModelError, match="read the prompt again"):
-        engine.generate(_TEXT + "?", max_new_tokens=10, do_sample=False, prompt_lookup_num_tokens=3)
+        engine.generate(_TEXT + "?", max_new_tokens=10, do_sample=False, assistant_early_exit=1)
 
 
 def test_a_cache_handed_out_with_the_result_is_the_callers(engine: KVBoost) -> None:

@@ -61,6 +61,7 @@ ENGINE = (
     Option(
         "weight_budget", str, "Memory for the model's weights, such as 6GB; the others are read as they are needed."
     ),
+    Option("draft", str, "Proposes tokens to verify several in one pass: a smaller model, or prompt-lookup."),
     Option("weight_dir", str),
     Option("device", str),
     Option("strict", bool),

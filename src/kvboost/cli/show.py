@@ -90,4 +90,6 @@ def reuse_line(result: GenerationResult) -> str:
         f"{result.prompt_tokens} prompt tokens: {', '.join(parts)} ({bits}); "
         f"first token after {result.ttft_ms:.0f} ms, {len(result.token_ids)} new ones at {result.tokens_per_sec:.1f}/s"
     )
+    if (draft := result.speculation) is not None:
+        line += f" ({draft.accepted} of {draft.proposed} proposed tokens accepted in {draft.passes} passes)"
     return f"[{line}; {report.reason}]" if report.reason else f"[{line}]"

@@ -71,6 +71,12 @@ class BatchRunner:
                 "deterministic needs an engine with reuse_generated=False and kv_cache_bits=16: otherwise an answer "
                 "depends on what was stored before"
             )
+        if engine.config.draft is not None:
+            warnings.warn(
+                "jobs that run side by side are decoded without the engine's draft; engine.generate uses it",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self._engine, self._parts = engine, engine._parts
         self._deterministic = deterministic
         limits = Limits(

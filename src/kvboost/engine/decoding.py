@@ -173,6 +173,7 @@ class Decoder:
                     total_ms=clock.elapsed_ms,
                     reuse=replace(reports[row], timings_ms=clock.stages()),
                     raw=decoded.raw,
+                    speculation=decoded.speculation,
                 )
             )
         return results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,7 @@ from kvboost.engine.shadow import Answered
 from kvboost.engine.streaming import PieceStream, PieceStreamer
 from kvboost.errors import CapacityError, ConfigError
 from kvboost.extend import Streamer
-from kvboost.model import (
-    sampling_arguments,
-)
+from kvboost.model import sampling_arguments, speculates
 from kvboost.repair import Calibration
 from kvboost.store import TieredStore
 from kvboost.types import (
@@ -113,8 +112,9 @@ class KVBoost(EngineLife):
         At most ``max_new_tokens`` new tokens; without it ``max_length`` or a ``generation_config`` decides, else
         64. ``temperature=0`` is greedy. Everything else goes to ``model.generate`` and means what it means
         there: top_p, top_k, min_p, penalties, stop_strings, logits_processor, stopping_criteria,
-        num_beams, ... Assisted decoding (``assistant_model``, ``prompt_lookup_num_tokens``) runs without
-        reuse, and the result says so.
+        num_beams, ... A draft given here (``assistant_model``, ``prompt_lookup_num_tokens``) takes the place of the
+        engine's own, and ``assistant_model=None`` that of none. Other ways of assisted decoding run without reuse,
+        and the result says so.
         """
         clock = StageClock()
         tokens = self._encoder.encode(prompt)
@@ -179,7 +179,8 @@ class KVBoost(EngineLife):
     ) -> list[GenerationResult]:
         """Generate for several prompts together; a prefix they share is computed once.
 
-        A batch runs other matrix shapes than a single request, so its numbers may round differently.
+        A batch runs other matrix shapes than a single request, so its numbers may round differently. The engine's
+        draft is not used.
         """
         clock = StageClock()
         if not prompts:
@@ -188,6 +189,8 @@ class KVBoost(EngineLife):
         clock.lap("encode")
         longest = max(encoded, key=len)
         request = self._request(longest, (), max_new_tokens, temperature, None, generate_kwargs)
+        if len(prompts) > 1 and speculates(request.arguments):
+            raise ConfigError("a draft proposes for one prompt at a time; leave it out of the batch, or use generate()")
         reader, reason = self._reader_for(longest, mode, request)
         if reader is None or self._parts is None:
             with self._turn:
@@ -260,6 +263,9 @@ class KVBoost(EngineLife):
     def _generate(
         self, tokens: list[int], mode: GenerationMode, request: Request, clock: StageClock
     ) -> GenerationResult:
+        if self._draft is not None and mode is not GenerationMode.BASELINE:
+            drafted = self._draft.added_to(request.arguments, model=self.model, prompt_tokens=len(tokens))
+            request = replace(request, arguments=drafted)
         reader, reason = self._reader_for(tokens, mode, request)
         if reader is None:
             with self._turn:

@@ -29,7 +29,7 @@ from kvboost.engine.verify import warm_equals_cold
 from kvboost.engine.workspace import WorkspacePool
 from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.extend import ChunkStore
-from kvboost.model import ModelRunner, load_model, reads_prompt_again
+from kvboost.model import Draft, ModelRunner, load_model, make_draft, reads_prompt_again
 from kvboost.plan import make_chunker
 from kvboost.store import MemoryStore, TieredStore
 from kvboost.types import CacheStats, GenerationMode, HotChunk
@@ -48,6 +48,9 @@ class EngineLife:
         self.tokenizer = tokenizer
         if model.training:
             raise ConfigError("the model is in training mode, where dropout changes every answer; call model.eval()")
+        self._draft: Draft | None = None
+        if self.config.draft is not None:
+            self._draft = make_draft(self.config.draft, model=model, tokenizer=tokenizer)
         self._runner = ModelRunner(model)
         self._chunker = make_chunker(self.config.chunking, size=self.config.chunk_size)
         self._closed = False
@@ -181,7 +184,8 @@ class EngineLife:
 
     def describe(self) -> dict[str, str]:
         """What this engine can do with its model, and why not more; what ``kvboost doctor`` prints."""
-        return describe(self.model, parts=self._parts, refusal=self._refusal)
+        told = describe(self.model, parts=self._parts, refusal=self._refusal)
+        return told if self._draft is None else {**told, "draft": self._draft.name}
 
     def verify_correctness(self, prompt: Prompt | None = None) -> bool:
         """Whether a warm run of ``prompt`` equals a cold one to the last bit, logits and KV.
@@ -264,6 +268,6 @@ class EngineLife:
         limit = self._parts.facts.exact_limit
         if limit is not None and len(tokens) > limit:
             return None, self._parts.facts.exact_limit_reason
-        if request is not None and (reason := reads_prompt_again(request.arguments)):
+        if request is not None and (reason := reads_prompt_again(self.model, request.arguments)):
             return None, reason
         return self._parts.reader, None

@@ -2,6 +2,7 @@
 
 from kvboost.model.cache import KVLayout, RowChanges, SlabCache
 from kvboost.model.codec import CODECS, KVCodec, codec_for
+from kvboost.model.draft import Draft, make_draft
 from kvboost.model.fingerprint import ModelIdentity
 from kvboost.model.generation import (
     Decoded,
@@ -18,12 +19,14 @@ from kvboost.model.ragged import RaggedRunner, SharedStart, probe_ragged
 from kvboost.model.rope import KeyMover, probe_mover
 from kvboost.model.rows import RowRunner, probe_rows
 from kvboost.model.runner import ModelRunner
+from kvboost.model.speculation import speculates
 from kvboost.model.spread import Spread
 from kvboost.model.streaming import describe_weights, streamer_of
 
 __all__ = [
     "CODECS",
     "Decoded",
+    "Draft",
     "KVCodec",
     "KVLayout",
     "KeyMover",
@@ -40,6 +43,7 @@ __all__ = [
     "describe_weights",
     "end_token_ids",
     "load_model",
+    "make_draft",
     "pad_token_id",
     "probe_model",
     "probe_mover",
@@ -49,5 +53,6 @@ __all__ = [
     "run_generate",
     "sampling_arguments",
     "sequences_per_prompt",
+    "speculates",
     "streamer_of",
 ]

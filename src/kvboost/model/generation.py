@@ -14,6 +14,8 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvboost.errors import ConfigError
+from kvboost.model.speculation import Speculating, speculates, why_not_resumed
+from kvboost.types import Speculation
 
 # Arguments of ``generate`` that would contradict what the engine hands over, or change the prompt once read.
 _RESERVED = (
@@ -29,8 +31,8 @@ _RESERVED = (
 )
 
 
-# Assisted decoding does not look at the cache's length in its first step; custom loops may do anything.
-_REREADS_PROMPT = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "custom_generate")
+# Assistants of these kinds read the model's states of the whole prompt, or its text; custom loops may do anything.
+_REREADS_PROMPT = ("assistant_early_exit", "assistant_tokenizer", "custom_generate", "speculation_type", "use_mtp")
 DEFAULT_NEW_TOKENS = 64
 
 
@@ -40,6 +42,7 @@ class Decoded:
 
     sequences: torch.Tensor  # [batch, prompt + new]
     raw: Any
+    speculation: Speculation | None = None
 
 
 class _AfterEachToken(StoppingCriteria):  # type: ignore[misc]  # transformers is untyped
@@ -93,13 +96,13 @@ def _length_asked_for(extra: dict[str, Any], prompt_tokens: int) -> int:
     return DEFAULT_NEW_TOKENS
 
 
-def reads_prompt_again(arguments: dict[str, Any]) -> str | None:
+def reads_prompt_again(model: Any, arguments: dict[str, Any]) -> str | None:
     """Why ``generate`` cannot go on from a cache with these arguments, or None if it can."""
     config = arguments.get("generation_config")
     for name in _REREADS_PROMPT:
         if arguments.get(name, getattr(config, name, None)):
             return f"with {name}, Transformers feeds the whole prompt again, whatever a cache already holds"
-    return None
+    return why_not_resumed(model, arguments) if speculates(arguments) else None
 
 
 def sequences_per_prompt(model: Any, arguments: dict[str, Any]) -> int:
@@ -136,11 +139,14 @@ def run_generate(
     if pad_token_id(model, arguments) is None and (ends := end_token_ids(model, arguments)):
         # Transformers would pick the end token too, and warn about it on every call.
         arguments["pad_token_id"] = min(ends)
+    resumed = speculates(arguments) and reads_prompt_again(model, arguments) is None
+    generating = Speculating(model) if resumed else model
     with torch.no_grad():
-        raw = model.generate(
+        raw = generating.generate(
             input_ids=input_ids, attention_mask=attention_mask, stopping_criteria=criteria, **arguments
         )
-    return Decoded(raw if isinstance(raw, torch.Tensor) else raw.sequences, raw)
+    sequences = raw if isinstance(raw, torch.Tensor) else raw.sequences
+    return Decoded(sequences, raw, generating.report if isinstance(generating, Speculating) else None)
 
 
 def end_token_ids(model: Any, arguments: dict[str, Any]) -> set[int]:

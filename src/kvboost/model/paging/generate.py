@@ -16,6 +16,7 @@ from kvboost.model.cache import KVLayout
 from kvboost.model.generation import reads_prompt_again, run_generate, sequences_per_prompt
 from kvboost.model.paging.cache import PagedCache
 from kvboost.model.runner import ModelRunner
+from kvboost.model.speculation import speculates
 
 
 def paged_generate(
@@ -35,8 +36,10 @@ def paged_generate(
     """
     if step_tokens < 1 or not tokens:
         raise ConfigError("paged_generate needs a prompt of one token at least and steps of one token at least")
-    if reason := reads_prompt_again(arguments):
+    if reason := reads_prompt_again(model, arguments):
         raise ConfigError(f"{reason}; leave it out, or leave out kv_budget")
+    if speculates(arguments):
+        raise ConfigError("a paged cache takes no rows back, as a draft would need; leave the draft out, or kv_budget")
     if sequences_per_prompt(model, arguments) > 1:
         raise ConfigError("a paged cache holds one sequence: use no beams and no num_return_sequences")
     runner = ModelRunner(model)
