@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         GenerationResult,
         PrefillResult,
         ReuseReport,
+        Speculation,
         StreamPiece,
     )
 
@@ -31,6 +32,7 @@ __all__ = [
     "KVBoostError",
     "PrefillResult",
     "ReuseReport",
+    "Speculation",
     "StoreError",
     "StreamPiece",
     "UnsupportedModelError",
@@ -43,7 +45,15 @@ _HOMES = {
         ("CapacityError", "ConfigError", "KVBoostError", "StoreError", "UnsupportedModelError"), "kvboost.errors"
     ),
     **dict.fromkeys(
-        ("CacheStats", "GenerationMode", "GenerationResult", "PrefillResult", "ReuseReport", "StreamPiece"),
+        (
+            "CacheStats",
+            "GenerationMode",
+            "GenerationResult",
+            "PrefillResult",
+            "ReuseReport",
+            "Speculation",
+            "StreamPiece",
+        ),
         "kvboost.types",
     ),
 }

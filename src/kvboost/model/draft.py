@@ -13,7 +13,7 @@ from typing import Any
 from kvboost.errors import ConfigError
 from kvboost.model.generation import reads_prompt_again, sequences_per_prompt
 from kvboost.model.loading import load_model
-from kvboost.model.speculation import ASSISTANTS
+from kvboost.model.speculation import ASSISTANTS, speculates
 
 PROMPT_LOOKUP = "prompt-lookup"
 _LOOKED_UP = 10  # tokens; what Transformers' guide proposes
@@ -34,7 +34,8 @@ class Draft:
         They do with beams, several samples, a draft of their own (``assistant_model=None`` is none), and where the
         draft has too few positions.
         """
-        if any(name in arguments for name in ASSISTANTS) or sequences_per_prompt(model, arguments) > 1:
+        own = speculates(arguments) or any(name in arguments for name in ASSISTANTS)
+        if own or sequences_per_prompt(model, arguments) > 1:
             return arguments
         if self.max_positions is not None and prompt_tokens + arguments["max_new_tokens"] > self.max_positions:
             return arguments

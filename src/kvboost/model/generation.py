@@ -139,8 +139,9 @@ def run_generate(
     if pad_token_id(model, arguments) is None and (ends := end_token_ids(model, arguments)):
         # Transformers would pick the end token too, and warn about it on every call.
         arguments["pad_token_id"] = min(ends)
-    resumed = speculates(arguments) and reads_prompt_again(model, arguments) is None
-    generating = Speculating(model) if resumed else model
+    # With beams Transformers passes over the draft.
+    drafted = speculates(arguments) and sequences_per_prompt(model, arguments) == 1
+    generating = Speculating(model) if drafted and reads_prompt_again(model, arguments) is None else model
     with torch.no_grad():
         raw = generating.generate(
             input_ids=input_ids, attention_mask=attention_mask, stopping_criteria=criteria, **arguments
