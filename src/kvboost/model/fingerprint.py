@@ -130,6 +130,8 @@ def _streamed_digest(model: Any, streamer: WeightStreamer, name: str) -> bytes |
 
 def _config_digest(model: Any) -> str:
     config = {k: v for k, v in model.config.to_dict().items() if k not in _CONFIG_NOISE}
+    if (config.get("quantization_config") or {}).get("quant_method") == "gguf":
+        del config["quantization_config"]  # unpacked at loading: the weights say it all, and the file's name nothing
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
 
 
