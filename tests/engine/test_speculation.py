@@ -266,3 +266,19 @@ def _pair_probabilities(model: Any, prompt: list[int]) -> dict[tuple[int, int], 
     rows = torch.tensor([[*prompt, word] for word in range(_WORDS)])
     logits = model(rows).logits.double().softmax(-1)
     return {(a, b): float(logits[a, -2, a] * logits[a, -1, b]) for a, b in itertools.product(range(_WORDS), repeat=2)}
+
+
+@pytest.mark.real
+def test_a_trained_model_says_the_same_with_a_draft(smollm2: Any, smollm2_path: str) -> None:
+    model, tokenizer = smollm2
+    text = "Water boils at 100 degrees at sea level. " * 3 + "Once more: Water"
+    draft = type(model).from_pretrained(smollm2_path, dtype=torch.float32, num_hidden_layers=10).eval()
+    arguments: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0}
+    with KVBoost(model, tokenizer, chunk_size=16) as engine:
+        wanted = engine.generate(text, **arguments)
+        looked_up = engine.generate(text, prompt_lookup_num_tokens=10, **arguments)
+        drafted = engine.generate(text, assistant_model=draft, **arguments)
+    assert looked_up.token_ids == drafted.token_ids == wanted.token_ids
+    assert looked_up.reuse.exact_tokens > 0
+    assert looked_up.speculation is not None
+    assert looked_up.speculation.accepted > looked_up.speculation.passes
