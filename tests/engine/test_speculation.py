@@ -99,7 +99,7 @@ def test_what_a_draft_learnt_in_one_request_does_not_change_the_next(tiny: Calla
 
 
 def test_one_pass_over_streamed_weights_verifies_several_tokens(tmp_path: Path) -> None:
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6}
+    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6}
     tiny_model("llama", **shape).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     with KVBoost.from_pretrained(str(tmp_path), **_SETTINGS) as resident:
@@ -134,7 +134,8 @@ class _StopBehind(StoppingCriteria):
     """Looks at the last token only, as Transformers' own criteria do."""
 
     def __init__(self, length: int) -> None:
-        self.length, self.asked = length, []
+        self.length = length
+        self.asked: list[int] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self.asked.append(input_ids.shape[1])
@@ -190,7 +191,7 @@ def test_requests_that_go_without_the_draft(tiny: Callable[..., Any]) -> None:
             {"mode": GenerationMode.BASELINE},
             {"output_hidden_states": True, "return_dict_in_generate": True},
         ):
-            assert engine.generate(_PROMPT, **_GREEDY, **arguments).speculation is None  # type: ignore[arg-type]
+            assert engine.generate(_PROMPT, **_GREEDY, **arguments).speculation is None
         batch = engine.generate_batch([_PROMPT, _PROMPT[:50]], **_GREEDY)
         assert [result.speculation for result in batch] == [None, None]
         with pytest.raises(ConfigError, match="one prompt at a time"):
