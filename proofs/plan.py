@@ -4,10 +4,11 @@ usage: python -m proofs.plan --models FOLDER [--only NUMBER ...] [--scratch FOLD
 
 ``--models`` holds the trained models smollm2-135m, gemma-3-270m and tinyllama-1.1b-chat; two random Llamas are made.
 The prediction is made before anything is loaded, from the config and the checkpoint's header. Then a process of its own
-loads the model, runs as many requests as the batch says side by side, each with a prompt of its own, and tells
-its peak: VmHWM, set back after a tiny model has gone the same way, less what was resident then. So Python, torch and
-Transformers are not in either figure; the plan adds them as measured. A tokenizer of bytes stands in for the model's
-own, which is counted with those. Rows that differ by more than 10 % are marked, and none is left out.
+loads the model, runs as many requests as the batch says side by side, each with a prompt of its own, and tells its
+peak: VmHWM, set back after a tiny model has gone the same way, less what was resident then. So Python, torch,
+Transformers and the matrix library's buffers are in neither figure; the plan adds them as measured. A tokenizer of
+bytes stands in for the model's own, which is counted with those. Rows that differ by more than 10 % are marked, and
+none is left out.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kvboost.bench.report import describe_machine
 from kvboost.engine.batching import BatchRunner
 from kvboost.engine.jobs import Finished, Job
 from kvboost.engine.planning import workload
-from kvboost.model import model_on_disk, stored_bytes_per_token
+from kvboost.model import measure_rates, model_on_disk, stored_bytes_per_token
 from kvboost.model.paging import paged_generate
 from kvboost.planning import MemoryPlan, plan_memory
 
@@ -210,6 +211,7 @@ def run(folder: Path, budget: int | None, case: Case) -> dict[str, int]:
         if case.kv_share:
             paged_generate(engine.model, [3, 4, 5], kv_budget="10MB", max_new_tokens=2, do_sample=False)
     del engine
+    measure_rates(dtype=dtype, rows=_STEP, seconds=0.01)  # as before the plan's own base: the matrix library's buffers
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here

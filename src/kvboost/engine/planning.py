@@ -1,13 +1,12 @@
 """The memory plan of an engine, or of a model that is not loaded: its settings and its shape put together.
 
-Used by ``KVBoost.memory_plan``, by ``kvboost doctor`` and before a server starts. Invariant: nothing is loaded here but
-configs and, where asked for, a tokenizer.
+Used by ``KVBoost.memory_plan``, by ``kvboost doctor`` and when a server starts. Invariant: no weights are loaded here.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ from typing import Any
 import torch
 
 from kvboost.config import EngineConfig
-from kvboost.model import ModelOnDisk, measure_rates, model_on_disk, stored_bytes_per_token
+from kvboost.model import ModelOnDisk, load_tokenizer_of, measure_rates, model_on_disk, stored_bytes_per_token
 from kvboost.plan import make_chunker
 from kvboost.planning import MemoryPlan, ModelShape, Option, Rates, WeightMemory, Workload, plan_memory, plan_options
 
+_CONTEXT = 4096
 RUNTIME = 480 * 10**6
 """Bytes of a process that has imported torch and Transformers and run a tiny model, where nobody measured it: as on the
 machine of docs/results/plan.md."""
@@ -74,10 +74,21 @@ def engine_plan(
     return plan_memory(shape, weights, work, runtime=runtime)
 
 
+def shortfall(plan: MemoryPlan, *, kv_bytes: int, room: int) -> str | None:
+    """What to say if running requests that hold ``kv_bytes`` together, with all caches full, are more than there is."""
+    peak = plan.peak - plan.kv + kv_bytes
+    if peak <= room:
+        return None
+    return (
+        f"with {kv_bytes / 1e9:.1f} GB of KV and all caches full this takes {peak / 1e9:.1f} GB, and there are "
+        f"{room / 1e9:.1f} GB; lower kv_bytes, cache_bytes or workspace_bytes by {(peak - room) / 1e9:.1f} GB in all"
+    )
+
+
 def forecast(
     source: str,
     *,
-    context: int,
+    context: int | None,
     batch: int,
     config: EngineConfig,
     dtype: Any = "auto",
@@ -85,15 +96,18 @@ def forecast(
     weight_budget: int | None = None,
     kv_budget: int | None = None,
     measure: bool = True,
-    beside: Callable[[], None] = lambda: None,
+    load_tokenizer: bool = True,
 ) -> Forecast:
     """What a model would take and how fast it would be, without loading its weights.
 
-    ``beside`` is called before memory is measured, to load what is not in the plan, such as a tokenizer.
+    Without a ``context``, 4096 tokens or as many as the model was made for. The tokenizer, which is measured and not
+    planned, is loaded unless told otherwise: that of a large vocabulary takes hundreds of megabytes.
     """
     where = device or str(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
     model = model_on_disk(source, dtype=dtype, device=where)
     stored = stored_bytes_per_token(model.layout)
+    if context is None:
+        context = min(_CONTEXT, model.shape.max_positions or _CONTEXT)
     work = workload(config, context=context, batch=batch, stored=stored, kv_budget=kv_budget)
     weights = model.weights
     if weight_budget is not None:
@@ -101,8 +115,9 @@ def forecast(
     rates = None
     if measure:
         rates = measure_rates(dtype=model.dtype, device=where, rows=work.step_rows, files=model.files)
-    beside()
+    tokenizer = load_tokenizer_of(source) if load_tokenizer else None
     runtime = resident_bytes() or RUNTIME
+    del tokenizer
     room = memory_available(where) + (runtime if where == "cpu" else 0)
     plan = plan_memory(model.shape, weights, work, runtime=runtime)
     options = plan_options(
@@ -140,8 +155,6 @@ def resident_bytes() -> int:
 
 
 def _physical() -> int:
-    import os
-
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -12,7 +12,7 @@ from kvboost.model.generation import (
     sampling_arguments,
     sequences_per_prompt,
 )
-from kvboost.model.loading import load_model
+from kvboost.model.loading import load_model, load_tokenizer_of
 from kvboost.model.probe import ModelFacts, probe_model
 from kvboost.model.ragged import RaggedRunner, SharedStart, probe_ragged
 from kvboost.model.rates import measure_rates
@@ -43,6 +43,7 @@ __all__ = [
     "describe_weights",
     "end_token_ids",
     "load_model",
+    "load_tokenizer_of",
     "measure_rates",
     "model_on_disk",
     "pad_token_id",

@@ -66,18 +66,20 @@ def model_on_disk(source: str, *, dtype: Any = "auto", device: str = "cpu") -> M
         shards = Shards(files)
         kind = dtype_asked_for(dtype, config, shards)
         skeleton = build_skeleton(config, dtype=kind)
+        layout = layout_of_config(config, dtype=kind, device=torch.device(device))
+        shape = shape_of(skeleton.model, layout)
     except ConfigError:
         raise
     except (OSError, ValueError) as error:  # Transformers raises either for a folder that lacks files
         raise ConfigError(f"cannot plan {source!r}: {error}") from error
+    except AttributeError as error:
+        raise ConfigError(f"{config.model_type} has no heads and layers to plan with ({error})") from error
     stored = {tensor.dtype for tensor in shards.tensors.values()}
     weights = WeightMemory(
         resident=skeleton.total_bytes,
         largest=_largest(skeleton.model.parameters()),
         converted_from=sum(file.stat().st_size for file in files) if stored != {kind} else 0,
     )
-    layout = layout_of_config(config, dtype=kind, device=torch.device(device))
-    shape = shape_of(skeleton.model, layout)
     attention = str(skeleton.model.config._attn_implementation)
     return ModelOnDisk(shape, layout, weights, attention, kind, tuple(files), skeleton)
 

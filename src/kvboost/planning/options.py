@@ -54,31 +54,38 @@ def plan_options(
     for bits in (8, 4):
         if stored[bits] < work.stored_per_token and work.cache_bytes:
             # As many chunks as before, in less memory.
-            share = work.cache_bytes * stored[bits] // work.stored_per_token
+            share = _round(work.cache_bytes * stored[bits] // work.stored_per_token)
             less = replace(work, stored_per_token=stored[bits], packed=True, cache_bytes=share)
             found.append(
-                option(f"KV stored in {bits} bits", f"kv_cache_bits={bits}, cache_bytes={share}", weights, less)
+                option(f"KV stored in {bits} bits", f"kv_cache_bits={bits}, cache_bytes={_text(share)}", weights, less)
             )
     if over > 0 and work.cache_bytes:
-        share = max(0, work.cache_bytes - over)
-        found.append(option("a smaller cache", f"cache_bytes={share}", weights, replace(work, cache_bytes=share)))
+        share = _round(max(0, work.cache_bytes - over))
+        found.append(
+            option("a smaller cache", f"cache_bytes={_text(share)}", weights, replace(work, cache_bytes=share))
+        )
     budgets = [weights.memory - over] if over > 0 else []
-    for budget in (*budgets, *(weights.memory // share for share in _SHARES)):
+    for budget in map(_round, (*budgets, *(weights.memory // share for share in _SHARES))):
         if budget > 0 and (streamed := stream(budget)) is not None and streamed.streamed:
-            found.append(option("weights streamed", f"weight_budget={budget}", streamed, work))
+            found.append(option("weights streamed", f"weight_budget={_text(budget)}", streamed, work))
             break
-    paged = _paged(option, weights, work, shape)
-    if paged is not None:
+    if (found_pages := _paged(option, weights, work, shape)) is not None:
+        paged, budget_of_kv = found_pages
         found.append(paged)
         smallest = next((o for o in found if o.name == "weights streamed"), None)
         if smallest is not None:
-            both = option("both", f"{smallest.change}, {paged.change}", smallest.plan.weights, _with_pages(work, paged))
-            found.append(both)
+            change = f"{smallest.change}, {paged.change}"
+            found.append(option("both", change, smallest.plan.weights, replace(work, kv_budget=budget_of_kv)))
     return found
 
 
-def _with_pages(work: Workload, paged: Option) -> Workload:
-    return replace(work, kv_budget=int(paged.change.removeprefix("kv_budget=")))
+def _round(size: int) -> int:
+    """A size that is easy to write, and no larger."""
+    return size - size % 10**6 if size >= 10**7 else size
+
+
+def _text(size: int) -> str:
+    return f"{size // 10**6}MB" if size and size % 10**6 == 0 else str(size)
 
 
 def _paged(
@@ -86,15 +93,16 @@ def _paged(
     weights: WeightMemory,
     work: Workload,
     shape: ModelShape,
-) -> Option | None:
-    """The largest share of the KV in memory with which it fits, else the smallest that pages allow."""
-    best: Option | None = None
+) -> tuple[Option, int] | None:
+    """The largest share of the KV in memory with which it fits, else the smallest that pages allow; and its bytes."""
+    best: tuple[Option, int] | None = None
     for share in _SHARES:
-        budget = work.context * shape.kv_per_token // share
+        budget = _round(work.context * shape.kv_per_token // share)
         try:
-            best = option("KV paged", f"kv_budget={budget}", weights, replace(work, kv_budget=budget))
+            asked = replace(work, kv_budget=budget)
+            best = option("KV paged", f"kv_budget={_text(budget)}", weights, asked), budget
         except ConfigError:  # less than a page for every layer
             break
-        if best.fits:
+        if best[0].fits:
             break
     return best
