@@ -55,7 +55,7 @@ def test_calibrate_writes_a_file_an_engine_takes(
         (["calibrate", "MODEL", "--prompts", "TEXT", "--out", "no/such/c.json"], "create it first"),
         (["calibrate", "MODEL", "--prompts", "TEXT"], "hold text that an earlier one had"),
         (["doctor", "nowhere-at-all"], "nowhere-at-all"),
-        (["doctor"], "Missing argument 'MODEL'. Try 'kvboost doctor --help'."),
+        (["calibrate"], "Missing argument 'MODEL'. Try 'kvboost calibrate --help'."),
         (["doctor", "MODEL", "--fast"], "No such option: --fast"),
         (["nothing"], "No such command 'nothing'"),
         (["cache"], "Missing command. Try 'kvboost cache --help'."),
@@ -161,7 +161,7 @@ def test_the_module_is_the_command(folder: Path) -> None:
     done = _subprocess("-m", "kvboost", "doctor", str(folder))
     assert done.returncode == 0, done.stderr
     assert "exact reuse         on" in done.stdout
-    wrong = _subprocess("-m", "kvboost", "doctor")
+    wrong = _subprocess("-m", "kvboost", "doctor", "--batch", "0")
     assert wrong.returncode == 2
     assert "Traceback" not in wrong.stderr
 

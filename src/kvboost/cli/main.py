@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvboost.cli import cache, models, serving, talking
+from kvboost.cli.doctor import doctor
 from kvboost.errors import KVBoostError
 
 _INTERRUPTED = 130
@@ -46,7 +47,7 @@ app.command(epilog="Example:  kvboost serve ./model --port 8000 --cache-dir ~/.c
 app.command(epilog='Example:  kvboost run ./model "Why is the sky blue?" --cache-dir ~/.cache/kvboost')(talking.run)
 app.command(epilog="Example:  kvboost chat ./model --cache-dir ~/.cache/kvboost")(talking.chat)
 app.command(epilog="Example:  kvboost warm ./model docs/ handbook.md --cache-dir ~/.cache/kvboost")(models.warm)
-app.command(epilog="Example:  kvboost doctor HuggingFaceTB/SmolLM2-135M-Instruct")(models.doctor)
+app.command(epilog="Example:  kvboost doctor ./model --context 32768 --batch 4")(doctor)
 app.command(epilog="Example:  kvboost calibrate ./model --prompts traffic.jsonl --tolerated 0.05")(models.calibrate)
 app.add_typer(cache.app, name="cache", epilog="Example:  kvboost cache stat ~/.cache/kvboost")
 

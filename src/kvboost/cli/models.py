@@ -1,4 +1,4 @@
-"""``kvboost doctor``, ``calibrate`` and ``warm``: what is done once for a model.
+"""``kvboost calibrate`` and ``warm``: what is done once for a model.
 
 Called by :mod:`kvboost.cli.main`, which turns errors into one line.
 """
@@ -19,15 +19,6 @@ from kvboost.errors import CapacityError, ConfigError
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name, as Transformers takes it.")]
 _Dtype = Annotated[str, typer.Option("--dtype", help="As Transformers takes it; auto: the checkpoint's own.")]
 _TEXTS = ("*.txt", "*.md", "*.rst")
-
-
-def doctor(model: Model, *, dtype: _Dtype = "auto") -> None:
-    """Say what reuse this model allows, and why not more."""
-    from kvboost.engine import KVBoost
-
-    with KVBoost.from_pretrained(model, dtype=dtype, strict=False) as engine:
-        for name, value in engine.describe().items():
-            print(f"{name:<20}{value}")
 
 
 def calibrate(

@@ -64,6 +64,7 @@ def serve(model: Model, *, settings: Settings) -> None:
         ready=lambda host, port: note(
             f"serving on http://{host}:{port} (a page to look at; OpenAI clients: /v1, model {served.served_name})"
         ),
+        warn=note,
     )
 
 

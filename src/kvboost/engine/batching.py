@@ -20,6 +20,7 @@ import torch
 from kvboost.config import parse_bytes
 from kvboost.engine.engine import KVBoost
 from kvboost.engine.jobs import Finished, Job, RunnerLoad, Ticket
+from kvboost.engine.planning import memory_available, resident_bytes, shortfall
 from kvboost.engine.reader import PromptReader
 from kvboost.engine.running import JobTicket, RunningJob
 from kvboost.engine.sampling import check_sampling
@@ -133,6 +134,15 @@ class BatchRunner:
     def engine_for(self, tenant: str) -> KVBoost:
         """Whose names, store and workspaces a tenant's jobs use; the engine's own for those that name none."""
         return self._engine.for_tenant(tenant) if tenant else self._engine
+
+    def shortfall(self) -> str | None:
+        """What does not fit into memory if all that may be admitted is, and all caches are full; None if it fits."""
+        engine, kv_bytes = self._engine, self._scheduler.limits.kv_bytes
+        facts = self._parts.facts
+        longest = max(1, min(kv_bytes // facts.layout.bytes_per_token, facts.max_positions or kv_bytes))
+        device = self._parts.runner.device.type
+        room = memory_available(device) + (resident_bytes() if device == "cpu" else 0)
+        return shortfall(engine.memory_plan(context=longest), kv_bytes=kv_bytes, room=room)
 
     def load(self) -> RunnerLoad:
         """What is running and waiting."""

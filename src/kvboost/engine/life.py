@@ -20,6 +20,7 @@ from kvboost.config import EngineConfig, parse_bytes
 from kvboost.engine.assembly import Assembly, assemble, check_settings
 from kvboost.engine.decoding import Decoder, Request
 from kvboost.engine.guard import GuardedStore
+from kvboost.engine.planning import engine_plan, workload
 from kvboost.engine.prompt import Prompt, PromptEncoder
 from kvboost.engine.reader import PromptReader
 from kvboost.engine.shadow import Answered, ShadowChecks, answers_differ
@@ -29,8 +30,18 @@ from kvboost.engine.verify import warm_equals_cold
 from kvboost.engine.workspace import WorkspacePool
 from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.extend import ChunkStore
-from kvboost.model import Draft, ModelRunner, load_model, make_draft, reads_prompt_again
+from kvboost.model import (
+    Draft,
+    ModelRunner,
+    load_model,
+    make_draft,
+    reads_prompt_again,
+    shape_of,
+    stored_bytes_per_token,
+    weights_of,
+)
 from kvboost.plan import make_chunker
+from kvboost.planning import MemoryPlan
 from kvboost.store import MemoryStore, TieredStore
 from kvboost.types import CacheStats, GenerationMode, HotChunk
 
@@ -186,6 +197,25 @@ class EngineLife:
         """What this engine can do with its model, and why not more; what ``kvboost doctor`` prints."""
         told = describe(self.model, parts=self._parts, refusal=self._refusal)
         return told if self._draft is None else {**told, "draft": self._draft.name}
+
+    def memory_plan(self, *, context: int, batch: int = 1, stored_tokens: int | None = None) -> MemoryPlan:
+        """The peak memory of ``batch`` requests side by side with ``context`` tokens each, prompt and answer.
+
+        Counts all caches as full, as they are after a while, unless ``stored_tokens`` says how many tokens have been
+        kept. What the process holds beside weights and caches is measured. ``kvboost doctor`` plans without loading.
+        """
+        if self._parts is None:
+            raise ConfigError(f"there is no plan for a model whose KV is not known ({self._refusal})")
+        layout, pool = self._parts.facts.layout, self._parts.pool
+        work = workload(
+            self.config,
+            context=context,
+            batch=batch,
+            stored=stored_bytes_per_token(layout),
+            stored_tokens=stored_tokens,
+        )
+        held = self._store.stats().bytes + pool.idle_bytes
+        return engine_plan(shape_of(self.model, layout), weights_of(self.model), work, held=held)
 
     def verify_correctness(self, prompt: Prompt | None = None) -> bool:
         """Whether a warm run of ``prompt`` equals a cold one to the last bit, logits and KV.

@@ -11,9 +11,7 @@ import threading
 from collections.abc import Sequence
 
 from kvboost.model import KVLayout, SlabCache
-
-_MAX_IDLE = 4
-_MOST_HEADROOM = 2048  # rows; a growing chat then keeps its workspace for several turns
+from kvboost.planning import MOST_IDLE, request_bytes, workspace_rows
 
 
 class WorkspacePool:
@@ -39,7 +37,7 @@ class WorkspacePool:
 
     def bytes_for(self, rows: int) -> int:
         """What a new cache with room for ``rows`` takes."""
-        return SlabCache.bytes_of(self._layout, capacity=_with_headroom(rows))
+        return request_bytes(rows, kv_per_token=self._layout.bytes_per_token)
 
     def take(self, *, rows: int, chain: Sequence[bytes]) -> tuple[SlabCache, int]:
         """A cache with room for ``rows``, and how many leading chunks of ``chain`` it already holds."""
@@ -53,7 +51,7 @@ class WorkspacePool:
 
     def make(self, *, rows: int) -> SlabCache:
         """A new cache with room for ``rows``."""
-        return SlabCache(self._layout, capacity=_with_headroom(rows))
+        return SlabCache(self._layout, capacity=workspace_rows(rows))
 
     def give_back(self, cache: SlabCache, *, held: Sequence[bytes]) -> None:
         """Return a cache whose leading rows are exactly the chunks named by ``held``."""
@@ -61,7 +59,7 @@ class WorkspacePool:
             return
         with self._lock:
             self._idle.append((cache, tuple(held), self))
-            while len(self._idle) > _MAX_IDLE or self._bytes() > self._capacity:
+            while len(self._idle) > MOST_IDLE or self._bytes() > self._capacity:
                 self._idle.pop(0)
 
     def clear(self) -> None:
@@ -71,10 +69,6 @@ class WorkspacePool:
 
     def _bytes(self) -> int:
         return sum(cache.nbytes for cache, _, _ in self._idle)
-
-
-def _with_headroom(rows: int) -> int:
-    return rows + min(rows // 4, _MOST_HEADROOM)
 
 
 def _common(held: Sequence[bytes], chain: Sequence[bytes]) -> int:

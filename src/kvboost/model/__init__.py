@@ -13,12 +13,14 @@ from kvboost.model.generation import (
     sampling_arguments,
     sequences_per_prompt,
 )
-from kvboost.model.loading import load_model
+from kvboost.model.loading import load_model, load_tokenizer_of
 from kvboost.model.probe import ModelFacts, probe_model
 from kvboost.model.ragged import RaggedRunner, SharedStart, probe_ragged
+from kvboost.model.rates import measure_rates
 from kvboost.model.rope import KeyMover, probe_mover
 from kvboost.model.rows import RowRunner, probe_rows
 from kvboost.model.runner import ModelRunner
+from kvboost.model.shape import ModelOnDisk, model_on_disk, shape_of, stored_bytes_per_token, weights_of
 from kvboost.model.speculation import speculates
 from kvboost.model.spread import Spread
 from kvboost.model.streaming import describe_weights, streamer_of
@@ -32,6 +34,7 @@ __all__ = [
     "KeyMover",
     "ModelFacts",
     "ModelIdentity",
+    "ModelOnDisk",
     "ModelRunner",
     "RaggedRunner",
     "RowChanges",
@@ -43,7 +46,10 @@ __all__ = [
     "describe_weights",
     "end_token_ids",
     "load_model",
+    "load_tokenizer_of",
     "make_draft",
+    "measure_rates",
+    "model_on_disk",
     "pad_token_id",
     "probe_model",
     "probe_mover",
@@ -53,6 +59,9 @@ __all__ = [
     "run_generate",
     "sampling_arguments",
     "sequences_per_prompt",
+    "shape_of",
     "speculates",
+    "stored_bytes_per_token",
     "streamer_of",
+    "weights_of",
 ]

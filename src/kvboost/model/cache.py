@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-_ROUND_TO = 256  # rows; equal capacities for similar prompts let the pool serve them with the same memory
+from kvboost.planning import rounded_rows
 
 
 @dataclass(frozen=True)
@@ -170,13 +170,9 @@ def _squared_change(store: torch.Tensor, rows: torch.Tensor, states: torch.Tenso
 def _grown(store: torch.Tensor, used: int, needed: int) -> torch.Tensor:
     """A copy of ``store`` with room for ``needed`` rows and half as many again."""
     batch, heads, _, dim = store.shape
-    bigger = torch.empty(batch, heads, _rounded(needed * 3 // 2), dim, dtype=store.dtype, device=store.device)
+    bigger = torch.empty(batch, heads, rounded_rows(needed * 3 // 2), dim, dtype=store.dtype, device=store.device)
     bigger[:, :, :used] = store[:, :, :used]
     return bigger
-
-
-def _rounded(rows: int) -> int:
-    return -(-max(rows, 1) // _ROUND_TO) * _ROUND_TO
 
 
 class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
@@ -184,7 +180,7 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def __init__(self, layout: KVLayout, *, capacity: int, batch: int = 1) -> None:
         self.layout = layout
-        self.capacity = _rounded(capacity)
+        self.capacity = rounded_rows(capacity)
         self._slabs: list[tuple[torch.Tensor, list[int]]] = []  # ([slots, batch, heads, capacity, dim], slots)
         stores: list[torch.Tensor] = [torch.empty(0)] * len(layout.slots)
         for spec, slots in layout.groups.items():
@@ -196,11 +192,6 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
             for index, slot in enumerate(slots):
                 stores[slot] = slab[index]
         super().__init__(layers=[SlabLayer(k, v) for k, v in zip(stores[::2], stores[1::2], strict=True)])
-
-    @staticmethod
-    def bytes_of(layout: KVLayout, *, capacity: int) -> int:
-        """What a cache of one sequence with this capacity takes."""
-        return layout.bytes_per_token * _rounded(capacity)
 
     @property
     def slabs(self) -> list[torch.Tensor]:

@@ -55,6 +55,14 @@ def load_model(
     return model.eval(), tokenizer
 
 
+def load_tokenizer_of(name_or_path: str) -> Any:
+    """The tokenizer alone; None if there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(str(Path(name_or_path).expanduser()))
+    except (OSError, ValueError):
+        return None
+
+
 def _device(asked: str | None) -> torch.device:
     """As asked, else the accelerator if there is one, else the CPU."""
     if asked is not None:

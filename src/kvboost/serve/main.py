@@ -52,8 +52,16 @@ class ServeSettings:
         return self.name or Path(self.model).name
 
 
-def main(settings: ServeSettings, *, ready: Callable[[str, int], None] | None = None) -> None:
-    """Load the model and answer requests until SIGTERM or SIGINT. ``ready`` is called with the address."""
+def main(
+    settings: ServeSettings,
+    *,
+    ready: Callable[[str, int], None] | None = None,
+    warn: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Load the model and answer requests until SIGTERM or SIGINT. ``ready`` is called with the address.
+
+    ``warn`` is told if what may be admitted is more than the memory there is.
+    """
     # What cannot work is said before the model is loaded.
     check_binding(settings.host, Keys(settings.api_keys, admin_key=settings.admin_key), allow_open=settings.allow_open)
     try:
@@ -72,6 +80,8 @@ def main(settings: ServeSettings, *, ready: Callable[[str, int], None] | None = 
             deterministic=settings.deterministic,
         ) as runner,
     ):
+        if (short := runner.shortfall()) is not None:
+            warn(short)
         serve(
             engine,
             runner,

@@ -54,7 +54,7 @@ def load_streamed(
     gguf = {name: model_kwargs[name] for name in ("gguf_file",) if name in model_kwargs}
     trust = {name: model_kwargs[name] for name in ("trust_remote_code",) if name in model_kwargs}
     config = AutoConfig.from_pretrained(source, **hub, **gguf, **trust)
-    files = _files(source, gguf.get("gguf_file"), hub)
+    files = checkpoint_files(source, gguf.get("gguf_file"), hub)
     shards = Shards(files) if not gguf else None
     awq: AwqWeights | None = None
     if (quantised := getattr(config, "quantization_config", None)) is not None and shards is not None:
@@ -63,7 +63,7 @@ def load_streamed(
         if device.type != "cpu":
             raise ConfigError("AWQ with a weight_budget is built for the CPU; leave weight_budget out")
     attention = {name: model_kwargs[name] for name in ("attn_implementation",) if name in model_kwargs}
-    dtype = _dtype(dtype, config, shards)
+    dtype = dtype_asked_for(dtype, config, shards)
     prepare = {"prepare": awq.prepare} if awq is not None else {}
     skeleton = build_skeleton(config, dtype=dtype, **prepare, **attention, **trust)
     if skeleton.total_bytes <= budget and awq is None:
@@ -150,8 +150,9 @@ def _tensor_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield memoryview(flat[start : start + _PIECE].numpy())  # type: ignore[arg-type]
 
 
-def _files(source: str, gguf_file: str | None, hub: dict[str, Any]) -> list[Path]:
+def checkpoint_files(source: str, gguf_file: str | None = None, hub: dict[str, Any] | None = None) -> list[Path]:
     """The checkpoint's files."""
+    hub = hub or {}
 
     def find(name: str) -> str | None:
         found: str | None = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
@@ -177,7 +178,7 @@ def _key(files: list[Path], shards: Shards | None) -> str:
     return "|".join(str((file.name, file.stat().st_size, file.stat().st_mtime_ns)) for file in files)
 
 
-def _dtype(asked: Any, config: Any, shards: Shards | None) -> torch.dtype:
+def dtype_asked_for(asked: Any, config: Any, shards: Shards | None) -> torch.dtype:
     """As Transformers decides it."""
     if isinstance(asked, str) and asked != "auto":
         asked = getattr(torch, asked, None)

@@ -1,0 +1,207 @@
+"""``kvboost doctor``: what this machine, and with it a model, allow; what fits; and what to change.
+
+Called by :mod:`kvboost.cli.main`, which turns errors into one line. Invariant: the plan is told before the model is
+loaded, and a model that does not fit is not loaded at all.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from importlib import metadata, util
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvboost.cli.settings import Settings, with_settings
+from kvboost.cli.show import note, size
+from kvboost.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvboost.engine import KVBoost
+    from kvboost.engine.planning import Forecast
+    from kvboost.planning import Option
+
+_EXTRAS = {
+    "serve": ("fastapi", "uvicorn", "prometheus_client"),
+    "structured": ("llguidance",),
+    "redis": ("redis",),
+    "s3": ("obstore",),
+    "crypto": ("cryptography",),
+}
+_WIDTH = 20
+_TEST_TOKENS = 96
+_TEST_BOUNDARY = 64
+_TEST_NEW = 8
+
+_Model = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help="Folder or hub name; without one, what this machine has is told."),
+]
+
+
+@with_settings()
+def doctor(
+    model: _Model = None,
+    *,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, show_default=False, help="Plan for so many tokens, prompt and answer (4096 if it can)."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Plan for so many requests side by side.")] = 1,
+    load: Annotated[bool, typer.Option("--load/--no-load", help="Load the model and try it, or only plan.")] = True,
+    settings: Settings,
+) -> None:
+    """Say what this machine and a model allow: which reuse, what fits into memory, how fast, and what to change."""
+    if model is None:
+        _tell(machine())
+        return
+    forecast, reason = None, ""
+    note(f"planning {model}")
+    try:
+        forecast = _forecast(model, context=context, batch=batch, settings=settings)
+    except ConfigError as error:
+        reason = str(error)  # a model may run that cannot be planned; if it cannot, loading says why
+        if not load:
+            raise
+    fits = forecast is None or _loads(forecast)
+    if load and fits:
+        from kvboost.engine import KVBoost
+
+        note(f"loading {model}")
+        with KVBoost.from_pretrained(model, **{"strict": False, **settings.engine()}) as engine:
+            told = engine.describe()
+            note("testing")
+            told["self-test"] = self_test(engine)
+            told["attention"] = str(engine.model.config._attn_implementation)
+            _tell(told)
+    elif forecast is not None:
+        told = {"attention": forecast.model.attention, "dtype": str(forecast.model.dtype)}
+        told["self-test"] = "not run: " + ("as asked" if fits else "the model does not fit into memory")
+        _tell(told)
+    if forecast is None:
+        _tell({"memory plan": f"none: {reason}"})
+        return
+    print()
+    _tell_plan(forecast)
+
+
+def machine() -> dict[str, str]:
+    """What there is to run models with."""
+    import torch
+
+    from kvboost.engine.planning import memory_available
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    told = {
+        "machine": f"{platform.system()} {platform.machine()}, {cores} cores",
+        "memory": f"{size(memory_available())} free",
+        "accelerator": str(accelerator or "none: models run on the CPU"),
+        "python": platform.python_version(),
+        "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
+        "transformers": metadata.version("transformers"),
+        "kvboost": metadata.version("kvboost") if _installed("kvboost") else "from its sources",
+    }
+    for extra, modules in _EXTRAS.items():
+        missing = [module for module in modules if util.find_spec(module) is None]
+        told[f"[{extra}]"] = f'missing: pip install "kvboost[{extra}]"' if missing else "installed"
+    return told
+
+
+def self_test(engine: KVBoost) -> str:
+    """Read a short prompt twice: the second time from the cache, with the same tokens."""
+    vocab = engine.model.get_input_embeddings().weight.shape[0]
+    tokens = [(i * 7919 + 11) % vocab for i in range(_TEST_TOKENS)]
+    asked: dict[str, Any] = {"boundaries": [_TEST_BOUNDARY], "max_new_tokens": _TEST_NEW, "temperature": 0}
+    first, second = engine.generate(tokens, **asked), engine.generate(tokens, **asked)
+    if first.token_ids != second.token_ids:
+        return "FAILED: the same prompt gave other tokens when it was read from the cache; please report this model"
+    if not second.reuse.exact_tokens:
+        return f"nothing was reused: {second.reuse.reason or 'no room in the cache (cache_bytes)'}"
+    bits = "bit for bit" if second.reuse.bitwise else "approximately, as kv_cache_bits asks"
+    return (
+        f"passed: of {_TEST_TOKENS} tokens read twice, {second.reuse.exact_tokens} came from the cache {bits}, "
+        f"and the {len(second.token_ids)} tokens behind them were the same"
+    )
+
+
+def _forecast(model: str, *, context: int | None, batch: int, settings: Settings) -> Forecast:
+    from kvboost.config import EngineConfig, parse_bytes
+    from kvboost.engine.planning import forecast
+
+    given = settings.engine()
+    dtype, device = given.pop("dtype", "auto"), given.pop("device", None)
+    budget, _ = given.pop("weight_budget", None), given.pop("weight_dir", None)
+    return forecast(
+        model,
+        context=context,
+        batch=batch,
+        config=EngineConfig(**given),
+        dtype=dtype,
+        device=device,
+        weight_budget=parse_bytes(budget, name="weight_budget") if budget is not None else None,
+    )
+
+
+def _loads(forecast: Forecast) -> bool:
+    """Whether the weights and one short request fit, whatever the caches may grow to."""
+    plan = forecast.plan
+    return plan.weights.memory + plan.weights.converted_from + plan.activations.peak + plan.runtime <= forecast.room
+
+
+def _tell(told: Mapping[str, str]) -> None:
+    for name, value in told.items():
+        print(f"{name:<{_WIDTH}}{value}")
+
+
+def _tell_plan(forecast: Forecast) -> None:
+    plan, shape = forecast.plan, forecast.model.shape
+    print(f"Memory for {plan.batch} x {plan.context} tokens, with all caches full:")
+    for name, count in plan.lines().items():
+        print(f"  {name:<30}{size(count):>12}")
+    print(f"  {'peak':<30}{size(plan.peak):>12}   of {size(forecast.room)} that this process may take")
+    if plan.disk_bytes:
+        print(f"  {'on disk':<30}{size(plan.disk_bytes):>12}")
+    if shape.max_positions is not None and plan.context > shape.max_positions:
+        print(f"The model was made for {shape.max_positions} tokens: a longer context is refused.")
+    print()
+    if forecast.rates is not None:
+        rates = forecast.rates
+        print(
+            f"Measured here: memory {rates.memory / 1e9:.1f} GB/s, disk {rates.disk / 1e9:.2f} GB/s, "
+            f"{rates.multiply / 1e9:.0f} GFLOP/s. Tokens/s are what these allow at most, for all requests together."
+        )
+    print(f"{'':<24}{'peak':>10}  {'fits':<5}{'reading':>9}{'decoding':>10}  settings")
+    for option in forecast.options:
+        print(_row(option))
+    print()
+    print(f"{'what to change':<{_WIDTH}}{_advice(forecast)}")
+
+
+def _row(option: Option) -> str:
+    speed = option.speed
+    rates = f"{speed.prefill:>9.0f}{speed.decode:>10.1f}" if speed is not None else f"{'':>19}"
+    fits = "yes" if option.fits else "no"
+    return f"{option.name:<24}{size(option.plan.peak):>10}  {fits:<5}{rates}  {option.change}".rstrip()
+
+
+def _advice(forecast: Forecast) -> str:
+    """The way to run it that fits and is fastest."""
+    asked, *others = forecast.options
+    if asked.fits:
+        return "nothing: it fits as asked"
+    fitting = [option for option in others if option.fits]
+    if not fitting:
+        return "nothing listed fits: lower --context or --batch, or take a smaller model"
+    best = max(fitting, key=lambda option: option.speed.decode if option.speed is not None else 0.0)
+    return f"{best.name}: set {best.change}"
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

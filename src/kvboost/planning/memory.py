@@ -1,0 +1,279 @@
+"""Predicts the peak memory of a model that reads and answers, from its shape alone.
+
+Asked by the engine (``memory_plan``), by ``kvboost doctor`` and by the server's admission. Every term is something that
+is really allocated, said beside it; no factor is fitted to measurements. Invariant: more context, more requests side by
+side or more bits never make a plan smaller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvboost.errors import ConfigError
+
+_ROUND_TO = 256  # rows; equal capacities for similar prompts let the workspaces serve them with the same memory
+_MOST_HEADROOM = 2048  # rows; a growing chat then keeps its workspace for several turns
+MOST_IDLE = 4
+"""Workspaces that are kept for requests to come."""
+_PAGE = 4096
+_TRANSIT = 2  # pages on their way, one being read while another is computed with
+_FLOAT = 4
+_PROBE_ROWS = 12  # read when an engine is made, with the logits of all of them
+_MASK_COPIES = 3  # bytes for each row and key: a mask, and two parts of it while it is being put together
+
+
+@dataclass(frozen=True)
+class WeightMemory:
+    """Where the weights are."""
+
+    resident: int
+    """Bytes that stay in memory."""
+    buffers: int = 0
+    """Through which the others pass."""
+    streamed: int = 0
+    """Bytes read from the disk in every pass over the model."""
+    largest: int = 0
+    """Bytes of the largest matrix."""
+    converted_from: int = 0
+    """Bytes of the checkpoint's files, if its dtype is another one: while loading they are mapped beside the copies."""
+
+    @property
+    def memory(self) -> int:
+        """Bytes in memory while the model runs."""
+        return self.resident + self.buffers
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What a model's config says about its size."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    element: int
+    """Bytes of one number of the model's dtype."""
+    parameters: int
+    """Numbers in the layers' matrices that one token is multiplied with: what reading it costs."""
+    kv_per_token: int
+    """Bytes of KV one token takes over all layers."""
+    windows: tuple[int | None, ...]
+    """How far back each layer looks; None is all the way."""
+    masks: bool = True
+    """Whether its attention is torch's kernel with a mask, for which shared keys are repeated (sdpa)."""
+    max_positions: int | None = None
+    lazy: bool = True
+    """Whether memory counts from when it is first written to, as on CPUs."""
+
+    def __post_init__(self) -> None:
+        if len(self.windows) != self.layers:
+            raise ConfigError(f"{len(self.windows)} windows for {self.layers} layers; give one for each")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is asked of the model."""
+
+    context: int
+    """Tokens of each request, prompt and answer."""
+    batch: int = 1
+    step_rows: int = 256
+    """Rows of a prompt that are read at once, at most."""
+    stored_per_token: int = 0
+    """Bytes of a token in the store: KV as the model has it, or in 8 or 4 bits."""
+    packed: bool = False
+    """Whether stored KV is in 8 or 4 bits, which takes float32 copies of a chunk while it is made."""
+    cache_bytes: int = 0
+    host_cache_bytes: int = 0
+    disk_cache_bytes: int = 0
+    workspace_bytes: int = 0
+    stored_tokens: int | None = None
+    """Tokens that the store has been given; None counts all caches as full, as they are after a while."""
+    kv_budget: int | None = None
+    """Bytes of KV each request may hold in memory; the rest is on the disk."""
+    block_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("context", "batch", "step_rows", "block_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What one forward pass takes beside weights and KV, at its largest."""
+
+    attention: int
+    """States of a step, the mask, and shared keys and values repeated for every head."""
+    mlp: int
+    logits: int
+    packing: int
+    """Float32 copies of a chunk on its way into a store of 8 or 4 bits."""
+    probing: int
+    """Logits of the short text an engine tries its model with."""
+
+    @property
+    def peak(self) -> int:
+        """These come one after another, and the memory is used again."""
+        return max(self.attention, self.mlp, self.logits, self.packing)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by what they are for. ``device`` is where the model runs; on CPUs that is the host's own memory."""
+
+    context: int
+    batch: int
+    weights: WeightMemory
+    kv: int
+    """KV of the running requests, in the device's memory."""
+    kv_reserved: int
+    """What admission counts for them: address space, of which CPUs give only what is written to."""
+    kv_spilled: int
+    """KV of the running requests on the disk, or beside an accelerator in the host's memory."""
+    activations: Activations
+    cache: int
+    """Chunks kept in memory."""
+    workspaces: int
+    """Idle caches of earlier requests."""
+    runtime: int
+    """Python, torch and Transformers themselves, measured before anything was loaded."""
+    host_cache: int = 0
+    disk_cache: int = 0
+    on_host: bool = True
+    """Whether the model runs on the host's own memory."""
+
+    @property
+    def device_bytes(self) -> int:
+        """The peak where the model runs, without the host's share."""
+        running = self.weights.memory + self.kv + self.activations.peak + self.cache + self.workspaces
+        return max(running, self.loading if self.on_host else 0)
+
+    @property
+    def loading(self) -> int:
+        """The peak while the weights are loaded and the model is tried out."""
+        return self.weights.memory + max(self.weights.converted_from, self.activations.probing)
+
+    @property
+    def host_bytes(self) -> int:
+        """The host's memory beside an accelerator; with everything else where the host is the device."""
+        beside = self.runtime + self.host_cache
+        return beside + (self.device_bytes if self.on_host else self.kv_spilled)
+
+    @property
+    def disk_bytes(self) -> int:
+        """What lies on the disk beside the checkpoint."""
+        return self.disk_cache + self.weights.streamed + (self.kv_spilled if self.on_host else 0)
+
+    @property
+    def peak(self) -> int:
+        """The most memory at any moment: the process's where it runs on the host, else the accelerator's."""
+        return self.host_bytes if self.on_host else self.device_bytes
+
+    def lines(self) -> dict[str, int]:
+        """What takes memory, by name."""
+        told = {
+            "weights": self.weights.memory,
+            "KV of running requests": self.kv,
+            "activations": self.activations.peak,
+            "chunks in memory": self.cache,
+            "idle workspaces": self.workspaces,
+            "Python, torch, Transformers": self.runtime,
+        }
+        if self.host_cache:
+            told["chunks in host memory"] = self.host_cache
+        return told
+
+
+def workspace_rows(rows: int) -> int:
+    """Rows of the cache that a request with ``rows`` gets: some more than it asks for, in round numbers."""
+    return rounded_rows(rows + min(rows // 4, _MOST_HEADROOM))
+
+
+def rounded_rows(rows: int) -> int:
+    """The rows that a cache with room for so many really has."""
+    return -(-max(rows, 1) // _ROUND_TO) * _ROUND_TO
+
+
+def request_bytes(rows: int, *, kv_per_token: int) -> int:
+    """What a request with ``rows``, prompt and answer, may come to hold: what the server's admission counts."""
+    return workspace_rows(rows) * kv_per_token
+
+
+def paged_memory(shape: ModelShape, *, tokens: int, budget: int, block_tokens: int) -> tuple[int, int]:
+    """Bytes of a paged sequence in memory and spilled. Raises ConfigError for a budget that no page table fits in."""
+    if tokens * shape.kv_per_token <= budget:
+        return tokens * shape.kv_per_token, 0  # in one piece
+    frame = -(-block_tokens * shape.kv_per_token // shape.layers // _PAGE) * _PAGE
+    least = frame * (shape.layers + _TRANSIT)
+    if budget < least:
+        raise ConfigError(
+            f"kv_budget={budget} is too small for blocks of {block_tokens} tokens; give at least {least} bytes"
+        )
+    pages = -(-tokens // block_tokens) * shape.layers
+    frames = budget // frame
+    return frames * frame, max(0, pages - (frames - _TRANSIT)) * frame
+
+
+def activations(shape: ModelShape, work: Workload) -> Activations:
+    """The largest tensors of one step of reading, and of the decoding that follows."""
+    rows, seen = min(work.step_rows, work.context), work.context
+    states = rows * shape.hidden * shape.element
+    queries, kv = rows * shape.heads * shape.head_dim, 2 * rows * shape.kv_heads * shape.head_dim
+    # The residual and its norm (which is computed in float32); queries, keys and values as projected, turned and
+    # attended; the output as the kernel leaves it and as the next matrix wants it.
+    held = 2 * states + rows * shape.hidden * _FLOAT
+    attention = held + (4 * queries + 2 * kv) * shape.element
+    if work.kv_budget is None:
+        # The mask as it is made, and as numbers for the kernel; one for full and one for sliding attention.
+        kinds = len(set(shape.windows))
+        masks = rows * seen * (_MASK_COPIES * kinds + shape.element)
+        repeated = 2 * shape.heads * seen * shape.head_dim * shape.element if shape.heads != shape.kv_heads else 0
+        attention += masks + (repeated if shape.masks else 0)
+        if not shape.masks:  # the scores themselves, before and after the softmax, which is in float32
+            attention += shape.heads * rows * seen * (shape.element + _FLOAT)
+    else:
+        # In float32: queries, what each of two parts gives, new keys and values repeated; a page of keys and values.
+        page = work.block_tokens * 2 * shape.kv_heads * shape.head_dim
+        attention += (6 * queries + 2 * queries + page) * _FLOAT
+    mlp = held + 3 * rows * shape.intermediate * shape.element
+    logits = work.batch * shape.vocab * (shape.element + 2 * _FLOAT)  # as computed, in float32, and as sampled from
+    packing = 0
+    if work.packed:
+        packing = 2 * rows * (shape.kv_per_token // shape.element) * _FLOAT
+    probing = _PROBE_ROWS * shape.vocab * (shape.element + _FLOAT)
+    return Activations(attention, mlp, logits, packing, probing)
+
+
+def plan_memory(shape: ModelShape, weights: WeightMemory, work: Workload, *, runtime: int = 0) -> MemoryPlan:
+    """What ``work`` takes of memory with this model."""
+    reserved = request_bytes(work.context, kv_per_token=shape.kv_per_token)
+    spilled = 0
+    if work.kv_budget is not None:
+        kv, spilled = paged_memory(shape, tokens=work.context, budget=work.kv_budget, block_tokens=work.block_tokens)
+        reserved = kv
+    else:
+        kv = work.context * shape.kv_per_token if shape.lazy else reserved
+    if work.stored_tokens is None:
+        cache, workspaces = work.cache_bytes, min(work.workspace_bytes, MOST_IDLE * kv)
+    else:
+        # A chunk is in one place: what the memory has no room for goes down, and is not in memory any more.
+        cache, workspaces = min(work.cache_bytes, work.stored_tokens * work.stored_per_token), 0
+    return MemoryPlan(
+        context=work.context,
+        batch=work.batch,
+        weights=weights,
+        kv=work.batch * kv,
+        kv_reserved=work.batch * reserved,
+        kv_spilled=work.batch * spilled,
+        activations=activations(shape, work),
+        cache=cache,
+        workspaces=workspaces,
+        runtime=runtime,
+        host_cache=0 if shape.lazy else work.host_cache_bytes,
+        disk_cache=work.disk_cache_bytes,
+        on_host=shape.lazy,
+    )
