@@ -61,7 +61,9 @@ ENGINE = (
     Option(
         "weight_budget", str, "Memory for the model's weights, such as 6GB; the others are read as they are needed."
     ),
+    Option("kv_budget", str, "Memory for the KV of one request, such as 512MB; the rest is paged out to disk."),
     Option("weight_dir", str),
+    Option("kv_dir", str),
     Option("device", str),
     Option("strict", bool),
     Option("chunk_size", int),
@@ -196,7 +198,7 @@ def _meant(option: Option, value: Any) -> Any:
             return float(value)
         except ValueError:
             return value
-    if option.name in ("cache_dir", "calibration", "record_key_file") and value is not None:
+    if option.name in ("cache_dir", "calibration", "record_key_file", "kv_dir") and value is not None:
         return str(Path(value).expanduser())
     return value
 

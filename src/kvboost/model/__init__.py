@@ -13,6 +13,7 @@ from kvboost.model.generation import (
     sequences_per_prompt,
 )
 from kvboost.model.loading import load_model
+from kvboost.model.paging import PagedCache, least_budget, probe_paging
 from kvboost.model.probe import ModelFacts, probe_model
 from kvboost.model.ragged import RaggedRunner, SharedStart, probe_ragged
 from kvboost.model.rope import KeyMover, probe_mover
@@ -30,6 +31,7 @@ __all__ = [
     "ModelFacts",
     "ModelIdentity",
     "ModelRunner",
+    "PagedCache",
     "RaggedRunner",
     "RowChanges",
     "RowRunner",
@@ -39,10 +41,12 @@ __all__ = [
     "codec_for",
     "describe_weights",
     "end_token_ids",
+    "least_budget",
     "load_model",
     "pad_token_id",
     "probe_model",
     "probe_mover",
+    "probe_paging",
     "probe_ragged",
     "probe_rows",
     "reads_prompt_again",

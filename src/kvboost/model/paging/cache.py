@@ -7,6 +7,7 @@ are those of an unpaged cache up to rounding in float32; a model that attends in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -58,7 +59,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
         budget = parse_bytes(kv_budget, name="kv_budget")
         quotas = _resident_pages(budget // frame_bytes, windows, block_tokens)
         if quotas is None:
-            needed = frame_bytes * (len(shapes) + TRANSIT)
+            needed = least_budget(self.layout, block_tokens)
             raise CapacityError(
                 f"kv_budget={budget} is too small for blocks of {block_tokens} tokens: a block of each of the "
                 f"{len(shapes)} layers and {TRANSIT} on their way take {needed} bytes; raise it, or lower block_tokens"
@@ -81,6 +82,32 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def ledger(self) -> PagingLedger:
         """Bytes taken, at most taken, and moved."""
         return self._pager.ledger
+
+    def place(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Append a block's tensors, as :meth:`SlabCache.rows` gives them, [slots, heads, tokens, dim] each."""
+        slots = self._by_slot(tensors)
+        for layer, keys, values in zip(self.layers, slots[::2], slots[1::2], strict=True):
+            layer.append(keys, values)
+
+    def rows(self, start: int, end: int) -> tuple[torch.Tensor, ...]:
+        """Copies of rows ``[start, end)`` as :meth:`place` takes them, outside the budget."""
+        copies = tuple(
+            torch.empty(len(slots), spec.heads, end - start, spec.dim, dtype=spec.dtype, device=spec.device)
+            for spec, slots in self.layout.groups.items()
+        )
+        slots = self._by_slot(copies)
+        for layer, keys, values in zip(self.layers, slots[::2], slots[1::2], strict=True):
+            layer.copy_rows(start, keys, values)
+        return copies
+
+    def _by_slot(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Views [1, heads, tokens, dim], one for each of the layout's slots."""
+        found = {
+            slot: tensor[index : index + 1]
+            for tensor, slots in zip(tensors, self.layout.groups.values(), strict=True)
+            for index, slot in enumerate(slots)
+        }
+        return [found[slot] for slot in range(len(found))]
 
     def __enter__(self) -> Self:
         if self._pager.closed:
@@ -189,6 +216,13 @@ def _windows_by_layer(model: Any, layout: KVLayout) -> list[int | None]:
     return [windows[kind] for kind in kinds]
 
 
+def least_budget(layout: KVLayout, block_tokens: int) -> int:
+    """Bytes that paging needs at least: a block being filled for each layer, and those on their way."""
+    slots = layout.slots
+    largest = max(k.bytes_per_row + v.bytes_per_row for k, v in zip(slots[::2], slots[1::2], strict=True))
+    return up_to_page(largest * block_tokens) * (len(slots) // 2 + TRANSIT)
+
+
 def _resident_pages(frames: int, windows: list[int | None], block_tokens: int) -> list[int] | None:
     """How many whole pages of each layer stay in memory, as evenly as can be, so that each layer has something to
     compute with while its others are read; None if the frames do not even hold what is always needed."""
@@ -216,8 +250,7 @@ def probe_paging(model: Any, *, directory: Path | str | None = None) -> KVLayout
     runner = ModelRunner(model)
     ids = [i * 7919 % min(config.vocab_size, 30_000) for i in range(_PROBE_TOKENS)]
     whole, _ = runner.read_whole(ids)
-    per_layer = [k.bytes_per_row + v.bytes_per_row for k, v in zip(layout.slots[::2], layout.slots[1::2], strict=True)]
-    least = up_to_page(max(per_layer) * _PROBE_BLOCK) * (len(per_layer) + TRANSIT)
+    least = least_budget(layout, _PROBE_BLOCK)
     with PagedCache(model, kv_budget=least, block_tokens=_PROBE_BLOCK, directory=directory, layout=layout) as cache:
         half = _PROBE_TOKENS // 2
         runner.run(torch.tensor([ids[:half]], device=runner.device), cache, logits=False)

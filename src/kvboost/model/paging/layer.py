@@ -148,15 +148,22 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         first = self._first_seen(self.length) // self._shape.tokens
         return [page.slot for page in self.pages[first:] if page.slot is not None]
 
+    def copy_rows(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy rows from ``first`` on into these, [1, heads, rows, dim], which lie outside the budget."""
+        last = first + keys.shape[2]
+        with closing(self._parts(first, list, end=last)) as parts:
+            for start, _, *pages in parts:
+                begin, end = max(first, start), min(last, start + self._shape.tokens)
+                for copy, page in zip((keys, values), pages, strict=True):
+                    copy[:, :, begin - first : end - first] = page[:, :, begin - start : end - start]
+
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of all keys and values, [1, heads, length, dim], outside the budget."""
         copies = tuple(
             torch.empty(1, spec.heads, self.length, spec.dim, dtype=spec.dtype, device=spec.device)
             for spec in (self._shape.keys, self._shape.values)
         )
-        for start, stop, *parts in self._parts(0, list):
-            for copy, part in zip(copies, parts, strict=True):
-                copy[:, :, start:stop] = part[:, :, : stop - start]
+        self.copy_rows(0, *copies)
         return copies[0], copies[1]
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -202,19 +209,21 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         return 0 if self.window is None else max(0, query_position - self.window + 1)
 
     def _parts(
-        self, first_row: int, next_slots: Callable[[], list[int]]
+        self, first_row: int, next_slots: Callable[[], list[int]], *, end: int | None = None
     ) -> Generator[tuple[int, int, torch.Tensor, torch.Tensor]]:
-        """Pages from the one with ``first_row`` on: first and last row, keys, values. Those in memory come first."""
+        """Pages from the one with ``first_row`` to the one before row ``end``, by default the last: first and last row,
+        keys, values. Those in memory come first."""
         tokens = self._shape.tokens
+        end = self.length if end is None else end
         away: list[tuple[int, int]] = []
         here: list[tuple[int, torch.Tensor]] = []
-        for number in range(first_row // tokens, len(self.pages)):
+        for number in range(first_row // tokens, min(len(self.pages), -(-end // tokens))):
             page = self.pages[number]
             if page.frame is not None:
                 here.append((number, page.frame))
             elif page.slot is not None:
                 away.append((number, page.slot))
-        if self.length % tokens and self._tail is not None:
+        if self._tail is not None and end > len(self.pages) * tokens:
             here.append((len(self.pages), self._tail))
         # Asked for before anything is computed, so that the first one is read meanwhile.
         self._pager.expect([slot for _, slot in away])
