@@ -29,6 +29,7 @@ from kvboost.model.rows import attention_windows
 from kvboost.model.runner import ModelRunner
 
 _UNPAGED = "Run it without kv_budget."
+_MOST_AT_ONCE = 8  # pages read and computed with in one call
 _PROBE_TOKENS = 24
 _PROBE_BLOCK = 4
 
@@ -57,19 +58,23 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
         shapes = [PageShape(k, v, block_tokens) for k, v in zip(slots[::2], slots[1::2], strict=True)]
         frame_bytes = up_to_page(max(shape.nbytes for shape in shapes))
         budget = parse_bytes(kv_budget, name="kv_budget")
-        quotas = _resident_pages(budget // frame_bytes, windows, block_tokens)
-        if quotas is None:
-            needed = least_budget(self.layout, block_tokens)
+        frames, needed = budget // frame_bytes, least_budget(self.layout, block_tokens)
+        if budget < needed:
             raise CapacityError(
                 f"kv_budget={budget} is too small for blocks of {block_tokens} tokens: a block of each of the "
                 f"{len(shapes)} layers and {TRANSIT} on their way take {needed} bytes; raise it, or lower block_tokens"
             )
+        left = frames - len(shapes)
+        group = max(1, min(_MOST_AT_ONCE, left // (4 * TRANSIT)))  # a quarter of what is left is enough for moving
+        self.pages_at_once = group
+        """Pages that are read, and in decoding computed with, in one call."""
+        quotas = _resident_pages(left - TRANSIT * group, windows, block_tokens)
         devices = {spec.device for spec in slots}
         if len(devices) > 1:
             raise UnsupportedModelError(f"its layers lie on several devices. {_UNPAGED}")
         device = devices.pop()
         spill = FileSpill(Path(directory) if directory else None) if device.type == "cpu" else HostSpill(device)
-        self._pager = Pager(spill, frame_bytes=frame_bytes, budget=budget)
+        self._pager = Pager(spill, frame_bytes=frame_bytes, budget=budget, group=group)
         self._attention = _Attention(self)
         super().__init__(
             layers=[
@@ -223,13 +228,10 @@ def least_budget(layout: KVLayout, block_tokens: int) -> int:
     return up_to_page(largest * block_tokens) * (len(slots) // 2 + TRANSIT)
 
 
-def _resident_pages(frames: int, windows: list[int | None], block_tokens: int) -> list[int] | None:
-    """How many whole pages of each layer stay in memory, as evenly as can be, so that each layer has something to
-    compute with while its others are read; None if the frames do not even hold what is always needed."""
-    left = frames - len(windows) - TRANSIT
-    if left < 0:
-        return None
-    useful = [frames if window is None else -(-window // block_tokens) + 1 for window in windows]
+def _resident_pages(left: int, windows: list[int | None], block_tokens: int) -> list[int]:
+    """How many whole pages of each layer stay in memory, of ``left`` in all: as evenly as can be, so that each layer
+    has something to compute with while its others are read."""
+    useful = [left if window is None else -(-window // block_tokens) + 1 for window in windows]
     quotas = [0] * len(windows)
     while left and (open_layers := [i for i, quota in enumerate(quotas) if quota < useful[i]]):
         each = max(1, min(left // len(open_layers), *(useful[i] - quotas[i] for i in open_layers)))
