@@ -49,6 +49,14 @@ class EngineConfig:
     """Keep at most this many bytes of chunks: a number or text such as ``"2GiB"``."""
     workspace_bytes: int | str = "1GiB"
     """Memory for caches kept between requests, so that a repeated prefix needs no copy."""
+    kv_budget: int | str | None = None
+    """Memory for the KV of one running request, prompt and new tokens, such as ``"512MB"``. One that would take more is
+    read and decoded in pages, of which those that do not fit lie on disk (beside an accelerator: in host memory): the
+    same up to rounding, and slower. Jobs of a server are not paged: such a one is refused. None sets no limit. Stored
+    chunks and idle workspaces have budgets of their own."""
+    kv_dir: str | Path | None = None
+    """Where those pages are written to; not a directory that lies in memory, as some /tmp do. If left out, the system's
+    directory for temporary files."""
     tenant: str = ""
     """Chunks of different tenants never meet. One engine serves many: see :meth:`kvboost.KVBoost.for_tenant`."""
     tenant_bytes: int | str | None = None
@@ -148,7 +156,7 @@ class EngineConfig:
         object.__setattr__(self, "host_cache_bytes", parse_bytes(self.host_cache_bytes, name="host_cache_bytes"))
         object.__setattr__(self, "disk_cache_bytes", parse_bytes(self.disk_cache_bytes, name="disk_cache_bytes"))
         object.__setattr__(self, "remote_cache_bytes", parse_bytes(self.remote_cache_bytes, name="remote_cache_bytes"))
-        for name in ("tenant_bytes", "object_cache_bytes"):
+        for name in ("tenant_bytes", "object_cache_bytes", "kv_budget"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, name=name))
@@ -156,6 +164,8 @@ class EngineConfig:
             raise ConfigError(f"tenant={self.tenant!r} is no name; give a text")
         if self.object_url is not None and not re.match(r"s3://[^/]", self.object_url):
             raise ConfigError(f"object_url={self.object_url!r} is not known; give s3://BUCKET/PREFIX")
+        if self.kv_dir is not None and not Path(self.kv_dir).is_dir():
+            raise ConfigError(f"kv_dir={str(self.kv_dir)!r} is no directory; create it, or leave it out")
         self._check_protection()
         if self.remote_url is not None and not self.remote_url.startswith(("redis://", "rediss://")):
             raise ConfigError(f"remote_url={self.remote_url!r} is not known; give redis://HOST:PORT (rediss: for TLS)")

@@ -171,7 +171,7 @@ class Segment:
     start: int
     end: int
     chunk: Chunk | None
-    """The chunk this segment is, or None for the incomplete tail."""
+    """The chunk this segment is, or None for the incomplete tail and for several that are read in one step."""
 
 
 @dataclass(frozen=True)
@@ -272,6 +272,8 @@ class ReuseReport:
     """Tokens that a tier had and that were computed, because loading them was expected to take longer."""
     declined: tuple[DeclinedLoad, ...] = ()
     """Which tiers had them, and what loading and computing were expected to take."""
+    paged: bool = False
+    """Whether the KV was more than ``kv_budget`` and lay in pages: the same up to rounding, so not bitwise."""
 
     @property
     def cached_tokens(self) -> int:

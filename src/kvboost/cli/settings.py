@@ -62,7 +62,9 @@ ENGINE = (
         "weight_budget", str, "Memory for the model's weights, such as 6GB; the others are read as they are needed."
     ),
     Option("draft", str, "Proposes tokens to verify several in one pass: a smaller model, or prompt-lookup."),
+    Option("kv_budget", str, "Memory for the KV of one request, such as 512MB; the rest is paged out to disk."),
     Option("weight_dir", str),
+    Option("kv_dir", str),
     Option("device", str),
     Option("strict", bool),
     Option("chunk_size", int),
@@ -197,7 +199,7 @@ def _meant(option: Option, value: Any) -> Any:
             return float(value)
         except ValueError:
             return value
-    if option.name in ("cache_dir", "calibration", "record_key_file") and value is not None:
+    if option.name in ("cache_dir", "calibration", "record_key_file", "kv_dir") and value is not None:
         return str(Path(value).expanduser())
     return value
 

@@ -6,12 +6,14 @@ Called once when an engine is made. Raises UnsupportedModelError for a model tha
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kvboost.config import EngineConfig
 from kvboost.engine.costs import CostModel
 from kvboost.engine.guard import GuardedStore
 from kvboost.engine.moving import MovedReuse
 from kvboost.engine.naming import ChunkNames
+from kvboost.engine.paged import Pages
 from kvboost.engine.reader import PromptReader
 from kvboost.engine.storing import Stores
 from kvboost.engine.workspace import WorkspacePool
@@ -49,6 +51,8 @@ class Assembly:
     config: EngineConfig
     stores: Stores | None
     """Where the store came from; None if it was given."""
+    pages: Pages | None
+    """Where KV goes that is more than ``kv_budget``; None if there is no such limit."""
     is_tenant: bool = False
     """Whether another assembly holds the model's parts, and this one only a tenant's."""
 
@@ -103,6 +107,10 @@ def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, sto
     facts = probe_model(runner.model)
     identity = ModelIdentity(runner.model, facts.layout)
     pool = WorkspacePool(facts.layout, capacity_bytes=int(config.workspace_bytes))
+    pages: Pages | None = None
+    if config.kv_budget is not None:
+        directory = Path(config.kv_dir) if config.kv_dir is not None else None
+        pages = Pages(runner.model, pool, budget=int(config.kv_budget), directory=directory)
     calibration = Calibration.load(config.calibration) if config.calibration is not None else None
     if calibration is not None and calibration.weights != identity.fields()["weights"]:
         raise ConfigError(
@@ -145,7 +153,7 @@ def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, sto
         moving=moving,
         move_refusal=refusal,
     )
-    return Assembly(store, guarded, facts, pool, reader, moving, runner, identity, config, stores)
+    return Assembly(store, guarded, facts, pool, reader, moving, runner, identity, config, stores, pages)
 
 
 def _make_moving(

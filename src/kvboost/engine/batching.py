@@ -191,7 +191,9 @@ class BatchRunner:
                 f"the prompt fills all {facts.max_positions} positions of this model, so there is no room for a reply; "
                 "shorten it"
             )
-        return reader, replace(job, token_ids=tuple(tokens), max_new_tokens=min(job.max_new_tokens, room))
+        new = min(job.max_new_tokens, room)
+        engine._check_budget(len(tokens) + new, why="jobs side by side are not paged (engine.generate is)")
+        return reader, replace(job, token_ids=tuple(tokens), max_new_tokens=new)
 
     def _wake(self) -> None:
         with self._changed:

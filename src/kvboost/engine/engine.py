@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from kvboost.engine.clock import StageClock
 from kvboost.engine.decoding import Request
 from kvboost.engine.documents import warm_documents
 from kvboost.engine.life import EngineLife
+from kvboost.engine.paged import Pages
 from kvboost.engine.prompt import Messages, Prompt
 from kvboost.engine.reader import PromptReader, Reading
 from kvboost.engine.shadow import Answered
 from kvboost.engine.streaming import PieceStream, PieceStreamer
 from kvboost.errors import CapacityError, ConfigError
 from kvboost.extend import Streamer
-from kvboost.model import sampling_arguments, speculates
+from kvboost.model import sampling_arguments, sequences_per_prompt, speculates
 from kvboost.repair import Calibration
 from kvboost.store import TieredStore
 from kvboost.types import (
@@ -29,6 +31,7 @@ from kvboost.types import (
     ReuseReport,
 )
 
+_ROWS_BEHIND_PREFILL = 64  # room in a cache that is given away
 _MOST_ROWS_AHEAD = 1024  # room made for a reply in advance; a longer one grows the cache as it comes
 
 
@@ -49,10 +52,11 @@ class KVBoost(EngineLife):
         reader, _ = self._reader_for(tokens, GenerationMode.CHUNK_KV_REUSE)
         if reader is None:
             return 0
-        with self._turn, reader.open(tokens, boundaries=boundaries, new_rows=0, clock=clock) as reading:
+        with self._turn, self._open(reader, tokens, boundaries=boundaries, new_rows=0, clock=clock) as reading:
             complete = reading.chunks[-1].end if reading.chunks else 0
             reader.advance(reading, to=complete)
-            return reader.commit(reading)
+            reader.commit(reading)
+            return reading.new_chunks
 
     def prefetch(self, prompt: Prompt, *, boundaries: Sequence[int] = ()) -> Future[int]:
         """Bring what slower tiers have of the beginning of ``prompt`` up into memory, in the background.
@@ -81,6 +85,7 @@ class KVBoost(EngineLife):
         tokens = self._encoder.encode(prompt)
         clock.lap("encode")
         reader, reason = self._reader_for(tokens, mode)
+        self._check_budget(len(tokens) + _ROWS_BEHIND_PREFILL, why="prefill() gives all of it away: use generate()")
         if reader is None:
             with self._turn:
                 logits, cache = self._runner.read_whole(tokens)
@@ -88,7 +93,12 @@ class KVBoost(EngineLife):
             report = ReuseReport(0, 0, 0, len(tokens), bitwise=True, timings_ms=clock.stages(), reason=reason)
             return PrefillResult(logits, cache, report)
         move = mode is GenerationMode.CHUNK_KV_REUSE
-        with self._turn, reader.open(tokens, boundaries=boundaries, new_rows=64, clock=clock, move=move) as reading:
+        with (
+            self._turn,
+            reader.open(
+                tokens, boundaries=boundaries, new_rows=_ROWS_BEHIND_PREFILL, clock=clock, move=move
+            ) as reading,
+        ):
             reader.advance_to_last_step(reading)
             logits = reader.finish(reading)
             reader.commit(reading)
@@ -180,7 +190,7 @@ class KVBoost(EngineLife):
         """Generate for several prompts together; a prefix they share is computed once.
 
         A batch runs other matrix shapes than a single request, so its numbers may round differently. The engine's
-        draft is not used.
+        draft is not used. One whose KV would take more than ``kv_budget`` runs prompt by prompt.
         """
         clock = StageClock()
         if not prompts:
@@ -191,6 +201,9 @@ class KVBoost(EngineLife):
         request = self._request(longest, (), max_new_tokens, temperature, None, generate_kwargs)
         if len(prompts) > 1 and speculates(request.arguments):
             raise ConfigError("a draft proposes for one prompt at a time; leave it out of the batch, or use generate()")
+        copies = sequences_per_prompt(self.model, request.arguments)
+        if self._too_small(len(longest) + request.max_new_tokens, sequences=copies * len(prompts)) is not None:
+            return [self._generate(tokens, mode, request, StageClock()) for tokens in encoded]
         reader, reason = self._reader_for(longest, mode, request)
         if reader is None or self._parts is None:
             with self._turn:
@@ -263,24 +276,56 @@ class KVBoost(EngineLife):
     def _generate(
         self, tokens: list[int], mode: GenerationMode, request: Request, clock: StageClock
     ) -> GenerationResult:
-        if self._draft is not None and mode is not GenerationMode.BASELINE:
+        rows = len(tokens) + request.max_new_tokens
+        if self._draft is not None and mode is not GenerationMode.BASELINE and self._too_small(rows) is None:
             drafted = self._draft.added_to(request.arguments, model=self.model, prompt_tokens=len(tokens))
             request = replace(request, arguments=drafted)
         reader, reason = self._reader_for(tokens, mode, request)
+        copies = sequences_per_prompt(self.model, request.arguments)
+        if speculates(request.arguments):
+            self._check_budget(rows, why="a draft takes tokens back, which pages do not")
+        if reader is None or copies > 1:
+            why = "there are several sequences of it" if copies > 1 else reason or "mode BASELINE keeps all of it"
+            self._check_budget(rows, sequences=copies, why=why)
         if reader is None:
             with self._turn:
                 return self._decoder.without_cache(tokens, request, clock, reason=reason)
-        rows = min(request.max_new_tokens, _MOST_ROWS_AHEAD)
-        move = mode is GenerationMode.CHUNK_KV_REUSE
+        new, move = request.max_new_tokens, mode is GenerationMode.CHUNK_KV_REUSE
         with (
             self._turn,
-            reader.open(tokens, boundaries=request.boundaries, new_rows=rows, clock=clock, move=move) as reading,
+            self._open(reader, tokens, boundaries=request.boundaries, new_rows=new, clock=clock, move=move) as reading,
         ):
             result = self._decoder.with_cache(reading, reader, request, keep_decoded=self.config.reuse_generated)
             if self._shadow is not None and reading.moved is not None:
                 blocks, produced = reading.moved.blocks, list(result.token_ids)
                 self._shadow.offer(Answered(tokens, request.boundaries, blocks, produced, reader))
         return result
+
+    def _open(
+        self,
+        reader: PromptReader,
+        tokens: list[int],
+        *,
+        boundaries: Sequence[int],
+        new_rows: int,
+        clock: StageClock,
+        move: bool = False,
+    ) -> AbstractContextManager[Reading]:
+        """The prompt as far as it is stored: in one cache, or in pages if that would take more than ``kv_budget``."""
+        if (pages := self._too_small(len(tokens) + new_rows)) is not None:
+            return pages.read(reader, tokens, boundaries=boundaries, clock=clock)
+        rows = min(new_rows, _MOST_ROWS_AHEAD)
+        return reader.open(tokens, boundaries=boundaries, new_rows=rows, clock=clock, move=move)
+
+    def _too_small(self, rows: int, *, sequences: int = 1) -> Pages | None:
+        """The engine's pages, if the budget does not hold so many rows without them."""
+        pages = self._parts.pages if self._parts is not None else None
+        return pages if pages is not None and not pages.hold(rows, sequences=sequences) else None
+
+    def _check_budget(self, rows: int, *, sequences: int = 1, why: str) -> None:
+        """For what cannot be paged: raises CapacityError if it takes more than the budget."""
+        if (pages := self._too_small(rows, sequences=sequences)) is not None:
+            raise pages.refuse(rows, why)
 
     def _request(
         self,

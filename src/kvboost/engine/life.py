@@ -74,6 +74,8 @@ class EngineLife:
         except UnsupportedModelError as error:
             if self.config.strict:
                 raise
+            if self.config.kv_budget is not None:
+                raise ConfigError(f"kv_budget does not work with this model ({error}); leave it out") from error
             warnings.warn(f"running without reuse: {error}", stacklevel=2)
             self._refusal = str(error)
         self._owns_store = store is None

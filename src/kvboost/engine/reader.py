@@ -25,7 +25,7 @@ from kvboost.engine.placing import Placing
 from kvboost.engine.repairing import MovedChunks
 from kvboost.engine.workspace import WorkspacePool
 from kvboost.extend import Lease
-from kvboost.model import KVCodec, ModelRunner, SlabCache
+from kvboost.model import KVCodec, ModelRunner, PagedCache, SlabCache
 from kvboost.plan import plan_reuse, reusable_chunks
 from kvboost.store import context_before
 from kvboost.types import (
@@ -49,7 +49,7 @@ class Reading:
     root: bytes
     chunks: list[Chunk]
     plan: ReusePlan
-    cache: SlabCache
+    cache: SlabCache | PagedCache
     clock: StageClock
     _codec: KVCodec
     _lease: Lease
@@ -70,6 +70,8 @@ class Reading:
     _held_rows: int = 0
     """Rows that the next owner of the cache may rely on: known only once they were committed."""
     _committed: int = 0
+    new_chunks: int = 0
+    """Stored so far that the store had not."""
     _observed: bool = False
     _detached: bool = field(default=False)
 
@@ -77,6 +79,11 @@ class Reading:
     def bitwise(self) -> bool:
         """Whether everything in the cache has the bits of a cold run."""
         return self.begins_bitwise and self.moved is None
+
+    @property
+    def paged(self) -> bool:
+        """Whether its rows lie in pages, of which most are not in memory."""
+        return isinstance(self.cache, PagedCache)
 
     def tainted_at(self, row: int) -> bool:
         """Whether this row stands behind a moved chunk: then it is never stored under a prefix key."""
@@ -89,7 +96,7 @@ class Reading:
         declined, declined_at = loads.declined, dict(loads.declined_at)
         if self.moved is not None:
             for_moving = loads_of(self.moved.lease)
-            tiers.update(_tokens_by_tier(self.moved.blocks.values(), for_moving))
+            tiers.update(tokens_by_tier(self.moved.blocks.values(), for_moving))
             declined += for_moving.declined
             declined_at |= for_moving.declined_at
             for segment in self.plan.moved:
@@ -107,6 +114,7 @@ class Reading:
             tiers=MappingProxyType(dict(tiers)),
             declined_tokens=sum(declined_at.values()),
             declined=declined,
+            paged=self.paged,
         )
 
     def block(self, chunk: Chunk, *, key: bytes, context: bytes, generation: int, bitwise: bool = False) -> KVBlock:
@@ -166,7 +174,8 @@ class Reading:
         self.close()
 
 
-def _tokens_by_tier(blocks: Iterable[KVBlock], loads: LoadReport) -> Counter[str]:
+def tokens_by_tier(blocks: Iterable[KVBlock], loads: LoadReport) -> Counter[str]:
+    """How many tokens of a lease's blocks came from which tier."""
     tokens: Counter[str] = Counter()
     for block in blocks:
         tokens[loads.tiers.get(block.key, "memory")] += len(block.tokens) // TOKEN_BYTES
@@ -284,7 +293,7 @@ class PromptReader:
             _codec=self._codec,
             _lease=lease,
             _pool=self._pool,
-            _tiers=_tokens_by_tier(blocks, loads_of(lease)),
+            _tiers=tokens_by_tier(blocks, loads_of(lease)),
             begins_bitwise=all(block.bitwise for block in blocks),
             _model_state=state,
             _exact_rows=plan.exact_tokens,
@@ -328,6 +337,8 @@ class PromptReader:
             self._runner.append(reading.tokens[step.start : end], reading.cache, logits=False)
             if end == step.end and not reading.tainted_at(step.start):
                 reading._exact_rows = end
+            if reading.paged:
+                self.commit(reading)  # while most of these rows are in memory
 
     def _repair(self, reading: Reading) -> None:
         """Fill the rows between the first moved chunk and the last step; if that fails, compute them after all."""
@@ -352,23 +363,23 @@ class PromptReader:
         reading.clock.lap("first_token")
         return logits
 
-    def commit(self, reading: Reading) -> int:
-        """Store every chunk computed since the last commit. Returns how many were new."""
+    def commit(self, reading: Reading) -> None:
+        """Store every chunk computed since the last commit."""
         self._observe(reading)
         if not self._model_unchanged(reading):
-            return 0
+            return
         # Before the first moved chunk a reading is as exact as the chunks it began with.
         if reading.begins_bitwise:
             reading._held_rows = reading._exact_rows
         new = self._store_chunks(reading, reading.chunks, rows=reading._exact_rows, bitwise=reading.begins_bitwise)
         if reading.moved is not None and self._moving is not None:
             new += self._moving.keep(reading, reading.moved)
-        return new
+        reading.new_chunks += new
 
     def commit_decoded(self, reading: Reading, generated: Sequence[int]) -> int:
         """Store the chunks that decoding completed, marked as not bitwise. The last token has no KV yet."""
-        if reading.moved is not None or not self._model_unchanged(reading):
-            return 0  # behind moved chunks everything is tainted
+        if reading.moved is not None or reading.paged or not self._model_unchanged(reading):
+            return 0  # behind moved chunks everything is tainted; what lies in pages would have to be read once more
         rows = reading.cache.get_seq_length()
         chunks = self.names.chunks(reading.root, [*reading.tokens, *generated][:rows], reading.boundaries)
         return self._store_chunks(reading, chunks, rows=rows, bitwise=False)
@@ -376,7 +387,7 @@ class PromptReader:
     def _observe(self, reading: Reading) -> None:
         """Learn what this reading took, once its first token exists."""
         stages = reading.clock.stages()
-        if reading._observed or "first_token" not in stages:
+        if reading._observed or reading.paged or "first_token" not in stages:
             return
         reading._observed = True
         costs = self._costs

@@ -54,6 +54,10 @@ def describe(model: Any, *, parts: Assembly | None, refusal: str | None) -> dict
     limit = f"up to {facts.exact_limit} tokens: {facts.exact_limit_reason}" if facts.exact_limit is not None else "on"
     told |= {"longest prompt": str(facts.max_positions or "no limit"), "exact reuse": limit}
     told["bytes per token"] = str(facts.layout.bytes_per_token)
+    if parts.pages is not None:
+        told["KV of a request"] = (
+            f"at most {parts.pages.budget} bytes; more goes to pages of {parts.pages.block_tokens} tokens"
+        )
     moving = parts.moving
     if moving is None or not moving.guard.allowed:
         told["moved reuse"] = f"off: {parts.reader.why_not_moved() or 'as asked'}"

@@ -14,6 +14,7 @@ from kvboost.model.generation import (
     sequences_per_prompt,
 )
 from kvboost.model.loading import load_model, load_tokenizer_of
+from kvboost.model.paging import PagedCache, least_budget, probe_paging
 from kvboost.model.probe import ModelFacts, probe_model
 from kvboost.model.ragged import RaggedRunner, SharedStart, probe_ragged
 from kvboost.model.rates import measure_rates
@@ -36,6 +37,7 @@ __all__ = [
     "ModelIdentity",
     "ModelOnDisk",
     "ModelRunner",
+    "PagedCache",
     "RaggedRunner",
     "RowChanges",
     "RowRunner",
@@ -45,6 +47,7 @@ __all__ = [
     "codec_for",
     "describe_weights",
     "end_token_ids",
+    "least_budget",
     "load_model",
     "load_tokenizer_of",
     "make_draft",
@@ -53,6 +56,7 @@ __all__ = [
     "pad_token_id",
     "probe_model",
     "probe_mover",
+    "probe_paging",
     "probe_ragged",
     "probe_rows",
     "reads_prompt_again",

@@ -66,7 +66,7 @@ def _spill_rate() -> float:
             spill.write(slot, frame)
         begun = time.perf_counter()
         for slot in range(_SPILLED_PIECES):
-            spill.read(slot, frame)
+            spill.read([slot], frame[None])
         return _SPILLED_PIECES * len(frame) / (time.perf_counter() - begun)
     finally:
         spill.close()

@@ -71,6 +71,11 @@ def chunk_keys(root: bytes, tokens: TokenArray, ends: Sequence[int]) -> list[Chu
     return chunks
 
 
+def paged_key(prefix_key: bytes) -> bytes:
+    """Names KV of the same tokens behind the same ones that was read in pages, where sums round differently."""
+    return hashlib.sha256(b"kvboost.paged.1" + prefix_key).digest()
+
+
 def variant_key(content_key: bytes, context: bytes) -> bytes:
     """Names KV that was computed behind moved KV. No prefix key can equal it: its label is its own."""
     return hashlib.sha256(b"kvboost.variant.1" + content_key + context).digest()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from kvboost.model.paging.pager import TRANSIT, Pager
 from kvboost.model.paging.spill import FileSpill, HostSpill, Spill
 
 
-def pager(spill: Spill | None = None, *, frames: int = 4) -> Pager:
-    return Pager(spill or FileSpill(None), frame_bytes=PAGE, budget=PAGE * frames)
+def pager(spill: Spill | None = None, *, frames: int = 4, group: int = 1) -> Pager:
+    return Pager(spill or FileSpill(None), frame_bytes=PAGE, budget=PAGE * frames, group=group)
 
 
 def filled(of: Pager, number: int) -> torch.Tensor:
@@ -32,27 +33,36 @@ def content(number: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["file", "host"])
 @given(
-    moves=st.lists(st.tuples(st.sampled_from(["write", "read", "guess", "forget"]), st.integers(0, 10**6)), max_size=40)
+    group=st.integers(1, 4),
+    moves=st.lists(
+        st.tuples(st.sampled_from(["write", "read", "guess", "forget"]), st.integers(0, 10**6)), max_size=40
+    ),
 )
 @settings(max_examples=40, deadline=None)
-def test_pages_read_back_as_they_were_written_within_the_budget(kind: str, moves: list[tuple[str, int]]) -> None:
-    made = pager(FileSpill(None) if kind == "file" else HostSpill(torch.device("cpu")), frames=1 + TRANSIT)
+def test_pages_read_back_as_they_were_written_within_the_budget(
+    kind: str, group: int, moves: list[tuple[str, int]]
+) -> None:
+    spill = FileSpill(None) if kind == "file" else HostSpill(torch.device("cpu"))
+    made = pager(spill, frames=1 + TRANSIT * group, group=group)
     away: dict[int, int] = {}  # slot: content
+    owners: dict[int, int] = {}
     frame = made.take()
     for number, (move, choice) in enumerate(moves):
         slots = sorted(away, key=lambda slot: (slot * 7919 + choice) % 101)
         if move == "write":
             frame.copy_(content(number))
-            slot, frame = made.write(frame)
+            slot = made.write(frame, owner=choice % 3)
+            frame.fill_(7)  # it is free again at once
             assert slot not in away
+            owners[slot] = choice % 3
             away[slot] = number
         elif move == "forget" and away:
-            made.forget(slots[0])
+            made.forget(slots[0], owner=owners[slots[0]])
             del away[slots[0]]
         elif move in ("read", "guess"):
             guess = list(reversed(slots)) if move == "guess" else slots  # what is read ahead may be the wrong thing
             made.expect(guess)
-            found = [page.clone() for page in made.read(slots, then=guess)]
+            found = [page for pages in made.read(slots, then=guess) for page in pages.clone()]
             assert len(found) == len(slots)
             for slot, page in zip(slots, found, strict=True):
                 assert torch.equal(page, content(away[slot]))
@@ -80,11 +90,11 @@ class SlowSpill(FileSpill):
         self.may_read = threading.Semaphore(0)
         self.began = threading.Semaphore(0)
 
-    def read(self, slot: int, frame: torch.Tensor) -> None:
-        self.begun.append(slot)
+    def read(self, slots: Sequence[int], pages: torch.Tensor) -> None:
+        self.begun.extend(slots)
         self.began.release()
         assert self.may_read.acquire(timeout=10)
-        super().read(slot, frame)
+        super().read(slots, pages)
 
 
 def test_the_next_page_is_read_while_one_is_used() -> None:
@@ -93,17 +103,16 @@ def test_the_next_page_is_read_while_one_is_used() -> None:
     frame, slots = made.take(), []
     for number in range(3):
         frame.copy_(content(number))
-        slot, frame = made.write(frame)
-        slots.append(slot)
+        slots.append(made.write(frame, owner=0))
     spill.may_read.release()
     pages = made.read(slots, then=slots[:1])
     first = next(pages)
     for _ in range(2):
         assert spill.began.acquire(timeout=10)  # the second one has begun though nobody asked for it yet
     assert spill.begun == slots[:2]
-    assert torch.equal(first, content(0))
+    assert torch.equal(first[0], content(0))
     spill.may_read.release(10)
-    assert [torch.equal(page, content(n)) for n, page in enumerate(pages, 1)] == [True, True]
+    assert [torch.equal(page[0], content(n)) for n, page in enumerate(pages, 1)] == [True, True]
     for _ in range(2):
         assert spill.began.acquire(timeout=10)
     assert spill.begun == [*slots, slots[0]]  # and what comes next
@@ -118,8 +127,8 @@ def test_a_page_that_could_not_be_written_raises_and_is_never_served(monkeypatch
     frame = filled(made, 1)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", full)
-        with pytest.raises(OSError, match="No space"):  # now or at the next use, as the thread has it
-            list(made.read([made.write(frame)[0]]))
+        with pytest.raises(OSError, match="No space"):
+            made.write(frame, owner=0)
     with pytest.raises(KVBoostError, match="make a new cache"):
         list(made.read([0]))
     made.close()
@@ -128,7 +137,7 @@ def test_a_page_that_could_not_be_written_raises_and_is_never_served(monkeypatch
 def test_a_spill_that_ends_early_raises() -> None:
     spill = FileSpill(None)
     with pytest.raises(OSError, match="ends after 0 of"):
-        spill.read(3, spill.frame(PAGE))
+        spill.read([3], spill.frame(PAGE)[None])
     spill.close()
 
 
@@ -147,10 +156,32 @@ def test_a_file_system_without_direct_reads_is_read_plainly(monkeypatch: pytest.
     spill.direct = True
     monkeypatch.setattr(os, "preadv", refusing)
     found = spill.frame(PAGE)
-    spill.read(2, found)
+    spill.read([2], found[None])
     assert torch.equal(found, content(5))
     assert not spill.direct
     spill.close()
+
+
+def test_pages_side_by_side_are_read_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = pager(frames=1 + 4 * TRANSIT, group=4)
+    frame, mine = made.take(), []
+    for number in range(8):  # two owners in turn, as layers are
+        frame.copy_(content(number))
+        slot = made.write(frame, owner=number % 2)
+        mine += [slot] if number % 2 else []
+    calls: list[int] = []
+    right = os.preadv
+
+    def counted(descriptor: int, buffers: Any, offset: int) -> int:
+        calls.append(offset)
+        return right(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    (pages,) = made.read(mine)
+    assert [torch.equal(page, content(number)) for number, page in zip((1, 3, 5, 7), pages, strict=True)] == [True] * 4
+    assert len(calls) == 1
+    assert made.ledger.read_bytes == 4 * PAGE
+    made.close()
 
 
 def test_the_file_has_no_name(tmp_path: Path) -> None:
@@ -165,11 +196,10 @@ def test_a_slot_that_is_written_again_is_not_read_as_it_was() -> None:
     made = pager(HostSpill(torch.device("cpu")), frames=2 + TRANSIT)
     frame = made.take()
     frame.copy_(content(1))
-    slot, frame = made.write(frame)
+    slot = made.write(frame, owner=0)
     made.expect([slot])  # the old page is on its way
-    made.forget(slot)
+    made.forget(slot, owner=0)
     frame.copy_(content(2))
-    again, _ = made.write(frame)
-    assert again == slot
-    assert [torch.equal(page, content(2)) for page in made.read([slot])] == [True]
+    assert made.write(frame, owner=0) == slot
+    assert [torch.equal(page[0], content(2)) for page in made.read([slot])] == [True]
     made.close()

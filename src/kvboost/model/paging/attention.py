@@ -11,6 +11,11 @@ import torch
 _PARTS_AT_ONCE = 256  # query rows times parts that wait to be joined: few calls for one row, little memory for many
 
 
+def parts_at_once(rows: int) -> int:
+    """How many parts of so many query rows may be computed and joined together."""
+    return max(1, _PARTS_AT_ONCE // rows)
+
+
 class JoinedAttention:
     """Collects the attention of the same queries over the parts of a sequence. The first part must hide nothing
     from any query completely."""
@@ -18,35 +23,39 @@ class JoinedAttention:
     def __init__(self) -> None:
         self._outputs: list[torch.Tensor] = []
         self._weights: list[torch.Tensor] = []
+        self._parts = 0
 
     def add(self, output: torch.Tensor, weight: torch.Tensor) -> None:
-        """One part's output [1, heads, rows, dim] and the log of its sum [1, heads, rows]."""
+        """The outputs of some parts [parts, heads, rows, dim] and the logs of their sums [parts, heads, rows]."""
         self._outputs.append(output)
         self._weights.append(weight)
-        if len(self._outputs) * output.shape[2] > _PARTS_AT_ONCE and len(self._outputs) > 1:
+        self._parts += len(output)
+        if self._parts > parts_at_once(output.shape[2]):
             self._join()
 
     def result(self) -> torch.Tensor:
         """[1, heads, rows, dim]."""
-        if len(self._outputs) > 1:
+        if self._parts > 1:
             self._join()
         return self._outputs[0]
 
     def _join(self) -> None:
-        weights = torch.stack(self._weights)
-        total = weights.logsumexp(dim=0)
+        weights = torch.cat(self._weights)
+        total = weights.logsumexp(dim=0, keepdim=True)
         shares = (weights - total).exp_().unsqueeze(-1)
-        self._outputs = [(torch.stack(self._outputs) * shares).sum(dim=0)]
-        self._weights = [total]
+        self._outputs = [(torch.cat(self._outputs) * shares).sum(dim=0, keepdim=True)]
+        self._weights, self._parts = [total], 1
 
 
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of ``query`` [1, heads, rows, dim] over all keys that ``mask`` [rows, keys] lets it see.
+    """Attention of ``query`` [1, heads, rows, dim] over all keys [parts, heads, keys, dim] of each part by itself that
+    ``mask`` [rows, keys] lets it see.
 
     A row that sees none gets zeros, with the weight of minus infinity.
     """
+    query = query.expand(len(keys), -1, -1, -1)
     keys, values = keys.to(query.dtype), values.to(query.dtype)
     if mask is None and query.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
         output, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, scale=scale)

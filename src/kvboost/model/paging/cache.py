@@ -7,6 +7,7 @@ are those of an unpaged cache up to rounding in float32; a model that attends in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,6 +29,7 @@ from kvboost.model.rows import attention_windows
 from kvboost.model.runner import ModelRunner
 
 _UNPAGED = "Run it without kv_budget."
+_MOST_AT_ONCE = 8  # pages read and computed with in one call
 _PROBE_TOKENS = 24
 _PROBE_BLOCK = 4
 
@@ -56,19 +58,23 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
         shapes = [PageShape(k, v, block_tokens) for k, v in zip(slots[::2], slots[1::2], strict=True)]
         frame_bytes = up_to_page(max(shape.nbytes for shape in shapes))
         budget = parse_bytes(kv_budget, name="kv_budget")
-        quotas = _resident_pages(budget // frame_bytes, windows, block_tokens)
-        if quotas is None:
-            needed = frame_bytes * (len(shapes) + TRANSIT)
+        frames, needed = budget // frame_bytes, least_budget(self.layout, block_tokens)
+        if budget < needed:
             raise CapacityError(
                 f"kv_budget={budget} is too small for blocks of {block_tokens} tokens: a block of each of the "
                 f"{len(shapes)} layers and {TRANSIT} on their way take {needed} bytes; raise it, or lower block_tokens"
             )
+        left = frames - len(shapes)
+        group = max(1, min(_MOST_AT_ONCE, left // (4 * TRANSIT)))  # a quarter of what is left is enough for moving
+        self.pages_at_once = group
+        """Pages that are read, and in decoding computed with, in one call."""
+        quotas = _resident_pages(left - TRANSIT * group, windows, block_tokens)
         devices = {spec.device for spec in slots}
         if len(devices) > 1:
             raise UnsupportedModelError(f"its layers lie on several devices. {_UNPAGED}")
         device = devices.pop()
         spill = FileSpill(Path(directory) if directory else None) if device.type == "cpu" else HostSpill(device)
-        self._pager = Pager(spill, frame_bytes=frame_bytes, budget=budget)
+        self._pager = Pager(spill, frame_bytes=frame_bytes, budget=budget, group=group)
         self._attention = _Attention(self)
         super().__init__(
             layers=[
@@ -81,6 +87,32 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def ledger(self) -> PagingLedger:
         """Bytes taken, at most taken, and moved."""
         return self._pager.ledger
+
+    def place(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Append a block's tensors, as :meth:`SlabCache.rows` gives them, [slots, heads, tokens, dim] each."""
+        slots = self._by_slot(tensors)
+        for layer, keys, values in zip(self.layers, slots[::2], slots[1::2], strict=True):
+            layer.append(keys, values)
+
+    def rows(self, start: int, end: int) -> tuple[torch.Tensor, ...]:
+        """Copies of rows ``[start, end)`` as :meth:`place` takes them, outside the budget."""
+        copies = tuple(
+            torch.empty(len(slots), spec.heads, end - start, spec.dim, dtype=spec.dtype, device=spec.device)
+            for spec, slots in self.layout.groups.items()
+        )
+        slots = self._by_slot(copies)
+        for layer, keys, values in zip(self.layers, slots[::2], slots[1::2], strict=True):
+            layer.copy_rows(start, keys, values)
+        return copies
+
+    def _by_slot(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Views [1, heads, tokens, dim], one for each of the layout's slots."""
+        found = {
+            slot: tensor[index : index + 1]
+            for tensor, slots in zip(tensors, self.layout.groups.values(), strict=True)
+            for index, slot in enumerate(slots)
+        }
+        return [found[slot] for slot in range(len(found))]
 
     def __enter__(self) -> Self:
         if self._pager.closed:
@@ -189,13 +221,17 @@ def _windows_by_layer(model: Any, layout: KVLayout) -> list[int | None]:
     return [windows[kind] for kind in kinds]
 
 
-def _resident_pages(frames: int, windows: list[int | None], block_tokens: int) -> list[int] | None:
-    """How many whole pages of each layer stay in memory, as evenly as can be, so that each layer has something to
-    compute with while its others are read; None if the frames do not even hold what is always needed."""
-    left = frames - len(windows) - TRANSIT
-    if left < 0:
-        return None
-    useful = [frames if window is None else -(-window // block_tokens) + 1 for window in windows]
+def least_budget(layout: KVLayout, block_tokens: int) -> int:
+    """Bytes that paging needs at least: a block being filled for each layer, and those on their way."""
+    slots = layout.slots
+    largest = max(k.bytes_per_row + v.bytes_per_row for k, v in zip(slots[::2], slots[1::2], strict=True))
+    return up_to_page(largest * block_tokens) * (len(slots) // 2 + TRANSIT)
+
+
+def _resident_pages(left: int, windows: list[int | None], block_tokens: int) -> list[int]:
+    """How many whole pages of each layer stay in memory, of ``left`` in all: as evenly as can be, so that each layer
+    has something to compute with while its others are read."""
+    useful = [left if window is None else -(-window // block_tokens) + 1 for window in windows]
     quotas = [0] * len(windows)
     while left and (open_layers := [i for i, quota in enumerate(quotas) if quota < useful[i]]):
         each = max(1, min(left // len(open_layers), *(useful[i] - quotas[i] for i in open_layers)))
@@ -216,8 +252,7 @@ def probe_paging(model: Any, *, directory: Path | str | None = None) -> KVLayout
     runner = ModelRunner(model)
     ids = [i * 7919 % min(config.vocab_size, 30_000) for i in range(_PROBE_TOKENS)]
     whole, _ = runner.read_whole(ids)
-    per_layer = [k.bytes_per_row + v.bytes_per_row for k, v in zip(layout.slots[::2], layout.slots[1::2], strict=True)]
-    least = up_to_page(max(per_layer) * _PROBE_BLOCK) * (len(per_layer) + TRANSIT)
+    least = least_budget(layout, _PROBE_BLOCK)
     with PagedCache(model, kv_budget=least, block_tokens=_PROBE_BLOCK, directory=directory, layout=layout) as cache:
         half = _PROBE_TOKENS // 2
         runner.run(torch.tensor([ids[:half]], device=runner.device), cache, logits=False)

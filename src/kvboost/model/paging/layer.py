@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvboost.errors import ConfigError
 from kvboost.model.cache import TensorSpec
-from kvboost.model.paging.attention import JoinedAttention, attend, attend_causally
+from kvboost.model.paging.attention import JoinedAttention, attend, attend_causally, parts_at_once
 from kvboost.model.paging.pager import Pager
 
 _ONE_SEQUENCE = "a paged cache holds one sequence: use no batch, no beams and no num_return_sequences with kv_budget"
@@ -44,12 +44,12 @@ class PageShape:
         return self.tokens * (self.keys.bytes_per_row + self.values.bytes_per_row)
 
     def views(self, frame: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in a frame, [1, heads, tokens, dim] each."""
-        middle = self.tokens * self.keys.bytes_per_row
-        return self._view(self.keys, frame[:middle]), self._view(self.values, frame[middle : self.nbytes])
+        """Keys and values in frames [pages, bytes] or in one, [pages, heads, tokens, dim] each."""
+        frames, middle = frame if frame.dim() == 2 else frame[None], self.tokens * self.keys.bytes_per_row
+        return self._view(self.keys, frames[:, :middle]), self._view(self.values, frames[:, middle : self.nbytes])
 
     def _view(self, spec: TensorSpec, memory: torch.Tensor) -> torch.Tensor:
-        return memory.view(spec.dtype).view(1, spec.heads, self.tokens, spec.dim)
+        return memory.view(spec.dtype).view(len(memory), spec.heads, self.tokens, spec.dim)
 
 
 class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
@@ -120,11 +120,11 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
             )
         # In decoding the new row lies in the pages already and is seen like those before it.
         first_query = self.length - 1 if new == 1 else self.length
-        with closing(self._parts(self._first_seen(first_query), next_slots)) as parts:
-            for start, stop, page_keys, page_values in parts:
-                seen = slice(0, stop - start)
-                mask = self._mask(start, stop, first_query, new, groups)
-                joined.add(*attend(grouped, page_keys[:, :, seen], page_values[:, :, seen], scale=scale, mask=mask))
+        at_once = parts_at_once(groups * new) if self.window is None else 1  # what a window hides differs by page
+        with closing(self._parts(self._first_seen(first_query), next_slots, at_once=at_once)) as parts:
+            for start, count, page_keys, page_values in parts:
+                mask = self._mask(start, start + count, first_query, new, groups)
+                joined.add(*attend(grouped, page_keys[:, :, :count], page_values[:, :, :count], scale=scale, mask=mask))
         if new > 1:
             self.append(keys, values)
         return joined.result().reshape(1, heads, new, -1).to(query.dtype)
@@ -148,15 +148,22 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         first = self._first_seen(self.length) // self._shape.tokens
         return [page.slot for page in self.pages[first:] if page.slot is not None]
 
+    def copy_rows(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy rows from ``first`` on into these, [1, heads, rows, dim], which lie outside the budget."""
+        last = first + keys.shape[2]
+        with closing(self._parts(first, list, end=last)) as parts:
+            for start, _, *pages in parts:
+                begin, end = max(first, start), min(last, start + self._shape.tokens)
+                for copy, page in zip((keys, values), pages, strict=True):
+                    copy[:, :, begin - first : end - first] = page[:, :, begin - start : end - start]
+
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of all keys and values, [1, heads, length, dim], outside the budget."""
         copies = tuple(
             torch.empty(1, spec.heads, self.length, spec.dim, dtype=spec.dtype, device=spec.device)
             for spec in (self._shape.keys, self._shape.values)
         )
-        for start, stop, *parts in self._parts(0, list):
-            for copy, part in zip(copies, parts, strict=True):
-                copy[:, :, start:stop] = part[:, :, : stop - start]
+        self.copy_rows(0, *copies)
         return copies[0], copies[1]
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -202,27 +209,32 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         return 0 if self.window is None else max(0, query_position - self.window + 1)
 
     def _parts(
-        self, first_row: int, next_slots: Callable[[], list[int]]
+        self, first_row: int, next_slots: Callable[[], list[int]], *, at_once: int = 1, end: int | None = None
     ) -> Generator[tuple[int, int, torch.Tensor, torch.Tensor]]:
-        """Pages from the one with ``first_row`` on: first and last row, keys, values. Those in memory come first."""
+        """Pages from the one with ``first_row`` to the one before row ``end``, by default the last: the first row, how
+        many rows each page holds, keys, values [pages, heads, tokens, dim]. Those in memory come first."""
         tokens = self._shape.tokens
+        end = self.length if end is None else end
         away: list[tuple[int, int]] = []
         here: list[tuple[int, torch.Tensor]] = []
-        for number in range(first_row // tokens, len(self.pages)):
+        for number in range(first_row // tokens, min(len(self.pages), -(-end // tokens))):
             page = self.pages[number]
             if page.frame is not None:
                 here.append((number, page.frame))
             elif page.slot is not None:
                 away.append((number, page.slot))
-        if self.length % tokens and self._tail is not None:
+        if self._tail is not None and end > len(self.pages) * tokens:
             here.append((len(self.pages), self._tail))
         # Asked for before anything is computed, so that the first one is read meanwhile.
         self._pager.expect([slot for _, slot in away])
         for number, frame in here:
-            yield number * tokens, min(self.length, (number + 1) * tokens), *self._shape.views(frame)
-        with closing(self._pager.read([slot for _, slot in away], then=next_slots())) as frames:
-            for (number, _), frame in zip(away, frames, strict=True):
-                yield number * tokens, (number + 1) * tokens, *self._shape.views(frame)
+            yield number * tokens, min(self.length - number * tokens, tokens), *self._shape.views(frame)
+        done = 0
+        with closing(self._pager.read([slot for _, slot in away], then=next_slots())) as groups:
+            for pages in groups:
+                for part in (pages[first : first + at_once] for first in range(0, len(pages), at_once)):
+                    yield away[done][0] * tokens, tokens, *self._shape.views(part)
+                    done += len(part)
 
     def _mask(self, start: int, stop: int, first_query: int, new: int, groups: int) -> torch.Tensor | None:
         """What the window hides of rows ``[start, stop)`` from the new ones, [groups * new, rows]; None if nothing."""
@@ -239,20 +251,20 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         if len(staying) < self._may_stay:
             self.pages.append(Page(frame, None))
         elif self.window is None or not staying:
-            slot, self._tail = self._pager.write(frame)
-            self.pages.append(Page(None, slot))
+            self.pages.append(Page(None, self._pager.write(frame, owner=id(self))))
+            self._tail = frame
         else:
             oldest = staying[0]
             assert oldest.frame is not None
-            oldest.slot, self._tail = self._pager.write(oldest.frame)
-            oldest.frame = None
+            oldest.slot = self._pager.write(oldest.frame, owner=id(self))
+            self._tail, oldest.frame = oldest.frame, None
             self.pages.append(Page(frame, None))
 
     def _drop(self, page: Page) -> None:
         if page.frame is not None:
             self._pager.release(page.frame)
         elif page.slot is not None:
-            self._pager.forget(page.slot)
+            self._pager.forget(page.slot, owner=id(self))
 
     def _brought_back(self, page: Page) -> torch.Tensor:
         """The page's frame, to be filled on from the middle."""
@@ -260,7 +272,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
             return page.frame
         assert page.slot is not None
         tail = self._pager.take()
-        with closing(self._pager.read([page.slot])) as frames:
-            tail.copy_(next(frames))
-        self._pager.forget(page.slot)
+        with closing(self._pager.read([page.slot])) as pages:
+            tail.copy_(next(pages)[0])
+        self._pager.forget(page.slot, owner=id(self))
         return tail

@@ -1,13 +1,13 @@
-"""Frames of memory within a budget, and one thread that moves pages between them and the spill.
+"""Frames of memory within a budget, and one thread that reads spilled pages ahead, several at once.
 
-Used by the paged cache alone, from the thread that runs the model. Invariants: the ledger never exceeds the budget; the
-thread works in the order asked, so a page is read as it was last written; a move that failed raises at the next use.
+Used by the paged cache alone, from the thread that runs the model. Invariants: the ledger never exceeds the budget; a
+page is read as it was last written; a move that failed raises, and from then on every use does.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
@@ -18,7 +18,7 @@ from kvboost.errors import CapacityError, KVBoostError
 from kvboost.model.paging.spill import Spill
 
 TRANSIT = 2
-"""Frames for pages on their way: one is computed with, the next one is read."""
+"""Buffers for pages on their way: one is computed with, the next one is read."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class PagingLedger:
     written_bytes: int = 0
     read_bytes: int = 0
     waited_seconds: float = 0.0
-    """How long the model stood still for a page that was not there yet."""
+    """How long the model stood still for a page that was not there yet, or not yet away."""
 
     def take(self, size: int) -> None:
         """Raises CapacityError if that is more than is left."""
@@ -47,32 +47,32 @@ class PagingLedger:
 
 @dataclass
 class _Coming:
-    """A page that is being read."""
+    """Pages that are being read into one buffer."""
 
-    slot: int
-    frame: torch.Tensor
+    slots: tuple[int, ...]
+    buffer: torch.Tensor
     read: Future[None]
 
 
 class Pager:
-    """Gives out frames and moves pages. All its frames together stay within the budget."""
+    """Gives out frames and moves pages. All its memory together stays within the budget."""
 
-    def __init__(self, spill: Spill, *, frame_bytes: int, budget: int) -> None:
+    def __init__(self, spill: Spill, *, frame_bytes: int, budget: int, group: int = 1) -> None:
+        """``group`` pages are read at once: the buffers for those on their way take as many frames each."""
         self.ledger = PagingLedger(budget)
-        self._spill, self._frame_bytes = spill, frame_bytes
+        self._spill, self._frame_bytes, self._group = spill, frame_bytes, group
         self._free: list[torch.Tensor] = []
-        self._transit = 0  # frames being read into, computed with, or written from
+        self._free_buffers: list[torch.Tensor] = []
+        self._buffers = 0
         self._coming: deque[_Coming] = deque()
-        self._going: deque[tuple[torch.Tensor, Future[None]]] = deque()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvboost-pages")
         self._slots = 0
-        self._free_slots: list[int] = []
+        self._free_slots: dict[Hashable, list[int]] = {}
         self._lost = False
         self.closed = False
 
     def take(self) -> torch.Tensor:
         """A frame [bytes] for rows that stay. Raises CapacityError beyond the budget."""
-        self._settle()
         if self._free:
             return self._free.pop()
         self.ledger.take(self._frame_bytes)
@@ -82,107 +82,99 @@ class Pager:
         """The frame's rows are not needed any more."""
         self._free.append(frame)
 
-    def write(self, frame: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Send a page out. Returns its slot, and a frame to go on with: another one while this one is written."""
-        self._settle()
-        slot = self._free_slots.pop() if self._free_slots else self._slots
-        self._slots = max(self._slots, slot + 1)
-        done = self._worker.submit(self._spill.write, slot, frame)
+    def write(self, frame: torch.Tensor, *, owner: Hashable) -> int:
+        """Send a page out. Returns its slot; the frame can be filled again. Pages of one owner lie side by side."""
+        free = self._free_slots.setdefault(owner, [])
+        if not free:
+            free.extend(reversed(range(self._slots, self._slots + self._group)))
+            self._slots += self._group
+        self._move(lambda: self._spill.write(free[-1], frame))
         self.ledger.written_bytes += self._frame_bytes
-        if self._transit >= TRANSIT:
-            self._wait(done)
-            return slot, frame
-        self._transit += 1
-        self._going.append((frame, done))
-        return slot, self.take()
+        return free.pop()
 
-    def forget(self, slot: int) -> None:
+    def forget(self, slot: int, *, owner: Hashable) -> None:
         """The page is not needed any more. Its slot may be written again."""
         self.settle_reads()
-        self._free_slots.append(slot)
+        self._free_slots[owner].append(slot)
 
     def expect(self, slots: Sequence[int]) -> None:
         """Begin to read the first of these, which :meth:`read` will be asked for next."""
-        asked = [page.slot for page in self._coming]
-        if asked == list(slots[: len(asked)]):
-            self._settle()
-            self._read_ahead(slots[len(asked) :])
+        plan = self._in_groups(slots)
+        if self._asked() == plan[: len(self._coming)]:
+            self._read_ahead(plan[len(self._coming) :])
 
     def read(self, slots: Sequence[int], *, then: Sequence[int] = ()) -> Generator[torch.Tensor]:
-        """The pages in these slots, one after another, each valid until the next one is asked for.
+        """The pages in these slots, a few at a time, [pages, bytes], each valid until the next ones are asked for.
 
-        While one is used the next one is read; at the end, the first of ``then``, for the next call.
+        While some are used the next ones are read; at the end, the first of ``then``, for the next call.
         """
-        plan = [*slots, *then[:TRANSIT]]
-        if [page.slot for page in self._coming] != plan[: len(self._coming)]:
+        wanted = self._in_groups(slots)
+        plan = [*wanted, *self._in_groups(then)[:TRANSIT]]
+        if self._asked() != plan[: len(self._coming)]:
             self.settle_reads()  # another page was expected
         asked = len(self._coming)
-        for _ in slots:
+        for _ in wanted:
             asked += self._read_ahead(plan[asked:])
-            if not self._coming:  # every frame is being written from
-                while self._going:
-                    self._end_write()
-                asked += self._read_ahead(plan[asked:])
-            page = self._coming.popleft()
+            pages = self._coming.popleft()
             try:
-                self._wait(page.read)
-                self._settle()  # a page whose writing failed was read before that showed
-                yield page.frame
+                self._move(pages.read.result)
+                yield self._part(pages)
             finally:
-                self._transit -= 1
-                self.release(page.frame)
+                self._free_buffers.append(pages.buffer)
         self._read_ahead(plan[asked:])
 
     def settle_reads(self) -> None:
         """Give up what is read ahead."""
         while self._coming:
-            page = self._coming.popleft()
-            self._transit -= 1
-            self.release(page.frame)
-            page.read.exception()  # nobody asked for these bytes yet: who does reads them again
+            pages = self._coming.popleft()
+            pages.read.exception()  # nobody asked for these bytes yet: who does reads them again
+            self._free_buffers.append(pages.buffer)
 
     def close(self) -> None:
-        """End the thread and remove what was spilled. Frames are given back to the system."""
+        """End the thread and remove what was spilled. Memory is given back to the system."""
         if self.closed:
             return
         self.closed = True
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._spill.close()
         self._coming.clear()
-        self._going.clear()
         self._free.clear()
+        self._free_buffers.clear()
         self.ledger.used = 0
 
-    def _read_ahead(self, slots: Sequence[int]) -> int:
-        """Begin to read as many of these as there are frames for; how many."""
+    def _in_groups(self, slots: Sequence[int]) -> list[tuple[int, ...]]:
+        return [tuple(slots[first : first + self._group]) for first in range(0, len(slots), self._group)]
+
+    def _asked(self) -> list[tuple[int, ...]]:
+        return [pages.slots for pages in self._coming]
+
+    def _part(self, pages: _Coming) -> torch.Tensor:
+        return pages.buffer[: len(pages.slots) * self._frame_bytes].view(len(pages.slots), self._frame_bytes)
+
+    def _read_ahead(self, groups: Sequence[tuple[int, ...]]) -> int:
+        """Begin to read as many of these as there are buffers for; how many."""
         begun = 0
-        for slot in slots:
-            if self._transit >= TRANSIT:
-                break
-            frame = self.take()
-            self._transit += 1
-            self._coming.append(_Coming(slot, frame, self._worker.submit(self._spill.read, slot, frame)))
-            self.ledger.read_bytes += self._frame_bytes
+        for slots in groups:
+            if not self._free_buffers:
+                if self._buffers == TRANSIT:
+                    break
+                self.ledger.take(self._frame_bytes * self._group)
+                self._free_buffers.append(self._spill.frame(self._frame_bytes * self._group))
+                self._buffers += 1
+            coming = _Coming(slots, self._free_buffers.pop(), Future())
+            coming.read = self._worker.submit(self._spill.read, slots, self._part(coming))
+            self._coming.append(coming)
+            self.ledger.read_bytes += self._frame_bytes * len(slots)
             begun += 1
         return begun
 
-    def _settle(self) -> None:
-        """Take back the frames whose writing has ended."""
+    def _move(self, move: Callable[[], None]) -> None:
+        """Wait for it, and count that."""
         if self._lost:
             raise KVBoostError("a page of this sequence could not be moved; make a new cache and read the text again")
-        while self._going and self._going[0][1].done():
-            self._end_write()
-
-    def _end_write(self) -> None:
-        frame, done = self._going.popleft()
-        self._transit -= 1
-        self.release(frame)
-        self._wait(done)
-
-    def _wait(self, move: Future[None]) -> None:
         begun = perf_counter()
         try:
-            move.result()
+            move()
         except OSError:
             self._lost = True
             raise

@@ -1,7 +1,7 @@
 """Where pages lie that the budget has no room for: a file, or the host's memory beside an accelerator.
 
-Used by the pager alone, from its one thread. Invariant: a slot reads back the bits that were last written to it, or
-raises; nothing is left behind, however the process ends.
+Used by the pager alone: reads come from its thread, writes to other slots from the model's. Invariant: a slot reads
+back the bits that were last written to it, or raises; nothing is left behind, however the process ends.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -29,8 +30,8 @@ class Spill(Protocol):
         """Keep the frame's bytes."""
         ...
 
-    def read(self, slot: int, frame: torch.Tensor) -> None:
-        """Fill the frame with what was written last."""
+    def read(self, slots: Sequence[int], pages: torch.Tensor) -> None:
+        """Fill ``pages`` [slots, bytes] with what was written to these slots last."""
         ...
 
     def close(self) -> None:
@@ -56,20 +57,25 @@ class FileSpill:
 
     def write(self, slot: int, frame: torch.Tensor) -> None:
         """Raises OSError, for example if the disk is full."""
-        self._move(slot, frame, write=True)
+        self._move(slot * frame.numel(), frame, write=True)
 
-    def read(self, slot: int, frame: torch.Tensor) -> None:
-        """Raises OSError if the bytes are not there."""
-        self._move(slot, frame, write=False)
+    def read(self, slots: Sequence[int], pages: torch.Tensor) -> None:
+        """Slots that lie side by side are read in one call. Raises OSError if the bytes are not there."""
+        first = 0
+        for index in range(1, len(slots) + 1):
+            if index == len(slots) or slots[index] != slots[index - 1] + 1:
+                run = pages[first:index]
+                self._move(slots[first] * pages.shape[1], run.view(-1), write=False)
+                first = index
 
     def close(self) -> None:
         """The file and its blocks are gone."""
         self._file.close()
 
-    def _move(self, slot: int, frame: torch.Tensor, *, write: bool) -> None:
-        buffer = memoryview(frame.numpy())  # type: ignore[arg-type]
+    def _move(self, offset: int, memory: torch.Tensor, *, write: bool) -> None:
+        buffer = memoryview(memory.numpy())  # type: ignore[arg-type]
         call = os.pwritev if write else os.preadv
-        offset, done = slot * len(buffer), 0
+        done = 0
         while done < len(buffer):
             try:
                 count = call(self._file.fileno(), [buffer[done:]], offset + done)
@@ -79,7 +85,7 @@ class FileSpill:
                 self._set_direct(False)  # some file systems say so only here
                 continue
             if not count:
-                raise OSError(errno.EIO, f"the spilled KV ends after {done} of {len(buffer)} bytes of page {slot}")
+                raise OSError(errno.EIO, f"the spilled KV ends after {done} of {len(buffer)} bytes at {offset}")
             done += count
             if self.direct and done % PAGE:
                 self._set_direct(False)  # a short transfer: its rest does not begin at a page
@@ -121,9 +127,10 @@ class HostSpill:
             self._pages[slot] = page
         page.copy_(frame)
 
-    def read(self, slot: int, frame: torch.Tensor) -> None:
+    def read(self, slots: Sequence[int], pages: torch.Tensor) -> None:
         """What the default stream computes afterwards sees the bytes."""
-        frame.copy_(self._pages[slot])
+        for slot, page in zip(slots, pages, strict=True):
+            page.copy_(self._pages[slot])
 
     def close(self) -> None:
         """Forget all pages."""
