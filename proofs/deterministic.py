@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from tests.helpers.serving import kvboost_serve, tiny_folder
 
 from kvboost.bench.report import describe_machine
-from tests.helpers.serving import kvboost_serve, tiny_folder
 
 _BEGINNING = "A long beginning that many clients share, so that its KV is read once and used by all of them. "
 
