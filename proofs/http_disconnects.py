@@ -66,6 +66,7 @@ def main() -> int:
     parser.add_argument("--deterministic", action="store_true", help="the server's mode; without it, the default")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--disconnects", type=int, default=2000)
+    parser.add_argument("--log", type=Path, help="what the server says")
     parser.add_argument("--quick", action="store_true", help="300 disconnects")
     args = parser.parse_args()
     phases: Counter[str] = Counter()
@@ -74,7 +75,7 @@ def main() -> int:
     options = ["--quality", "exact", *(["--deterministic"] if args.deterministic else [])]
     with tempfile.TemporaryDirectory() as scratch:
         folder = tiny_folder(Path(scratch), dtype=torch.float64)
-        with kvboost_serve(folder, options, settings={"chunk_size": "32"}) as server:
+        with kvboost_serve(folder, options, settings={"chunk_size": "32"}, log=args.log) as server:
 
             def ask(prompt: str) -> str:
                 body = {"model": "model", "prompt": prompt, "max_tokens": 32, "temperature": 0}
