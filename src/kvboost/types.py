@@ -429,3 +429,5 @@ class CacheStats(TypedDict):
     bytes_by_tier: dict[str, int]
     moved_reuse: MovedReuseStats
     workspace_bytes: int
+    leased_chunks: int
+    """Held against eviction by whoever uses them now: none when nothing runs and nothing is pinned."""

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvboost import KVBoost
 from kvboost.serve.prompts import ChatPrompts, Turn, to_turn
-from kvboost.serve.replies import ReplyMemory
+from kvboost.serve.replies import _IDS_PER_KEY, ReplyMemory
 from kvboost.serve.schemas import Message
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
@@ -133,12 +133,12 @@ def test_a_longer_chat_has_the_boundaries_of_the_shorter_one() -> None:
 
 
 def test_the_memory_of_replies_is_bounded() -> None:
-    memory = ReplyMemory(most_ids=100)
+    memory = ReplyMemory(most_ids=10 * (10 + _IDS_PER_KEY))
     for number in range(50):
         memory.remember(tenant="t", cache_key="", before="b", reply=f"reply {number}", ids=range(10))
     kept = [n for n in range(50) if memory.find(tenant="t", cache_key="", before="b", reply=f"reply {n}")]
     assert kept == [45, 46, 47, 48, 49], "each counts twice: behind its text, and alone"
-    memory.remember(tenant="t", cache_key="", before="b", reply="too long", ids=range(51))
+    memory.remember(tenant="t", cache_key="", before="b", reply="too long", ids=range(400))
     assert memory.find(tenant="t", cache_key="", before="b", reply="too long") is None
 
 

@@ -26,6 +26,7 @@ def cache_stats(stats: StoreStats, *, parts: Assembly | None, refusal: str | Non
         bytes_by_tier={tier.tier: tier.bytes for tier in (stats, *stats.below)},
         moved_reuse=_moved_reuse(parts, refusal),
         workspace_bytes=parts.pool.idle_bytes if parts else 0,
+        leased_chunks=stats.leased,
     )
 
 

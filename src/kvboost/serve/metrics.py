@@ -37,6 +37,9 @@ class _Live(Collector):
             by_tier.add_metric([tier], held)
         yield by_tier
         yield GaugeMetricFamily("kvboost_store_chunks", "Chunks in memory.", value=stats["hot_chunks"])
+        yield GaugeMetricFamily(
+            "kvboost_store_leased", "Chunks held against eviction at the moment.", value=stats["leased_chunks"]
+        )
         yield CounterMetricFamily("kvboost_chunk_hits", "Chunks found as they were.", value=stats["cache_hits"])
         yield CounterMetricFamily(
             "kvboost_chunk_moved", "Chunks moved from elsewhere.", value=stats["approximate_hits"]

@@ -2,7 +2,7 @@
 
 A reply that comes back in a chat is text, and its text tokenised need not give the ids that were produced: then none
 of their KV would be found. Filled and asked by :class:`kvboost.serve.prompts.ChatPrompts`. Invariant: what is found
-belongs to the tenant who asks, and at most ``most_ids`` ids are kept.
+belongs to the tenant who asks, and what is kept takes no more memory than ``most_ids`` ids, keys counted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 _Key = tuple[str, str, bytes]
+_IDS_PER_KEY = (
+    64  # that take as much memory as a key: otherwise many short replies would take a hundred times the bound
+)
 
 
 class ReplyMemory:
@@ -27,17 +30,17 @@ class ReplyMemory:
 
     def remember(self, *, tenant: str, cache_key: str, before: str, reply: str, ids: Sequence[int]) -> None:
         """Keep the ids of ``reply``, which was produced behind the rendered text ``before``."""
-        if not reply or not ids or len(ids) > self._most_ids // 2:
+        if not reply or not ids or len(ids) + _IDS_PER_KEY > self._most_ids // 2:
             return
         kept = array("I", ids)
         with self._lock:
             for key in _keys(tenant, cache_key, before, reply):
                 old = self._replies.pop(key, None)
-                self._ids += len(kept) - (len(old) if old is not None else 0)
+                self._ids += _cost(kept) - (_cost(old) if old is not None else 0)
                 self._replies[key] = kept
             while self._ids > self._most_ids:
                 _, gone = self._replies.popitem(last=False)
-                self._ids -= len(gone)
+                self._ids -= _cost(gone)
 
     def find(self, *, tenant: str, cache_key: str, before: str, reply: str) -> list[int] | None:
         """The ids of ``reply`` behind exactly this text, else behind any other; None if it was not produced here."""
@@ -47,6 +50,10 @@ class ReplyMemory:
                     self._replies.move_to_end(key)
                     return list(self._replies[key])
         return None
+
+
+def _cost(kept: array[int]) -> int:
+    return len(kept) + _IDS_PER_KEY
 
 
 def _keys(tenant: str, cache_key: str, before: str, reply: str) -> tuple[_Key, _Key]:

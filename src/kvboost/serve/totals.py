@@ -23,6 +23,7 @@ def total_stats(engine: KVBoost) -> CacheStats:
         total["evictions"] += stats["evictions"]
         total["store_errors"] += stats["store_errors"]
         total["workspace_bytes"] += stats["workspace_bytes"]
+        total["leased_chunks"] += stats["leased_chunks"]
         for tier, held in stats["bytes_by_tier"].items():
             # The memory is told for each tenant; a tier below is one for all of them.
             by_tier[tier] = by_tier.get(tier, 0) + held if tier == "memory" else max(by_tier.get(tier, 0), held)

@@ -1,0 +1,99 @@
+"""`kvboost serve` in a process of its own, over a tiny model in a folder: for proofs that must see what people run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvboost.bench.servers import free_port
+from tests.helpers.models import tiny_model
+from tests.helpers.tokenizer import byte_tokenizer
+
+_START_S = 120.0
+
+
+class ServeProcess:
+    """A running server. ``code`` is its exit code once the block is left."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        self.process, self.port = process, port
+        self.code: int | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def cache(self) -> dict[str, Any]:
+        """GET /v1/cache."""
+        told: dict[str, Any] = httpx.get(self.url + "/v1/cache", timeout=60).json()
+        return told
+
+    def idle(self) -> bool:
+        """Whether nothing runs, waits, is held or is leased."""
+        told = self.cache()
+        nothing = {"running": 0, "waiting": 0, "kv_bytes": 0}
+        return told["load"] == nothing and told["streams"] == 0 and told["cache"]["leased_chunks"] == 0
+
+    def resources(self) -> dict[str, float]:
+        """Memory in MB, threads and open files, as Linux counts them."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        fields = dict(line.split(":", 1) for line in status.splitlines())
+        return {
+            "rss": int(fields["VmRSS"].split()[0]) / 1000,
+            "anonymous": int(fields["RssAnon"].split()[0]) / 1000,
+            "threads": int(fields["Threads"]),
+            "files": len(os.listdir(f"/proc/{self.process.pid}/fd")),
+        }
+
+
+def tiny_folder(folder: Path, *, family: str = "llama", **overrides: Any) -> Path:
+    """A tiny model with a tokenizer of bytes, as a folder that any server can load."""
+    model = tiny_model(family, vocab_size=260, max_position_embeddings=2048, **overrides)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def kvboost_serve(
+    model: Path, options: Sequence[str] = (), *, settings: Mapping[str, str] | None = None, log: Path | None = None
+) -> Iterator[ServeProcess]:
+    """The server for one ``with`` block; ended with SIGTERM. ``settings`` are those that have no flag."""
+    port = free_port()
+    command = [sys.executable, "-m", "kvboost", "serve", str(model), "--port", str(port), "--name", "model", *options]
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    environment |= {f"KVBOOST_{name.upper()}": value for name, value in (settings or {}).items()}
+    with open(log or os.devnull, "wb") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    running = ServeProcess(process, port)
+    try:
+        _wait_for(running)
+        yield running
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            running.code = process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+
+
+def _wait_for(running: ServeProcess) -> None:
+    end = time.monotonic() + _START_S
+    while time.monotonic() < end and running.process.poll() is None:
+        try:
+            if httpx.get(running.url + "/health", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.1)
+    raise RuntimeError("kvboost serve did not start; give a log to see why")
