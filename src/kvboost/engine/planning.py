@@ -58,7 +58,7 @@ def workload(
         disk_cache_bytes=int(config.disk_cache_bytes) if config.disk_cache_dir is not None else 0,
         workspace_bytes=int(config.workspace_bytes),
         stored_tokens=stored_tokens,
-        kv_budget=kv_budget,
+        kv_budget=config.kv_budget if kv_budget is None else kv_budget,  # type: ignore[arg-type]
     )
 
 
