@@ -32,8 +32,7 @@ from kvboost.bench.report import describe_machine
 from kvboost.engine.batching import BatchRunner
 from kvboost.engine.jobs import Finished, Job
 from kvboost.engine.planning import workload
-from kvboost.model import measure_rates, model_on_disk, stored_bytes_per_token
-from kvboost.model.paging import paged_generate
+from kvboost.model import measure_rates, model_on_disk
 from kvboost.planning import MemoryPlan, plan_memory
 
 _NEW = 8
@@ -160,26 +159,26 @@ def _convert(file: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
 
 
-def settings_of(case: Case) -> dict[str, Any]:
-    return {"kv_cache_bits": case.bits, "quality": "exact"}
+def settings_of(case: Case, budget: int | None = None) -> dict[str, Any]:
+    paged = {"kv_budget": budget} if case.kv_share else {}
+    return {"kv_cache_bits": case.bits, "quality": "exact", **paged}
 
 
 def predict(folder: Path, case: Case) -> tuple[MemoryPlan, int | None]:
     """The plan, and the budget that the case's share comes to."""
     model = model_on_disk(str(folder), dtype=case.dtype)
-    weights, budget, kv_budget = model.weights, None, None
+    weights, budget = model.weights, None
     if case.weight_share:
         budget = model.weights.resident // case.weight_share
         weights = model.streamed_or_raise(budget)
     if case.kv_share:
-        budget = kv_budget = case.context * model.shape.kv_per_token // case.kv_share
+        budget = case.context * model.shape.kv_per_token // case.kv_share
     work = workload(
-        EngineConfig(**settings_of(case)),
+        EngineConfig(**settings_of(case, budget)),
         context=case.context,
         batch=case.batch,
-        stored=stored_bytes_per_token(model.layout),
-        kv_budget=kv_budget,
-        stored_tokens=0 if kv_budget else case.batch * case.context,
+        layout=model.layout,
+        stored_tokens=case.batch * case.context,
     )
     return plan_memory(model.shape, weights, work), budget
 
@@ -206,10 +205,9 @@ def run(folder: Path, budget: int | None, case: Case) -> dict[str, int]:
     from tests.helpers.models import tiny_model
 
     dtype = getattr(torch, case.dtype)
-    with KVBoost(tiny_model("llama", dtype=dtype), chunk_size=8, **settings_of(case)) as engine:
+    with KVBoost(tiny_model("llama", dtype=dtype), chunk_size=8, kv_cache_bits=case.bits) as engine:
         answer(engine, vocab=90, tokens=40, batch=2)  # everything imported and started
-        if case.kv_share:
-            paged_generate(engine.model, [3, 4, 5], kv_budget="10MB", max_new_tokens=2, do_sample=False)
+        engine.generate([3, 4, 5], max_new_tokens=2)
     del engine
     measure_rates(dtype=dtype, rows=_STEP, seconds=0.01)  # as before the plan's own base: the matrix library's buffers
     gc.collect()
@@ -217,12 +215,13 @@ def run(folder: Path, budget: int | None, case: Case) -> dict[str, int]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
     base = _status("VmRSS")
     arguments = {"weight_budget": budget} if case.weight_share else {}
-    with KVBoost.from_pretrained(str(folder), dtype=dtype, device="cpu", **arguments, **settings_of(case)) as engine:
+    with KVBoost.from_pretrained(
+        str(folder), dtype=dtype, device="cpu", **arguments, **settings_of(case, budget)
+    ) as engine:
         loaded = _status("VmHWM") - base
         if case.kv_share:
-            ids = prompt(0, vocab=8000, tokens=case.context - _NEW)
-            assert budget is not None
-            paged_generate(engine.model, ids, kv_budget=budget, step_tokens=_STEP, max_new_tokens=_NEW, do_sample=False)
+            ids = prompt(0, vocab=8000, tokens=case.context - _NEW)  # paged requests are not run side by side
+            engine.generate(ids, max_new_tokens=_NEW, temperature=0)
         else:
             answer(engine, vocab=8000, tokens=case.context - _NEW, batch=case.batch)
         return {"base": base, "loaded": loaded, "peak": _status("VmHWM") - base}

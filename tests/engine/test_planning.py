@@ -88,6 +88,16 @@ def test_a_budget_is_planned_as_it_is_loaded(folder: Path) -> None:
         planned(folder, weight_budget=100)
 
 
+def test_pages_are_planned_as_the_engine_makes_them(folder: Path) -> None:
+    settings: dict[str, Any] = {"kv_budget": 200_000, "chunk_size": 16, "cache_bytes": "10MB"}
+    ahead = planned(folder, context=500, config=EngineConfig(**settings)).plan
+    assert ahead.kv_spilled > 0
+    with KVBoost.from_pretrained(str(folder), device="cpu", **settings) as made:
+        loaded = made.memory_plan(context=500, batch=2)
+        assert (loaded.kv, loaded.kv_spilled) == (ahead.kv, ahead.kv_spilled)
+        assert loaded.kv <= 2 * 200_000
+
+
 def test_another_dtype_is_held_beside_its_source_while_loading(folder: Path) -> None:
     plain, converted = planned(folder).plan, planned(folder, dtype="bfloat16").plan
     assert plain.weights.converted_from == 0

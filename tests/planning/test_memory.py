@@ -71,7 +71,9 @@ def test_pages_counted_by_hand() -> None:
     kv, spilled = paged_memory(shape(), tokens=1000, budget=10 * 8192 + 100, block_tokens=64)
     assert kv == 10 * 8192
     assert spilled == (48 - 8) * 8192
-    assert paged_memory(shape(), tokens=1000, budget=1000 * KV, block_tokens=64) == (1000 * KV, 0)
+    assert paged_memory(shape(), tokens=1000, budget=60 * 8192, block_tokens=64) == (50 * 8192, 0)
+    assert plan_memory(shape(), WEIGHTS, work(kv_budget=1280 * KV)).kv == 1000 * KV  # in one piece
+    assert plan_memory(shape(), WEIGHTS, work(kv_budget=1280 * KV - 1)).kv == 14 * 256 * 128  # 4 pages a layer, and 2
     with pytest.raises(ConfigError, match=f"at least {5 * 8192}"):
         paged_memory(shape(), tokens=1000, budget=5 * 8192 - 1, block_tokens=64)
 

@@ -37,7 +37,6 @@ from kvboost.model import (
     make_draft,
     reads_prompt_again,
     shape_of,
-    stored_bytes_per_token,
     weights_of,
 )
 from kvboost.plan import make_chunker
@@ -213,7 +212,7 @@ class EngineLife:
             self.config,
             context=context,
             batch=batch,
-            stored=stored_bytes_per_token(layout),
+            layout=layout,
             stored_tokens=stored_tokens,
         )
         held = self._store.stats().bytes + pool.idle_bytes

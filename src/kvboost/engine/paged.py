@@ -26,7 +26,7 @@ from kvboost.types import Chunk, LoadReport, ReusePlan, Segment, SegmentKind
 
 _BLOCKS = (256, 128, 64, 32, 16)
 """Tokens in a page: large ones are moved and computed with in fewer calls, small ones leave less of the budget idle."""
-_STEP_TOKENS = 512  # read at once at most: every step goes over all pages that are away
+STEP_TOKENS = 512  # read at once at most: every step goes over all pages that are away
 _NOTHING_MOVED = "its KV lies in pages (kv_budget), where nothing is moved"
 
 
@@ -46,7 +46,7 @@ class Pages:
             raise ConfigError(f"kv_budget={budget} is too small for this model; give {least} bytes or more")
         self._model, self._pool, self._directory = model, pool, directory
         self.budget = budget
-        self.block_tokens = _block_tokens(self._layout, budget)
+        self.block_tokens = block_tokens_for(self._layout, budget)
 
     def hold(self, rows: int, *, sequences: int = 1) -> bool:
         """Whether the caches of sequences of this length stay within the budget as they are."""
@@ -74,7 +74,7 @@ class Pages:
             yield _open(reader, cache, tokens, boundaries=boundaries, clock=clock)
 
 
-def _block_tokens(layout: KVLayout, budget: int) -> int:
+def block_tokens_for(layout: KVLayout, budget: int) -> int:
     """The largest block with which at least half of the budget is left for pages that stay."""
     return next((tokens for tokens in _BLOCKS if 2 * least_budget(layout, tokens) <= budget), _BLOCKS[-1])
 
@@ -138,7 +138,7 @@ def _in_long_steps(plan: ReusePlan) -> ReusePlan:
         if (
             last is not None
             and SegmentKind.FRESH is last.kind is segment.kind
-            and segment.end - last.start <= _STEP_TOKENS
+            and segment.end - last.start <= STEP_TOKENS
         ):
             segments[-1] = Segment(SegmentKind.FRESH, last.start, segment.end, None)
         else:

@@ -14,9 +14,20 @@ from typing import Any
 import torch
 
 from kvboost.config import EngineConfig
-from kvboost.model import ModelOnDisk, load_tokenizer_of, measure_rates, model_on_disk, stored_bytes_per_token
+from kvboost.engine.paged import STEP_TOKENS, block_tokens_for
+from kvboost.model import KVLayout, ModelOnDisk, load_tokenizer_of, measure_rates, model_on_disk, stored_bytes_per_token
 from kvboost.plan import make_chunker
-from kvboost.planning import MemoryPlan, ModelShape, Option, Rates, WeightMemory, Workload, plan_memory, plan_options
+from kvboost.planning import (
+    MemoryPlan,
+    ModelShape,
+    Option,
+    Rates,
+    WeightMemory,
+    Workload,
+    plan_memory,
+    plan_options,
+    request_bytes,
+)
 
 _CONTEXT = 4096
 RUNTIME = 480 * 10**6
@@ -41,24 +52,30 @@ def workload(
     *,
     context: int,
     batch: int,
-    stored: dict[int, int],
-    kv_budget: int | None = None,
+    layout: KVLayout,
     stored_tokens: int | None = None,
 ) -> Workload:
     """What an engine with these settings is asked for."""
     chunker = make_chunker(config.chunking, size=config.chunk_size)
+    step_rows = int(getattr(chunker, "max_tokens", config.chunk_size))
+    pages: dict[str, int] = {}
+    if config.kv_budget is not None:
+        budget = int(config.kv_budget)
+        pages = {"kv_budget": budget, "block_tokens": block_tokens_for(layout, budget)}
+        if request_bytes(context, kv_per_token=layout.bytes_per_token) > budget:
+            step_rows = STEP_TOKENS
     return Workload(
         context=context,
         batch=batch,
-        step_rows=int(getattr(chunker, "max_tokens", config.chunk_size)),
-        stored_per_token=stored[config.kv_cache_bits],
+        step_rows=step_rows,
+        stored_per_token=stored_bytes_per_token(layout)[config.kv_cache_bits],
         packed=config.kv_cache_bits != 16,
         cache_bytes=int(config.cache_bytes),
         host_cache_bytes=int(config.host_cache_bytes),
         disk_cache_bytes=int(config.disk_cache_bytes) if config.disk_cache_dir is not None else 0,
         workspace_bytes=int(config.workspace_bytes),
         stored_tokens=stored_tokens,
-        kv_budget=config.kv_budget if kv_budget is None else kv_budget,  # type: ignore[arg-type]
+        **pages,
     )
 
 
@@ -94,7 +111,6 @@ def forecast(
     dtype: Any = "auto",
     device: str | None = None,
     weight_budget: int | None = None,
-    kv_budget: int | None = None,
     measure: bool = True,
     load_tokenizer: bool = True,
 ) -> Forecast:
@@ -105,10 +121,9 @@ def forecast(
     """
     where = device or str(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
     model = model_on_disk(source, dtype=dtype, device=where)
-    stored = stored_bytes_per_token(model.layout)
     if context is None:
         context = min(_CONTEXT, model.shape.max_positions or _CONTEXT)
-    work = workload(config, context=context, batch=batch, stored=stored, kv_budget=kv_budget)
+    work = workload(config, context=context, batch=batch, layout=model.layout)
     weights = model.weights
     if weight_budget is not None:
         weights = model.streamed_or_raise(weight_budget)
@@ -126,7 +141,7 @@ def forecast(
         work,
         room=room,
         runtime=runtime,
-        stored=stored,
+        stored=stored_bytes_per_token(model.layout),
         stream=model.streamed,
         rates=rates,
     )

@@ -205,8 +205,6 @@ def request_bytes(rows: int, *, kv_per_token: int) -> int:
 
 def paged_memory(shape: ModelShape, *, tokens: int, budget: int, block_tokens: int) -> tuple[int, int]:
     """Bytes of a paged sequence in memory and spilled. Raises ConfigError for a budget that no page table fits in."""
-    if tokens * shape.kv_per_token <= budget:
-        return tokens * shape.kv_per_token, 0  # in one piece
     frame = -(-block_tokens * shape.kv_per_token // shape.layers // _PAGE) * _PAGE
     least = frame * (shape.layers + _TRANSIT)
     if budget < least:
@@ -215,7 +213,12 @@ def paged_memory(shape: ModelShape, *, tokens: int, budget: int, block_tokens: i
         )
     pages = -(-tokens // block_tokens) * shape.layers
     frames = budget // frame
-    return frames * frame, max(0, pages - (frames - _TRANSIT)) * frame
+    return min(frames, pages + _TRANSIT) * frame, max(0, pages - (frames - _TRANSIT)) * frame
+
+
+def is_paged(shape: ModelShape, work: Workload) -> bool:
+    """Whether a request's cache is more than its budget, and so lies in pages."""
+    return work.kv_budget is not None and request_bytes(work.context, kv_per_token=shape.kv_per_token) > work.kv_budget
 
 
 def activations(shape: ModelShape, work: Workload) -> Activations:
@@ -227,7 +230,7 @@ def activations(shape: ModelShape, work: Workload) -> Activations:
     # attended; the output as the kernel leaves it and as the next matrix wants it.
     held = 2 * states + rows * shape.hidden * _FLOAT
     attention = held + (4 * queries + 2 * kv) * shape.element
-    if work.kv_budget is None:
+    if not is_paged(shape, work):
         # The mask as it is made, and as numbers for the kernel; one for full and one for sliding attention.
         kinds = len(set(shape.windows))
         masks = rows * seen * (_MASK_COPIES * kinds + shape.element)
@@ -252,7 +255,7 @@ def plan_memory(shape: ModelShape, weights: WeightMemory, work: Workload, *, run
     """What ``work`` takes of memory with this model."""
     reserved = request_bytes(work.context, kv_per_token=shape.kv_per_token)
     spilled = 0
-    if work.kv_budget is not None:
+    if work.kv_budget is not None and is_paged(shape, work):
         kv, spilled = paged_memory(shape, tokens=work.context, budget=work.kv_budget, block_tokens=work.block_tokens)
         reserved = kv
     else:
