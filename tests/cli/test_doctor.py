@@ -9,6 +9,7 @@ import pytest
 from kvboost.cli import doctor as cli
 from kvboost.cli import main
 from kvboost.engine import planning
+from tests.helpers.awq import save_awq
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 
@@ -41,7 +42,7 @@ def test_a_model_is_tried_and_planned(folder: Path, capsys: pytest.CaptureFixtur
     assert "Memory for 4 x 1000 tokens, with all caches full:" in said.out
     assert "KV of running requests" in said.out
     assert "Measured here: memory" in said.out
-    assert "kv_cache_bits=8, cache_bytes=" in said.out
+    assert "--kv-cache-bits 8 --cache-bytes " in said.out
     assert "what to change" in said.out
     assert f"loading {folder}" in said.err
 
@@ -77,7 +78,7 @@ def test_the_fastest_way_that_fits_is_advised(
     monkeypatch.setattr(planning, "memory_available", lambda device="cpu": 1_900_000_000)
     assert main(["doctor", str(folder), "--no-load", "--cache-bytes", "2GB"]) == 0
     said = capsys.readouterr().out
-    assert "what to change      KV stored in 8 bits: set kv_cache_bits=8, cache_bytes=" in said
+    assert "what to change      KV stored in 8 bits: --kv-cache-bits 8 --cache-bytes " in said
 
 
 def test_settings_reach_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,3 +135,9 @@ def test_a_mistake_is_one_line(
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("kvboost doctor: ")
     assert message in last
+
+
+def test_quantised_weights_are_not_planned_as_whole_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_awq(tiny_model("llama", hidden_size=64, intermediate_size=128), tmp_path, group=32)
+    assert main(["doctor", str(tmp_path), "--no-load"]) == 0
+    assert "its weights are quantised, which is not planned so far" in capsys.readouterr().out

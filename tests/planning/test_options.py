@@ -46,6 +46,13 @@ def test_all_ways_are_told_with_their_settings() -> None:
     assert found["both"].plan.peak < min(found["weights streamed"].plan.peak, found["KV paged"].plan.peak)
 
 
+def test_requests_side_by_side_are_not_told_to_page() -> None:
+    """The runner refuses them, and a batch would run one by one."""
+    names = [option.name for option in options(10**9, batch=4)]
+    assert "weights streamed" in names
+    assert not {"KV paged", "both"} & set(names)
+
+
 def test_what_does_not_fit_is_given_the_budget_with_which_it_does() -> None:
     asked = options(10**9)[0].plan.peak
     found = {option.name: option for option in options(asked - 300_000)}

@@ -146,9 +146,9 @@ def _forecast(model: str, *, context: int | None, batch: int, settings: Settings
 
 
 def _loads(forecast: Forecast) -> bool:
-    """Whether the weights and one short request fit, whatever the caches may grow to."""
+    """Whether the weights fit, whatever the caches and the requests may grow to: the self-test's are short."""
     plan = forecast.plan
-    return plan.weights.memory + plan.weights.converted_from + plan.activations.peak + plan.runtime <= forecast.room
+    return plan.weights.memory + plan.weights.converted_from + plan.runtime <= forecast.room
 
 
 def _tell(told: Mapping[str, str]) -> None:
@@ -184,7 +184,13 @@ def _row(option: Option) -> str:
     speed = option.speed
     rates = f"{speed.prefill:>9.0f}{speed.decode:>10.1f}" if speed is not None else f"{'':>19}"
     fits = "yes" if option.fits else "no"
-    return f"{option.name:<24}{size(option.plan.peak):>10}  {fits:<5}{rates}  {option.change}".rstrip()
+    return f"{option.name:<24}{size(option.plan.peak):>10}  {fits:<5}{rates}  {_flags(option)}".rstrip()
+
+
+def _flags(option: Option) -> str:
+    """What to change, as it is typed: ``kv_budget=25MB`` is ``--kv-budget 25MB``."""
+    settings = (part.split("=") for part in option.change.split(", ") if part)
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings)
 
 
 def _advice(forecast: Forecast) -> str:
@@ -196,7 +202,7 @@ def _advice(forecast: Forecast) -> str:
     if not fitting:
         return "nothing listed fits: lower --context or --batch, or take a smaller model"
     best = max(fitting, key=lambda option: option.speed.decode if option.speed is not None else 0.0)
-    return f"{best.name}: set {best.change}"
+    return f"{best.name}: {_flags(best)}"
 
 
 def _installed(name: str) -> bool:

@@ -204,6 +204,7 @@ class EngineLife:
 
         Counts all caches as full, as they are after a while, unless ``stored_tokens`` says how many tokens have been
         kept. What the process holds beside weights and caches is measured. ``kvboost doctor`` plans without loading.
+        A draft and its KV come on top.
         """
         if self._parts is None:
             raise ConfigError(f"there is no plan for a model whose KV is not known ({self._refusal})")

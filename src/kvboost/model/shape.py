@@ -62,6 +62,8 @@ def model_on_disk(source: str, *, dtype: Any = "auto", device: str = "cpu") -> M
     name = str(path) if path.exists() else source
     try:
         config = AutoConfig.from_pretrained(name)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ConfigError(f"cannot plan {source!r}: its weights are quantised, which is not planned so far")
         files = checkpoint_files(name)
         shards = Shards(files)
         kind = dtype_asked_for(dtype, config, shards)

@@ -69,7 +69,8 @@ def plan_options(
         if budget > 0 and (streamed := stream(budget)) is not None and streamed.streamed:
             found.append(option("weights streamed", f"weight_budget={_text(budget)}", streamed, work))
             break
-    if (found_pages := _paged(option, weights, work, shape)) is not None:
+    # Requests side by side are not paged: several of them run one after the other, each as this one.
+    if work.batch == 1 and (found_pages := _paged(option, weights, work, shape)) is not None:
         paged, budget_of_kv = found_pages
         found.append(paged)
         smallest = next((o for o in found if o.name == "weights streamed"), None)
