@@ -174,15 +174,16 @@ def test_threads_share_one_streamed_model(tmp_path: Path) -> None:
     assert equal == [True] * 15
 
 
-def test_a_pass_that_fails_lets_the_next_one_in(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_pass_that_fails_lets_the_next_one_in(tmp_path: Path, error: type[BaseException]) -> None:
     resident = _saved(tmp_path)
     streamed = _load(tmp_path, 500_000)
 
     def fail(*_: Any) -> None:
-        raise RuntimeError("on purpose")
+        raise error("on purpose")
 
     hook = streamed.model.layers[2].register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="on purpose"):
+    with pytest.raises(error, match="on purpose"):
         _logits(streamed)
     hook.remove()
     found: list[bool] = []

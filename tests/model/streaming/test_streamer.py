@@ -108,8 +108,7 @@ def test_no_buffer_changes_while_it_is_in_use_under_random_delays(
         for unit in streamer.plan.units[:length]:
             streamer.need(unit.index)
             _check(streamer, link, unit.index, delay)
-        streamer._begin()
-        streamer._end()
+        streamer._one_at_a_time(lambda: None)()
     link.close()
     if link.errors:
         raise link.errors[0]
@@ -175,11 +174,13 @@ def test_each_pass_reads_each_streamed_unit_once_and_wraps_round(folder: SlabFol
     link = SimulatedLink(budget=budget)
     streamer = _streamer(folder, link, budget)
     resident = [streamer.plan.units[i].extent for i in sorted(streamer.plan.resident)]
-    for _ in range(3):
-        streamer._begin()
+
+    def forward() -> None:
         for unit in streamer.plan.units:
             streamer.need(unit.index)
-        streamer._end()
+
+    for _ in range(3):
+        streamer._one_at_a_time(forward)()
     link.close()
     streamed = [unit.extent for unit in streamer.plan.streamed]
     assert link.copies == [*resident, *streamed, *streamed, *streamed, *streamed[:2]]
@@ -251,15 +252,15 @@ def test_passes_of_several_threads_take_turns(folder: SlabFolder) -> None:
 
     def run(seed: int) -> None:
         luck = random.Random(seed)
+
+        def forward() -> None:
+            for unit in streamer.plan.units:
+                streamer.need(unit.index)
+                _check(streamer, link, unit.index, lambda: luck.choice([0.0, 0.0005]))
+
         try:
             for _ in range(5):
-                streamer._begin()
-                try:
-                    for unit in streamer.plan.units:
-                        streamer.need(unit.index)
-                        _check(streamer, link, unit.index, lambda: luck.choice([0.0, 0.0005]))
-                finally:
-                    streamer._end()
+                streamer._one_at_a_time(forward)()
         except BaseException as error:  # noqa: BLE001 - shown by the test's own thread
             errors.append(error)
 

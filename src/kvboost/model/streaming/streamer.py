@@ -1,8 +1,8 @@
 """Brings the weights of decoder layers into memory just before they are computed with.
 
-Sits on a model as hooks. Invariants: a weight is a view into a buffer that holds it, or a placeholder without memory,
-so that a use nobody announced is an error and never a wrong number; a buffer is filled anew only behind all that was
-computed with it; one forward pass runs at a time, as there are two buffers for all.
+Sits on a model as hooks and round its decoder's forward. Invariants: a weight is a view into a buffer that holds it, or
+a placeholder without memory, so that a use nobody announced is an error and never a wrong number; a buffer is filled
+anew only behind all that was computed with it; one forward pass runs at a time, as there are two buffers for all.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -67,7 +67,6 @@ class WeightStreamer:
         self._keys = {(id(p.module), p.key): (unit, p) for unit in plan.streamed for p in self._places[unit.index]}
         self._views: dict[tuple[int, int], list[torch.nn.Parameter]] = {}
         self._lock = threading.RLock()  # held over each forward pass
-        self._running: int | None = None  # the thread whose pass it is
         self._current = -1
         self._waited, self._bytes, self._loads, self._misses = 0.0, 0, 0, 0
         self._next = _upcoming(plan)
@@ -85,8 +84,8 @@ class WeightStreamer:
         if not self.plan.streamed:
             return
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-        decoder.register_forward_pre_hook(self._begin)
-        decoder.register_forward_hook(self._end, always_call=True)
+        # Not a pair of hooks: torch leaves the second out when something other than an Exception ends the pass.
+        decoder.forward = self._one_at_a_time(decoder.forward)
         if self.plan.parts_per_layer == 1:
             for unit in self.plan.units:
                 layers[unit.layer].register_forward_pre_hook(self._hook(unit))
@@ -153,19 +152,19 @@ class WeightStreamer:
             return bytes.fromhex(self.folder.digests[name])  # was compared with the bytes when the slab was opened
         return bytes.fromhex(self.folder.digest(unit.extent.slab, place.weight, name=name))
 
-    def _begin(self, *_: Any) -> None:
-        self._lock.acquire()
-        self._running = threading.get_ident()
+    def _one_at_a_time(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward pass that no other one runs beside, however it ends."""
 
-    def _end(self, *_: Any) -> None:
-        if self._running != threading.get_ident():
-            return  # the pass failed before it began
-        self._running = None
-        try:
-            self._leave()
-            self._aim(len(self.plan.units))
-        finally:
-            self._lock.release()
+        @wraps(forward)
+        def alone(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    self._leave()
+                    self._aim(len(self.plan.units))
+
+        return alone
 
     def _hook(self, unit: Unit) -> Any:
         def before(*_: Any) -> None:
@@ -194,8 +193,9 @@ class WeightStreamer:
             self._misses += unit.index == index
             self._loads += 1
             self._bytes += unit.extent.size
-            buffer.unit = unit.index
+            buffer.unit = -1  # an interrupt in here must not leave it named after what it does not hold
             buffer.filled = self._link.copy(self._source, unit.extent, buffer.memory, after=buffer.free_after)
+            buffer.unit = unit.index
 
     def _views_of(self, number: int, index: int) -> list[torch.nn.Parameter]:
         made = self._views.get((number, index))
