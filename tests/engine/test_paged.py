@@ -91,6 +91,22 @@ def test_what_is_stored_goes_into_pages_and_what_is_new_is_stored(plain: KVBoost
         assert len(caches) == 2
 
 
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_chunk_asked_for_under_two_names_counts_once(on_disk: bool, tmp_path: Path) -> None:
+    with engine_of(disk_cache_dir=tmp_path if on_disk else None) as engine:
+        counts = []
+        for prompt in (_SHORT, _PROMPT, _PROMPT):  # 6 chunks, then 18 behind them, then all of them
+            engine.generate(prompt, **_GREEDY)
+            stats = engine.cache_stats()
+            counts.append((stats["cache_hits"], stats["cache_misses"]))
+        assert counts == [(0, 6), (6, 24), (30, 24)]
+    if on_disk:
+        with engine_of(disk_cache_dir=tmp_path) as engine:
+            assert engine.generate(_PROMPT, **_GREEDY).reuse.tiers == {"disk": 384}
+            stats = engine.cache_stats()
+            assert (stats["cache_hits"], stats["cache_misses"]) == (24, 0)
+
+
 def test_a_prompt_that_fits_never_meets_rows_from_pages(plain: KVBoost) -> None:
     # Mapped as exact ones they would change its bits without a word.
     with engine_of(quality="exact") as engine:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from kvboost.extend import ChunkStore, ContentLease, Lease
-from kvboost.store import TieredStore
+from kvboost.store import MemoryStore, TieredStore
 from kvboost.types import NOTHING_LOADED, Chunk, KVBlock, LoadReport, PutOutcome
 
 
@@ -59,6 +59,16 @@ class GuardedStore:
         except Exception as error:  # noqa: BLE001 - whatever a store raises, the request goes on
             self._failed(error)
             return NothingHeld()
+
+    def leading_run(self, chunks: Sequence[Chunk]) -> int:
+        """How many of ``chunks`` a lease would probably hold, uncounted; all of them, for a store that cannot tell."""
+        if not isinstance(self._store, MemoryStore | TieredStore):
+            return len(chunks)
+        try:
+            return self._store.leading_run(chunks)
+        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request goes on
+            self._failed(error)
+            return 0
 
     def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> ContentLease:
         """As the store's own; nothing is held if it fails."""

@@ -87,7 +87,10 @@ def _open(
     root = reader.names.root(state)
     chunks = reader.names.chunks(root, tokens, boundaries)
     clock.lap("plan")
-    loads, tiers, exact = _place(reader, cache, reusable_chunks(chunks, prompt_tokens=len(tokens)))
+    usable = reusable_chunks(chunks, prompt_tokens=len(tokens))
+    # What is not stored under its exact name is asked for under the other one: statistics count a chunk once.
+    stored = reader._store.leading_run(usable)
+    loads, tiers, exact = _place(reader, cache, usable[:stored])
     chunks = [*chunks[:exact], *_paged_names(chunks[exact:])]
     more, from_more, paged = _place(reader, cache, reusable_chunks(chunks, prompt_tokens=len(tokens))[exact:])
     clock.lap("place")

@@ -130,6 +130,16 @@ class TieredStore:
         with self._lock:
             self._prefetches -= 1
 
+    def leading_run(self, chunks: Sequence[Chunk]) -> int:
+        """How many of ``chunks`` a lease would probably hold. Loads nothing and counts nothing."""
+        known = self._memory.leading_run(chunks)
+        for tier in self._tiers:
+            if known < len(chunks):
+                keys = [chunk.prefix_key for chunk in chunks[known:]]
+                there: Sequence[bool] = self._ask(tier, [], tier.contains, keys)
+                known += next((index for index, found in enumerate(there) if not found), len(there))
+        return known
+
     def knows_content(self, chunks: Sequence[Chunk]) -> bool:
         """Whether all of these are probably stored in some tier. Loads nothing."""
         missing = [chunks[index].content_key for index in self._memory.unknown_content(chunks)]
