@@ -214,6 +214,13 @@ def test_a_batch_beyond_the_budget_runs_prompt_by_prompt(plain: KVBoost, caches:
         assert len(caches) == 1
 
 
+def test_a_batch_beyond_the_budget_uses_no_draft_either() -> None:
+    with engine_of(draft="prompt-lookup") as engine:
+        assert engine.generate(_SHORT, **_GREEDY).speculation is not None
+        results = engine.generate_batch([_SHORT, _PROMPT], **_GREEDY)
+        assert [result.speculation for result in results] == [None, None]
+
+
 def test_what_cannot_be_paged_is_refused() -> None:
     with engine_of() as engine:
         refused: list[Callable[[], Any]] = [

@@ -21,7 +21,7 @@ from kvboost.engine.shadow import Answered
 from kvboost.engine.streaming import PieceStream, PieceStreamer
 from kvboost.errors import CapacityError, ConfigError
 from kvboost.extend import Streamer
-from kvboost.model import sampling_arguments, sequences_per_prompt, speculates
+from kvboost.model import Draft, sampling_arguments, sequences_per_prompt, speculates
 from kvboost.repair import Calibration
 from kvboost.store import TieredStore
 from kvboost.types import (
@@ -130,7 +130,7 @@ class KVBoost(EngineLife):
         tokens = self._encoder.encode(prompt)
         clock.lap("encode")
         request = self._request(tokens, boundaries, max_new_tokens, temperature, streamer, generate_kwargs)
-        return self._generate(tokens, mode, request, clock)
+        return self._generate(tokens, mode, request, clock, draft=self._draft)
 
     def stream(
         self,
@@ -154,7 +154,7 @@ class KVBoost(EngineLife):
         def run(emit: Any, cancelled: Any) -> GenerationResult:
             streamer = PieceStreamer(self._encoder.decode, emit)
             live = Request(request.boundaries, {**request.arguments, "streamer": streamer}, cancelled)
-            return self._generate(tokens, mode, live, clock)
+            return self._generate(tokens, mode, live, clock, draft=self._draft)
 
         return PieceStream(run)
 
@@ -176,7 +176,7 @@ class KVBoost(EngineLife):
         )
         clock.lap("encode")
         request = self._request(tokens, boundaries, max_new_tokens, temperature, streamer, generate_kwargs)
-        return self._generate(tokens, mode, request, clock)
+        return self._generate(tokens, mode, request, clock, draft=self._draft)
 
     def generate_batch(
         self,
@@ -203,7 +203,7 @@ class KVBoost(EngineLife):
             raise ConfigError("a draft proposes for one prompt at a time; leave it out of the batch, or use generate()")
         copies = sequences_per_prompt(self.model, request.arguments)
         if self._too_small(len(longest) + request.max_new_tokens, sequences=copies * len(prompts)) is not None:
-            return [self._generate(tokens, mode, request, StageClock()) for tokens in encoded]
+            return [self._generate(tokens, mode, request, StageClock(), draft=None) for tokens in encoded]
         reader, reason = self._reader_for(longest, mode, request)
         if reader is None or self._parts is None:
             with self._turn:
@@ -274,11 +274,11 @@ class KVBoost(EngineLife):
         return result
 
     def _generate(
-        self, tokens: list[int], mode: GenerationMode, request: Request, clock: StageClock
+        self, tokens: list[int], mode: GenerationMode, request: Request, clock: StageClock, *, draft: Draft | None
     ) -> GenerationResult:
         rows = len(tokens) + request.max_new_tokens
-        if self._draft is not None and mode is not GenerationMode.BASELINE and self._too_small(rows) is None:
-            drafted = self._draft.added_to(request.arguments, model=self.model, prompt_tokens=len(tokens))
+        if draft is not None and mode is not GenerationMode.BASELINE and self._too_small(rows) is None:
+            drafted = draft.added_to(request.arguments, model=self.model, prompt_tokens=len(tokens))
             request = replace(request, arguments=drafted)
         reader, reason = self._reader_for(tokens, mode, request)
         copies = sequences_per_prompt(self.model, request.arguments)
