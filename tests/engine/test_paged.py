@@ -221,6 +221,14 @@ def test_a_batch_beyond_the_budget_uses_no_draft_either() -> None:
         assert [result.speculation for result in results] == [None, None]
 
 
+def test_a_result_from_pages_carries_no_closed_cache(plain: KVBoost) -> None:
+    for one, kept in ((plain, True), (engine_of(), False)):
+        raw = one.generate(_PROMPT, return_dict_in_generate=True, **_GREEDY).raw
+        assert (raw.past_key_values is not None) is kept
+        assert ("past_key_values" in raw) is kept
+        assert raw.sequences.shape == (1, 424)
+
+
 def test_what_cannot_be_paged_is_refused() -> None:
     with engine_of() as engine:
         refused: list[Callable[[], Any]] = [

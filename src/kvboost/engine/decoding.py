@@ -87,7 +87,10 @@ class Decoder:
         watch = _FirstToken(reading.clock, cancelled=request.cancelled, then=lambda: reader.commit(reading))
         result = self._run([reading.tokens], reading.cache, request, watch, reading.clock, [reading.report()])[0]
         if getattr(result.raw, "past_key_values", None) is reading.cache:
-            reading.detach()  # the caller has it now: nobody else may write to it
+            if reading.paged:  # its pages end with the request
+                result = replace(result, raw=replace(result.raw, past_key_values=None))
+            else:
+                reading.detach()  # the caller has it now: nobody else may write to it
         if keep_decoded and copies == 1:
             reader.commit_decoded(reading, result.token_ids)
         return replace(result, reuse=reading.report())
