@@ -261,7 +261,7 @@ class ReuseReport:
     timings_ms: Mapping[str, float] = field(default_factory=dict)
     """Milliseconds by stage: encode, plan, lease, place, prefill, first_token, ..."""
     reason: str | None = None
-    """Why nothing could be reused or moved, where something stood in the way."""
+    """Why nothing could be reused or moved, or the engine's draft was left out, where something stood in the way."""
     approximate: str | None = None
     """The repair strategy, where chunks were moved: the answer may then differ from a full reading's."""
     error_estimate: float | None = None

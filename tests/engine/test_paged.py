@@ -229,6 +229,15 @@ def test_a_result_from_pages_carries_no_closed_cache(plain: KVBoost) -> None:
         assert raw.sequences.shape == (1, 424)
 
 
+def test_a_request_in_pages_says_that_it_went_without_the_draft() -> None:
+    with engine_of(draft="prompt-lookup") as engine:
+        result = engine.generate(_PROMPT, **_GREEDY)
+        assert result.speculation is None
+        assert "without the engine's draft" in str(result.reuse.reason)
+        unasked = engine.generate(_PROMPT, assistant_model=None, **_GREEDY).reuse
+        assert "draft" not in str(unasked.reason)
+
+
 def test_what_cannot_be_paged_is_refused() -> None:
     with engine_of() as engine:
         refused: list[Callable[[], Any]] = [

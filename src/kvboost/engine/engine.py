@@ -33,6 +33,7 @@ from kvboost.types import (
 
 _ROWS_BEHIND_PREFILL = 64  # room in a cache that is given away
 _MOST_ROWS_AHEAD = 1024  # room made for a reply in advance; a longer one grows the cache as it comes
+_NO_DRAFT = "it ran without the engine's draft, as pages take no tokens back"
 
 
 class KVBoost(EngineLife):
@@ -277,8 +278,11 @@ class KVBoost(EngineLife):
         self, tokens: list[int], mode: GenerationMode, request: Request, clock: StageClock, *, draft: Draft | None
     ) -> GenerationResult:
         rows = len(tokens) + request.max_new_tokens
-        if draft is not None and mode is not GenerationMode.BASELINE and self._too_small(rows) is None:
+        drafted = request.arguments
+        if draft is not None and mode is not GenerationMode.BASELINE:
             drafted = draft.added_to(request.arguments, model=self.model, prompt_tokens=len(tokens))
+        left_out = drafted is not request.arguments and self._too_small(rows) is not None
+        if not left_out:
             request = replace(request, arguments=drafted)
         reader, reason = self._reader_for(tokens, mode, request)
         copies = sequences_per_prompt(self.model, request.arguments)
@@ -295,6 +299,8 @@ class KVBoost(EngineLife):
             self._turn,
             self._open(reader, tokens, boundaries=request.boundaries, new_rows=new, clock=clock, move=move) as reading,
         ):
+            if left_out:
+                reading.reason = f"{reading.reason}; {_NO_DRAFT}"
             result = self._decoder.with_cache(reading, reader, request, keep_decoded=self.config.reuse_generated)
             if self._shadow is not None and reading.moved is not None:
                 blocks, produced = reading.moved.blocks, list(result.token_ids)
