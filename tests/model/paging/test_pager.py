@@ -134,6 +134,23 @@ def test_a_page_that_could_not_be_written_raises_and_is_never_served(monkeypatch
     made.close()
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_whatever_ends_a_move_ends_the_sequence(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = pager()
+    slot = made.write(filled(made, 1), owner=0)
+
+    def fails(*_: Any) -> None:
+        raise error("as planned")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made._spill, "write", fails)
+        with pytest.raises(error, match="as planned"):
+            made.write(filled(made, 2), owner=0)
+    with pytest.raises(KVBoostError, match="make a new cache"):
+        list(made.read([slot]))
+    made.close()
+
+
 def test_a_spill_that_ends_early_raises() -> None:
     spill = FileSpill(None)
     with pytest.raises(OSError, match="ends after 0 of"):

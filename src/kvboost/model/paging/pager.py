@@ -175,7 +175,7 @@ class Pager:
         begun = perf_counter()
         try:
             move()
-        except OSError:
+        except BaseException:  # also an interrupt: the bytes may still be on their way
             self._lost = True
             raise
         self.ledger.waited_seconds += perf_counter() - begun
