@@ -150,6 +150,16 @@ def test_chunks_on_disk_and_packed_ones_serve_pages(plain: KVBoost, tmp_path: Pa
         assert len(again.token_ids) == 24
 
 
+def test_a_small_memory_store_caps_what_a_disk_brings(plain: KVBoost, tmp_path: Path) -> None:
+    with engine_of(disk_cache_dir=tmp_path) as engine:
+        engine.warm(_PROMPT)
+    with engine_of(disk_cache_dir=tmp_path, cache_bytes=8 * 16 * 256) as engine:  # of 24 chunks
+        result = engine.generate(_PROMPT, **_GREEDY)
+        assert result.reuse.tiers == {"disk": 8 * 16}
+        assert result.token_ids == plain.generate(_PROMPT, **_GREEDY).token_ids
+        assert engine._store.stats().leased == 0
+
+
 def test_pieces_arrive_and_a_closed_stream_lets_go(plain: KVBoost, caches: list[_Watched]) -> None:
     expected = plain.generate(_PROMPT, **_GREEDY).token_ids
     with engine_of() as engine:

@@ -1,9 +1,9 @@
 """Reads prompts whose KV would be more than ``kv_budget`` into pages, with what is stored of them.
 
-Made by the engine if there is a budget, and asked for every request. Invariants: the KV of a request in pages never
-lies in memory whole: stored chunks go into pages one by one, new ones are copied out one by one; what was computed
-through pages rounds differently and is stored under keys of its own, so that a request that fits never takes it for its
-own.
+Made by the engine if there is a budget, and asked for every request. Invariants: beside the store's own memory
+(``cache_bytes``, where stored chunks are held until they are copied) the KV of a request in pages never lies in memory
+whole: stored chunks go into pages one by one, new ones are copied out one by one; what was computed through pages
+rounds differently and is stored under keys of its own, so that a request that fits never takes it for its own.
 """
 
 from __future__ import annotations
