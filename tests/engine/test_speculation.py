@@ -208,6 +208,29 @@ def test_a_draft_for_one_request(tiny: Callable[..., Any]) -> None:
         assert result.speculation is not None
 
 
+def test_a_draft_that_the_models_own_generation_config_asks_for(tiny: Callable[..., Any]) -> None:
+    with KVBoost(tiny("llama"), **_SETTINGS) as plain:
+        wanted = plain.generate(_PROMPT, **_GREEDY).token_ids
+    model = tiny_model("llama")
+    model.generation_config.prompt_lookup_num_tokens = 3
+    with KVBoost(model, **_SETTINGS) as engine:
+        for exact in (0, 96):
+            result = engine.generate(_PROMPT, **_GREEDY)
+            assert (result.token_ids, result.reuse.exact_tokens) == (wanted, exact)
+            assert result.speculation is not None
+        assert engine.generate(_PROMPT, prompt_lookup_num_tokens=None, **_GREEDY).speculation is None
+        with pytest.raises(ConfigError, match="prompt_lookup_num_tokens=None"):
+            engine.generate_batch([_PROMPT, _PROMPT[:50]], **_GREEDY)
+        batch = engine.generate_batch([_PROMPT, _PROMPT[:50]], prompt_lookup_num_tokens=None, **_GREEDY)
+        assert batch[0].token_ids == wanted
+    draft = _half_right("llama")
+    with KVBoost(model, draft=draft, **_SETTINGS) as engine:  # which gives way to the engine's
+        passes: list[Any] = []
+        draft.register_forward_hook(lambda *_: passes.append(_))
+        assert engine.generate(_PROMPT, **_GREEDY).token_ids == wanted
+        assert passes
+
+
 def test_drafts_that_cannot_work_are_refused(tiny: Callable[..., Any], tmp_path: Path) -> None:
     model = tiny("llama")
     with pytest.raises(ConfigError, match=r"vocabulary of 260 tokens, the model one of 97.*prompt-lookup"):

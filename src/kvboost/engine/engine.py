@@ -200,8 +200,11 @@ class KVBoost(EngineLife):
         clock.lap("encode")
         longest = max(encoded, key=len)
         request = self._request(longest, (), max_new_tokens, temperature, None, generate_kwargs)
-        if len(prompts) > 1 and speculates(request.arguments):
-            raise ConfigError("a draft proposes for one prompt at a time; leave it out of the batch, or use generate()")
+        if len(prompts) > 1 and speculates(self.model, request.arguments):
+            raise ConfigError(
+                "a draft proposes for one prompt at a time; leave it out of the batch (prompt_lookup_num_tokens=None "
+                "if it is the model's generation_config that asks for it), or use generate()"
+            )
         copies = sequences_per_prompt(self.model, request.arguments)
         if self._too_small(len(longest) + request.max_new_tokens, sequences=copies * len(prompts)) is not None:
             return [self._generate(tokens, mode, request, StageClock(), draft=None) for tokens in encoded]
@@ -286,7 +289,7 @@ class KVBoost(EngineLife):
             request = replace(request, arguments=drafted)
         reader, reason = self._reader_for(tokens, mode, request)
         copies = sequences_per_prompt(self.model, request.arguments)
-        if speculates(request.arguments):
+        if speculates(self.model, request.arguments):
             self._check_budget(rows, why="a draft takes tokens back, which pages do not")
         if reader is None or copies > 1:
             why = "there are several sequences of it" if copies > 1 else reason or "mode BASELINE keeps all of it"

@@ -32,14 +32,14 @@ class Draft:
         """Arguments of ``generate`` with this draft, or as they are where they go without one.
 
         They do with beams, several samples, a draft of their own (``assistant_model=None`` is none), and where the
-        draft has too few positions.
+        draft has too few positions. One that the model's generation config asks for gives way.
         """
-        own = speculates(arguments) or any(name in arguments for name in ASSISTANTS)
+        own = speculates(None, arguments) or any(name in arguments for name in ASSISTANTS)
         if own or sequences_per_prompt(model, arguments) > 1:
             return arguments
         if self.max_positions is not None and prompt_tokens + arguments["max_new_tokens"] > self.max_positions:
             return arguments
-        drafted = {**arguments, **self.arguments}
+        drafted = {**arguments, **dict.fromkeys(ASSISTANTS), **self.arguments}
         return drafted if reads_prompt_again(model, drafted) is None else arguments
 
 

@@ -102,7 +102,7 @@ def reads_prompt_again(model: Any, arguments: dict[str, Any]) -> str | None:
     for name in _REREADS_PROMPT:
         if arguments.get(name, getattr(config, name, None)):
             return f"with {name}, Transformers feeds the whole prompt again, whatever a cache already holds"
-    return why_not_resumed(model, arguments) if speculates(arguments) else None
+    return why_not_resumed(model, arguments) if speculates(model, arguments) else None
 
 
 def sequences_per_prompt(model: Any, arguments: dict[str, Any]) -> int:
@@ -140,7 +140,7 @@ def run_generate(
         # Transformers would pick the end token too, and warn about it on every call.
         arguments["pad_token_id"] = min(ends)
     # With beams Transformers passes over the draft.
-    drafted = speculates(arguments) and sequences_per_prompt(model, arguments) == 1
+    drafted = speculates(model, arguments) and sequences_per_prompt(model, arguments) == 1
     generating = Speculating(model) if drafted and reads_prompt_again(model, arguments) is None else model
     with torch.no_grad():
         raw = generating.generate(

@@ -22,10 +22,16 @@ ASSISTANTS = ("assistant_model", "prompt_lookup_num_tokens")
 """Arguments of ``generate`` that name a draft."""
 
 
-def speculates(arguments: dict[str, Any]) -> bool:
-    """Whether these arguments of ``generate`` ask for a draft."""
-    config = arguments.get("generation_config")
-    return any(arguments.get(name, getattr(config, name, None)) for name in ASSISTANTS)
+def speculates(model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether ``generate`` uses a draft with these arguments: theirs, or one the model's generation config names."""
+
+    def setting(name: str) -> Any:
+        if name in arguments:  # an explicit None means: none
+            return arguments[name]
+        given = getattr(arguments.get("generation_config"), name, None)
+        return given if given is not None else getattr(getattr(model, "generation_config", None), name, None)
+
+    return any(setting(name) for name in ASSISTANTS)
 
 
 def why_not_resumed(model: Any, arguments: dict[str, Any]) -> str | None:

@@ -38,7 +38,7 @@ def paged_generate(
         raise ConfigError("paged_generate needs a prompt of one token at least and steps of one token at least")
     if reason := reads_prompt_again(model, arguments):
         raise ConfigError(f"{reason}; leave it out, or leave out kv_budget")
-    if speculates(arguments):
+    if speculates(model, arguments):
         raise ConfigError("a paged cache takes no rows back, as a draft would need; leave the draft out, or kv_budget")
     if sequences_per_prompt(model, arguments) > 1:
         raise ConfigError("a paged cache holds one sequence: use no beams and no num_return_sequences")
