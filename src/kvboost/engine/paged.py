@@ -46,7 +46,7 @@ class Pages:
             raise ConfigError(f"kv_budget={budget} is too small for this model; give {least} bytes or more")
         self._model, self._pool, self._directory = model, pool, directory
         self.budget = budget
-        self.block_tokens = _block_tokens(self._layout, budget)
+        self.block_tokens = block_tokens_for(self._layout, budget)
 
     def hold(self, rows: int, *, sequences: int = 1) -> bool:
         """Whether the caches of sequences of this length stay within the budget as they are."""
@@ -74,7 +74,7 @@ class Pages:
             yield _open(reader, cache, tokens, boundaries=boundaries, clock=clock)
 
 
-def _block_tokens(layout: KVLayout, budget: int) -> int:
+def block_tokens_for(layout: KVLayout, budget: int) -> int:
     """The largest block with which at least half of the budget is left for pages that stay."""
     return next((tokens for tokens in _BLOCKS if 2 * least_budget(layout, tokens) <= budget), _BLOCKS[-1])
 
