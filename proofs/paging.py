@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache
 
 from kvboost.bench.report import describe_machine
+from kvboost.engine.paged import block_tokens_for
 from kvboost.model import KVLayout, ModelRunner, SlabCache
 from kvboost.model.paging import PagedCache, probe_paging
 from kvboost.model.paging.spill import FileSpill
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--context", type=int)
     parser.add_argument("--share", type=int)
     parser.add_argument("--new", type=int, default=128, help="tokens to decode")
-    parser.add_argument("--block", type=int, help="tokens in a block")
+    parser.add_argument("--block", type=int, help="tokens in a block; as the engine chooses")
     parser.add_argument("--directory", type=Path, help="where to spill; not one that lies in memory")
     args = parser.parse_args()
     if args.what == "smollm2":
@@ -46,13 +47,11 @@ def main() -> None:
         folder = args.model.expanduser()
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         ids = text(AutoTokenizer.from_pretrained(folder), args.context or 8000)
-        compare(model, ids, args, share=args.share or 8, block=args.block or 256, title=folder.name)
+        compare(model, ids, args, share=args.share or 8, title=folder.name)
     else:
         context = args.context or 32_000
         ids = torch.randint(3, 97, (context,), generator=torch.Generator().manual_seed(0))
-        compare(
-            tiny(context + args.new), ids, args, share=args.share or 64, block=args.block or 128, title="tiny Llama"
-        )
+        compare(tiny(context + args.new), ids, args, share=args.share or 64, title="tiny Llama")
 
 
 def text(tokenizer: Any, tokens: int) -> torch.Tensor:
@@ -105,10 +104,11 @@ def run(
     return tokens, torch.stack(logits), read, seconds / new
 
 
-def compare(model: Any, ids: torch.Tensor, args: argparse.Namespace, *, share: int, block: int, title: str) -> None:
+def compare(model: Any, ids: torch.Tensor, args: argparse.Namespace, *, share: int, title: str) -> None:
     layout = probe_paging(model, directory=args.directory)
     whole = layout.bytes_per_token * (len(ids) + args.new)
     budget = whole // share
+    block = args.block or block_tokens_for(layout, budget)
     print(describe_machine(dtype="float32", model=title).line, flush=True)
     expected, stock_logits, stock_read, stock_each = run(model, DynamicCache(), ids, args.new)
     _, slab_logits, _, slab_each = run(model, SlabCache(layout, capacity=len(ids) + args.new), ids, args.new)

@@ -65,7 +65,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
                 f"{len(shapes)} layers and {TRANSIT} on their way take {needed} bytes; raise it, or lower block_tokens"
             )
         left = frames - len(shapes)
-        group = max(1, min(_MOST_AT_ONCE, left // (4 * TRANSIT)))  # a quarter of what is left is enough for moving
+        group = max(1, min(_MOST_AT_ONCE, left // (2 * TRANSIT)))  # half of what is left is enough for moving
         self.pages_at_once = group
         """Pages that are read, and in decoding computed with, in one call."""
         quotas = _resident_pages(left - TRANSIT * group, windows, block_tokens)
