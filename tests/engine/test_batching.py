@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from kvboost import CapacityError, ConfigError, GenerationMode, KVBoost
 from kvboost.engine.batching import BatchRunner
 from kvboost.engine.jobs import Finished, Job, NewToken, RunnerLoad, Sampling, Ticket
 from kvboost.engine.reader import PromptReader
+from kvboost.engine.running import RunningJob
+from kvboost.errors import ClosedError
 from tests.helpers.models import FAMILIES
 
 _TEXT = torch.randint(3, 97, (300,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -49,7 +52,7 @@ def alone(engine: KVBoost, tokens: Sequence[int], new: int = 8) -> tuple[int, ..
 
 
 def settled(engine: KVBoost, runner: BatchRunner) -> bool:
-    return runner.load() == _NOTHING and engine._store.stats().leased == 0
+    return replace(runner.load(), alive=True) == _NOTHING and engine._store.stats().leased == 0
 
 
 class Watched:
@@ -487,8 +490,43 @@ def test_tickets_end_even_if_the_runner_breaks(tiny: Callable[..., Any], monkeyp
     assert "takes no more jobs" in str(last.error)
     runner.close()
     assert settled(engine, runner)
-    with pytest.raises(ConfigError, match="closed"):
+    assert not runner.load().alive
+    with pytest.raises(ClosedError, match="ZeroDivisionError"):
         runner.submit(job([5]))
+
+
+@pytest.mark.parametrize("patience", [1, 10_000], ids=["sent back", "ended"])
+def test_a_job_that_cannot_give_back_what_it_holds_leaves_the_others_alone(
+    patience: int, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(tiny("llama"))
+    close = RunningJob.close
+
+    def closes(self: RunningJob) -> None:
+        was_open = self.is_open
+        close(self)
+        if was_open and self.job.token_ids[0] == 96:
+            raise RuntimeError("no such lease")
+
+    monkeypatch.setattr(RunningJob, "close", closes)
+    with BatchRunner(engine, max_running=1, patience=patience) as runner:
+        found = run(runner, [job([96, *_TEXT[:30]], 40), job(_TEXT[:30])])
+        assert ids(found[1]) == alone(engine, _TEXT[:30])
+        assert end(found[0]).reason == ("error" if patience == 1 else "length")
+        assert runner.load().alive
+        assert settled(engine, runner)
+
+
+def test_beginnings_that_cannot_be_compared_cost_the_joint_step_only(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(tiny("llama"))
+    monkeypatch.setattr(RunningJob, "shared_chain", lambda self: 1 / 0)
+    with BatchRunner(engine) as runner:
+        with pytest.warns(RuntimeWarning, match="one by one"):
+            found = run(runner, [job(tokens) for tokens in _PROMPTS])
+        assert runner.load().alive
+    assert [ids(events) for events in found] == [alone(engine, tokens) for tokens in _PROMPTS]
 
 
 def test_closing_ends_every_ticket(tiny: Callable[..., Any]) -> None:
@@ -499,7 +537,7 @@ def test_closing_ends_every_ticket(tiny: Callable[..., Any]) -> None:
     assert {end(list(ticket.events())).reason for ticket in tickets} == {"cancelled"}
     assert settled(engine, runner)
     runner.close()
-    with pytest.raises(ConfigError, match="closed"):
+    with pytest.raises(ClosedError, match="closed"):
         runner.submit(job([5]))
 
 

@@ -119,6 +119,18 @@ def test_health_and_readiness(keyed: Running) -> None:
             keyed.service.draining = False
 
 
+def test_a_server_whose_runner_is_dead_says_so(
+    start_server: Callable[..., Running], make_engine: Callable[..., KVBoost]
+) -> None:
+    running = start_server(make_engine())
+    running.runner.close()
+    with running.http() as http:
+        assert http.get("/ready").status_code == 503
+        refused = http.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["type"] == "server_error"
+
+
 def test_metrics_count_what_happened(keyed: Running, client: openai.OpenAI) -> None:
     def read() -> dict[str, float]:
         with keyed.http(ADMIN_KEY) as http:

@@ -8,6 +8,7 @@ is cancelled or is preempted; an error of one job ends that job only.
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 from collections.abc import Iterable, Sequence
@@ -25,12 +26,14 @@ from kvboost.engine.reader import PromptReader
 from kvboost.engine.running import JobTicket, RunningJob
 from kvboost.engine.sampling import check_sampling
 from kvboost.engine.scheduler import Limits, Scheduler
-from kvboost.errors import CapacityError, ConfigError, UnsupportedModelError
+from kvboost.errors import CapacityError, ClosedError, ConfigError, UnsupportedModelError
 from kvboost.model import RaggedRunner, SharedStart, probe_ragged
 from kvboost.plan import reusable_chunks
 from kvboost.types import GenerationMode
 
 _CHUNKS_REPAIRED_AT_ONCE = 2  # of the chunk budget, beside other jobs: about half of those rows are computed
+
+_log = logging.getLogger("kvboost.engine")
 
 
 class BatchRunner:
@@ -104,11 +107,16 @@ class BatchRunner:
         self._together: tuple[list[int], list[SharedStart]] = ([], [])
         """Who decoded together last, and which of them begin alike."""
         self._closing = False
+        self._failure: str | None = None
         self._thread = threading.Thread(target=self._work, name="kvboost-batch", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> Ticket:
-        """Take the job. Raises CapacityError for one that can never fit, BusyError if too many wait."""
+        """Take the job.
+
+        Raises CapacityError for one that can never fit, BusyError if too many wait, ClosedError if none is taken any
+        more.
+        """
         engine = self.engine_for(job.tenant)
         reader, job = self._checked(job, engine)
         state = reader.names.model_state()
@@ -122,7 +130,7 @@ class BatchRunner:
         try:
             with self._changed:
                 if self._closing:
-                    raise ConfigError("this runner was closed; make a new one")
+                    raise ClosedError(f"{self._failure or 'this runner was closed'}; make a new one")
                 number = self._scheduler.add(tenant=job.tenant, nbytes=nbytes, peak=peak, chain=chain)
                 self._jobs[number] = running
                 self._changed.notify()
@@ -148,7 +156,7 @@ class BatchRunner:
         """What is running and waiting."""
         with self._lock:
             held = sum(job.cached_bytes for job in self._jobs.values())
-            return RunnerLoad(self._scheduler.running, self._scheduler.waiting, held)
+            return RunnerLoad(self._scheduler.running, self._scheduler.waiting, held, alive=not self._closing)
 
     def close(self) -> None:
         """Cancel what runs, end every ticket and let go of everything."""
@@ -200,20 +208,19 @@ class BatchRunner:
             self._changed.notify()
 
     def _work(self) -> None:
-        error: str | None = None
         try:
             while self._wait_for_work():
                 with self._engine._turn:
                     self._step()
         except BaseException as failure:
-            error = f"the runner failed and takes no more jobs: {failure!r}"
+            self._failure = f"the runner failed and takes no more jobs: {failure!r}"
             raise
         finally:
             with self._lock:
                 self._closing = True
                 left = list(self._jobs)
             for number in left:
-                self._end(number, "error" if error else "cancelled", error=error)
+                self._end(number, "error" if self._failure else "cancelled", error=self._failure)
 
     def _wait_for_work(self) -> bool:
         """Until there is something to do. False if the runner is being closed."""
@@ -249,17 +256,20 @@ class BatchRunner:
             self._close(number)
 
     def _close(self, number: int) -> None:
-        """Give back what a job holds that goes on later."""
+        """Give back what a job holds that goes on later. One that cannot give it back ends."""
         self._together = ([], [])  # it will come back with another cache
-        self._jobs[number].close()
+        try:
+            self._jobs[number].close()
+        except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
+            self._failed(number, error)
 
     def _grow(self) -> None:
         """Make room for one more token of every job, if need be by sending others back to wait."""
         with self._lock:
             numbers = self._scheduler.decoding()
         for number in numbers:
-            job = self._jobs[number]
-            if not job.is_open or not job.must_grow:
+            job = self._jobs.get(number)
+            if job is None or not job.is_open or not job.must_grow:
                 continue
             wanted, sent_back = self._parts.pool.bytes_for(job.rows), -1
             while sent_back != number:
@@ -335,9 +345,7 @@ class BatchRunner:
             self._end(number, "cancelled")
             jobs.remove((number, job))
         if len(jobs) > 1 and self._ragged is not None:
-            if self._together[0] != [number for number, _ in jobs]:
-                self._together = ([number for number, _ in jobs], shared_starts([job for _, job in jobs]))
-            logits = self._joint_logits(self._ragged, [job for _, job in jobs])
+            logits = self._joint_logits(self._ragged, jobs)
             if logits is not None:
                 for (number, job), row in zip(jobs, logits, strict=True):
                     self._take(number, job, row)
@@ -345,10 +353,13 @@ class BatchRunner:
         for number, job in jobs:
             self._take(number, job, None)
 
-    def _joint_logits(self, ragged: RaggedRunner, jobs: Sequence[RunningJob]) -> torch.Tensor | None:
+    def _joint_logits(self, ragged: RaggedRunner, jobs: Sequence[tuple[int, RunningJob]]) -> torch.Tensor | None:
         """The logits of all jobs, [jobs, vocab]; None if that failed, and then from now on every job runs alone."""
-        tokens, caches = [job.next_input for job in jobs], [job.reading.cache for job in jobs]
         try:
+            numbers = [number for number, _ in jobs]
+            if self._together[0] != numbers:
+                self._together = (numbers, shared_starts([job for _, job in jobs]))
+            tokens, caches = [job.next_input for _, job in jobs], [job.reading.cache for _, job in jobs]
             return ragged.decode(tokens, caches, shared=self._together[1])
         except Exception as error:  # noqa: BLE001 - it may be one job's: each is tried alone, and who fails again ends
             self._ragged, self.single_decode_reason = None, f"a joint step failed: {error!r}"
@@ -389,6 +400,8 @@ class BatchRunner:
         last: Finished = job.finished(reason, error=error)
         try:
             job.close()
+        except Exception:  # noqa: BLE001 - what the job said stands, and the others have no part in this
+            _log.exception("a job that ended (%s) could not give back what it held", reason)
         finally:
             job.ticket.put(last)
 

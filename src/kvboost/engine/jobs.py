@@ -86,13 +86,19 @@ class RunnerLoad:
     waiting: int
     cached_bytes: int
     """Of KV held by running jobs."""
+    alive: bool = True
+    """False once the runner was closed or has failed for good: it takes no more jobs."""
 
 
 class JobRunner(Protocol):
     """Runs jobs side by side. Thread-safe."""
 
     def submit(self, job: Job) -> Ticket:
-        """Take the job. Raises CapacityError for one that can never fit, BusyError if too many wait."""
+        """Take the job.
+
+        Raises CapacityError for one that can never fit, BusyError if too many wait, ClosedError if none is taken any
+        more.
+        """
         ...
 
     def load(self) -> RunnerLoad:

@@ -19,7 +19,7 @@ from typing import Any
 from kvboost.engine import KVBoost
 from kvboost.engine.jobs import Job, JobRunner, Sampling, Ticket
 from kvboost.engine.pinning import Pins
-from kvboost.errors import BusyError, CapacityError, ConfigError
+from kvboost.errors import BusyError, CapacityError, ClosedError, ConfigError
 from kvboost.model import end_token_ids
 from kvboost.plan import make_chunker
 from kvboost.serve.auth import Caller, Keys
@@ -241,6 +241,10 @@ class Service:
         except BusyError as error:
             self._cancel(tickets)
             raise ApiError(429, str(error), code="server_busy", headers={"Retry-After": "1"}) from error
+        except ClosedError as error:
+            self._cancel(tickets)
+            _log.error("a request was refused: %s", error)
+            raise ApiError(503, "the server takes no more requests; it has to be started again") from error
         except ConfigError as error:
             self._cancel(tickets)
             raise bad_request(str(error)) from error
