@@ -42,7 +42,8 @@ class BatchRunner:
     Args:
         engine: Whose model and cache are used. Others may go on using it; they take turns by the CPU's leave.
         max_running: Jobs that are read and decoded side by side.
-        max_waiting: Jobs that may wait; one more is refused with BusyError.
+        max_waiting: Jobs that may wait; one more is refused with BusyError, unless its tenant has less than an even
+            share of them.
         kv_bytes: KV that running jobs may come to hold together. The engine's idle workspaces come on top.
         chunk_budget: Prompt tokens read between two decode steps; at least one chunk is. The engine's chunk size
             if left out.

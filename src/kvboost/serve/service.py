@@ -186,7 +186,7 @@ class Service:
         """Start the jobs of ``asked``, and see that they are over when the block is left."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
-        self.streams.enter()
+        self.streams.enter(asked.caller.tenant)
         started, traced = time.monotonic(), traced_now()
         answer: Answer | None = None
         try:
@@ -197,7 +197,7 @@ class Service:
             async with following:
                 yield answer
         finally:
-            self.streams.leave()
+            self.streams.leave(asked.caller.tenant)
             if answer is not None:
                 self._count(answer, seconds=time.monotonic() - started, traced=traced)
 
