@@ -81,6 +81,8 @@ def test_stop_strings_end_an_answer_before_them(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**_GREEDY, stop=["never in there", stop])
     assert answer.choices[0].message.content == whole[:cut]
     assert answer.choices[0].finish_reason == "stop"
+    counts = {client.chat.completions.create(**_GREEDY, stop=stop).usage.completion_tokens for _ in range(3)}  # type: ignore[union-attr]
+    assert counts == {answer.usage.completion_tokens}, "no token behind it counts"  # type: ignore[union-attr]
     chunks = client.chat.completions.create(**_GREEDY, stop=stop, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole[:cut]
 
