@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -185,6 +186,8 @@ class BatchRunner:
         if job.top_logprobs is not None and job.top_logprobs < 0:
             raise ConfigError(f"top_logprobs={job.top_logprobs} is negative; give None for no log-probabilities")
         check_sampling(job.sampling, vocab_size=self._vocab_size)
+        if job.may_shorten:
+            job = replace(job, max_new_tokens=self._most_new(len(tokens), job.max_new_tokens, engine))
         facts = self._parts.facts
         if facts.exact_limit is not None and len(tokens) + job.max_new_tokens > facts.exact_limit:
             raise CapacityError(
@@ -203,6 +206,17 @@ class BatchRunner:
         new = min(job.max_new_tokens, room)
         engine._check_budget(len(tokens) + new, why="jobs side by side are not paged (engine.generate is)")
         return reader, replace(job, token_ids=tuple(tokens), max_new_tokens=new)
+
+    def _most_new(self, prompt_tokens: int, wanted: int, engine: KVBoost) -> int:
+        """How many of the wanted new tokens there is room for, and one where there is none: that is refused later."""
+        exact_limit, kv_bytes = self._parts.facts.exact_limit, self._scheduler.limits.kv_bytes
+
+        def too_many(new: int) -> bool:
+            rows = prompt_tokens + new
+            beyond = exact_limit is not None and rows > exact_limit
+            return beyond or self._parts.pool.bytes_for(rows) > kv_bytes or engine._too_small(rows) is not None
+
+        return max(1, bisect_left(range(1, wanted + 1), True, key=too_many))
 
     def _wake(self) -> None:
         with self._changed:

@@ -34,6 +34,8 @@ class Job:
 
     token_ids: tuple[int, ...]
     max_new_tokens: int
+    may_shorten: bool = False
+    """Take fewer new tokens where there is no room for so many; otherwise such a job is refused."""
     sampling: Sampling = Sampling()
     boundaries: tuple[int, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
