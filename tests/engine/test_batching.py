@@ -52,7 +52,7 @@ def alone(engine: KVBoost, tokens: Sequence[int], new: int = 8) -> tuple[int, ..
 
 
 def settled(engine: KVBoost, runner: BatchRunner) -> bool:
-    return replace(runner.load(), alive=True) == _NOTHING and engine._store.stats().leased == 0
+    return replace(runner.load(), alive=True, one_by_one=False) == _NOTHING and engine._store.stats().leased == 0
 
 
 class Watched:
@@ -321,8 +321,12 @@ def test_moved_jobs_are_checked_as_other_requests_are(tiny: Callable[..., Any]) 
     engine.close()
 
 
-def test_what_can_never_fit_and_what_is_too_much_is_refused(tiny: Callable[..., Any]) -> None:
+def test_what_can_never_fit_and_what_is_too_much_is_refused(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of(tiny("llama"))
+    prefetch, fetched = engine.prefetch, []
+    monkeypatch.setattr(engine, "prefetch", lambda *a, **k: fetched.append(a) or prefetch(*a, **k))
     with BatchRunner(engine, kv_bytes="150kB", max_waiting=2, max_running=1) as runner:
         with pytest.raises(CapacityError, match="lower max_new_tokens"):
             runner.submit(job(_TEXT[:200], 300))
@@ -342,6 +346,7 @@ def test_what_can_never_fit_and_what_is_too_much_is_refused(tiny: Callable[..., 
         assert (runner.load().running, runner.load().waiting) == (1, 2)
         with pytest.raises(CapacityError, match="2 jobs are waiting already"):
             runner.submit(job([7], 2))
+        assert len(fetched) == 3, "nothing is loaded for a job that is refused"
         go.set()
         assert [end(list(ticket.events())).reason for ticket in (first, *others)] == ["length"] * 3
 
@@ -468,15 +473,20 @@ def test_a_reader_that_fails_ends_its_own_job_only(tiny: Callable[..., Any], mon
     assert [end(events).reason for events in found] == ["error", "length"]
 
 
-def test_a_joint_step_that_fails_is_done_one_by_one(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joint_step_that_fails_is_done_one_by_one(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = engine_of(tiny("llama"))
     with BatchRunner(engine) as runner:
+        assert not runner.load().one_by_one
         monkeypatch.setattr(
             engine._runner, "run_batch", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("no memory"))
         )
         with pytest.warns(RuntimeWarning, match="one by one"):
             found = run(runner, [job(tokens) for tokens in _PROMPTS])
         assert runner.single_decode_reason == "a joint step failed: RuntimeError('no memory')"
+        assert runner.load().one_by_one
+    assert [record.levelname for record in caplog.records if "no memory" in record.message] == ["WARNING"]
     assert [ids(events) for events in found] == [alone(engine, tokens) for tokens in _PROMPTS]
 
 

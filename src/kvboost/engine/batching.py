@@ -50,8 +50,9 @@ class BatchRunner:
             if left out.
         patience: Steps after which a waiting job is passed by nobody, and tokens after which a running one may have
             to make room for it.
-        deterministic: Every job in the shapes of a single one and without moved reuse: the same job then gives the
-            same bytes, alone or among others. Decoding gets as much slower as there are jobs.
+        deterministic: Every job in the shapes of a single one and without moved reuse: the same job, with a seed or
+            temperature 0, then gives the same bytes, alone or among others. Decoding gets as much slower as there are
+            jobs.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class BatchRunner:
                     self._ragged = probe_ragged(self._parts.runner, self._parts.facts.layout)
             except UnsupportedModelError as error:
                 self.single_decode_reason = str(error)
+                _log.warning("jobs are decoded one by one: %s", error)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._scheduler = Scheduler(limits)
@@ -127,8 +129,6 @@ class BatchRunner:
         ticket = JobTicket(self._wake)
         running = RunningJob(job, reader=reader, ticket=ticket, device=self._parts.runner.device)
         nbytes, peak = (self._parts.pool.bytes_for(rows) for rows in (running.rows, running.most_rows))
-        # Slower tiers load while the job waits, so that the model's thread need not wait for them.
-        running.fetching = engine.prefetch(job.token_ids, boundaries=job.boundaries)
         try:
             with self._changed:
                 if self._closing:
@@ -138,6 +138,15 @@ class BatchRunner:
                 self._changed.notify()
         except BaseException:
             running.close()
+            raise
+        try:
+            # Slower tiers load while the job waits, so that the model's thread need not wait for them. Not for a job
+            # that was refused; one that was opened meanwhile loads for itself.
+            running.fetching = engine.prefetch(job.token_ids, boundaries=job.boundaries)
+            if running.is_open:
+                running.fetching.cancel()
+        except BaseException:
+            ticket.cancel()
             raise
         return ticket
 
@@ -158,7 +167,13 @@ class BatchRunner:
         """What is running and waiting."""
         with self._lock:
             held = sum(job.cached_bytes for job in self._jobs.values())
-            return RunnerLoad(self._scheduler.running, self._scheduler.waiting, held, alive=not self._closing)
+            return RunnerLoad(
+                self._scheduler.running,
+                self._scheduler.waiting,
+                held,
+                one_by_one=self._ragged is None,
+                alive=not self._closing,
+            )
 
     def close(self) -> None:
         """Cancel what runs, end every ticket and let go of everything."""
@@ -378,6 +393,7 @@ class BatchRunner:
             return ragged.decode(tokens, caches, shared=self._together[1])
         except Exception as error:  # noqa: BLE001 - it may be one job's: each is tried alone, and who fails again ends
             self._ragged, self.single_decode_reason = None, f"a joint step failed: {error!r}"
+            _log.warning("jobs are decoded one by one from now on: %s", self.single_decode_reason)
             warnings.warn(f"{self.single_decode_reason}; jobs are decoded one by one", RuntimeWarning, stacklevel=2)
             return None
 

@@ -88,6 +88,8 @@ class RunnerLoad:
     waiting: int
     cached_bytes: int
     """Of KV held by running jobs."""
+    one_by_one: bool = False
+    """Whether new tokens are computed job by job; the log says why."""
     alive: bool = True
     """False once the runner was closed or has failed for good: it takes no more jobs."""
 
