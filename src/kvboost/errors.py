@@ -21,6 +21,10 @@ class BusyError(CapacityError):
     """The request would fit, but not while so many others are waiting: try again later."""
 
 
+class ClosedError(KVBoostError):
+    """What was asked has been closed or has failed for good: nothing about the request would help, make a new one."""
+
+
 class StoreError(KVBoostError):
     """A store was used in a way its contract forbids (never a failed or missing chunk: that is a miss)."""
 

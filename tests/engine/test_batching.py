@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from kvboost import CapacityError, ConfigError, GenerationMode, KVBoost
 from kvboost.engine.batching import BatchRunner
 from kvboost.engine.jobs import Finished, Job, NewToken, RunnerLoad, Sampling, Ticket
 from kvboost.engine.reader import PromptReader
+from kvboost.engine.running import RunningJob
+from kvboost.errors import ClosedError
 from tests.helpers.models import FAMILIES
 
 _TEXT = torch.randint(3, 97, (300,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -49,7 +52,7 @@ def alone(engine: KVBoost, tokens: Sequence[int], new: int = 8) -> tuple[int, ..
 
 
 def settled(engine: KVBoost, runner: BatchRunner) -> bool:
-    return runner.load() == _NOTHING and engine._store.stats().leased == 0
+    return replace(runner.load(), alive=True, one_by_one=False) == _NOTHING and engine._store.stats().leased == 0
 
 
 class Watched:
@@ -318,8 +321,12 @@ def test_moved_jobs_are_checked_as_other_requests_are(tiny: Callable[..., Any]) 
     engine.close()
 
 
-def test_what_can_never_fit_and_what_is_too_much_is_refused(tiny: Callable[..., Any]) -> None:
+def test_what_can_never_fit_and_what_is_too_much_is_refused(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of(tiny("llama"))
+    prefetch, fetched = engine.prefetch, []
+    monkeypatch.setattr(engine, "prefetch", lambda *a, **k: fetched.append(a) or prefetch(*a, **k))
     with BatchRunner(engine, kv_bytes="150kB", max_waiting=2, max_running=1) as runner:
         with pytest.raises(CapacityError, match="lower max_new_tokens"):
             runner.submit(job(_TEXT[:200], 300))
@@ -339,6 +346,7 @@ def test_what_can_never_fit_and_what_is_too_much_is_refused(tiny: Callable[..., 
         assert (runner.load().running, runner.load().waiting) == (1, 2)
         with pytest.raises(CapacityError, match="2 jobs are waiting already"):
             runner.submit(job([7], 2))
+        assert len(fetched) == 3, "nothing is loaded for a job that is refused"
         go.set()
         assert [end(list(ticket.events())).reason for ticket in (first, *others)] == ["length"] * 3
 
@@ -465,15 +473,20 @@ def test_a_reader_that_fails_ends_its_own_job_only(tiny: Callable[..., Any], mon
     assert [end(events).reason for events in found] == ["error", "length"]
 
 
-def test_a_joint_step_that_fails_is_done_one_by_one(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joint_step_that_fails_is_done_one_by_one(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = engine_of(tiny("llama"))
     with BatchRunner(engine) as runner:
+        assert not runner.load().one_by_one
         monkeypatch.setattr(
             engine._runner, "run_batch", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("no memory"))
         )
         with pytest.warns(RuntimeWarning, match="one by one"):
             found = run(runner, [job(tokens) for tokens in _PROMPTS])
         assert runner.single_decode_reason == "a joint step failed: RuntimeError('no memory')"
+        assert runner.load().one_by_one
+    assert [record.levelname for record in caplog.records if "no memory" in record.message] == ["WARNING"]
     assert [ids(events) for events in found] == [alone(engine, tokens) for tokens in _PROMPTS]
 
 
@@ -487,8 +500,43 @@ def test_tickets_end_even_if_the_runner_breaks(tiny: Callable[..., Any], monkeyp
     assert "takes no more jobs" in str(last.error)
     runner.close()
     assert settled(engine, runner)
-    with pytest.raises(ConfigError, match="closed"):
+    assert not runner.load().alive
+    with pytest.raises(ClosedError, match="ZeroDivisionError"):
         runner.submit(job([5]))
+
+
+@pytest.mark.parametrize("patience", [1, 10_000], ids=["sent back", "ended"])
+def test_a_job_that_cannot_give_back_what_it_holds_leaves_the_others_alone(
+    patience: int, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(tiny("llama"))
+    close = RunningJob.close
+
+    def closes(self: RunningJob) -> None:
+        was_open = self.is_open
+        close(self)
+        if was_open and self.job.token_ids[0] == 96:
+            raise RuntimeError("no such lease")
+
+    monkeypatch.setattr(RunningJob, "close", closes)
+    with BatchRunner(engine, max_running=1, patience=patience) as runner:
+        found = run(runner, [job([96, *_TEXT[:30]], 40), job(_TEXT[:30])])
+        assert ids(found[1]) == alone(engine, _TEXT[:30])
+        assert end(found[0]).reason == ("error" if patience == 1 else "length")
+        assert runner.load().alive
+        assert settled(engine, runner)
+
+
+def test_beginnings_that_cannot_be_compared_cost_the_joint_step_only(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(tiny("llama"))
+    monkeypatch.setattr(RunningJob, "shared_chain", lambda self: 1 / 0)
+    with BatchRunner(engine) as runner:
+        with pytest.warns(RuntimeWarning, match="one by one"):
+            found = run(runner, [job(tokens) for tokens in _PROMPTS])
+        assert runner.load().alive
+    assert [ids(events) for events in found] == [alone(engine, tokens) for tokens in _PROMPTS]
 
 
 def test_closing_ends_every_ticket(tiny: Callable[..., Any]) -> None:
@@ -499,7 +547,7 @@ def test_closing_ends_every_ticket(tiny: Callable[..., Any]) -> None:
     assert {end(list(ticket.events())).reason for ticket in tickets} == {"cancelled"}
     assert settled(engine, runner)
     runner.close()
-    with pytest.raises(ConfigError, match="closed"):
+    with pytest.raises(ClosedError, match="closed"):
         runner.submit(job([5]))
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost.engine.scheduler import Limits, Scheduler
-from kvboost.errors import CapacityError
+from kvboost.errors import BusyError, CapacityError
 
 _CHUNK = 8
 _READS_PASSED = 8
@@ -224,6 +224,21 @@ def test_what_can_never_fit_and_what_is_too_much_is_refused() -> None:
         scheduler.add(tenant="", nbytes=100, chain=[])
     with pytest.raises(CapacityError, match="try again later"):
         scheduler.add(tenant="", nbytes=1, chain=[])
+
+
+def test_a_tenant_that_fills_the_queue_does_not_shut_out_another() -> None:
+    scheduler = Scheduler(limits(max_waiting=4))
+
+    def fill(tenant: str) -> int:
+        for count in range(100):
+            try:
+                scheduler.add(tenant=tenant, nbytes=1, chain=[])
+            except BusyError:
+                return count
+        raise AssertionError("nobody is ever refused")
+
+    assert [fill(tenant) for tenant in "abab"] == [4, 2, 0, 0]
+    assert [fill(tenant) for tenant in "cdefg"] == [1, 1, 1, 1, 1], "each of them may wait with one at least"
 
 
 def test_a_larger_workspace_counts_while_it_is_held() -> None:

@@ -81,6 +81,8 @@ def test_stop_strings_end_an_answer_before_them(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**_GREEDY, stop=["never in there", stop])
     assert answer.choices[0].message.content == whole[:cut]
     assert answer.choices[0].finish_reason == "stop"
+    counts = {client.chat.completions.create(**_GREEDY, stop=stop).usage.completion_tokens for _ in range(3)}
+    assert counts == {answer.usage.completion_tokens}, "no token behind it counts"
     chunks = client.chat.completions.create(**_GREEDY, stop=stop, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole[:cut]
 
@@ -172,14 +174,14 @@ def test_nothing_is_found_of_what_another_tenant_said(keyed: Running) -> None:
         ({"stop": ""}, "stop"),
         ({"logit_bias": {"260": 1}}, "logit_bias"),
         ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
-        ({"max_completion_tokens": 65}, "max_tokens"),
+        ({"max_completion_tokens": 65}, "max_completion_tokens"),
         ({"max_tokens": 3}, "max_tokens"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
-        ({"messages": [{"role": "user", "content": "x" * 3000}]}, "prompt"),
+        ({"messages": [{"role": "user", "content": "x" * 3000}]}, "messages"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"model": "gpt-4"}, "model"),
@@ -196,7 +198,7 @@ def test_what_is_not_supported_is_refused_by_name(keyed: Running, change: dict[s
         assert error["param"] == param
         assert param.split(".")[0] in error["message"] or param in (
             "max_tokens",
-            "prompt",
+            "messages",
             "model",
             "n",
             "tools",

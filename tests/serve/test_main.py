@@ -56,6 +56,7 @@ def test_from_a_folder_to_an_answer_to_the_end(tmp_path: Path) -> None:
         ({"api_keys": ["short"]}, "8 or more"),
         ({"limits": {"colour": 3}}, "colour"),
         ({"limits": {"streams": 0}}, "streams"),
+        ({"engine": {"draft": "prompt-lookup"}}, "draft"),
     ],
 )
 def test_what_cannot_work_is_said_before_the_model_is_loaded(settings: dict[str, object], told: str) -> None:
@@ -67,3 +68,11 @@ def test_settings_do_not_show_keys() -> None:
     settings = ServeSettings(model="x/y", api_keys=["secret-key"], admin_key="other-secret")
     assert "secret" not in repr(settings)
     assert settings.served_name == "y"
+
+
+def test_a_folder_is_served_under_its_name_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny" / "inner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "tiny")
+    assert ServeSettings(model=".").served_name == "tiny"
+    monkeypatch.chdir("inner")
+    assert ServeSettings(model="..").served_name == "tiny"

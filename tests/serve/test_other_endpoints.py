@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 import pytest
 
 from kvboost import CapacityError, KVBoost
+from kvboost.engine.batching import BatchRunner
 from kvboost.engine.pinning import Pins
+from kvboost.serve.limits import Limits
 from tests.serve.conftest import ADMIN_KEY, KEY, Running
 
 _TEXT = "A cache keeps what was costly to make near to where it is used, until the room is needed for more. "
@@ -119,6 +122,57 @@ def test_health_and_readiness(keyed: Running) -> None:
             keyed.service.draining = False
 
 
+def test_a_server_whose_runner_is_dead_says_so(
+    start_server: Callable[..., Running], make_engine: Callable[..., KVBoost]
+) -> None:
+    running = start_server(make_engine())
+    running.runner.close()
+    with running.http() as http:
+        assert http.get("/ready").status_code == 503
+        refused = http.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["type"] == "server_error"
+
+
+def test_answers_without_a_number_get_what_there_is_room_for(
+    start_server: Callable[..., Running], make_engine: Callable[..., KVBoost]
+) -> None:
+    engine = make_engine()
+    assert engine._parts is not None
+    bytes_for = engine._parts.pool.bytes_for
+    most = max(rows for rows in range(500) if bytes_for(rows) <= bytes_for(200))
+    runner = BatchRunner(engine, kv_bytes=bytes_for(most))
+    running = start_server(engine, runner=runner, limits=Limits(new_tokens=1000))
+    ids = [40] * (most - 10)
+    with running.http() as http:
+        answer = http.post("/v1/completions", json={"model": "tiny", "prompt": ids, "logit_bias": {"50": 100}})
+        assert answer.status_code == 200, "16 tokens are OpenAI's default, 10 are what there is room for"
+        assert answer.json()["usage"]["completion_tokens"] == 10
+        chat = http.post("/v1/responses", json={"model": "tiny", "input": "x"})
+        assert chat.status_code == 200
+        refused = [
+            http.post("/v1/completions", json={"model": "tiny", "prompt": ids, "max_tokens": 11}),
+            http.post("/v1/completions", json={"model": "tiny", "prompt": [40] * most}),
+            http.post("/v1/responses", json={"model": "tiny", "input": "x", "max_output_tokens": 500}),
+            http.post("/v1/responses", json={"model": "tiny", "input": "x", "max_output_tokens": 1001}),
+            http.post("/v1/responses", json={"model": "tiny", "input": "x" * 3000}),
+        ]
+    assert [answer.status_code for answer in refused] == [413, 413, 413, 400, 400]
+    errors = [answer.json()["error"] for answer in refused]
+    assert [e["param"] for e in errors] == ["max_tokens", "prompt", "max_output_tokens", "max_output_tokens", "input"]
+    assert "lower max_output_tokens" in errors[2]["message"]
+    assert not any("kv_bytes" in e["message"] for e in errors)
+
+
+def test_texts_and_chats_take_turns_with_the_tokenizer(keyed: Running) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with keyed.service.chats.lock:
+            encoding = pool.submit(keyed.service.encode, "x")
+            with pytest.raises(TimeoutError):
+                encoding.result(0.2)
+        assert len(encoding.result(10)) == 1
+
+
 def test_metrics_count_what_happened(keyed: Running, client: openai.OpenAI) -> None:
     def read() -> dict[str, float]:
         with keyed.http(ADMIN_KEY) as http:
@@ -144,6 +198,7 @@ def test_metrics_count_what_happened(keyed: Running, client: openai.OpenAI) -> N
     assert grown("kvboost_ttft_seconds_count") == 2
     assert grown('kvboost_http_responses_total{status="200"}') >= 2
     assert after['kvboost_store_bytes{tier="memory"}'] > 0
+    assert after["kvboost_jobs_one_by_one"] == 0
 
 
 def test_the_cache_for_the_admin(keyed: Running, client: openai.OpenAI) -> None:

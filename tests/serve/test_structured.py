@@ -5,7 +5,12 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
+from kvboost.serve.limits import Limits
+from kvboost.serve.schemas import InlineSchemaFormat
+from kvboost.serve.structured import Grammars
+from tests.helpers.tokenizer import byte_tokenizer
 from tests.serve.conftest import Running
 
 _SCHEMA: dict[str, Any] = {
@@ -83,3 +88,14 @@ def test_schemas_that_cannot_be_used_are_refused(keyed: Running, schema: dict[st
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == "response_format"
     assert answer.json()["error"]["code"] == code
+
+
+def test_a_grammar_that_fails_on_the_way_is_no_answer() -> None:
+    schema = InlineSchemaFormat.model_validate({"type": "json_schema", "name": "x", "schema": {"type": "object"}})
+    ends = frozenset({int(byte_tokenizer().eos_token_id)})
+    make = Grammars(byte_tokenizer(), vocab_size=260, ends=ends).compile(schema, limits=Limits(), param="x")
+    assert make is not None
+    held = make()
+    held([], torch.zeros(260))
+    with pytest.raises(RuntimeError, match="the grammar cannot go on"):
+        held([int(byte_tokenizer()("x")["input_ids"][0])], torch.zeros(260))  # an object never begins so

@@ -1,7 +1,7 @@
 """``kvboost serve``: an OpenAI-compatible endpoint around a model.
 
-Called by :mod:`kvboost.cli.main`. Invariants: keys come from a file or the environment, never from a flag, as flags are
-seen by everybody on the machine; what cannot work is said before the model is loaded.
+Called by :mod:`kvboost.cli.main`. Invariants: keys come from files, never from a flag, as flags are seen by everybody
+on the machine; what cannot work is said before the model is loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ _OWN = (
     Option("max_running", int, "Requests computed side by side.", default=16),
     Option("max_waiting", int, "Further requests are refused with a 429.", default=256),
     Option("kv_bytes", str, "KV that running requests may come to hold together.", default="2GiB"),
-    Option("deterministic", bool, "The same request gives the same bytes, alone or among others.", default=False),
+    Option(
+        "deterministic",
+        bool,
+        "The same request, with a seed or temperature 0, gives the same bytes, alone or among others.",
+        default=False,
+    ),
     Option("drain_seconds", float, "For requests that run when the end is asked for.", default=30.0),
 )
 

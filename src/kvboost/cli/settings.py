@@ -122,8 +122,6 @@ class Settings:
             return f"# {option.name}: not given, the engine's default"
         if isinstance(value, str):
             value = re.sub(r"(?<=://)([^/@]*:)?[^/@]*@", "***@", value)
-            secret = option.name.endswith(("key", "keys", "password", "secret"))
-            value = "***" if secret else value
         return f"{option.name} = {json.dumps(value)}  # {self.sources[option.name]}"
 
 

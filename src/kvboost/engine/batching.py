@@ -8,8 +8,10 @@ is cancelled or is preempted; an error of one job ends that job only.
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -25,12 +27,14 @@ from kvboost.engine.reader import PromptReader
 from kvboost.engine.running import JobTicket, RunningJob
 from kvboost.engine.sampling import check_sampling
 from kvboost.engine.scheduler import Limits, Scheduler
-from kvboost.errors import CapacityError, ConfigError, UnsupportedModelError
+from kvboost.errors import CapacityError, ClosedError, ConfigError, UnsupportedModelError
 from kvboost.model import RaggedRunner, SharedStart, probe_ragged
 from kvboost.plan import reusable_chunks
 from kvboost.types import GenerationMode
 
 _CHUNKS_REPAIRED_AT_ONCE = 2  # of the chunk budget, beside other jobs: about half of those rows are computed
+
+_log = logging.getLogger("kvboost.engine")
 
 
 class BatchRunner:
@@ -39,14 +43,16 @@ class BatchRunner:
     Args:
         engine: Whose model and cache are used. Others may go on using it; they take turns by the CPU's leave.
         max_running: Jobs that are read and decoded side by side.
-        max_waiting: Jobs that may wait; one more is refused with BusyError.
+        max_waiting: Jobs that may wait; one more is refused with BusyError, unless its tenant has less than an even
+            share of them.
         kv_bytes: KV that running jobs may come to hold together. The engine's idle workspaces come on top.
         chunk_budget: Prompt tokens read between two decode steps; at least one chunk is. The engine's chunk size
             if left out.
         patience: Steps after which a waiting job is passed by nobody, and tokens after which a running one may have
             to make room for it.
-        deterministic: Every job in the shapes of a single one and without moved reuse: the same job then gives the
-            same bytes, alone or among others. Decoding gets as much slower as there are jobs.
+        deterministic: Every job in the shapes of a single one and without moved reuse: the same job, with a seed or
+            temperature 0, then gives the same bytes, alone or among others. Decoding gets as much slower as there are
+            jobs.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class BatchRunner:
                     self._ragged = probe_ragged(self._parts.runner, self._parts.facts.layout)
             except UnsupportedModelError as error:
                 self.single_decode_reason = str(error)
+                _log.warning("jobs are decoded one by one: %s", error)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._scheduler = Scheduler(limits)
@@ -104,11 +111,16 @@ class BatchRunner:
         self._together: tuple[list[int], list[SharedStart]] = ([], [])
         """Who decoded together last, and which of them begin alike."""
         self._closing = False
+        self._failure: str | None = None
         self._thread = threading.Thread(target=self._work, name="kvboost-batch", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> Ticket:
-        """Take the job. Raises CapacityError for one that can never fit, BusyError if too many wait."""
+        """Take the job.
+
+        Raises CapacityError for one that can never fit, BusyError if too many wait, ClosedError if none is taken any
+        more.
+        """
         engine = self.engine_for(job.tenant)
         reader, job = self._checked(job, engine)
         state = reader.names.model_state()
@@ -117,17 +129,24 @@ class BatchRunner:
         ticket = JobTicket(self._wake)
         running = RunningJob(job, reader=reader, ticket=ticket, device=self._parts.runner.device)
         nbytes, peak = (self._parts.pool.bytes_for(rows) for rows in (running.rows, running.most_rows))
-        # Slower tiers load while the job waits, so that the model's thread need not wait for them.
-        running.fetching = engine.prefetch(job.token_ids, boundaries=job.boundaries)
         try:
             with self._changed:
                 if self._closing:
-                    raise ConfigError("this runner was closed; make a new one")
+                    raise ClosedError(f"{self._failure or 'this runner was closed'}; make a new one")
                 number = self._scheduler.add(tenant=job.tenant, nbytes=nbytes, peak=peak, chain=chain)
                 self._jobs[number] = running
                 self._changed.notify()
         except BaseException:
             running.close()
+            raise
+        try:
+            # Slower tiers load while the job waits, so that the model's thread need not wait for them. Not for a job
+            # that was refused; one that was opened meanwhile loads for itself.
+            running.fetching = engine.prefetch(job.token_ids, boundaries=job.boundaries)
+            if running.is_open:
+                running.fetching.cancel()
+        except BaseException:
+            ticket.cancel()
             raise
         return ticket
 
@@ -148,7 +167,13 @@ class BatchRunner:
         """What is running and waiting."""
         with self._lock:
             held = sum(job.cached_bytes for job in self._jobs.values())
-            return RunnerLoad(self._scheduler.running, self._scheduler.waiting, held)
+            return RunnerLoad(
+                self._scheduler.running,
+                self._scheduler.waiting,
+                held,
+                one_by_one=self._ragged is None,
+                alive=not self._closing,
+            )
 
     def close(self) -> None:
         """Cancel what runs, end every ticket and let go of everything."""
@@ -176,6 +201,8 @@ class BatchRunner:
         if job.top_logprobs is not None and job.top_logprobs < 0:
             raise ConfigError(f"top_logprobs={job.top_logprobs} is negative; give None for no log-probabilities")
         check_sampling(job.sampling, vocab_size=self._vocab_size)
+        if job.may_shorten:
+            job = replace(job, max_new_tokens=self._most_new(len(tokens), job.max_new_tokens, engine))
         facts = self._parts.facts
         if facts.exact_limit is not None and len(tokens) + job.max_new_tokens > facts.exact_limit:
             raise CapacityError(
@@ -195,25 +222,35 @@ class BatchRunner:
         engine._check_budget(len(tokens) + new, why="jobs side by side are not paged (engine.generate is)")
         return reader, replace(job, token_ids=tuple(tokens), max_new_tokens=new)
 
+    def _most_new(self, prompt_tokens: int, wanted: int, engine: KVBoost) -> int:
+        """How many of the wanted new tokens there is room for, and one where there is none: that is refused later."""
+        exact_limit, kv_bytes = self._parts.facts.exact_limit, self._scheduler.limits.kv_bytes
+
+        def too_many(new: int) -> bool:
+            rows = prompt_tokens + new
+            beyond = exact_limit is not None and rows > exact_limit
+            return beyond or self._parts.pool.bytes_for(rows) > kv_bytes or engine._too_small(rows) is not None
+
+        return max(1, bisect_left(range(1, wanted + 1), True, key=too_many))
+
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify()
 
     def _work(self) -> None:
-        error: str | None = None
         try:
             while self._wait_for_work():
                 with self._engine._turn:
                     self._step()
         except BaseException as failure:
-            error = f"the runner failed and takes no more jobs: {failure!r}"
+            self._failure = f"the runner failed and takes no more jobs: {failure!r}"
             raise
         finally:
             with self._lock:
                 self._closing = True
                 left = list(self._jobs)
             for number in left:
-                self._end(number, "error" if error else "cancelled", error=error)
+                self._end(number, "error" if self._failure else "cancelled", error=self._failure)
 
     def _wait_for_work(self) -> bool:
         """Until there is something to do. False if the runner is being closed."""
@@ -249,17 +286,20 @@ class BatchRunner:
             self._close(number)
 
     def _close(self, number: int) -> None:
-        """Give back what a job holds that goes on later."""
+        """Give back what a job holds that goes on later. One that cannot give it back ends."""
         self._together = ([], [])  # it will come back with another cache
-        self._jobs[number].close()
+        try:
+            self._jobs[number].close()
+        except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
+            self._failed(number, error)
 
     def _grow(self) -> None:
         """Make room for one more token of every job, if need be by sending others back to wait."""
         with self._lock:
             numbers = self._scheduler.decoding()
         for number in numbers:
-            job = self._jobs[number]
-            if not job.is_open or not job.must_grow:
+            job = self._jobs.get(number)
+            if job is None or not job.is_open or not job.must_grow:
                 continue
             wanted, sent_back = self._parts.pool.bytes_for(job.rows), -1
             while sent_back != number:
@@ -335,9 +375,7 @@ class BatchRunner:
             self._end(number, "cancelled")
             jobs.remove((number, job))
         if len(jobs) > 1 and self._ragged is not None:
-            if self._together[0] != [number for number, _ in jobs]:
-                self._together = ([number for number, _ in jobs], shared_starts([job for _, job in jobs]))
-            logits = self._joint_logits(self._ragged, [job for _, job in jobs])
+            logits = self._joint_logits(self._ragged, jobs)
             if logits is not None:
                 for (number, job), row in zip(jobs, logits, strict=True):
                     self._take(number, job, row)
@@ -345,13 +383,17 @@ class BatchRunner:
         for number, job in jobs:
             self._take(number, job, None)
 
-    def _joint_logits(self, ragged: RaggedRunner, jobs: Sequence[RunningJob]) -> torch.Tensor | None:
+    def _joint_logits(self, ragged: RaggedRunner, jobs: Sequence[tuple[int, RunningJob]]) -> torch.Tensor | None:
         """The logits of all jobs, [jobs, vocab]; None if that failed, and then from now on every job runs alone."""
-        tokens, caches = [job.next_input for job in jobs], [job.reading.cache for job in jobs]
         try:
+            numbers = [number for number, _ in jobs]
+            if self._together[0] != numbers:
+                self._together = (numbers, shared_starts([job for _, job in jobs]))
+            tokens, caches = [job.next_input for _, job in jobs], [job.reading.cache for _, job in jobs]
             return ragged.decode(tokens, caches, shared=self._together[1])
         except Exception as error:  # noqa: BLE001 - it may be one job's: each is tried alone, and who fails again ends
             self._ragged, self.single_decode_reason = None, f"a joint step failed: {error!r}"
+            _log.warning("jobs are decoded one by one from now on: %s", self.single_decode_reason)
             warnings.warn(f"{self.single_decode_reason}; jobs are decoded one by one", RuntimeWarning, stacklevel=2)
             return None
 
@@ -389,6 +431,8 @@ class BatchRunner:
         last: Finished = job.finished(reason, error=error)
         try:
             job.close()
+        except Exception:  # noqa: BLE001 - what the job said stands, and the others have no part in this
+            _log.exception("a job that ended (%s) could not give back what it held", reason)
         finally:
             job.ticket.put(last)
 

@@ -34,6 +34,8 @@ class Job:
 
     token_ids: tuple[int, ...]
     max_new_tokens: int
+    may_shorten: bool = False
+    """Take fewer new tokens where there is no room for so many; otherwise such a job is refused."""
     sampling: Sampling = Sampling()
     boundaries: tuple[int, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
@@ -86,13 +88,21 @@ class RunnerLoad:
     waiting: int
     cached_bytes: int
     """Of KV held by running jobs."""
+    one_by_one: bool = False
+    """Whether new tokens are computed job by job; the log says why."""
+    alive: bool = True
+    """False once the runner was closed or has failed for good: it takes no more jobs."""
 
 
 class JobRunner(Protocol):
     """Runs jobs side by side. Thread-safe."""
 
     def submit(self, job: Job) -> Ticket:
-        """Take the job. Raises CapacityError for one that can never fit, BusyError if too many wait."""
+        """Take the job.
+
+        Raises CapacityError for one that can never fit, BusyError if too many wait, ClosedError if none is taken any
+        more.
+        """
         ...
 
     def load(self) -> RunnerLoad:

@@ -89,7 +89,8 @@ class Scheduler:
     def add(self, *, tenant: str, nbytes: int, chain: Sequence[bytes], peak: int | None = None) -> int:
         """Queue a job that needs ``nbytes`` to begin with and ``peak`` at most (the same if left out).
 
-        Raises CapacityError for one that can never fit, BusyError if too many wait.
+        Raises CapacityError for one that can never fit, BusyError if too many wait: ``max_waiting`` in all, of which
+        this tenant has its even share. So a queue that one tenant filled is open to others, and is longer for a while.
         """
         peak = nbytes if peak is None else peak
         if peak > self.limits.kv_bytes:
@@ -97,11 +98,16 @@ class Scheduler:
                 f"this job may need {peak:,} bytes of KV, of which {self.limits.kv_bytes:,} are allowed in all; "
                 "shorten the prompt, lower max_new_tokens or raise kv_bytes"
             )
-        if len(self._waiting) >= self.limits.max_waiting:
+        if len(self._waiting) >= self.limits.max_waiting and self._has_its_share(tenant):
             raise BusyError(f"{len(self._waiting)} jobs are waiting already; try again later or raise max_waiting")
         number = next(self._numbers)
         self._waiting[number] = _Entry(number, tenant, nbytes, tuple(chain), next(self._places))
         return number
+
+    def _has_its_share(self, tenant: str) -> bool:
+        """Whether a tenant fills its part of the queue. Who does not is let in, however many others wait."""
+        waiting = Counter(entry.tenant for entry in self._waiting.values())
+        return waiting[tenant] >= max(1, self.limits.max_waiting // len({*waiting, tenant}))
 
     def admit(self) -> int | None:
         """The next job to open now; call again after each. None if nobody may."""

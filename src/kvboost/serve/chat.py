@@ -58,6 +58,8 @@ class _Chat:
             prompts=[(self.prompt.token_ids, self.prompt.boundaries)],
             caller=self.caller,
             max_new_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
+            max_param="max_completion_tokens" if body.max_tokens is None else "max_tokens",
+            prompt_param="messages",
             sampling=sampling,
             n=body.n or 1,
             stops=stops,
@@ -199,13 +201,15 @@ def encode_messages(
     caller: Caller,
     cache_key: str | None,
     tools: list[dict[str, Any]] | None = None,
+    *,
+    param: str = "messages",
 ) -> ChatPrompt:
-    """A chat as ids, checked. For worker threads."""
-    check_count(len(messages), service.limits.messages, param="messages")
+    """A chat as ids, checked; ``param`` is the field it came in. For worker threads."""
+    check_count(len(messages), service.limits.messages, param=param)
     prompt = service.chats.encode(
         [to_turn(message) for message in messages], tenant=caller.tenant, cache_key=cache_key or "", tools=tools
     )
-    return ChatPrompt(prompt.text, service.encode(prompt.token_ids), prompt.boundaries)
+    return ChatPrompt(prompt.text, service.encode(prompt.token_ids, param=param), prompt.boundaries)
 
 
 def _usable_tools(service: Service, body: ChatRequest) -> list[dict[str, Any]]:

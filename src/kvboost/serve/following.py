@@ -63,6 +63,8 @@ def follow(
         if isinstance(event, Finished):
             finished = event
             break
+        if cutter.found:
+            continue  # computed before the job heard of its end; how many come so late is chance
         produced.append(event.token_id)
         if event.token_id in ends:
             continue
@@ -125,13 +127,22 @@ class Following:
         self._events: asyncio.Queue[Piece | Ended] = asyncio.Queue()
 
     async def __aenter__(self) -> Self:
-        for index, ticket in enumerate(self._tickets):
-            threading.Thread(target=self._follow, args=(index, ticket), name="kvboost-follow", daemon=True).start()
+        try:
+            for index, ticket in enumerate(self._tickets):
+                threading.Thread(target=self._follow, args=(index, ticket), name="kvboost-follow", daemon=True).start()
+        except (
+            BaseException
+        ):  # no thread to be had: nobody would follow the jobs, and nobody leaves what was not entered
+            self._cancel()
+            raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._cancel()
+
+    def _cancel(self) -> None:
         for ticket in self._tickets:
             ticket.cancel()
 

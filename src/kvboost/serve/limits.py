@@ -1,4 +1,4 @@
-"""What one client may ask for, so that no request can take the server from the others.
+"""What one request may ask for, and how many may be answered at once; who computes next is the runner's to say.
 
 Given to the app; read by the schemas' checks, the gate and the connection. Invariant: every limit answers with a
 refusal that names it, before anything was computed.
@@ -7,6 +7,7 @@ refusal that names it, before anything was computed.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,7 +27,7 @@ class Limits:
     """To receive the headers of a request."""
     connections: int = 1024
     streams: int = 256
-    """Requests that generate at the same time; more are a 429."""
+    """Requests that generate at the same time; more are a 429, unless their key has less than an even share."""
     prompt_tokens: int | None = None
     """None: what the model reads."""
     prompts: int = 16
@@ -50,26 +51,32 @@ class Limits:
 
 
 class Streams:
-    """Counts the requests that generate. Used on the event loop only, so it needs no lock."""
+    """Counts the requests that generate, by tenant. Used on the event loop only, so it needs no lock."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.running = 0
+        self._of: Counter[str] = Counter()
 
-    def enter(self) -> None:
-        """One more. Raises a 429 if that is too many."""
-        if self.running >= self._most:
+    @property
+    def running(self) -> int:
+        """Of all tenants."""
+        return self._of.total()
+
+    def enter(self, tenant: str) -> None:
+        """One more. Raises a 429 if there are too many, of which the tenant has its even share."""
+        if self.running >= self._most and self._of[tenant] >= max(1, self._most // len({*self._of, tenant})):
             raise ApiError(
                 429,
                 f"{self._most} requests are being answered, the most this server takes; try again in a moment",
                 code="too_many_requests",
                 headers={"Retry-After": "1"},
             )
-        self.running += 1
+        self._of[tenant] += 1
 
-    def leave(self) -> None:
+    def leave(self, tenant: str) -> None:
         """One less."""
-        self.running -= 1
+        self._of[tenant] -= 1
+        self._of += Counter()  # keeps those that have any
 
 
 def check_count(found: int, most: int, *, param: str) -> None:

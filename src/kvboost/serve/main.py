@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,7 @@ class ServeSettings:
     kv_bytes: str = "2GiB"
     """KV that running requests may come to hold together."""
     deterministic: bool = False
-    """The same request gives the same bytes, alone or among others; slower."""
+    """The same request, with a seed or temperature 0, gives the same bytes, alone or among others; slower."""
     drain_seconds: float = 30.0
     limits: Mapping[str, Any] = field(default_factory=dict)
     """Fields of :class:`kvboost.serve.Limits` that are not as by default."""
@@ -49,7 +50,7 @@ class ServeSettings:
     @property
     def served_name(self) -> str:
         """What clients call the model."""
-        return self.name or Path(self.model).name
+        return self.name or Path(os.path.abspath(self.model)).name  # "." has no name of its own
 
 
 def main(
@@ -64,6 +65,8 @@ def main(
     """
     # What cannot work is said before the model is loaded.
     check_binding(settings.host, Keys(settings.api_keys, admin_key=settings.admin_key), allow_open=settings.allow_open)
+    if settings.engine.get("draft") is not None:
+        raise ConfigError("requests that run side by side are decoded without a draft; leave draft out of a server")
     try:
         limits = Limits(**settings.limits)
     except TypeError as error:

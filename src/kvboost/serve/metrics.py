@@ -32,6 +32,9 @@ class _Live(Collector):
         yield GaugeMetricFamily("kvboost_jobs_running", "Jobs in the batch.", value=load.running)
         yield GaugeMetricFamily("kvboost_jobs_waiting", "Jobs that wait.", value=load.waiting)
         yield GaugeMetricFamily("kvboost_jobs_kv_bytes", "KV held by running jobs.", value=load.cached_bytes)
+        yield GaugeMetricFamily(
+            "kvboost_jobs_one_by_one", "1 if jobs are decoded one by one; the log says why.", value=load.one_by_one
+        )
         by_tier = GaugeMetricFamily("kvboost_store_bytes", "KV kept for later, by tier.", labels=["tier"])
         for tier, held in stats["bytes_by_tier"].items():
             by_tier.add_metric([tier], held)

@@ -90,7 +90,8 @@ class ChatPrompts:
         self._tokenizer = tokenizer
         self._min_gap = min_gap
         self.replies = replies if replies is not None else ReplyMemory()
-        self._lock = threading.Lock()  # a fast tokenizer refuses to be set up by two threads at once
+        self.lock = threading.Lock()
+        """For whoever tokenises: a fast tokenizer refuses to be set up by two threads at once."""
         template = getattr(tokenizer, "chat_template", None)
         written = json.dumps(template) if template is not None else ""
         self.takes_tools = "tools" in written
@@ -104,7 +105,7 @@ class ChatPrompts:
         text = self._render([turn.fields for turn in turns], tools=tools, reply_follows=True)
         splices, marks, ends = self._places(turns, text, tenant=tenant, cache_key=cache_key)
         pieces = _Pieces(self._tokenize)
-        with self._lock:
+        with self.lock:
             start = 0
             for place, ids, length in [*splices, (len(text), [], 0)]:
                 for cut in [mark for mark in marks if start < mark < place]:
@@ -123,7 +124,7 @@ class ChatPrompts:
 
     def remember(self, prompt: ChatPrompt, *, tenant: str, cache_key: str, reply: str, ids: Sequence[int]) -> None:
         """Keep the ids of a reply, if they are its text and nothing else."""
-        with self._lock:
+        with self.lock:
             whole = self._decode(ids) == reply
         if whole:
             self.replies.remember(tenant=tenant, cache_key=cache_key, before=prompt.text, reply=reply, ids=ids)

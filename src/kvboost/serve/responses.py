@@ -25,7 +25,9 @@ async def responses(service: Service, body: ResponsesRequest, request: Request) 
     wanted = body.text.format if body.text is not None else None
     grammar = await service.grammar(wanted, param="text.format")
     caller = caller_of(request)
-    prompt = await asyncio.to_thread(encode_messages, service, _messages(body), caller, body.prompt_cache_key)
+    prompt = await asyncio.to_thread(
+        encode_messages, service, _messages(body), caller, body.prompt_cache_key, param="input"
+    )
 
     async def remember(ended: Ended) -> None:
         await asyncio.to_thread(
@@ -42,6 +44,8 @@ async def responses(service: Service, body: ResponsesRequest, request: Request) 
         prompts=[(prompt.token_ids, prompt.boundaries)],
         caller=caller,
         max_new_tokens=body.max_output_tokens,
+        max_param="max_output_tokens",
+        prompt_param="input",
         sampling=Sampling(
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,

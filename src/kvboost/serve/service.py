@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 from kvboost.engine import KVBoost
 from kvboost.engine.jobs import Job, JobRunner, Sampling, Ticket
 from kvboost.engine.pinning import Pins
-from kvboost.errors import BusyError, CapacityError, ConfigError
+from kvboost.errors import BusyError, CapacityError, ClosedError, ConfigError
 from kvboost.model import end_token_ids
 from kvboost.plan import make_chunker
 from kvboost.serve.auth import Caller, Keys
@@ -46,7 +45,14 @@ class Asked:
     """Token ids and boundaries of each."""
     caller: Caller
     max_new_tokens: int | None
+    """As the client named it; None for as many as there is room for, within the server's limit."""
     sampling: Sampling
+    default_new_tokens: int | None = None
+    """No more than these if the client named no number."""
+    max_param: str = "max_tokens"
+    """The field that names the number, as this endpoint's clients know it."""
+    prompt_param: str = "prompt"
+    """The field that holds the prompt."""
     n: int = 1
     stops: Sequence[str] = ()
     top_logprobs: int | None = None
@@ -141,7 +147,6 @@ class Service:
         self.pins = Pins(engine)
         self.draining = False
         self.started = int(time.time())
-        self._encoding = threading.Lock()  # a fast tokenizer refuses to be set up by two threads at once
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served here."""
@@ -153,20 +158,20 @@ class Service:
                 code="model_not_found",
             )
 
-    def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a prompt, checked. For worker threads."""
+    def encode(self, prompt: str | Sequence[int], *, param: str = "prompt") -> list[int]:
+        """Token ids of a prompt, checked; ``param`` is the field it came in. For worker threads."""
         try:
-            with self._encoding:
+            with self.chats.lock:
                 ids = self.engine.encode(prompt)
         except CapacityError as error:
-            raise bad_request(str(error), param="prompt", code="context_length_exceeded") from error
+            raise bad_request(str(error), param=param, code="context_length_exceeded") from error
         except ConfigError as error:
-            raise bad_request(str(error), param="prompt") from error
+            raise bad_request(str(error), param=param) from error
         most = self.limits.prompt_tokens
         if most is not None and len(ids) > most:
             raise bad_request(
                 f"the prompt has {len(ids)} tokens, this server takes {most}",
-                param="prompt",
+                param=param,
                 code="context_length_exceeded",
             )
         return ids
@@ -186,7 +191,7 @@ class Service:
         """Start the jobs of ``asked``, and see that they are over when the block is left."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
-        self.streams.enter()
+        self.streams.enter(asked.caller.tenant)
         started, traced = time.monotonic(), traced_now()
         answer: Answer | None = None
         try:
@@ -197,7 +202,7 @@ class Service:
             async with following:
                 yield answer
         finally:
-            self.streams.leave()
+            self.streams.leave(asked.caller.tenant)
             if answer is not None:
                 self._count(answer, seconds=time.monotonic() - started, traced=traced)
 
@@ -219,7 +224,7 @@ class Service:
         tickets: list[Ticket] = []
         try:
             for ids, boundaries in asked.prompts:
-                room = self._room(len(ids), asked.max_new_tokens)
+                room = self._room(len(ids), asked)
                 for choice in range(asked.n):
                     sampling = asked.sampling
                     if sampling.seed is not None and choice:
@@ -229,6 +234,7 @@ class Service:
                             Job(
                                 token_ids=tuple(ids),
                                 max_new_tokens=room,
+                                may_shorten=asked.max_new_tokens is None,
                                 sampling=sampling,
                                 boundaries=tuple(boundaries),
                                 stop_token_ids=self.ends,
@@ -241,12 +247,24 @@ class Service:
         except BusyError as error:
             self._cancel(tickets)
             raise ApiError(429, str(error), code="server_busy", headers={"Retry-After": "1"}) from error
+        except ClosedError as error:
+            self._cancel(tickets)
+            _log.error("a request was refused: %s", error)
+            raise ApiError(503, "the server takes no more requests; it has to be started again") from error
         except ConfigError as error:
             self._cancel(tickets)
             raise bad_request(str(error)) from error
         except CapacityError as error:
             self._cancel(tickets)
-            raise ApiError(413, str(error), code="too_large") from error
+            _log.info("a request was refused: %s", error)
+            less = "" if asked.max_new_tokens is None else f" or lower {asked.max_param}"
+            raise ApiError(
+                413,
+                f"{asked.prompt_param} and the answer may come to need more memory than this server gives to one "
+                f"request; shorten {asked.prompt_param}{less}",
+                param=asked.prompt_param if asked.max_new_tokens is None else asked.max_param,
+                code="too_large",
+            ) from error
         except BaseException:
             self._cancel(tickets)
             raise
@@ -257,22 +275,23 @@ class Service:
         for ticket in tickets:
             ticket.cancel()
 
-    def _room(self, prompt_tokens: int, wanted: int | None) -> int:
+    def _room(self, prompt_tokens: int, asked: Asked) -> int:
         """How many tokens the answer may have."""
+        wanted = asked.max_new_tokens
         left = self.longest - prompt_tokens if self.longest is not None else self.limits.new_tokens
         if left < 1 or (wanted is not None and wanted > left):
             raise bad_request(
                 f"this model has {self.longest} positions: {prompt_tokens} tokens of prompt leave {max(left, 0)} for "
-                "the answer; shorten the prompt or ask for less",
-                param="max_tokens",
+                f"the answer; shorten {asked.prompt_param} or lower {asked.max_param}",
+                param=asked.prompt_param if left < 1 else asked.max_param,
                 code="context_length_exceeded",
             )
         if wanted is not None and wanted > self.limits.new_tokens:
             raise bad_request(
-                f"this server writes at most {self.limits.new_tokens} tokens per answer; ask for less",
-                param="max_tokens",
+                f"this server writes at most {self.limits.new_tokens} tokens per answer; lower {asked.max_param}",
+                param=asked.max_param,
             )
-        return wanted if wanted is not None else min(left, self.limits.new_tokens)
+        return wanted or min(left, self.limits.new_tokens, asked.default_new_tokens or self.limits.new_tokens)
 
     def _count(self, answer: Answer, *, seconds: float, traced: Traced | None) -> None:
         reuse = answer.reuse()

@@ -62,6 +62,8 @@ def ready(service: Service) -> Response:
     """Whether new requests are taken."""
     if service.draining:
         return JSONResponse({"status": "draining"}, 503)
+    if not service.runner.load().alive:
+        return JSONResponse({"status": "failed"}, 503)
     return JSONResponse({"status": "ready"})
 
 

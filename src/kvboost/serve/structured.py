@@ -1,8 +1,8 @@
 """Answers that follow a JSON schema or call a tool: tokens that would break that are forbidden before one is drawn.
 
 Made from ``response_format`` and ``tool_choice``, run by whoever draws tokens, through ``Job.constrain``. Needs
-llguidance (``kvboost[structured]``). Invariant: a client's schema is compiled once, in a worker thread, within the
-server's limits; one that cannot be compiled is refused before anything is computed.
+llguidance (``kvboost[structured]``). Invariant: a client's schema is compiled once per request, in a worker thread,
+within the server's limits; one that cannot be compiled is refused before anything is computed.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ class _Held:
             if not self._matcher.is_stopped():
                 self._matcher.consume_token(token)
         self._taken = len(produced)
-        if self._matcher.is_error() or self._matcher.is_stopped():
+        if self._matcher.is_error():  # its limits, for example: what was written so far may be half of an answer
+            raise RuntimeError(f"the grammar cannot go on: {self._matcher.get_error().splitlines()[0]}")
+        if self._matcher.is_stopped():
             if not self._ends:
                 return  # a model that cannot end: what follows the answer is free
             allowed = torch.zeros(logits.shape[0], dtype=torch.bool)
