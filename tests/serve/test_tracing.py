@@ -14,8 +14,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from kvboost.serve.app import LISTED
+from kvboost.serve.auth import tenant_of
 from kvboost.serve.tracing import Tracing, is_listened_to
-from tests.serve.conftest import KEY, Running
+from tests.serve.conftest import ADMIN_KEY, KEY, Running
 
 _SECRET = "the moon is made of cheese, but do not tell"
 _TRACE, _PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -96,6 +98,32 @@ def test_one_span_says_what_was_read_and_reused(
     assert borders[-1] <= request.end_time
     assert {span.parent.span_id for span in stages.values()} == {request.context.span_id}
     assert (borders[2] - borders[0]) / 1e6 == pytest.approx(usage.kvboost["ttft_ms"], abs=0.01)
+
+
+_BODIES: dict[str, dict[str, Any] | None] = {
+    "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    "/v1/completions": {"model": "tiny", "prompt": "x", "max_tokens": 1},
+    "/v1/responses": {"model": "tiny", "input": "x", "max_output_tokens": 1},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [70]},
+    "/v1/cache/warm": {"prompt": "x" * 100, "tenant": tenant_of(KEY)},
+    "/v1/cache/pin": {"prompt": "x" * 100, "tenant": tenant_of(KEY)},
+    "/v1/cache/clear": None,
+}
+
+
+@pytest.mark.parametrize("path", [path for method, path in LISTED if method == "POST"])
+def test_every_route_answers_while_somebody_listens(keyed: Running, spans: InMemorySpanExporter, path: str) -> None:
+    with keyed.http(ADMIN_KEY) as http:
+        answer = http.post(path, json=_BODIES[path])
+    assert answer.status_code == 200, answer.text
+    request, stages = _told(spans)
+    assert request.name == f"POST {path}"
+    assert request.attributes["http.response.status_code"] == 200
+    generates = path in ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+    assert ("gen_ai.operation.name" in request.attributes) == generates
+    reads = generates or path in ("/v1/cache/warm", "/v1/cache/pin")
+    assert set(stages) == ({"queue", "prefill", "decode"} if reads else set())
 
 
 def test_nothing_a_client_wrote_is_told(keyed: Running, spans: InMemorySpanExporter) -> None:

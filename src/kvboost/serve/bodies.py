@@ -1,14 +1,25 @@
-"""Bounds a request's body in bytes and in time, whatever its headers say. Stands before the app's routing."""
+"""Bounds a request's body in bytes and in time, whatever its headers say. Stands before the app's routing.
+
+While a body is read into its schema, :func:`limits_now` says what the server takes: pydantic has no other way to know.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from contextvars import ContextVar
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost.serve.errors import ApiError
 from kvboost.serve.limits import Limits
+
+_limits: ContextVar[Limits | None] = ContextVar("limits of this request's server", default=None)
+
+
+def limits_now() -> Limits:
+    """Of the server that reads a body now; the usual ones outside of any."""
+    return _limits.get() or Limits()
 
 
 class BodyLimit:
@@ -43,6 +54,7 @@ class BodyLimit:
                 return {"type": "http.request", "body": body, "more_body": False}
             return await receive()
 
+        _limits.set(self._limits)
         await self._app(scope, replay, send)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:

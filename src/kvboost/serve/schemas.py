@@ -1,14 +1,28 @@
 """What clients may send, field by field.
 
 Used by FastAPI to read bodies and to describe them in /openapi.json. Invariant: a field that is not written here is
-refused by name, never ignored; so every field written here has an effect.
+refused by name, never ignored; so every field written here has an effect. What is wrong is told once: the first entry
+of a list, the first unknown field. A body of a million wrong entries would otherwise be a million errors, made on the
+event loop while all others wait.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import islice
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
+
+from kvboost.serve.bodies import limits_now
+from kvboost.serve.limits import Limits, check_count
 
 
 def _no_half_surrogates(text: str) -> str:
@@ -20,14 +34,39 @@ def _no_half_surrogates(text: str) -> str:
     return text
 
 
+def _at_most(param: str, most: Callable[[Limits], int]) -> BeforeValidator:
+    """Refuse a list or an object that is too long before its entries are looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict):
+            check_count(len(value), most(limits_now()), param=param)
+        return value
+
+    return BeforeValidator(check)
+
+
+def _few_prompts(value: Any) -> Any:
+    """Token ids are one prompt, however many; anything else in a list is a prompt each."""
+    if isinstance(value, list) and value and not isinstance(value[0], int):
+        check_count(len(value), limits_now().prompts, param="prompt")
+    return value
+
+
 Text = Annotated[str, AfterValidator(_no_half_surrogates)]
-TokenIds = list[Annotated[int, Field(ge=0, le=2**31)]]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**31)]], Field(fail_fast=True)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Schema = dict[str, Any]
 
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field(cls, value: Any) -> Any:
+        """Of more fields than there are, one is unknown: that many are enough to say so."""
+        most = len(cls.model_fields) + 1
+        return dict(islice(value.items(), most)) if isinstance(value, dict) and len(value) > most else value
 
 
 class CacheControl(_Body):
@@ -64,15 +103,20 @@ class Message(_Body):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Name | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: Text | None = None
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
     """These four are empty in every answer, and clients send back what they were answered."""
+
+
+Messages = Annotated[
+    list[Message], Field(min_length=1, fail_fast=True), _at_most("messages", lambda limits: limits.messages)
+]
 
 
 class Function(_Body):
@@ -151,17 +195,20 @@ class _Sampling(_Body):
     prompt_cache_key: Annotated[Text, Field(max_length=256)] | None = None
 
 
+Biases = dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[float, Field(ge=-100, le=100)]]
+
+
 class _Choices(_Sampling):
     """What the two older ways take beside it."""
 
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: Text | list[Text] | None = None
+    stop: Annotated[
+        Text | Annotated[list[Text], Field(fail_fast=True)] | None, _at_most("stop", lambda limits: limits.stop_strings)
+    ] = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[float, Field(ge=-100, le=100)]] | None = (
-        None
-    )
+    logit_bias: Annotated[Biases | None, _at_most("logit_bias", lambda limits: limits.logit_bias)] = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
@@ -169,12 +216,14 @@ class _Choices(_Sampling):
 class ChatRequest(_Choices):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[
+        Annotated[list[Tool], Field(fail_fast=True)] | None, _at_most("tools", lambda limits: limits.tools)
+    ] = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
 
@@ -182,7 +231,13 @@ class ChatRequest(_Choices):
 class CompletionRequest(_Choices):
     """POST /v1/completions."""
 
-    prompt: Text | TokenIds | list[Text] | list[TokenIds]
+    prompt: Annotated[
+        Text
+        | TokenIds
+        | Annotated[list[Text], Field(fail_fast=True)]
+        | Annotated[list[TokenIds], Field(fail_fast=True)],
+        BeforeValidator(_few_prompts),
+    ]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
 
@@ -192,7 +247,7 @@ class InputMessage(_Body):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
     id: Text | None = None
     status: Literal["completed", "incomplete"] | None = None
 
@@ -216,7 +271,10 @@ class TextSettings(_Body):
 class ResponsesRequest(_Sampling):
     """POST /v1/responses, the part of it that is text."""
 
-    input: Text | Annotated[list[InputMessage], Field(min_length=1)]
+    input: Annotated[
+        Text | Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)],
+        _at_most("input", lambda limits: limits.messages),
+    ]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: TextSettings | None = None
@@ -229,7 +287,7 @@ class TokenizeRequest(_Body):
 
     model: Text | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
 
 
 class DetokenizeRequest(_Body):
@@ -243,5 +301,5 @@ class WarmRequest(_Body):
     """POST /v1/cache/warm and /v1/cache/pin: a text, token ids or a chat to read ahead, for one tenant."""
 
     prompt: Text | TokenIds | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     tenant: Annotated[Text, Field(max_length=64)] | None = None

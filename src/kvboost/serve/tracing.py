@@ -91,10 +91,11 @@ class Traced:
 
     def describe(self, record: RequestRecord, *, model: str, bitwise: bool, timings_ms: Mapping[str, float]) -> None:
         """Write down what became of it; ``timings_ms`` are the stages of its first prompt's reading."""
-        reading: dict[str, Any] = {"kvboost.ttft_ms": record.ttft_ms} if record.ttft_ms is not None else {}
+        known: dict[str, Any] = {"kvboost.ttft_ms": record.ttft_ms} if record.ttft_ms is not None else {}
+        if record.endpoint in _OPERATIONS:  # reading ahead is no operation of those that OpenTelemetry names
+            known["gen_ai.operation.name"] = _OPERATIONS[record.endpoint]
         self.span.set_attributes(
             {
-                "gen_ai.operation.name": _OPERATIONS[record.endpoint],
                 "gen_ai.request.model": model,
                 "gen_ai.response.id": record.id,
                 "gen_ai.response.finish_reasons": [record.finish],
@@ -105,7 +106,7 @@ class Traced:
                 "kvboost.recomputed_tokens": record.recomputed,
                 "kvboost.fresh_tokens": record.fresh,
                 "kvboost.bitwise": bitwise,
-                **reading,
+                **known,
             }
         )
         if record.ttft_ms is not None:
