@@ -58,12 +58,13 @@ def follow(
     waiting: list[tuple[NewToken, int]] = []  # tokens whose text has not been given out
     texts: list[str] = []
     given = 0
+    stopped = False
     finished = Finished("error", None, error="the job ended without saying why")
     for event in ticket.events():
         if isinstance(event, Finished):
             finished = event
             break
-        if cutter.found:
+        if stopped:
             continue  # computed before the job heard of its end; how many come so late is chance
         produced.append(event.token_id)
         if event.token_id in ends:
@@ -77,7 +78,8 @@ def follow(
             given += len(text)
             texts.append(text)
             yield _piece(index, text, waiting, up_to=given)
-        if cutter.found:
+        stopped = cutter.found
+        if stopped:
             ticket.cancel()
     if not cutter.found:
         text = cutter.add(detokenizer.end())
