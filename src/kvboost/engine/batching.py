@@ -11,26 +11,23 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
 import torch
 
 from kvboost.config import parse_bytes
+from kvboost.engine.admission import checked_job
 from kvboost.engine.engine import KVBoost
 from kvboost.engine.jobs import Finished, Job, RunnerLoad, Ticket
 from kvboost.engine.planning import memory_available, resident_bytes, shortfall
-from kvboost.engine.reader import PromptReader
 from kvboost.engine.running import JobTicket, RunningJob
-from kvboost.engine.sampling import check_sampling
 from kvboost.engine.scheduler import Limits, Scheduler
-from kvboost.errors import CapacityError, ClosedError, ConfigError, UnsupportedModelError
+from kvboost.engine.sharing import shared_starts
+from kvboost.errors import ClosedError, ConfigError, UnsupportedModelError
 from kvboost.model import RaggedRunner, SharedStart, probe_ragged
 from kvboost.plan import reusable_chunks
-from kvboost.types import GenerationMode
 
 _CHUNKS_REPAIRED_AT_ONCE = 2  # of the chunk budget, beside other jobs: about half of those rows are computed
 
@@ -122,7 +119,8 @@ class BatchRunner:
         more.
         """
         engine = self.engine_for(job.tenant)
-        reader, job = self._checked(job, engine)
+        limits = self._scheduler.limits
+        reader, job = checked_job(job, engine, parts=self._parts, vocab_size=self._vocab_size, kv_bytes=limits.kv_bytes)
         state = reader.names.model_state()
         chunks = reader.names.chunks(reader.names.root(state), job.token_ids, job.boundaries)
         chain = [chunk.prefix_key for chunk in reusable_chunks(chunks, prompt_tokens=len(job.token_ids))]
@@ -190,48 +188,6 @@ class BatchRunner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _checked(self, job: Job, engine: KVBoost) -> tuple[PromptReader, Job]:
-        """Who reads the job, and the job with no more new tokens than there are positions."""
-        tokens = engine.encode(job.token_ids)
-        if job.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens={job.max_new_tokens} must be at least 1")
-        if any(not 0 <= boundary <= len(tokens) for boundary in job.boundaries):
-            raise ConfigError(f"boundaries must lie in 0..{len(tokens)}, the prompt's length in tokens")
-        if job.top_logprobs is not None and job.top_logprobs < 0:
-            raise ConfigError(f"top_logprobs={job.top_logprobs} is negative; give None for no log-probabilities")
-        check_sampling(job.sampling, vocab_size=self._vocab_size)
-        if job.may_shorten:
-            job = replace(job, max_new_tokens=self._most_new(len(tokens), job.max_new_tokens, engine))
-        facts = self._parts.facts
-        if facts.exact_limit is not None and len(tokens) + job.max_new_tokens > facts.exact_limit:
-            raise CapacityError(
-                f"{len(tokens)} tokens and {job.max_new_tokens} new ones are more than can be batched here "
-                f"({facts.exact_limit_reason}); shorten the prompt, lower max_new_tokens or use engine.generate"
-            )
-        reader, reason = engine._reader_for(tokens, GenerationMode.CHUNK_KV_REUSE)
-        if reader is None:
-            raise CapacityError(f"this prompt cannot be batched ({reason}); use engine.generate")
-        room = job.max_new_tokens if facts.max_positions is None else facts.max_positions - len(tokens)
-        if room < 1:
-            raise CapacityError(
-                f"the prompt fills all {facts.max_positions} positions of this model, so there is no room for a reply; "
-                "shorten it"
-            )
-        new = min(job.max_new_tokens, room)
-        engine._check_budget(len(tokens) + new, why="jobs side by side are not paged (engine.generate is)")
-        return reader, replace(job, token_ids=tuple(tokens), max_new_tokens=new)
-
-    def _most_new(self, prompt_tokens: int, wanted: int, engine: KVBoost) -> int:
-        """How many of the wanted new tokens there is room for, and one where there is none: that is refused later."""
-        exact_limit, kv_bytes = self._parts.facts.exact_limit, self._scheduler.limits.kv_bytes
-
-        def too_many(new: int) -> bool:
-            rows = prompt_tokens + new
-            beyond = exact_limit is not None and rows > exact_limit
-            return beyond or self._parts.pool.bytes_for(rows) > kv_bytes or engine._too_small(rows) is not None
-
-        return max(1, bisect_left(range(1, wanted + 1), True, key=too_many))
 
     def _wake(self) -> None:
         with self._changed:
@@ -435,26 +391,3 @@ class BatchRunner:
             _log.exception("a job that ended (%s) could not give back what it held", reason)
         finally:
             job.ticket.put(last)
-
-
-def shared_starts(jobs: Sequence[RunningJob]) -> list[SharedStart]:
-    """Which jobs begin with the same rows, and how many: by their first chunk, as far as all of them agree."""
-    groups: dict[bytes, list[int]] = {}
-    chains = [job.shared_chain() for job in jobs]
-    for index, chain in enumerate(chains):
-        if chain:
-            groups.setdefault(chain[0][0], []).append(index)
-    return [
-        SharedStart(tuple(members), _common_end([chains[index] for index in members]))
-        for members in groups.values()
-        if len(members) > 1
-    ]
-
-
-def _common_end(chains: Iterable[Sequence[tuple[bytes, int]]]) -> int:
-    end = 0
-    for column in zip(*chains, strict=False):
-        if any(entry != column[0] for entry in column):
-            break
-        end = column[0][1]
-    return end
