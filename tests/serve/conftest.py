@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ def start_server() -> Iterator[Callable[..., Running]]:
         keys: Keys | None = None,
         limits: Limits | None = None,
         model_name: str = "tiny",
+        send_buffer: int | None = None,
     ) -> Running:
         runner = runner or Recording(BatchRunner(engine))
         limits = limits or Limits(new_tokens=64)
@@ -67,7 +69,10 @@ def start_server() -> Iterator[Callable[..., Running]]:
         while not server.started:
             thread.join(0.01)
             assert thread.is_alive()
-        port = server.servers[0].sockets[0].getsockname()[1]
+        listening = server.servers[0].sockets[0]
+        port = listening.getsockname()[1]
+        if send_buffer is not None:  # connections inherit it; a kernel's own takes megabytes that nobody reads
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
 
         def stop() -> None:
             server.should_exit = True

@@ -89,6 +89,40 @@ def test_without_keys_this_machine_may_do_everything_under_its_own_name_only(
         assert rebound.json()["error"]["code"] == "wrong_host"
 
 
+@pytest.fixture(scope="module")
+def open_server(start_server: Callable[..., Running], make_engine: Callable[..., KVBoost]) -> Running:
+    return start_server(make_engine())
+
+
+@pytest.mark.parametrize(("method", "path"), [listed for listed in LISTED if listed[0] != "GET"])
+def test_without_keys_pages_of_other_sites_may_do_nothing(open_server: Running, method: str, path: str) -> None:
+    foreign: list[dict[str, str]] = [
+        {"Origin": "https://attacker.example"},
+        {"Origin": "null"},
+        {"Origin": ""},
+        {"Origin": f"http://127.0.0.1:{open_server.port + 1}"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Origin": open_server.url, "Sec-Fetch-Site": "cross-site"},
+    ]
+    with open_server.http(None) as http:
+        for headers in foreign:
+            answer = http.request(method, path, json={}, headers=headers)
+            assert answer.status_code == 403, headers
+            assert answer.json()["error"]["code"] == "wrong_origin"
+        twice = [("Origin", open_server.url), ("Origin", "https://attacker.example")]
+        assert http.request(method, path, json={}, headers=twice).status_code == 403
+        own = {"Origin": open_server.url, "Sec-Fetch-Site": "same-origin"}
+        assert http.request(method, path, json={}, headers=own).status_code != 403
+
+
+def test_with_keys_or_for_what_tells_nothing_other_sites_are_taken(keyed: Running, open_server: Running) -> None:
+    foreign = {"Origin": "https://attacker.example", "Sec-Fetch-Site": "cross-site"}
+    with keyed.http() as http:
+        assert http.post("/tokenize", json={"prompt": "x"}, headers=foreign).status_code == 200
+    assert httpx.get(open_server.url + "/", headers=foreign).status_code == 200, "a link to the page"
+    assert httpx.get(open_server.url + "/v1/cache", headers=foreign).status_code == 403
+
+
 def test_other_addresses_need_a_key_or_a_word() -> None:
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org", ""):
         with pytest.raises(ConfigError, match="API key"):

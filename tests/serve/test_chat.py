@@ -206,6 +206,17 @@ def test_what_is_not_supported_is_refused_by_name(keyed: Running, change: dict[s
         )
 
 
+def test_what_clients_write_who_have_not_decided_is_taken(keyed: Running) -> None:
+    with keyed.http() as http:
+        plain = http.post("/v1/chat/completions", json=_GREEDY).json()
+        for change in ({"stream": None}, {"top_p": 0, "temperature": 2, "seed": 1}, {"top_p": None}):
+            answer = http.post("/v1/chat/completions", json={**_GREEDY, **change})
+            assert answer.status_code == 200, change
+            assert answer.json()["choices"][0]["message"] == plain["choices"][0]["message"], change
+        for wrong in ({"stream": "perhaps"}, {"top_p": -0.1}):
+            assert http.post("/v1/chat/completions", json={**_GREEDY, **wrong}).status_code == 400
+
+
 def test_bodies_that_are_no_json_are_refused(keyed: Running) -> None:
     bodies = [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"model": NaN}', b"[" * 100_000, b"1" * 5000]
     with keyed.http() as http:

@@ -75,6 +75,47 @@ def test_a_client_that_goes_away_cancels_its_job(slow: Running, stream: bool) ->
     assert slow.service.recent.listed()[-1]["finish"] == "cancelled"
 
 
+@pytest.fixture(scope="module")
+def unread(start_server: Callable[..., Running], make_engine: Callable[..., KVBoost]) -> Running:
+    """Cuts those off who do not read."""
+    engine = make_engine()
+    limits = Limits(new_tokens=1500, write_seconds=0.5)
+    return start_server(engine, runner=OneByOne(engine, pause=0.002), limits=limits, send_buffer=4096)
+
+
+def _connected(running: Running) -> socket.socket:
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    connection.connect(("127.0.0.1", running.port))
+    return connection
+
+
+def test_a_client_that_does_not_read_is_cut_off(unread: Running) -> None:
+    body = {**_ASKED, "stream": True, "max_tokens": 1500, "logit_bias": {"256": -100, "257": -100, "258": -100}}
+    with _connected(unread) as connection:
+        connection.sendall(_posted(json.dumps(body).encode()))
+        assert _until(lambda: unread.runner.alive == 1)
+        assert _until(lambda: _idle(unread), seconds=20)
+    last = unread.service.recent.listed()[-1]
+    assert last["finish"] == "cancelled"
+    assert last["new"] < 1500
+
+
+def test_a_client_that_reads_slowly_gets_everything(unread: Running) -> None:
+    body = {**_ASKED, "stream": True, "max_tokens": 100}
+    got = b""
+    with _connected(unread) as connection:
+        connection.sendall(_posted(json.dumps(body).encode()))
+        connection.settimeout(10)
+        while b"[DONE]" not in got:
+            read = connection.recv(2048)
+            assert read, "it was cut off"
+            got += read
+            time.sleep(0.02)
+    assert _until(lambda: _idle(unread))
+    assert unread.service.recent.listed()[-1]["finish"] != "cancelled"
+
+
 def test_a_client_that_goes_away_while_it_waits_for_its_turn(slow: Running) -> None:
     body = json.dumps({**_ASKED, "stream": True, "max_tokens": 20}).encode()
     with socket.create_connection(("127.0.0.1", slow.port)) as first:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -10,8 +11,9 @@ import pytest
 from kvboost import CapacityError, KVBoost
 from kvboost.engine.batching import BatchRunner
 from kvboost.engine.pinning import Pins
+from kvboost.serve.auth import Keys
 from kvboost.serve.limits import Limits
-from tests.serve.conftest import ADMIN_KEY, KEY, Running
+from tests.serve.conftest import ADMIN_KEY, KEY, OTHER_KEY, Running
 
 _TEXT = "A cache keeps what was costly to make near to where it is used, until the room is needed for more. "
 
@@ -220,6 +222,43 @@ def test_the_cache_for_the_admin(keyed: Running, client: openai.OpenAI) -> None:
         assert text[:20] not in str(shown)
         assert http.post("/v1/cache/clear").json()["cleared"] is True
         assert http.get("/v1/cache").json()["cache"]["hot_chunks"] == 0
+
+
+@pytest.mark.parametrize("key", [KEY, OTHER_KEY, ADMIN_KEY, None])
+def test_forgetting_reaches_what_an_earlier_process_left_on_a_disk(
+    start_server: Callable[..., Running], make_engine: Callable[..., KVBoost], tmp_path: Path, key: str | None
+) -> None:
+    keys = Keys([KEY, OTHER_KEY], admin_key=ADMIN_KEY) if key else None
+    asked = {"model": "tiny", "prompt": _TEXT * 2, "max_tokens": 1}
+
+    def cached(running: Running) -> int:
+        with running.http(key) as http:
+            usage = http.post("/v1/completions", json=asked).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    def restarted() -> Running:
+        return start_server(make_engine(disk_cache_dir=tmp_path), keys=keys)
+
+    first = restarted()
+    assert cached(first) == 0
+    first.engine.close()
+    second = restarted()
+    assert cached(second) > 0, "it is there after a restart"
+    second.engine.close()
+    third = restarted()
+    with third.http(ADMIN_KEY) as http:
+        assert http.post("/v1/cache/clear").status_code == 200
+    assert cached(third) == 0
+    third.engine.close()
+
+
+def test_forgetting_takes_the_replies_along(keyed: Running) -> None:
+    memory = keyed.service.chats.replies
+    memory.remember(tenant="t", cache_key="", before="b", reply="r", ids=[1, 2])
+    assert memory.find(tenant="t", cache_key="", before="b", reply="r") == [1, 2]
+    with keyed.http(ADMIN_KEY) as http:
+        assert http.post("/v1/cache/clear").status_code == 200
+    assert memory.find(tenant="t", cache_key="", before="b", reply="r") is None
 
 
 def test_pins_outlive_what_else_is_read(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -103,7 +104,9 @@ def test_a_stream_shows_text_and_holds_calls_back(marker: str, text: str, shown:
     rest, calls = reader.end()
     assert seen + rest == shown
     assert json.loads(calls[0]["function"]["arguments"]) == {"city": "Paris"}
-    assert calls[0]["id"].startswith("call_")
+    ids = [call["id"] for call in calls]
+    assert len(set(ids)) == len(ids)
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", id) for id in ids), "Mistral's templates take no others"
 
 
 def test_calls_of_functions_nobody_has_are_text() -> None:

@@ -64,6 +64,11 @@ class Keys:
         """Of all API keys, in their order; none where no key is needed."""
         return [caller.tenant for _, caller in self._known if not caller.admin]
 
+    @property
+    def every_tenant(self) -> list[str]:
+        """All who may have asked for something: of the API keys, of the admin's, and of who needed no key."""
+        return ["", *(caller.tenant for _, caller in self._known)]
+
     def __bool__(self) -> bool:
         """Whether a key is needed at all."""
         return bool(self._known)
@@ -157,6 +162,10 @@ class Gate:
         access = methods.get(method)
         if access is Access.OPEN:
             return caller
+        if not self._keys and _is_of_another_site(headers):
+            raise ApiError(
+                403, "this server takes nothing from pages of other sites; set an API key", code="wrong_origin"
+            )
         if caller is None:
             raise ApiError(
                 401,
@@ -186,6 +195,14 @@ def _is_local_name(host: bytes) -> bool:
     name = host.decode("latin-1")
     name = name[: name.index("]") + 1] if name.startswith("[") and "]" in name else name.rsplit(":", 1)[0]
     return is_loopback(name)
+
+
+def _is_of_another_site(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a browser says that the page of another site sent this. What is no browser says neither."""
+    if headers.get(b"sec-fetch-site", b"").lower() == b"cross-site":
+        return True
+    origin = headers.get(b"origin")
+    return origin is not None and origin.partition(b"://")[2].lower() != headers.get(b"host", b"").lower()
 
 
 def caller_of(request: Any) -> Caller:

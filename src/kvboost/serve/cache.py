@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.engine.jobs import Sampling
-from kvboost.errors import CapacityError, ConfigError
+from kvboost.errors import CapacityError, ConfigError, StoreError
 from kvboost.serve.auth import Caller
 from kvboost.serve.chat import encode_messages
 from kvboost.serve.errors import ApiError, bad_request
@@ -105,11 +105,24 @@ async def _pinned(service: Service, asked: Asked) -> Response:
 
 
 async def clear(service: Service) -> Response:
-    """Forget everything that was read, of all tenants."""
+    """Forget everything that was read and answered, of all tenants, also what an earlier process left on a disk."""
     await asyncio.to_thread(service.pins.clear)
-    for view in service.engine.views():
-        await asyncio.to_thread(view.clear)
+    service.chats.replies.clear()
+    try:
+        await asyncio.to_thread(_purge, service)
+    except StoreError as error:
+        raise ApiError(503, "a tier could not be asked and may hold more; try again", code="not_cleared") from error
     return JSONResponse({"object": "kvboost.clear", "cleared": True})
+
+
+def _purge(service: Service) -> None:
+    engine = service.engine
+    opened = [view.config.tenant for view in engine.views()]
+    try:
+        for tenant in dict.fromkeys([*opened, *service.keys.every_tenant]):
+            engine.purge_tenant(tenant)
+    except ConfigError:  # the store was given to the engine: it cannot tell tenants apart, and forgets all of them
+        engine.clear()
 
 
 def _tenant(service: Service, body: WarmRequest) -> str:

@@ -25,6 +25,8 @@ class Limits:
     header_bytes: int = 32 * 2**10
     header_seconds: float = 10.0
     """To receive the headers of a request."""
+    write_seconds: float = 30.0
+    """In which a client takes something of what is sent to it."""
     connections: int = 1024
     streams: int = 256
     """Requests that generate at the same time; more are a 429, unless their key has less than an even share."""

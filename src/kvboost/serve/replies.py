@@ -42,6 +42,12 @@ class ReplyMemory:
                 _, gone = self._replies.popitem(last=False)
                 self._ids -= _cost(gone)
 
+    def clear(self) -> None:
+        """Forget all of them."""
+        with self._lock:
+            self._replies.clear()
+            self._ids = 0
+
     def find(self, *, tenant: str, cache_key: str, before: str, reply: str) -> list[int] | None:
         """The ids of ``reply`` behind exactly this text, else behind any other; None if it was not produced here."""
         with self._lock:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import string
 from typing import Any
 
 from kvboost.serve.text import StopCutter
@@ -18,6 +19,8 @@ _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
 _XML_FUNCTION = re.compile(r"<function=([^>\s]+)>\s*(.*?)\s*</function>", re.DOTALL)
 _XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 _MISTRAL_CALL = re.compile(r"\s*([a-zA-Z0-9_.-]+)(?:\[CALL_ID\][a-zA-Z0-9]+)?\[ARGS\]")
+_LETTERS = string.ascii_letters + string.digits
+_ID_LENGTH = 9  # the templates of Mistral refuse a chat in which an id has another length or other characters
 _Calls = list[tuple[str, dict[str, Any]]]
 
 
@@ -78,7 +81,7 @@ def _known(found: tuple[str, _Calls], names: set[str]) -> tuple[str, _Calls]:
 
 def _openai_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {
-        "id": "call_" + secrets.token_hex(12),
+        "id": "".join(secrets.choice(_LETTERS) for _ in range(_ID_LENGTH)),
         "type": "function",
         "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
     }
