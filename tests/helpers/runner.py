@@ -94,7 +94,10 @@ class OneByOne:
     def load(self) -> RunnerLoad:
         return RunnerLoad(running=min(1, self.alive), waiting=max(0, self.alive - 1), cached_bytes=0)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Wait for jobs that are over or cancelled: a process that ends while one computes is aborted by torch."""
+        while self.alive:
+            time.sleep(0.01)
 
     def _run(self, job: Job, ticket: _Ticket) -> None:
         started = time.monotonic()

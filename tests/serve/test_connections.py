@@ -263,8 +263,10 @@ from tests.helpers.runner import OneByOne
 from tests.helpers.tokenizer import byte_tokenizer
 
 engine = KVBoost(tiny_model("llama", vocab_size=260), byte_tokenizer(), chunk_size=32)
-serve(engine, OneByOne(engine, pause=0.05), model_name="tiny", port=0, drain_seconds=float(sys.argv[1]),
+runner = OneByOne(engine, pause=0.05)
+serve(engine, runner, model_name="tiny", port=0, drain_seconds=float(sys.argv[1]),
       ready=lambda host, port: print(port, flush=True))
+runner.close()
 print("done", flush=True)
 """
 
