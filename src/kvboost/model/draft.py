@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import transformers
+from packaging.version import Version
+
 from kvboost.errors import ConfigError
 from kvboost.model.generation import reads_prompt_again, sequences_per_prompt
 from kvboost.model.loading import load_model
 from kvboost.model.speculation import ASSISTANTS, speculates
 
 PROMPT_LOOKUP = "prompt-lookup"
+_DRAFTS_SLIDE = Version("5.22")  # the oldest that was seen to crop a draft's windows rightly; 5.16 does not
 _LOOKED_UP = 10  # tokens; what Transformers' guide proposes
 
 
@@ -69,5 +73,15 @@ def make_draft(given: Any, *, model: Any, tokenizer: Any) -> Draft:
         )
     if given.training:
         raise ConfigError("the draft is in training mode, where dropout changes what it proposes; call draft.eval()")
+    if _slides(given.config.get_text_config()) and Version(transformers.__version__) < _DRAFTS_SLIDE:
+        raise ConfigError(
+            f"draft={name!r} attends in windows, which breaks drafts of transformers {transformers.__version__}; "
+            f"upgrade to {_DRAFTS_SLIDE}, or give {PROMPT_LOOKUP!r}"
+        )
     limit = getattr(given.config.get_text_config(), "max_position_embeddings", None)
     return Draft(name, {"assistant_model": given}, max_positions=limit)
+
+
+def _slides(config: Any) -> bool:
+    """Whether layers of a model with this config see a window only."""
+    return "sliding_attention" in (getattr(config, "layer_types", None) or ())
