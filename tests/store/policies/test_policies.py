@@ -162,6 +162,34 @@ def test_a_refused_block_takes_no_place_and_is_counted() -> None:
     assert len(store.lease(prompt("a")).blocks) == 1
 
 
+class HearsContent(LeafFirstLRU):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[tuple[str, bytes | None]] = []
+
+    def inserted(
+        self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1, content: bytes | None = None
+    ) -> None:
+        self.heard.append(("inserted", content))
+        super().inserted(key, parent=parent, nbytes=nbytes)
+
+    def admits(
+        self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes, content: bytes | None = None
+    ) -> bool:
+        self.heard.append(("admits", content))
+        return True
+
+
+def test_the_store_tells_what_text_a_block_holds() -> None:
+    policy = HearsContent()
+    store = MemoryStore(1, policy=policy)
+    first, second = lone_block("a"), lone_block("b")
+    store.put(first)
+    store.put(second)
+    new = second.content_key
+    assert policy.heard == [("inserted", first.content_key), ("admits", new), ("inserted", new)]
+
+
 def test_with_tiers_below_nothing_is_refused() -> None:
     """What a tier hands up must pass through the memory, and what is new goes down from it."""
     memory = MemoryStore(1, policy=AdmitsNothing())
