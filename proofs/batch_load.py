@@ -20,9 +20,9 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.bench.report import describe_machine
-from kvboost.engine.batching import BatchRunner
-from kvboost.engine.jobs import Job, NewToken
-from kvboost.model import load_model
+from kvboost.hf.loading import load_model
+from kvboost.scheduler.jobs import Job, NewToken
+from kvboost.scheduler.runner import BatchRunner
 
 
 def one_after_another(engine: KVBoost, prompts: list[list[int]], shared: int, new: int) -> tuple[list[float], float]:

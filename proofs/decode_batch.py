@@ -20,8 +20,10 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from transformers.generation.continuous_batching import model_runner as their_runner
 
 from kvboost.bench.report import describe_machine
-from kvboost.model import ModelRunner, SlabCache, probe_model
-from kvboost.model.ragged import RaggedRunner, SharedStart
+from kvboost.hf.cache import SlabCache
+from kvboost.hf.probe import probe_model
+from kvboost.hf.ragged import RaggedRunner, SharedStart
+from kvboost.hf.runner import ModelRunner
 
 _BATCHES = (1, 4, 16)
 

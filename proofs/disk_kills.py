@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 
 from kvboost.bench.report import describe_machine
-from kvboost.store.disk import DiskTier
-from kvboost.store.record import RecordFormat
-from kvboost.store.recovery import charge
+from kvboost.store.record.format import RecordFormat
+from kvboost.store.tiers.disk.recovery import charge
+from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.types import KVBlock, Namespace, PutOutcome
 
 _NAMESPACE = Namespace(hashlib.sha256(b"kills").digest(), hashlib.sha256(b"tenant").digest())

@@ -28,7 +28,7 @@ from kvboost import KVBoost
 from kvboost.bench import found, rag
 from kvboost.bench.report import describe_machine
 from kvboost.config import parse_bytes
-from kvboost.engine.clock import StageClock
+from kvboost.core.clock import StageClock
 from kvboost.extend import EvictionPolicy
 from kvboost.store import LeafFirstLRU, LeastExpected, MemoryStore
 from kvboost.types import SegmentKind

@@ -31,7 +31,7 @@ warnings.simplefilter("ignore")
 import torch
 torch.set_num_threads(1)
 from kvboost import KVBoost
-from kvboost.engine.batching import BatchRunner
+from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve import Limits, serve
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer

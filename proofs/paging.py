@@ -22,10 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache
 
 from kvboost.bench.report import describe_machine
-from kvboost.engine.paged import block_tokens_for
-from kvboost.model import KVLayout, ModelRunner, SlabCache
-from kvboost.model.paging import PagedCache, probe_paging
-from kvboost.model.paging.spill import FileSpill
+from kvboost.hf.cache import KVLayout, SlabCache
+from kvboost.hf.runner import ModelRunner
+from kvboost.offload.kv import PagedCache, probe_paging
+from kvboost.offload.kv.prefill import block_tokens_for
+from kvboost.offload.kv.spill import FileSpill
 
 _STEP = 512
 _TOLERANCE = 1e-4

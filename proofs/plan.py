@@ -29,11 +29,12 @@ import torch
 
 from kvboost import EngineConfig, KVBoost
 from kvboost.bench.report import describe_machine
-from kvboost.engine.batching import BatchRunner
-from kvboost.engine.jobs import Finished, Job
-from kvboost.engine.planning import workload
-from kvboost.model import measure_rates, model_on_disk
-from kvboost.planning import MemoryPlan, plan_memory
+from kvboost.capacity import MemoryPlan, plan_memory
+from kvboost.engine.memory import workload
+from kvboost.hf.shape import model_on_disk
+from kvboost.offload.rates import measure_rates
+from kvboost.scheduler.jobs import Finished, Job
+from kvboost.scheduler.runner import BatchRunner
 
 _NEW = 8
 _STEP = 256

@@ -19,8 +19,8 @@ import torch
 
 from kvboost.bench.report import describe_machine
 from kvboost.errors import RecordError
-from kvboost.store.header import PAGE, seal_of
-from kvboost.store.record import RecordFormat, inspect
+from kvboost.store.record.format import RecordFormat, inspect
+from kvboost.store.record.header import PAGE, seal_of
 from kvboost.types import KVBlock, Namespace
 
 _FIELDS_END = 360  # where the header's fields end in the records made here; zeros follow

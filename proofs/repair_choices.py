@@ -18,14 +18,14 @@ from unittest.mock import patch
 import torch
 
 from kvboost import KVBoost
+from kvboost.approx.repair import _Chooser
+from kvboost.approx.select import Auto, CacheBlend, First, Query
 from kvboost.bench import rag
 from kvboost.bench.measure import FreezableStore
 from kvboost.bench.repair import FullReading, compare, interval
 from kvboost.bench.report import describe_machine
-from kvboost.engine.repairing import _Chooser
 from kvboost.extend import RepairStrategy
-from kvboost.model.cache import SlabLayer
-from kvboost.repair import Auto, CacheBlend, First, Query
+from kvboost.hf.cache import SlabLayer
 from kvboost.types import RepairSituation
 
 

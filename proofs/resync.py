@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvboost.bench.report import describe_machine
+from kvboost.core.chunking import ContentChunker, FixedChunker
+from kvboost.core.keys import chunk_keys
 from kvboost.extend import Chunker, TokenArray
-from kvboost.plan import ContentChunker, FixedChunker, chunk_keys
 
 _DOCUMENTS, _LENGTH, _QUESTION = 60, 2000, 300
 _PREAMBLE_LENGTHS = range(1, 351, 7)  # 50 of them

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvboost import GenerationResult, KVBoost
 from kvboost.bench.report import describe_machine
-from kvboost.model import streamer_of
+from kvboost.offload.weights import streamer_of
 
 _LOOKUP = {"prompt_lookup_num_tokens": 10}
 _FIRST_LAYERS = 10

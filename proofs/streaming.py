@@ -33,7 +33,7 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.bench.report import describe_machine
-from kvboost.model import streamer_of
+from kvboost.offload.weights import streamer_of
 
 _ROOM = 200 * 10**6  # beside the weights: activations, KV, stacks of threads, digests at loading
 _PROMPT = 24

@@ -11,6 +11,7 @@ import torch
 
 from kvboost.bench.report import BenchError
 from kvboost.bench.servers import RedisServer, redis_server
+from kvboost.core.prefill import PromptReader
 from tests.helpers.models import smollm2_folder, tiny_model
 from tests.helpers.places import KINDS, Place
 from tests.helpers.s3 import s3_environment, s3_server
@@ -88,3 +89,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "redis":
         return Place("redis", request.getfixturevalue("redis_at").url)
     return Place("s3", request.getfixturevalue("s3_url"))
+
+
+@pytest.fixture
+def prices_as_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether moving pays is decided by the first guess: a busy machine must not decide a test."""
+    monkeypatch.setattr(PromptReader, "_observe", lambda self, reading: None)

@@ -10,18 +10,22 @@ import pytest
 import torch
 
 from kvboost import GenerationMode, KVBoost, UnsupportedModelError
-from kvboost.engine import decoding, naming, reader, workspace
-from kvboost.model import fingerprint
-from kvboost.model.cache import SlabCache, SlabLayer
-from kvboost.model.codec import RawCodec
+from kvboost.core import identity as naming
+from kvboost.core import prefill as reader
+from kvboost.core import workspaces as workspace
+from kvboost.engine import decoding
+from kvboost.hf import fingerprint
+from kvboost.hf.cache import SlabCache, SlabLayer
+from kvboost.hf.codec import RawCodec
 from kvboost.store import LeafFirstLRU, memory
 from kvboost.store.memory import MemoryStore
 from kvboost.types import Chunk, Fingerprint, ReusePlan, Segment, SegmentKind
-from tests.engine import test_batch, test_engine, test_exact, test_workspace
+from tests.core import test_keys as test_hashing
+from tests.core import test_workspaces as test_workspace
+from tests.engine import test_batch, test_engine, test_exact
 from tests.helpers.exactness import assert_warm_equals_cold
 from tests.helpers.models import tiny_model
-from tests.model import test_fingerprint as test_fp
-from tests.plan import test_hashing
+from tests.hf import test_fingerprint as test_fp
 from tests.store.test_memory import TestMemoryStoreContract
 
 Tiny = Callable[..., Any]

@@ -6,8 +6,8 @@ import torch
 
 from kvboost.bench.codec import packed_bits, speeds
 from kvboost.bench.roundings import SCHEMES
-from kvboost.model import KVLayout, codec_for
-from kvboost.model.cache import TensorSpec
+from kvboost.hf.cache import KVLayout, TensorSpec
+from kvboost.hf.codec import codec_for
 
 _LAYOUT = KVLayout((TensorSpec(2, 64, torch.float32, torch.device("cpu")),) * 4)
 

@@ -11,7 +11,9 @@ import torch
 from kvboost.bench.exactness import ReferenceStore, _same_bits, edge_lengths
 from kvboost.bench.fidelity import first_difference, kl_divergence
 from kvboost.bench.measure import alternate
-from kvboost.plan import FixedChunker, chunk_keys, reusable_chunks, token_array
+from kvboost.core.chunking import FixedChunker
+from kvboost.core.keys import chunk_keys, token_array
+from kvboost.core.plan import reusable_chunks
 from kvboost.store import LeafFirstLRU, MemoryStore
 from kvboost.types import KVBlock, PutOutcome
 

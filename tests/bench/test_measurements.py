@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvboost.bench.cli import main
-from kvboost.model import SlabCache
+from kvboost.hf.cache import SlabCache
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 

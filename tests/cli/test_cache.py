@@ -15,7 +15,7 @@ import pytest
 
 from kvboost.bench.servers import free_port
 from kvboost.cli import main
-from kvboost.store.record import RecordFormat
+from kvboost.store.record.format import RecordFormat
 from kvboost.types import tenant_digest
 from tests.helpers.places import Place, blocks_of, of
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvboost.cli import doctor as cli
 from kvboost.cli import main
-from kvboost.engine import planning
+from kvboost.engine import memory as planning
 from tests.helpers.awq import save_awq
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer

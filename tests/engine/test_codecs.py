@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_moving import HEAD, ONE, QUESTION, THREE, TWO, distance, engine_for, read, text, warm
+from tests.approx.test_find import HEAD, ONE, QUESTION, THREE, TWO, distance, engine_for, read, text, warm
 
 pytestmark = pytest.mark.usefixtures("prices_as_guessed")
 

@@ -7,7 +7,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from kvboost import CapacityError, ConfigError, GenerationMode, KVBoost
-from kvboost.plan import FixedChunker
+from kvboost.core.chunking import FixedChunker
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvboost.bench.faults import Fault
 from kvboost.bench.servers import RedisServer
-from kvboost.store.record import RecordFormat
+from kvboost.store.record.format import RecordFormat
 from tests.helpers.failing import Failing, Judge, over_failing_disk, over_failing_redis
 
 Tiny = Callable[..., Any]

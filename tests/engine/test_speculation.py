@@ -15,8 +15,8 @@ from packaging.version import Version
 from transformers import StoppingCriteria
 
 from kvboost import ConfigError, GenerationMode, KVBoost
-from kvboost.engine.batching import BatchRunner
-from kvboost.model import streamer_of
+from kvboost.offload.weights import streamer_of
+from kvboost.scheduler.runner import BatchRunner
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 

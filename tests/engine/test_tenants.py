@@ -19,11 +19,11 @@ from kvboost.bench.faults import Fault, FaultyProxy
 from kvboost.bench.servers import RedisServer
 from kvboost.errors import StoreError
 from kvboost.store import MemoryStore
-from kvboost.store.record import inspect
-from tests.engine.test_moving import HEAD, ONE, QUESTION, THREE, TWO, engine_for, read, text, warm
+from kvboost.store.record.format import inspect
+from tests.approx.test_find import HEAD, ONE, QUESTION, THREE, TWO, engine_for, read, text, warm
 from tests.engine.test_tiers import _same_bits
-from tests.store.test_objects import folder  # noqa: F401 - a fixture
-from tests.store.test_protection import KEY, key_file
+from tests.store.record.test_protection import KEY, key_file
+from tests.store.tiers.test_s3 import folder  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.usefixtures("prices_as_guessed")
 
@@ -312,9 +312,9 @@ def digest(result: Any) -> str:
 
 _READER = """
 import json, sys
-from tests.engine.test_moving import engine_for, text
+from tests.approx.test_find import engine_for, text
 from tests.engine.test_tenants import digest, found
-from kvboost.engine.reader import PromptReader
+from kvboost.core.prefill import PromptReader
 from tests.helpers.models import tiny_model
 PromptReader._observe = lambda self, reading: None  # as in the tests: what loading costs must not decide
 engines = {}

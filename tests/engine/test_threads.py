@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from kvboost import KVBoost
-from kvboost.engine.verify import same_bits
-from tests.engine.test_moving import HEAD, distance, engine_for, joined, read, text
+from kvboost.core.verify import same_bits
+from tests.approx.test_find import HEAD, distance, engine_for, joined, read, text
 
 _LOGITS = {"max_new_tokens": 2, "temperature": 0, "return_dict_in_generate": True, "output_logits": True}
 

@@ -20,7 +20,7 @@ from kvboost import ConfigError, KVBoost
 from kvboost.bench.servers import RedisServer
 from kvboost.store import DiskTier, HostTier, MemoryStore, TieredStore
 from kvboost.types import KVBlock
-from tests.engine.test_moving import HEAD, ONE, QUESTION, THREE, TWO, engine_for, read, text, warm
+from tests.approx.test_find import HEAD, ONE, QUESTION, THREE, TWO, engine_for, read, text, warm
 
 pytestmark = pytest.mark.usefixtures("prices_as_guessed")
 
@@ -133,7 +133,7 @@ def test_a_host_tier_below_a_small_memory_changes_no_bit(tiny: Tiny) -> None:
 
 _WRITER = """
 import sys, torch
-from tests.engine.test_moving import engine_for, text
+from tests.approx.test_find import engine_for, text
 from tests.helpers.models import tiny_model
 engine = engine_for(tiny_model("llama"), **{sys.argv[1]: sys.argv[2]})
 engine.prefill(text(11, 400))

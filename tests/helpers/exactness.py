@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvboost import KVBoost
-from kvboost.engine.verify import same_bits
-from kvboost.plan import token_array
+from kvboost.core.keys import token_array
+from kvboost.core.verify import same_bits
 from kvboost.store import LeafFirstLRU, MemoryStore
 from tests.helpers.models import VOCAB
 

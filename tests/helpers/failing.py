@@ -20,8 +20,8 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.bench.faults import Fault, FaultyProxy
-from kvboost.engine.verify import same_bits
-from kvboost.store.files import Files
+from kvboost.core.verify import same_bits
+from kvboost.store.tiers.disk.files import Files
 from tests.helpers.models import VOCAB
 
 TEXTS = 3

@@ -9,9 +9,9 @@ from typing import Any
 
 from kvboost.store import DiskTier, RedisTier
 from kvboost.store.admin import open_catalogue
-from kvboost.store.files import Layout
-from kvboost.store.objects import ObjectTier
-from kvboost.store.record import RecordFormat
+from kvboost.store.record.format import RecordFormat
+from kvboost.store.tiers.disk.files import Layout
+from kvboost.store.tiers.s3 import ObjectTier
 from kvboost.testing.content import prompt
 from kvboost.testing.tier import block_of, namespace
 from kvboost.types import KVBlock, Namespace, PutOutcome, tenant_digest

@@ -13,8 +13,8 @@ import time
 
 import torch
 
-from kvboost.store.record import RecordFormat
-from kvboost.store.redis import RedisTier
+from kvboost.store.record.format import RecordFormat
+from kvboost.store.tiers.redis.tier import RedisTier
 from kvboost.testing.tier import namespace
 from kvboost.types import KVBlock, PutOutcome
 

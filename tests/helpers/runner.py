@@ -12,7 +12,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from kvboost import KVBoost
-from kvboost.engine.jobs import Finished, Job, JobRunner, NewToken, RunnerLoad, Ticket
+from kvboost.scheduler.jobs import Finished, Job, JobRunner, NewToken, RunnerLoad, Ticket
 
 
 class _Choosing(LogitsProcessor):

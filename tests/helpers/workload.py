@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvboost.store import DiskTier, MemoryStore, RecordFormat, RedisTier, TieredStore
-from kvboost.store.recovery import charge
+from kvboost.store.tiers.disk.recovery import charge
 from kvboost.testing.content import prompt
 from kvboost.testing.tier import assert_same, block_of, namespace
 from kvboost.types import Chunk, KVBlock, PutOutcome

@@ -12,12 +12,12 @@ import pytest
 import uvicorn
 
 from kvboost import KVBoost
-from kvboost.engine.batching import BatchRunner
+from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve.app import make_app
-from kvboost.serve.auth import Keys
-from kvboost.serve.limits import Limits
+from kvboost.serve.generation.service import Service
 from kvboost.serve.run import http_config
-from kvboost.serve.service import Service
+from kvboost.serve.security.auth import Keys
+from kvboost.serve.security.limits import Limits
 from tests.helpers.models import tiny_model
 from tests.helpers.runner import Recording
 from tests.helpers.tokenizer import byte_tokenizer

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from kvboost.core.chunking import ContentChunker, FixedChunker
 from kvboost.errors import ConfigError, StoreError
 from kvboost.extend import Chunker, ChunkStore, EvictionPolicy, TokenArray
-from kvboost.plan import ContentChunker, FixedChunker
 from kvboost.store import LeafFirstLRU, MemoryStore
 from kvboost.store.memory import MemoryLease
 from kvboost.testing import ChunkerContract, ChunkStoreContract, EvictionPolicyContract

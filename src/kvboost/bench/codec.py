@@ -17,14 +17,16 @@ from typing import Any
 
 import torch
 
+from kvboost.approx.reposition import KeyMover, probe_mover
 from kvboost.bench import rag
 from kvboost.bench.measure import DTYPES, load_engine, positive
 from kvboost.bench.repair import agreement, interval
 from kvboost.bench.report import Progress, Report, Table, describe_machine, say
 from kvboost.bench.roundings import SCHEMES, Rounding
 from kvboost.errors import UnsupportedModelError
-from kvboost.model import KeyMover, KVCodec, KVLayout, SlabCache, codec_for, probe_model, probe_mover
-from kvboost.model.cache import TensorSpec
+from kvboost.hf.cache import KVLayout, SlabCache, TensorSpec
+from kvboost.hf.codec import KVCodec, codec_for
+from kvboost.hf.probe import probe_model
 
 _SHAPES = {"SmolLM2-135M": (30, 3, 64), "Llama-3-8B": (32, 8, 128)}  # layers, key and value heads, dim
 _BITS = (8, 4)

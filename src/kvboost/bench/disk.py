@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from kvboost.bench.report import Progress, Report, Spread, Table, describe_machine
-from kvboost.store.disk import DiskTier
-from kvboost.store.files import Files, Layout
-from kvboost.store.header import PAGE
-from kvboost.store.index import ChunkIndex
-from kvboost.store.record import RecordFormat
-from kvboost.store.recovery import charge
+from kvboost.store.record.format import RecordFormat
+from kvboost.store.record.header import PAGE
+from kvboost.store.tiers.disk.files import Files, Layout
+from kvboost.store.tiers.disk.index import ChunkIndex
+from kvboost.store.tiers.disk.recovery import charge
+from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.types import BlockInfo, KVBlock, Namespace
 
 _NAMESPACE = Namespace(hashlib.sha256(b"bench").digest(), hashlib.sha256(b"tenant").digest())

@@ -21,7 +21,7 @@ from kvboost.bench.replay import Replay, oracle_hit_tokens
 from kvboost.bench.report import BenchError, Machine, Progress, Report, Table, describe_machine
 from kvboost.bench.traces import NAMES, Trace, read
 from kvboost.extend import EvictionPolicy
-from kvboost.store.policies import (
+from kvboost.store.eviction import (
     AdaptiveReplacement,
     GreedyDualSizeFrequency,
     LeafFirstLRU,

@@ -16,8 +16,9 @@ import torch
 
 from kvboost.bench.measure import TextSource, add_model_arguments, load_engine, positive
 from kvboost.bench.report import Machine, Progress, Report, Table, describe_machine, say
+from kvboost.core.chunking import FixedChunker
+from kvboost.core.keys import token_array
 from kvboost.engine import KVBoost
-from kvboost.plan import FixedChunker, token_array
 from kvboost.store import LeafFirstLRU, MemoryStore
 
 _SHORTEST, _LONGEST = 40, 400

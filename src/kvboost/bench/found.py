@@ -21,8 +21,10 @@ import numpy as np
 
 from kvboost.bench.measure import positive
 from kvboost.bench.report import BenchError, Progress, Report, Table, describe_machine
+from kvboost.core.chunking import ContentChunker
+from kvboost.core.keys import chunk_keys
+from kvboost.core.plan import reusable_chunks
 from kvboost.extend import TokenArray
-from kvboost.plan import ContentChunker, chunk_keys, reusable_chunks
 from kvboost.types import Chunk
 
 _ROOT = hashlib.sha256(b"kvboost.bench.found").digest()

@@ -8,8 +8,9 @@ from typing import Any
 
 from kvboost.bench.measure import TextSource, add_model_arguments, alternate, load_engine, positive, wall_ms
 from kvboost.bench.report import Report, Spread, Table, describe_machine, ratios, say
+from kvboost.core.chunking import make_chunker
+from kvboost.core.keys import token_array
 from kvboost.engine import KVBoost
-from kvboost.plan import make_chunker, token_array
 from kvboost.types import GenerationMode, PrefillResult
 
 

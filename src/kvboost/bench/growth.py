@@ -22,8 +22,10 @@ import numpy as np
 
 from kvboost.bench.measure import positive
 from kvboost.bench.report import BenchError, Progress, Report, Spread, Table, describe_machine
+from kvboost.core.chunking import ContentChunker, FixedChunker
+from kvboost.core.keys import chunk_keys, token_array
+from kvboost.core.plan import plan_reuse, reusable_chunks
 from kvboost.extend import Chunker
-from kvboost.plan import ContentChunker, FixedChunker, chunk_keys, plan_reuse, reusable_chunks, token_array
 from kvboost.store import MemoryStore
 from kvboost.types import Chunk, KVBlock, PutOutcome
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
 
+from kvboost.approx.select import STRATEGIES
 from kvboost.bench.measure import (
     FreezableStore,
     TextSource,
@@ -27,7 +28,6 @@ from kvboost.bench.measure import (
 )
 from kvboost.bench.report import BenchError, Machine, Report, Spread, Table, describe_machine, ratios, say
 from kvboost.engine import KVBoost
-from kvboost.repair import STRATEGIES
 from kvboost.types import GenerationResult
 
 _PLAIN, _EXACT = "plain Transformers", 'quality="exact"'

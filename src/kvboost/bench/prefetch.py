@@ -24,8 +24,8 @@ from unittest.mock import patch
 from kvboost.bench.measure import TextSource, add_model_arguments, alternate, first_token, load_engine, positive
 from kvboost.bench.report import BenchError, Report, Spread, Table, describe_machine, ratios
 from kvboost.bench.servers import redis_server
+from kvboost.core.loader import Placing
 from kvboost.engine import KVBoost
-from kvboost.engine.placing import Placing
 
 _AFTER, _WHILE, _PREFETCHED = "load, then place", "place while loading", "prefetched"
 _BESIDE = "bound: load beside computing"

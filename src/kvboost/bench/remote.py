@@ -24,10 +24,10 @@ from kvboost.bench.measure import alternate, positive
 from kvboost.bench.report import BenchError, Report, Spread, Table, describe_machine, ratios
 from kvboost.bench.servers import redis_server
 from kvboost.direct_io import page_aligned
-from kvboost.store.record import RecordFormat
-from kvboost.store.redis import RedisTier
-from kvboost.store.resp import Link, Patience
-from kvboost.store.server import Server
+from kvboost.store.record.format import RecordFormat
+from kvboost.store.tiers.redis.resp import Link, Patience
+from kvboost.store.tiers.redis.server import Server
+from kvboost.store.tiers.redis.tier import RedisTier
 from kvboost.types import KVBlock, Namespace, PutOutcome
 
 _LAYERS = 30

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvboost.approx.select import STRATEGIES
 from kvboost.bench import plot, rag
 from kvboost.bench.measure import DTYPES, FreezableStore, load_engine, positive, wall_ms
 from kvboost.bench.report import BenchError, Machine, Progress, Report, Table, describe_machine, say
 from kvboost.engine import KVBoost
-from kvboost.repair import STRATEGIES
 from kvboost.types import GenerationMode, PrefillResult
 
 _BOOTSTRAP_ROUNDS = 2000

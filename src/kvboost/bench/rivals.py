@@ -10,14 +10,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvboost.bench.measure import (
-    TextSource,
-    add_model_arguments,
-    bare_forward,
-    first_token,
-    load_engine,
-    positive,
-)
+from kvboost.bench.measure import TextSource, add_model_arguments, bare_forward, first_token, load_engine, positive
 from kvboost.bench.report import BenchError, Progress, Report, Spread, Table, describe_machine, ratios, say
 from kvboost.engine import KVBoost
 from kvboost.types import GenerationMode, GenerationResult

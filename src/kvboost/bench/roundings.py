@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvboost.model import KeyMover, KVLayout
+from kvboost.approx.reposition import KeyMover
+from kvboost.hf.cache import KVLayout
 
 _TOKENS, _DIM = 2, 3
 _LEVELS = 15

@@ -19,9 +19,9 @@ from kvboost.cli.show import note, size
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvboost.capacity import Option
     from kvboost.engine import KVBoost
-    from kvboost.engine.planning import Forecast
-    from kvboost.planning import Option
+    from kvboost.engine.memory import Forecast
 
 _EXTRAS = {
     "serve": ("fastapi", "uvicorn", "prometheus_client"),
@@ -91,7 +91,7 @@ def machine() -> dict[str, str]:
     """What there is to run models with."""
     import torch
 
-    from kvboost.engine.planning import memory_available
+    from kvboost.engine.memory import memory_available
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -129,7 +129,7 @@ def self_test(engine: KVBoost) -> str:
 
 def _forecast(model: str, *, context: int | None, batch: int, settings: Settings) -> Forecast:
     from kvboost.config import EngineConfig, parse_bytes
-    from kvboost.engine.planning import forecast
+    from kvboost.engine.memory import forecast
 
     given = settings.engine()
     dtype, device = given.pop("dtype", "auto"), given.pop("device", None)

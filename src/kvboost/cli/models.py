@@ -42,9 +42,9 @@ def calibrate(
     dtype: _Dtype = "auto",
 ) -> None:
     """Measure on your prompts how many rows moved text needs."""
+    from kvboost.approx.levels import tolerated_share
     from kvboost.config import EngineConfig
     from kvboost.engine import KVBoost
-    from kvboost.repair import tolerated_share
 
     texts, boundaries = read_prompts(prompts)
     if tolerated is not None and not 0.0 < tolerated < 1.0:

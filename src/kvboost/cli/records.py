@@ -24,7 +24,7 @@ from kvboost.types import tenant_digest
 
 if TYPE_CHECKING:
     from kvboost.store.admin import Catalogue, Entry, KeyRing
-    from kvboost.store.header import RecordHeader
+    from kvboost.store.record.header import RecordHeader
 
 _FEWEST_DIGITS = 4
 
@@ -81,7 +81,7 @@ def _digits(prefix: str) -> str:
 def ring(files: Sequence[Path] | None) -> KeyRing:
     """The keys in these files, which are as an engine's ``record_key_file`` must be."""
     from kvboost.store.admin import KeyRing
-    from kvboost.store.protection import read_key
+    from kvboost.store.record.protection import read_key
 
     try:
         return KeyRing([read_key(file) for file in files or ()])

@@ -8,29 +8,26 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvboost.approx.calibration import Calibration
+from kvboost.approx.find import MovedReuse
+from kvboost.approx.levels import Repair, choose_repair, tolerated_share
+from kvboost.approx.recompute import probe_rows
+from kvboost.approx.reposition import probe_mover
 from kvboost.config import EngineConfig
-from kvboost.engine.costs import CostModel
-from kvboost.engine.guard import GuardedStore
-from kvboost.engine.moving import MovedReuse
-from kvboost.engine.naming import ChunkNames
-from kvboost.engine.paged import Pages
-from kvboost.engine.reader import PromptReader
-from kvboost.engine.storing import Stores
-from kvboost.engine.workspace import WorkspacePool
+from kvboost.core.chunking import make_chunker
+from kvboost.core.costs import CostModel
+from kvboost.core.guarded import GuardedStore
+from kvboost.core.identity import ChunkNames
+from kvboost.core.prefill import PromptReader
+from kvboost.core.workspaces import WorkspacePool
+from kvboost.engine.stores import Stores
 from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.extend import Chunker, ChunkStore
-from kvboost.model import (
-    KVCodec,
-    ModelFacts,
-    ModelIdentity,
-    ModelRunner,
-    codec_for,
-    probe_model,
-    probe_mover,
-    probe_rows,
-)
-from kvboost.plan import make_chunker
-from kvboost.repair import Calibration, Repair, choose_repair, tolerated_share
+from kvboost.hf.codec import KVCodec, codec_for
+from kvboost.hf.fingerprint import ModelIdentity
+from kvboost.hf.probe import ModelFacts, probe_model
+from kvboost.hf.runner import ModelRunner
+from kvboost.offload.kv.prefill import Pages
 from kvboost.store import read_key
 
 

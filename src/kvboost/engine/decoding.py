@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from kvboost.engine.clock import StageClock
-from kvboost.engine.prompt import PromptEncoder
-from kvboost.engine.reader import PromptReader, Reading
+from kvboost.core.clock import StageClock
+from kvboost.core.prefill import PromptReader, Reading
 from kvboost.errors import UnsupportedModelError
-from kvboost.model import KVLayout, SlabCache, end_token_ids, pad_token_id, run_generate, sequences_per_prompt
+from kvboost.hf.cache import KVLayout, SlabCache
+from kvboost.hf.generate import end_token_ids, pad_token_id, run_generate, sequences_per_prompt
+from kvboost.hf.prompt import PromptEncoder
 from kvboost.types import GenerationResult, ReuseReport
 
 

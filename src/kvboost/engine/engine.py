@@ -9,27 +9,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvboost.engine.calibration import calibrate
-from kvboost.engine.clock import StageClock
+from kvboost.approx.calibrate import calibrate
+from kvboost.approx.calibration import Calibration
+from kvboost.approx.documents import warm_documents
+from kvboost.approx.shadow import Answered
+from kvboost.core.clock import StageClock
+from kvboost.core.prefill import PromptReader, Reading
 from kvboost.engine.decoding import Request
-from kvboost.engine.documents import warm_documents
 from kvboost.engine.life import EngineLife
-from kvboost.engine.paged import Pages
-from kvboost.engine.prompt import Messages, Prompt
-from kvboost.engine.reader import PromptReader, Reading
-from kvboost.engine.shadow import Answered
-from kvboost.engine.streaming import PieceStream, PieceStreamer
+from kvboost.engine.text_stream import PieceStream, PieceStreamer
 from kvboost.errors import CapacityError, ConfigError
 from kvboost.extend import Streamer
-from kvboost.model import Draft, sampling_arguments, sequences_per_prompt, speculates
-from kvboost.repair import Calibration
+from kvboost.hf.draft import Draft
+from kvboost.hf.generate import sampling_arguments, sequences_per_prompt
+from kvboost.hf.prompt import Messages, Prompt
+from kvboost.hf.speculation import speculates
+from kvboost.offload.kv.prefill import Pages
 from kvboost.store import TieredStore
-from kvboost.types import (
-    GenerationMode,
-    GenerationResult,
-    PrefillResult,
-    ReuseReport,
-)
+from kvboost.types import GenerationMode, GenerationResult, PrefillResult, ReuseReport
 
 _ROWS_BEHIND_PREFILL = 64  # room in a cache that is given away
 _MOST_ROWS_AHEAD = 1024  # room made for a reply in advance; a longer one grows the cache as it comes

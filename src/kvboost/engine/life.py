@@ -16,31 +16,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
+from kvboost.approx.shadow import Answered, ShadowChecks, answers_differ
+from kvboost.capacity import MemoryPlan
 from kvboost.config import EngineConfig, parse_bytes
+from kvboost.core.chunking import make_chunker
+from kvboost.core.guarded import GuardedStore
+from kvboost.core.prefill import PromptReader
+from kvboost.core.verify import warm_equals_cold
+from kvboost.core.workspaces import WorkspacePool
 from kvboost.engine.assembly import Assembly, assemble, check_settings
 from kvboost.engine.decoding import Decoder, Request
-from kvboost.engine.guard import GuardedStore
-from kvboost.engine.planning import engine_plan, workload
-from kvboost.engine.prompt import Prompt, PromptEncoder
-from kvboost.engine.reader import PromptReader
-from kvboost.engine.shadow import Answered, ShadowChecks, answers_differ
+from kvboost.engine.memory import engine_plan, workload
 from kvboost.engine.stats import cache_stats, describe
 from kvboost.engine.tenants import TenantViews, purge_tenant
-from kvboost.engine.verify import warm_equals_cold
-from kvboost.engine.workspace import WorkspacePool
 from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.extend import ChunkStore
-from kvboost.model import (
-    Draft,
-    ModelRunner,
-    load_model,
-    make_draft,
-    reads_prompt_again,
-    shape_of,
-    weights_of,
-)
-from kvboost.plan import make_chunker
-from kvboost.planning import MemoryPlan
+from kvboost.hf.draft import Draft, make_draft
+from kvboost.hf.generate import reads_prompt_again
+from kvboost.hf.loading import load_model
+from kvboost.hf.prompt import Prompt, PromptEncoder
+from kvboost.hf.runner import ModelRunner
+from kvboost.hf.shape import shape_of, weights_of
 from kvboost.store import MemoryStore, TieredStore
 from kvboost.types import CacheStats, GenerationMode, HotChunk
 

@@ -18,17 +18,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from kvboost.engine import KVBoost
-from kvboost.engine.jobs import JobRunner
-from kvboost.serve import cache, small
-from kvboost.serve.auth import Access, Gate, Keys
-from kvboost.serve.bodies import BodyLimit
-from kvboost.serve.chat import chat_completions
-from kvboost.serve.completions import completions
-from kvboost.serve.errors import ApiError, from_validation
-from kvboost.serve.limits import Limits
-from kvboost.serve.page import page
-from kvboost.serve.responses import responses
-from kvboost.serve.schemas import (
+from kvboost.scheduler.jobs import JobRunner
+from kvboost.serve.api import cache
+from kvboost.serve.api import models as small
+from kvboost.serve.api.chat import chat_completions
+from kvboost.serve.api.completions import completions
+from kvboost.serve.api.errors import ApiError, from_validation
+from kvboost.serve.api.responses import responses
+from kvboost.serve.api.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -36,8 +33,12 @@ from kvboost.serve.schemas import (
     TokenizeRequest,
     WarmRequest,
 )
-from kvboost.serve.service import Service
-from kvboost.serve.tracing import Tracing
+from kvboost.serve.generation.service import Service
+from kvboost.serve.observability.tracing import Tracing
+from kvboost.serve.security.auth import Access, Gate, Keys
+from kvboost.serve.security.bodies import BodyLimit
+from kvboost.serve.security.limits import Limits
+from kvboost.serve.ui.page import page
 
 _log = logging.getLogger("kvboost.serve")
 

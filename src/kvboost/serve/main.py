@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from kvboost.engine import KVBoost
-from kvboost.engine.batching import BatchRunner
 from kvboost.errors import ConfigError
-from kvboost.serve.auth import Keys, check_binding
-from kvboost.serve.limits import Limits
+from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve.run import serve
+from kvboost.serve.security.auth import Keys, check_binding
+from kvboost.serve.security.limits import Limits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,13 +18,13 @@ from typing import Any
 import uvicorn
 
 from kvboost.engine import KVBoost
-from kvboost.engine.jobs import JobRunner
 from kvboost.errors import ConfigError
+from kvboost.scheduler.jobs import JobRunner
 from kvboost.serve.app import make_app
-from kvboost.serve.auth import Keys, check_binding, is_loopback
-from kvboost.serve.connection import bounded_connection
-from kvboost.serve.limits import Limits
-from kvboost.serve.service import Service
+from kvboost.serve.generation.service import Service
+from kvboost.serve.security.auth import Keys, check_binding, is_loopback
+from kvboost.serve.security.connection import bounded_connection
+from kvboost.serve.security.limits import Limits
 
 _log = logging.getLogger("kvboost.serve")
 

@@ -1,20 +1,20 @@
 """Where blocks are kept between requests."""
 
-from kvboost.store.disk import DiskTier
-from kvboost.store.host import HostTier
-from kvboost.store.memory import MemoryStore
-from kvboost.store.objects import ObjectTier
-from kvboost.store.policies import (
+from kvboost.store.eviction import (
     AdaptiveReplacement,
     GreedyDualSizeFrequency,
     LeafFirstLRU,
     LeastExpected,
     SmallMainGhostFIFO,
 )
-from kvboost.store.protection import read_key, record_format
-from kvboost.store.record import RecordFormat
-from kvboost.store.redis import RedisTier
+from kvboost.store.memory import MemoryStore
+from kvboost.store.record.format import RecordFormat
+from kvboost.store.record.protection import read_key, record_format
 from kvboost.store.tiered import TieredStore
+from kvboost.store.tiers.disk.tier import DiskTier
+from kvboost.store.tiers.host import HostTier
+from kvboost.store.tiers.redis.tier import RedisTier
+from kvboost.store.tiers.s3 import ObjectTier
 from kvboost.store.variants import context_before, context_mark
 
 __all__ = [

@@ -15,7 +15,7 @@ from typing import Self
 
 from kvboost.errors import StoreError
 from kvboost.extend import EvictionPolicy
-from kvboost.store.policies import LeastExpected
+from kvboost.store.eviction import LeastExpected
 from kvboost.store.variants import best_variant, context_mark
 from kvboost.types import NOTHING_LOADED, TOKEN_BYTES, Chunk, HotChunk, KVBlock, LoadReport, PutOutcome, StoreStats
 

@@ -21,7 +21,7 @@ from kvboost.extend import ContentLease, Lease, Tier
 from kvboost.store.lookup import Claims, Lookup, Speed
 from kvboost.store.memory import MemoryStore
 from kvboost.store.variants import best_variant, context_mark
-from kvboost.store.writing import WriteBehind
+from kvboost.store.write_behind import WriteBehind
 from kvboost.types import TOKEN_BYTES, BlockInfo, Chunk, HotChunk, KVBlock, PutOutcome, StoreStats
 
 T = TypeVar("T")

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvboost.core.keys import chunk_keys, variant_key
 from kvboost.errors import StoreError
 from kvboost.extend import ChunkStore
-from kvboost.plan import chunk_keys, variant_key
 from kvboost.store import context_before
 from kvboost.types import Chunk, KVBlock, PutOutcome
 

@@ -16,8 +16,8 @@ from dataclasses import replace
 
 import torch
 
+from kvboost.core.keys import variant_key
 from kvboost.extend import Tier
-from kvboost.plan import variant_key
 from kvboost.testing.content import prompt
 from kvboost.types import BlockInfo, Chunk, KVBlock, Namespace, PutOutcome, StoreStats
 

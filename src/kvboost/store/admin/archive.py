@@ -18,8 +18,8 @@ from typing import BinaryIO
 from kvboost.direct_io import page_aligned
 from kvboost.errors import DamagedRecordError, RecordError, RecordVersionError
 from kvboost.store.admin.base import MOST_RECORD_BYTES
-from kvboost.store.header import MAGIC, PAGE, Buffer, RecordHeader, aligned, header_length
-from kvboost.store.record import inspect
+from kvboost.store.record.format import inspect
+from kvboost.store.record.header import MAGIC, PAGE, Buffer, RecordHeader, aligned, header_length
 
 _END = b"\x89KVBEND\n"
 _LAST_PAGE = struct.Struct("<8sQ")

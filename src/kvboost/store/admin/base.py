@@ -15,8 +15,8 @@ from typing import Protocol, TypeVar
 
 from kvboost.errors import RecordError
 from kvboost.extend import Tier
-from kvboost.store.header import PAGE, header_length
-from kvboost.store.record import RecordFormat
+from kvboost.store.record.format import RecordFormat
+from kvboost.store.record.header import PAGE, header_length
 
 MOST_RECORD_BYTES = 2**30
 """No larger record is read: its writers stop far below."""
@@ -32,7 +32,7 @@ class Entry:
     """A record by its name: nothing of it has been read."""
 
     space: bytes
-    """Its model, tenant, codec and secrets, as one digest (see :func:`kvboost.store.record.space_of`)."""
+    """Its model, tenant, codec and secrets, as one digest (see :func:`kvboost.store.record.format.space_of`)."""
     key: bytes
     tenant: bytes | None
     """The digest of the tenant's name; None where the place does not tell."""

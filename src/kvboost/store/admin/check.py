@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from kvboost.errors import ConfigError, ForeignRecordError, RecordError, RecordVersionError
 from kvboost.store.admin.base import MOST_RECORD_BYTES
-from kvboost.store.header import Buffer, RecordHeader
-from kvboost.store.protection import record_format
-from kvboost.store.record import RecordFormat, inspect, space_of
+from kvboost.store.record.format import RecordFormat, inspect, space_of
+from kvboost.store.record.header import Buffer, RecordHeader
+from kvboost.store.record.protection import record_format
 from kvboost.types import KVBlock
 
 _KEY_BYTES = 32
@@ -50,7 +50,7 @@ class KeyRing:
     """The secrets at hand. Which of them a record was made with, and for what, the record says itself."""
 
     def __init__(self, keys: Sequence[bytes] = ()) -> None:
-        """``keys`` of 32 bytes, such as :func:`kvboost.store.protection.read_key` gives."""
+        """``keys`` of 32 bytes, such as :func:`kvboost.store.record.protection.read_key` gives."""
         if any(len(key) != _KEY_BYTES for key in keys):
             raise ConfigError(f"a key has {_KEY_BYTES} bytes; make one with os.urandom({_KEY_BYTES})")
         self._keys = list(keys)

@@ -14,10 +14,10 @@ from pathlib import Path
 from kvboost.errors import PlaceError
 from kvboost.store.admin.base import MOST_RECORD_BYTES, READERS, Entry, ImportTier, head_of, in_order
 from kvboost.store.admin.check import examine
-from kvboost.store.disk import DiskTier
-from kvboost.store.files import Files, Layout
-from kvboost.store.index import ChunkIndex, IndexView, is_damaged
-from kvboost.store.record import RecordFormat
+from kvboost.store.record.format import RecordFormat
+from kvboost.store.tiers.disk.files import Files, Layout
+from kvboost.store.tiers.disk.index import ChunkIndex, IndexView, is_damaged
+from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.types import Namespace
 
 _AT_ONCE = 256  # chunks in one transaction: others must get their turn

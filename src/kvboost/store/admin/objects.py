@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from kvboost.errors import PlaceError
 from kvboost.store.admin.base import MOST_RECORD_BYTES, READERS, Entry, ImportTier, head_of, in_order
-from kvboost.store.objects import ObjectTier, open_objects
-from kvboost.store.record import RecordFormat
+from kvboost.store.record.format import RecordFormat
+from kvboost.store.tiers.s3 import ObjectTier, open_objects
 
 _PATIENCE_S = 60.0
 _NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{32})/records/([0-9a-f]{64})\.kv")

@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 
 from kvboost.errors import PlaceError
 from kvboost.store.admin.base import MOST_RECORD_BYTES, Entry, ImportTier, head_of
-from kvboost.store.header import PAGE
-from kvboost.store.ledger import Ledger
-from kvboost.store.loading import OversizedValueError, received
-from kvboost.store.record import RecordFormat
-from kvboost.store.redis import RedisTier
-from kvboost.store.resp import Link, Patience, ServerError
-from kvboost.store.server import Server, UnavailableError
+from kvboost.store.record.format import RecordFormat
+from kvboost.store.record.header import PAGE
+from kvboost.store.tiers.redis.ledger import Ledger
+from kvboost.store.tiers.redis.loading import OversizedValueError, received
+from kvboost.store.tiers.redis.resp import Link, Patience, ServerError
+from kvboost.store.tiers.redis.server import Server, UnavailableError
+from kvboost.store.tiers.redis.tier import RedisTier
 
 _PREFIX = "kvboost"  # as the tiers of engines have it
 _PATIENCE_S = 30.0

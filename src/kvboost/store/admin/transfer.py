@@ -15,8 +15,8 @@ from kvboost.errors import PlaceError
 from kvboost.store.admin.archive import ArchiveReader, ArchiveWriter
 from kvboost.store.admin.base import Catalogue, Entry, ImportTier
 from kvboost.store.admin.check import Finding, KeyRing, Verdict, check
-from kvboost.store.header import RecordHeader
-from kvboost.store.record import space_of
+from kvboost.store.record.format import space_of
+from kvboost.store.record.header import RecordHeader
 from kvboost.types import PutOutcome
 
 

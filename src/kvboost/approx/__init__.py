@@ -1,0 +1,1 @@
+"""Non-prefix reuse: the same text elsewhere in a prompt, repositioned, repaired and guarded."""

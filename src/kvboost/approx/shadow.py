@@ -1,0 +1,127 @@
+"""Answers a share of moved requests both ways, off their path, and counts how often the answers differ.
+
+Made by the engine where ``shadow_share`` asks for it. Invariants: no request waits for a check, though a check
+takes its share of the machine; it stores nothing; checks that cannot keep up are dropped. The count feeds a
+bound that holds at any time (:mod:`kvboost.approx.guard`); when it proves that too many answers differ,
+moved reuse switches itself off. Requests made by ``generate``, ``chat`` and ``stream`` are checked.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvboost.approx.guard import ReuseGuard
+from kvboost.core.clock import StageClock
+from kvboost.core.prefill import PromptReader
+from kvboost.hf.runner import ModelRunner
+from kvboost.types import KVBlock
+
+FIRST_TOKENS = 8  # of an answer are compared: long enough to say something else, short enough to be cheap
+_MOST_WAITING = 2  # each holds its moved blocks, beside the budget of the store
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A request that used moved chunks, and how it began to answer."""
+
+    tokens: list[int]
+    boundaries: Sequence[int]
+    blocks: Mapping[int, KVBlock]
+    """What was moved, by the chunk's index."""
+    produced: list[int]
+    reader: PromptReader
+    """Who read it: of one tenant."""
+
+
+def answers_differ(runner: ModelRunner, request: Answered) -> bool | None:
+    """Whether moved reuse prefers another token than a cold reading, at any of the first tokens produced.
+
+    Both read the prompt and then the same tokens, whatever sampling chose. None if the chunks could not be moved again.
+    """
+    reader = request.reader
+    count = min(FIRST_TOKENS, len(request.produced))
+    behind = request.produced[: count - 1]
+    preferred = []
+    for using in (request.blocks, None):
+        with reader.open(
+            request.tokens, boundaries=request.boundaries, new_rows=count, clock=StageClock(), using=using
+        ) as reading:
+            reader.advance_to_last_step(reading)
+            if using is not None and reading.moved is None:
+                return None
+            rest = [*request.tokens[reading.plan.steps[-1].start :], *behind]
+            preferred.append(runner.next_tokens(rest, reading.cache, keep=count))
+    return not torch.equal(*preferred)
+
+
+class ShadowChecks:
+    """Checks in a thread of their own."""
+
+    def __init__(self, check: Callable[[Answered], bool | None], *, share: float, guard: ReuseGuard) -> None:
+        self._check, self._share, self._guard = check, share, guard
+        self._chance = random.Random()
+        self._closed = False
+        self._waiting: queue.Queue[Answered | None] = queue.Queue(maxsize=_MOST_WAITING)
+        self._thread = threading.Thread(target=self._work, name="kvboost-shadow", daemon=True)
+        self._thread.start()
+        self.dropped = 0
+
+    def offer(self, request: Answered) -> None:
+        """Perhaps check this request."""
+        if self._closed or not request.produced or not self._guard.allowed or self._chance.random() >= self._share:
+            return
+        try:
+            self._waiting.put_nowait(request)
+        except queue.Full:
+            self.dropped += 1  # requests come faster than checks: a smaller share is checked, still by chance
+
+    def wait(self) -> None:
+        """Until every check offered so far is done."""
+        self._waiting.join()
+
+    def close(self) -> None:
+        """Finish the check that runs, drop the others, end the thread."""
+        self.stop()
+        self._thread.join()
+
+    def stop(self) -> None:
+        """Take no more requests, drop those that wait, and let the thread end by itself."""
+        self._closed = True
+        while True:
+            try:
+                self._waiting.get_nowait()
+                self._waiting.task_done()
+            except queue.Empty:
+                break
+        self._waiting.put(None)
+
+    def _work(self) -> None:
+        while True:
+            request = self._waiting.get()
+            try:
+                if request is None:
+                    return
+                self._judge(request)
+            except Warning:
+                pass  # the user turned warnings into errors; what they say also stands in cache_stats()
+            finally:
+                self._waiting.task_done()
+
+    def _judge(self, request: Answered) -> None:
+        try:
+            differ = self._check(request)
+        except Exception as error:  # noqa: BLE001 - a check nobody waits for must not end the thread
+            warnings.warn(f"a shadow check failed and does not count: {error!r}", RuntimeWarning, stacklevel=1)
+            return
+        if differ is None or not self._guard.allowed:
+            return
+        self._guard.observe(differ)
+        if (reason := self._guard.reason) is not None:
+            warnings.warn(f"moved reuse is off from here on: {reason}", RuntimeWarning, stacklevel=1)

@@ -1,0 +1,184 @@
+"""Opens the stores that the settings ask for: memory, and the tiers below it, for one tenant after another.
+
+Made once when an engine is assembled. Invariants: what a tier hands up was written for this model, this tenant and
+these settings; all tenants together stay within what the settings allow (but for the object store, whose
+limit is each one's own), and share connections and threads.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from kvboost.config import EngineConfig
+from kvboost.core.costs import CostModel
+from kvboost.errors import ConfigError, StoreError
+from kvboost.extend import ChunkStore, Tier
+from kvboost.hf.cache import KVLayout
+from kvboost.hf.codec import KVCodec
+from kvboost.store import (
+    DiskTier,
+    HostTier,
+    MemoryStore,
+    ObjectTier,
+    RecordFormat,
+    RedisTier,
+    TieredStore,
+    read_key,
+    record_format,
+)
+from kvboost.types import TOKEN_BYTES, KVBlock, Namespace, tenant_digest
+
+_RECORD_BYTES = 64 * 2**20
+_LONGEST_CHUNKS = 16  # times the average that a record may hold: chunks vary in length
+
+LastingTier = DiskTier | RedisTier | ObjectTier
+
+
+class Stores:
+    """Opens the store of each tenant. The first one opened holds the connections: it is closed last."""
+
+    def __init__(
+        self, config: EngineConfig, *, layout: KVLayout, codec: KVCodec, costs: CostModel, repaired_share: float
+    ) -> None:
+        """Opens nothing yet. Of moved chunks ``repaired_share`` of the rows will be computed again.
+
+        Raises ConfigError for a key that cannot be used.
+        """
+        self._moving_saves = max(0.0, 1.0 - repaired_share)
+        self._config, self._layout, self._codec, self._costs = config, layout, codec, costs
+        self._key = read_key(config.record_key_file) if config.record_key_file is not None else None
+        self._fits = _fitting(codec, layout)
+        self._devices = {spec.device for spec in layout.slots}
+        if config.host_cache_bytes and all(device.type == "cpu" for device in self._devices):
+            raise ConfigError(
+                f"host_cache_bytes={config.host_cache_bytes} needs a model on an accelerator; on the CPU the memory "
+                "cache lies in host memory already: give cache_bytes more instead"
+            )
+        self._lock = threading.Lock()
+        self._memory: MemoryStore | None = None
+        self._tiers: list[LastingTier] = []
+        self._tiered: TieredStore | None = None
+
+    def open(self, tenant: str, *, root: bytes) -> ChunkStore:
+        """A tenant's store. ``root`` names the model, the settings and the tenant that its keys descend from."""
+        config = self._config
+        quota = None if config.tenant_bytes is None else int(config.tenant_bytes)
+        records = self._records(Namespace(root, tenant_digest(tenant)))
+        with self._lock:
+            if self._memory is None:
+                self._tiers = self._first_tiers(records, quota)
+                memory = self._memory = MemoryStore(
+                    int(config.cache_bytes), max_chunks=config.max_chunks, quota_bytes=quota
+                )
+                # The engine's own tenant only: what its memory lets go cannot be told apart there.
+                host = [HostTier(int(config.host_cache_bytes))] if config.host_cache_bytes else []
+                tiers: Sequence[Tier] = [*host, *self._tiers]
+            else:
+                memory = self._memory.beside(quota_bytes=quota)
+                tiers = [tier.beside(records) for tier in self._tiers]
+            if not tiers:
+                return memory
+            store = TieredStore(
+                memory,
+                tiers,
+                compute_seconds=self._compute_seconds,
+                fits=self._fits,
+                to_memory=_brought_to(self._devices),
+                moving_saves=self._moving_saves,
+                beside=self._tiered,
+            )
+            self._tiered = self._tiered or store
+            return store
+
+    def purge(self, tenant: str) -> None:
+        """Remove all of a tenant, of whatever model, from every tier below the memory.
+
+        Raises StoreError if a tier had trouble: unlike a lookup, this must not fail in silence.
+        """
+        failed = []
+        for tier in self._tiers:
+            before = tier.troubles()
+            tier.purge(tenant_digest(tenant))
+            if tier.troubles() != before or not tier.is_available:
+                failed.append(tier.name)
+        if failed:
+            raise StoreError(f"not all of the tenant could be removed from {', '.join(failed)}; purge it again later")
+
+    def _records(self, namespace: Namespace) -> RecordFormat:
+        config = self._config
+        longest = _LONGEST_CHUNKS * config.chunk_size * self._layout.bytes_per_token
+        return record_format(
+            namespace,
+            codec=self._codec.name,
+            max_bytes=max(_RECORD_BYTES, longest),
+            protection=config.record_protection,
+            key=self._key,
+        )
+
+    def _first_tiers(self, records: RecordFormat, quota: int | None) -> list[LastingTier]:
+        config = self._config
+        tiers: list[LastingTier] = []
+        if config.disk_cache_dir is not None:
+            capacity = int(config.disk_cache_bytes)
+            tiers.append(
+                DiskTier(config.disk_cache_dir, capacity_bytes=capacity, records=records, tenant_quota_bytes=quota)
+            )
+        if config.remote_url is not None:
+            tiers.append(
+                RedisTier(
+                    config.remote_url,
+                    capacity_bytes=int(config.remote_cache_bytes),
+                    records=records,
+                    ttl_seconds=config.remote_ttl_seconds,
+                    tenant_quota_bytes=quota,
+                )
+            )
+        if config.object_url is not None:
+            limits = [int(limit) for limit in (config.object_cache_bytes, quota) if limit is not None]
+            tiers.append(ObjectTier(config.object_url, capacity_bytes=min(limits, default=None), records=records))
+        return tiers
+
+    def _compute_seconds(self, tokens: int) -> float:
+        if not self._costs.in_seconds:
+            return math.inf  # nothing is known yet: loading is tried
+        return self._costs.read_seconds(forwards=tokens / self._config.chunk_size, rows=tokens)
+
+
+def _brought_to(devices: Collection[torch.device]) -> Callable[[KVBlock], KVBlock]:
+    """Brings a block to the model's device, so that it is copied there once and not for every request.
+
+    A model spread over several takes it from the host.
+    """
+    if len(devices) != 1 or all(device.type == "cpu" for device in devices):
+        return lambda block: block
+    (device,) = devices
+
+    def bring(block: KVBlock) -> KVBlock:
+        return replace(block, tensors=tuple(tensor.to(device, non_blocking=True) for tensor in block.tensors))
+
+    return bring
+
+
+def _fitting(codec: KVCodec, layout: KVLayout) -> Callable[[KVBlock], bool]:
+    """Tells whether a block that came from elsewhere is made of what this codec packs, so that it can be placed."""
+
+    @lru_cache(maxsize=1024)
+    def packed_like(rows: int, start: int) -> list[tuple[torch.Size, torch.dtype]]:
+        empty = [
+            torch.zeros(len(slots), spec.heads, rows, spec.dim, dtype=spec.dtype)
+            for spec, slots in layout.groups.items()
+        ]
+        return [(tensor.shape, tensor.dtype) for tensor in codec.pack(empty, start=start)]
+
+    def fits(block: KVBlock) -> bool:
+        # Whether a block begins its text is all that a codec may ask of where it stood.
+        wanted = packed_like(len(block.tokens) // TOKEN_BYTES, min(block.start, 1))
+        return [(tensor.shape, tensor.dtype) for tensor in block.tensors] == wanted
+
+    return fits

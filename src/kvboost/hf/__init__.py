@@ -1,0 +1,1 @@
+"""The model side: everything that touches Hugging Face Transformers."""

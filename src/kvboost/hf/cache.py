@@ -1,0 +1,281 @@
+"""The cache a model writes its keys and values into: preallocated, growing, one slab per tensor shape.
+
+Made by the engine for every request (or taken from its pool) and handed to the model's own forward and
+``generate``. Invariant: rows ``[0, length)`` of every layer hold that sequence's KV; what lies behind is
+never seen by attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from kvboost.capacity import rounded_rows
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape of one layer's keys or values, without batch and sequence."""
+
+    heads: int
+    dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_row(self) -> int:
+        """Bytes of one token."""
+        return self.heads * self.dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Which tensors a model's cache holds. ``slots[2 * layer]`` are keys, ``slots[2 * layer + 1]`` values."""
+
+    slots: tuple[TensorSpec, ...]
+
+    @property
+    def groups(self) -> dict[TensorSpec, list[int]]:
+        """Slots by equal spec. Each group is one slab, so a chunk is copied with one call per group."""
+        grouped: dict[TensorSpec, list[int]] = {}
+        for slot, spec in enumerate(self.slots):
+            grouped.setdefault(spec, []).append(slot)
+        return grouped
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV one token takes over all layers."""
+        return sum(spec.bytes_per_row for spec in self.slots)
+
+
+@dataclass(frozen=True)
+class RowChanges:
+    """How far recomputed rows of one layer lie from what the cache held, [rows]: squared, against their mean square."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class Spreading(Protocol):
+    """Changes other rows along with those that are computed again."""
+
+    def apply(self, layer_index: int, layer: SlabLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Called with each layer's new states before they replace the old ones."""
+        ...
+
+
+class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
+    """One layer's cache: writes new rows in place into storage that has room for more."""
+
+    def __init__(self, key_store: torch.Tensor, value_store: torch.Tensor) -> None:
+        super().__init__()
+        self.key_store, self.value_store = key_store, value_store  # [batch, heads, capacity, dim]
+        self.rows: torch.Tensor | None = None
+        self.watched = False
+        self.changes: RowChanges | None = None
+        self.spread: Callable[[SlabLayer, torch.Tensor, torch.Tensor], None] | None = None
+        self.dtype, self.device = key_store.dtype, key_store.device
+        self.is_initialized = True
+        self.set_length(0)
+
+    def set_length(self, length: int) -> None:
+        """Declare rows ``[0, length)`` to be the sequence so far."""
+        self.length = length
+        self.keys = self.key_store[:, :, :length]
+        self.values = self.value_store[:, :, :length]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the storage was made with the layer."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take new rows, [batch, heads, new, dim]; return all rows up to and including them."""
+        if self.rows is not None:
+            if self.watched:
+                self.changes = RowChanges(
+                    _squared_change(self.key_store, self.rows, key_states),
+                    _squared_change(self.value_store, self.rows, value_states),
+                )
+            if self.spread is not None:
+                self.spread(self, key_states, value_states)
+            # Recomputed rows go back to their own places; the sequence keeps its length.
+            self.key_store.index_copy_(2, self.rows, key_states)
+            self.value_store.index_copy_(2, self.rows, value_states)
+            return self.keys, self.values
+        start, end = self.length, self.length + key_states.shape[-2]
+        if end > self.key_store.shape[-2]:
+            self._replace(_grown(self.key_store, start, end), _grown(self.value_store, start, end))
+        self.key_store[:, :, start:end].copy_(key_states)
+        self.value_store[:, :, start:end].copy_(value_states)
+        self.set_length(end)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Rows held."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of what :meth:`update` will return."""
+        return (self.length if self.rows is not None else self.length + query_length), 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``-tokens_to_remove`` rows (Transformers passes a negative count)."""
+        if tokens_to_remove > 0:
+            raise ValueError("crop takes a negative number: how many tokens to remove")
+        self.set_length(max(0, self.length + tokens_to_remove))
+
+    def reset(self) -> None:
+        """Forget the sequence, keep the storage."""
+        self.set_length(0)
+
+    # The batch operations below leave the slab for storage of their own: beams and copies diverge at once.
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row b becomes what row ``beam_idx[b]`` was."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence ``repeats`` times."""
+        self._replace(
+            self.key_store.repeat_interleave(repeats, dim=0),
+            self.value_store.repeat_interleave(repeats, dim=0),
+        )
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences named by ``indices``."""
+        self._replace(
+            self.key_store[indices.to(self.key_store.device)],
+            self.value_store[indices.to(self.value_store.device)],
+        )
+
+    def _replace(self, key_store: torch.Tensor, value_store: torch.Tensor) -> None:
+        self.key_store, self.value_store = key_store, value_store
+        self.set_length(self.length)
+
+
+def _squared_change(store: torch.Tensor, rows: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """Squared distance of new states [batch, heads, rows, dim] from what stands in their places, [rows]."""
+    new = states.float()
+    change = (store.index_select(2, rows).float() - new).square_().sum(dim=(0, 1, 3))
+    return change / new.square().sum(dim=(0, 1, 3)).mean().clamp_min(1e-12)
+
+
+def _grown(store: torch.Tensor, used: int, needed: int) -> torch.Tensor:
+    """A copy of ``store`` with room for ``needed`` rows and half as many again."""
+    batch, heads, _, dim = store.shape
+    bigger = torch.empty(batch, heads, rounded_rows(needed * 3 // 2), dim, dtype=store.dtype, device=store.device)
+    bigger[:, :, :used] = store[:, :, :used]
+    return bigger
+
+
+class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
+    """A ``transformers.Cache`` over preallocated slabs, with whole chunks copied in and out at once."""
+
+    def __init__(self, layout: KVLayout, *, capacity: int, batch: int = 1) -> None:
+        self.layout = layout
+        self.capacity = rounded_rows(capacity)
+        self._slabs: list[tuple[torch.Tensor, list[int]]] = []  # ([slots, batch, heads, capacity, dim], slots)
+        stores: list[torch.Tensor] = [torch.empty(0)] * len(layout.slots)
+        for spec, slots in layout.groups.items():
+            shape = (len(slots), batch, spec.heads, self.capacity, spec.dim)
+            slab = torch.empty(shape, dtype=spec.dtype, device=spec.device)
+            if batch > 1:
+                slab.zero_()  # padding rows are masked, but masked NaNs would still spread through 0 * NaN
+            self._slabs.append((slab, slots))
+            for index, slot in enumerate(slots):
+                stores[slot] = slab[index]
+        super().__init__(layers=[SlabLayer(k, v) for k, v in zip(stores[::2], stores[1::2], strict=True)])
+
+    @property
+    def slabs(self) -> list[torch.Tensor]:
+        """The storage, [slots, batch, heads, capacity, dim] for each of ``layout.groups`` in that order."""
+        return [slab for slab, _ in self._slabs]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slabs."""
+        return sum(slab.numel() * slab.element_size() for slab, _ in self._slabs)
+
+    @property
+    def in_slabs(self) -> bool:
+        """Whether every layer still lives in its slab (no growth, no batch operation since)."""
+        return all(
+            self.layers[slot // 2].key_store.data_ptr() == slab[index].data_ptr()
+            for slab, slots in self._slabs
+            for index, slot in enumerate(slots)
+            if slot % 2 == 0
+        )
+
+    def set_length(self, length: int) -> None:
+        """Declare rows ``[0, length)`` of every layer to be the sequence so far."""
+        for layer in self.layers:
+            layer.set_length(length)
+
+    def place(self, start: int, tensors: Sequence[torch.Tensor], *, row: int = 0) -> None:
+        """Copy a block's tensors (one [slots, heads, tokens, dim] per slab) to rows from ``start`` on."""
+        for (slab, _), block in zip(self._slabs, tensors, strict=True):
+            slab[:, row, :, start : start + block.shape[2]].copy_(block, non_blocking=True)
+
+    def wipe(self, start: int, end: int) -> None:
+        """Set rows ``[start, end)`` of every sequence to zero."""
+        for slab, _ in self._slabs:
+            slab[:, :, :, start:end].zero_()
+
+    def rows(self, start: int, end: int) -> tuple[torch.Tensor, ...]:
+        """Rows ``[start, end)`` of sequence 0 as :meth:`place` takes them: views where they can be."""
+        if self.in_slabs:
+            return tuple(slab[:, 0, :, start:end] for slab, _ in self._slabs)
+        return tuple(
+            torch.stack([self._slot_store(slot)[0, :, start:end] for slot in slots]) for _, slots in self._slabs
+        )
+
+    def extract(self, start: int, end: int) -> tuple[torch.Tensor, ...]:
+        """Copies of rows ``[start, end)`` of sequence 0, which share no memory with this cache."""
+        return tuple(view.clone(memory_format=torch.contiguous_format) for view in self.rows(start, end))
+
+    def _slot_store(self, slot: int) -> torch.Tensor:
+        layer = self.layers[slot // 2]
+        store: torch.Tensor = layer.value_store if slot % 2 else layer.key_store
+        return store
+
+    @contextmanager
+    def rewriting(
+        self, rows: torch.Tensor, *, watch: Sequence[int] = (), spread: Spreading | None = None
+    ) -> Iterator[None]:
+        """Within this block the model's new keys and values replace ``rows`` instead of being appended.
+
+        The layers in ``watch`` note in ``changes`` how far the new ones lie from the old; ``spread`` carries
+        what they change over to other rows.
+        """
+        try:
+            self.narrow(rows, from_layer=0, spread=spread)
+            for index in watch:
+                self.layers[index].watched = True
+            yield
+        finally:
+            for layer in self.layers:
+                layer.rows, layer.watched, layer.changes, layer.spread = None, False, None, None
+
+    def narrow(self, rows: torch.Tensor, *, from_layer: int, spread: Spreading | None = None) -> None:
+        """From this layer on the rows being replaced are these."""
+        for index, layer in enumerate(self.layers[from_layer:], from_layer):
+            layer.rows = rows.to(layer.device)
+            layer.spread = partial(spread.apply, index) if spread is not None else None
+
+
+def layout_of(cache: Cache) -> KVLayout:
+    """The layout of a filled stock cache."""
+    return KVLayout(
+        tuple(
+            TensorSpec(tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
+            for layer in cache.layers
+            for tensor in (layer.keys, layer.values)
+        )
+    )

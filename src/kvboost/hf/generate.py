@@ -1,0 +1,173 @@
+"""Hands a prepared cache to Transformers' own ``generate``: one sampler for everybody, theirs.
+
+Called by the engine with a cache that holds all of the prompt but its last step. Invariant: nothing is
+sampled, filtered or stopped here; only watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from kvboost.errors import ConfigError
+from kvboost.hf.speculation import Speculating, speculates, why_not_resumed
+from kvboost.types import Speculation
+
+# Arguments of ``generate`` that would contradict what the engine hands over, or change the prompt once read.
+_RESERVED = (
+    "attention_mask",
+    "cache_implementation",
+    "input_ids",
+    "inputs",
+    "inputs_embeds",
+    "past_key_values",
+    "position_ids",
+    "token_healing",
+    "use_cache",
+)
+
+
+# Assistants of these kinds read the model's states of the whole prompt, or its text; custom loops may do anything.
+_REREADS_PROMPT = ("assistant_early_exit", "assistant_tokenizer", "custom_generate", "speculation_type", "use_mtp")
+DEFAULT_NEW_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What came out of ``generate``."""
+
+    sequences: torch.Tensor  # [batch, prompt + new]
+    raw: Any
+    speculation: Speculation | None = None
+
+
+class _AfterEachToken(StoppingCriteria):  # type: ignore[misc]  # transformers is untyped
+    """Calls back after every token; stops everything once the callback says so."""
+
+    def __init__(self, callback: Callable[[], bool]) -> None:
+        self._callback = callback
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        int(input_ids[0, -1])  # an accelerator may still be computing the token: wait until it exists
+        return torch.full((input_ids.shape[0],), self._callback(), dtype=torch.bool, device=input_ids.device)
+
+
+def sampling_arguments(
+    *, prompt_tokens: int, max_new_tokens: int | None, temperature: float | None, extra: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments for ``generate``. ``temperature=0`` means greedy; any other temperature means sampling.
+
+    Without ``max_new_tokens`` the caller's ``max_length`` or generation config decides, else 64 tokens.
+    """
+    for name in _RESERVED:
+        if name in extra:
+            raise ConfigError(f"{name} is prepared by the engine; leave it out (give the prompt itself instead)")
+    extra = dict(extra)
+    if max_new_tokens is None:
+        max_new_tokens = _length_asked_for(extra, prompt_tokens)
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1; use prefill() to only read a prompt")
+    arguments = dict(extra, max_new_tokens=max_new_tokens)
+    if temperature is not None:
+        if temperature < 0:
+            raise ConfigError(f"temperature={temperature} is negative; use 0 for greedy decoding")
+        if temperature == 0:
+            # The neutral values keep Transformers from warning about sampling settings of the model's config.
+            arguments |= {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
+        else:
+            arguments["temperature"] = temperature
+            arguments.setdefault("do_sample", True)
+    return arguments
+
+
+def _length_asked_for(extra: dict[str, Any], prompt_tokens: int) -> int:
+    """New tokens wanted by ``max_length`` or a generation config; takes ``max_length`` out of ``extra``."""
+    config = extra.get("generation_config")
+    if (length := extra.pop("max_length", None)) is not None:
+        return int(length) - prompt_tokens
+    if (count := getattr(config, "max_new_tokens", None)) is not None:
+        return int(count)
+    if (length := getattr(config, "max_length", None)) is not None:
+        return int(length) - prompt_tokens
+    return DEFAULT_NEW_TOKENS
+
+
+def reads_prompt_again(model: Any, arguments: dict[str, Any]) -> str | None:
+    """Why ``generate`` cannot go on from a cache with these arguments, or None if it can."""
+    config = arguments.get("generation_config")
+    for name in _REREADS_PROMPT:
+        if arguments.get(name, getattr(config, name, None)):
+            return f"with {name}, Transformers feeds the whole prompt again, whatever a cache already holds"
+    return why_not_resumed(model, arguments) if speculates(model, arguments) else None
+
+
+def sequences_per_prompt(model: Any, arguments: dict[str, Any]) -> int:
+    """How many rows ``generate`` makes of one prompt: beams or samples."""
+
+    def setting(name: str) -> int:
+        given = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
+        return int(given or getattr(model.generation_config, name, None) or 1)
+
+    return max(setting("num_beams"), setting("num_return_sequences"))
+
+
+def run_generate(
+    model: Any,
+    *,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    cache: Any,
+    arguments: dict[str, Any],
+    after_each_token: Callable[[], bool],
+    tokenizer: Any,
+) -> Decoded:
+    """Generate behind ``input_ids`` [batch, prompt], of which the cache (or None) already holds a part."""
+    arguments = dict(arguments)
+    # Ours goes first: it only looks at the clock, and must do so even when another criterion stops the run.
+    criteria = StoppingCriteriaList(
+        [_AfterEachToken(after_each_token), *(arguments.pop("stopping_criteria", None) or ())]
+    )
+    if arguments.get("stop_strings", getattr(arguments.get("generation_config"), "stop_strings", None)) is not None:
+        arguments.setdefault("tokenizer", tokenizer)
+    if cache is not None:
+        # None overrides a cache kind that the model's generation config may ask for.
+        arguments |= {"past_key_values": cache, "cache_implementation": None}
+    if pad_token_id(model, arguments) is None and (ends := end_token_ids(model, arguments)):
+        # Transformers would pick the end token too, and warn about it on every call.
+        arguments["pad_token_id"] = min(ends)
+    # With beams Transformers passes over the draft.
+    drafted = speculates(model, arguments) and sequences_per_prompt(model, arguments) == 1
+    generating = Speculating(model) if drafted and reads_prompt_again(model, arguments) is None else model
+    with torch.no_grad():
+        raw = generating.generate(
+            input_ids=input_ids, attention_mask=attention_mask, stopping_criteria=criteria, **arguments
+        )
+    sequences = raw if isinstance(raw, torch.Tensor) else raw.sequences
+    return Decoded(sequences, raw, generating.report if isinstance(generating, Speculating) else None)
+
+
+def end_token_ids(model: Any, arguments: dict[str, Any]) -> set[int]:
+    """The tokens that end a generation."""
+    value = arguments.get("eos_token_id")
+    if "eos_token_id" not in arguments:  # an explicit None means: never end
+        value = getattr(arguments.get("generation_config"), "eos_token_id", None)
+        value = value if value is not None else model.generation_config.eos_token_id
+    if value is None:
+        return set()
+    return {int(v) for v in value} if isinstance(value, Iterable) else {int(value)}
+
+
+def pad_token_id(model: Any, arguments: dict[str, Any]) -> int | None:
+    """The token that fills up rows of a batch that ended early."""
+    for value in (
+        arguments.get("pad_token_id"),
+        getattr(arguments.get("generation_config"), "pad_token_id", None),
+        model.generation_config.pad_token_id,
+    ):
+        if value is not None:
+            return int(value)
+    return None

@@ -1,0 +1,145 @@
+"""Finds out what the loaded model allows, by its cache layers and by running it.
+
+Called once when an engine is made. No table of families: what counts is how this model behaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from kvboost.errors import UnsupportedModelError
+from kvboost.hf.cache import KVLayout, SlabCache, layout_of
+from kvboost.hf.generate import run_generate
+from kvboost.hf.runner import ModelRunner
+
+_PROBE_TOKENS = 12
+_PROBE_NEW_TOKENS = 3
+_WITHOUT_REUSE = "Pass strict=False to run it without reuse."
+# Largest difference, relative to the largest logit, that regrouped sums explain in each precision.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+# Rotary frequencies that depend on the sequence length, kept as state between calls.
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model's cache looks like and how far exact reuse holds."""
+
+    layout: KVLayout
+    max_positions: int | None
+    """The longest sequence the model was made for; None if it has no limit."""
+    exact_limit: int | None
+    """Prompts longer than this are read without reuse; None if there is no such limit."""
+    exact_limit_reason: str | None
+
+
+def probe_model(model: Any) -> ModelFacts:
+    """Check that reuse cannot change this model's output; raise UnsupportedModelError with the reason if it can."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError("encoder-decoder models read their prompt differently; use a decoder-only model")
+    _check_layers(config)
+    layout = _check_forward(model, config)
+    limit, reason = exact_limit_of(config)
+    # Dynamic NTK is made for prompts beyond the configured length, so that length is no limit to it.
+    longest = None if reason and reason.startswith("dynamic") else max_positions_of(config)
+    return ModelFacts(layout, longest, limit, reason)
+
+
+def _check_layers(config: Any) -> None:
+    """Every cache layer must keep one row per token that later tokens cannot change."""
+    # A sliding layer qualifies: kept whole, with the model's own sliding mask, it gives the same attention.
+    known = (DynamicLayer, DynamicSlidingWindowLayer)
+    others = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers if type(layer) not in known})
+    if others:
+        raise UnsupportedModelError(
+            f"{config.model_type} keeps state that is not one row per token ({', '.join(others)}), "
+            f"so its cache cannot be cut into chunks. {_WITHOUT_REUSE}"
+        )
+
+
+@torch.no_grad()
+def _check_forward(model: Any, config: Any) -> KVLayout:
+    """Reading in two steps through our cache, then decoding from it, must give what plain Transformers gives."""
+    ids = torch.arange(_PROBE_TOKENS) * 7919 % min(config.vocab_size, 30_000)
+    runner = ModelRunner(model)
+    batch = ids.view(1, -1).to(runner.device)
+    stock = DynamicCache()  # without a config every layer keeps all rows, which is the layout we want to see
+    whole = model(input_ids=batch, past_key_values=stock, use_cache=True).logits[0, -1]
+    if len(stock.layers) == 0 or any(layer.get_seq_length() != _PROBE_TOKENS for layer in stock.layers):
+        raise UnsupportedModelError(
+            f"{config.model_type} did not fill a Transformers cache with one row per token. {_WITHOUT_REUSE}"
+        )
+    layout = layout_of(stock)
+    half = _PROBE_TOKENS // 2
+    cache = SlabCache(layout, capacity=_PROBE_TOKENS + _PROBE_NEW_TOKENS)
+    runner.append(ids[:half], cache, logits=False)
+    stepped = runner.append(ids[half:], cache, logits=True)
+    assert stepped is not None
+    compare_logits(config, whole, stepped, "its prompt is read in two steps")
+    cache.crop(-half)
+    for expected, found in zip(_greedy_logits(model, batch, None), _greedy_logits(model, batch, cache), strict=False):
+        compare_logits(config, expected, found, "Transformers' generate goes on from a given cache")
+        if expected.argmax() != found.argmax():
+            break  # a near tie that rounding decided: from here on the two read different texts
+    return layout
+
+
+def _greedy_logits(model: Any, batch: torch.Tensor, cache: SlabCache | None) -> list[torch.Tensor]:
+    """The logits of a few greedy steps, [vocab] each."""
+    arguments = {"do_sample": False, "max_new_tokens": _PROBE_NEW_TOKENS, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
+    decoded = run_generate(
+        model,
+        input_ids=batch,
+        attention_mask=torch.ones_like(batch),
+        cache=cache,
+        arguments=arguments | {"return_dict_in_generate": True, "output_logits": True},
+        after_each_token=lambda: False,
+        tokenizer=None,
+    )
+    return [step[0] for step in decoded.raw.logits]
+
+
+def compare_logits(
+    config: Any, expected: torch.Tensor, found: torch.Tensor, when: str, *, remedy: str = _WITHOUT_REUSE
+) -> None:
+    """Raise UnsupportedModelError if two readings of the same text differ by more than rounding explains."""
+    difference = (found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-12)
+    tolerance = _TOLERANCE.get(expected.dtype, 8e-2)
+    if not difference <= tolerance:  # written so that NaN fails too
+        raise UnsupportedModelError(
+            f"{config.model_type} answers differently when {when} "
+            f"(relative difference {difference:.1e}, rounding explains {tolerance:.0e}). {remedy}"
+        )
+
+
+def max_positions_of(config: Any) -> int | None:
+    """The longest sequence the model was made for; None if it names none."""
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def exact_limit_of(config: Any) -> tuple[int | None, str | None]:
+    """Up to how many tokens the rotary frequencies stay the same, and why no further; None without a limit."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    # One dict for the model, or one per layer type.
+    variants = [rope, *(v for v in rope.values() if isinstance(v, dict))]
+    for variant in variants:
+        kind = variant.get("rope_type")
+        if kind in _LENGTH_DEPENDENT_ROPE:
+            original = variant.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            limit = int(original or max_positions_of(config) or 0) - 1
+            return limit, (
+                f"{kind} RoPE changes its frequencies beyond {limit} tokens, so KV read before that point "
+                "cannot stand for KV read after it"
+            )
+    return None, None

@@ -1,0 +1,238 @@
+"""Decodes several sequences in one forward, each over its own cache, whatever their lengths: no padding, no copies.
+
+Called by the engine's batching. Projections and the vocabulary run over the whole batch; attention runs sequence by
+sequence over the rows where they lie, and once for all over a beginning that several share. Invariant: every
+sequence gets what it would get alone, up to rounding; after a failed step every cache is as long as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers.cache_utils import Cache, DynamicLayer
+
+from kvboost.approx.recompute import attention_windows
+from kvboost.errors import UnsupportedModelError
+from kvboost.hf.cache import KVLayout, SlabCache
+from kvboost.hf.probe import compare_logits
+from kvboost.hf.runner import ModelRunner
+
+_PROBE_LENGTHS = (7, 12, 12)
+_PROBE_SHARED = 5
+_ONE_BY_ONE = "Its sequences are decoded one after another."
+_FEWEST_SAVED = 2048  # rows; below that joining two attentions costs more than it saves
+
+
+@dataclass(frozen=True)
+class SharedStart:
+    """Sequences whose first rows hold the same KV."""
+
+    members: tuple[int, ...]
+    """Their places in the batch."""
+    rows: int
+
+
+class _RaggedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
+    """One layer of the whole batch: new rows go to each sequence's own cache."""
+
+    def __init__(self, index: int, step: _Step) -> None:
+        super().__init__()
+        self._index, self._step = index, step
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take one new row for every sequence, [batch, heads, 1, dim]; attention finds the others by itself."""
+        self._step.take(self._index, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """The caller says where each token stands; this only keeps masks from being made."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As :meth:`update` returns it."""
+        return query_length, 0
+
+
+class _Step(TorchFunctionMode):
+    """One decode step: where every sequence's rows lie, layer by layer, and the attention over them."""
+
+    def __init__(
+        self, caches: Sequence[SlabCache], windows: Sequence[int | None], shared: Sequence[SharedStart]
+    ) -> None:
+        super().__init__()
+        self._windows = windows
+        self._lengths = [cache.get_seq_length() for cache in caches]
+        self._rows = [_slots(cache, 0, length + 1) for cache, length in zip(caches, self._lengths, strict=True)]
+        self._new = [_slots(cache, length, length + 1) for cache, length in zip(caches, self._lengths, strict=True)]
+        self._shared = shared
+        self._layer: int | None = None
+        self.attended = 0
+
+    def take(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write one new row of every sequence."""
+        for slot, states in ((2 * layer, keys), (2 * layer + 1, values)):
+            torch._foreach_copy_(
+                [new[slot] for new in self._new], [states[index : index + 1] for index in range(len(self._new))]
+            )
+        self._layer = layer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.scaled_dot_product_attention or self._layer is None:
+            return func(*args, **kwargs)
+        if kwargs.get("attn_mask") is not None or kwargs.get("dropout_p") or len(args) != 3:
+            raise UnsupportedModelError(f"its attention wants a mask of its own for single tokens. {_ONE_BY_ONE}")
+        layer, self._layer = self._layer, None
+        self.attended += 1
+        return self._attend(layer, args[0], kwargs.get("scale"))
+
+    def _attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """[batch, heads, 1, dim]. Heads that share keys become rows of one query, so no key is repeated."""
+        batch, heads, _, dim = query.shape
+        key_heads = self._rows[0][2 * layer].shape[1]
+        grouped = query.view(batch, key_heads, heads // key_heads, dim)
+        outputs: list[torch.Tensor | None] = [None] * batch
+        window = self._windows[layer]
+        for start in self._shared:
+            if window is None:
+                self._attend_shared(layer, start, grouped, scale, outputs)
+        for index, rows in enumerate(self._rows):
+            if outputs[index] is None:
+                first = 0 if window is None else max(0, self._lengths[index] + 1 - window)
+                keys, values = rows[2 * layer][:, :, first:], rows[2 * layer + 1][:, :, first:]
+                outputs[index] = torch.nn.functional.scaled_dot_product_attention(
+                    grouped[index : index + 1], keys, values, scale=scale
+                )
+        return torch.cat([out for out in outputs if out is not None]).view(batch, heads, 1, -1)
+
+    def _attend_shared(
+        self,
+        layer: int,
+        start: SharedStart,
+        grouped: torch.Tensor,
+        scale: float | None,
+        outputs: list[torch.Tensor | None],
+    ) -> None:
+        """Attend once to the rows several sequences share, then each to its own, and weigh the two."""
+        members = list(start.members)
+        _, key_heads, group, dim = grouped.shape
+        together = grouped[members].transpose(0, 1).reshape(1, key_heads, len(members) * group, dim)
+        first = self._rows[members[0]]
+        head, head_weight = _attend_weighed(
+            together, first[2 * layer][:, :, : start.rows], first[2 * layer + 1][:, :, : start.rows], scale
+        )
+        own = [
+            _attend_weighed(
+                grouped[index : index + 1],
+                self._rows[index][2 * layer][:, :, start.rows :],
+                self._rows[index][2 * layer + 1][:, :, start.rows :],
+                scale,
+            )
+            for index in members
+        ]
+        tails, tail_weights = torch.cat([out for out, _ in own]), torch.cat([weight for _, weight in own])
+        heads = head.view(key_heads, len(members), group, -1).transpose(0, 1)
+        head_weights = head_weight.view(key_heads, len(members), group).transpose(0, 1)
+        share = torch.sigmoid(tail_weights - head_weights).unsqueeze(-1).to(tails.dtype)
+        for index, out in zip(members, torch.lerp(heads, tails, share).unsqueeze(1), strict=True):
+            outputs[index] = out
+
+
+def _attend_weighed(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention and the logarithm of the sum it was divided by, [1, heads, rows]."""
+    out, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, scale=scale)
+    return out, weight.view(query.shape[0], query.shape[1], query.shape[2])
+
+
+def _slots(cache: SlabCache, start: int, end: int) -> list[torch.Tensor]:
+    """Views of these rows, [1, heads, rows, dim] for every slot of the layout."""
+    found: list[torch.Tensor] = [torch.empty(0)] * len(cache.layout.slots)
+    for slab, slots in zip(cache.slabs, cache.layout.groups.values(), strict=True):
+        for slot, view in zip(slots, slab[:, :, :, start:end].unbind(0), strict=True):
+            found[slot] = view
+    return found
+
+
+class RaggedRunner:
+    """Joint decode steps of one model. Make it with :func:`probe_ragged`, which finds out whether they hold."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._windows = _windows_by_layer(runner.model)
+
+    @torch.no_grad()
+    def decode(
+        self, tokens: Sequence[int], caches: Sequence[SlabCache], *, shared: Sequence[SharedStart] = ()
+    ) -> torch.Tensor:
+        """Compute one more token of every sequence behind its own cache. Returns their logits [batch, vocab].
+
+        Every cache needs room for one more row. ``shared`` names sequences whose first rows are the same.
+        """
+        lengths = [cache.get_seq_length() for cache in caches]
+        if any(not cache.in_slabs or cache.capacity <= length for cache, length in zip(caches, lengths, strict=True)):
+            raise ValueError("a joint step needs caches with room for one more row")
+        worth = [start for start in shared if start.rows * (len(start.members) - 1) >= _FEWEST_SAVED]
+        step = _Step(caches, self._windows, worth if self._runner.device.type == "cpu" else ())
+        batch = Cache(layers=[_RaggedLayer(index, step) for index in range(len(self._windows))])
+        device = self._runner.device
+        with step:
+            logits = self._runner.run_batch(
+                torch.tensor(tokens, device=device).view(-1, 1),
+                batch,
+                position_ids=torch.tensor(lengths, device=device).view(-1, 1),
+            )
+        if step.attended != len(self._windows):
+            raise UnsupportedModelError(f"not all its layers attend through torch's own kernel. {_ONE_BY_ONE}")
+        for cache, length in zip(caches, lengths, strict=True):
+            cache.set_length(length + 1)
+        return logits
+
+
+def _windows_by_layer(model: Any) -> list[int | None]:
+    """How far back each layer looks; None is all the way."""
+    config = model.config.get_text_config(decoder=True)
+    windows = attention_windows(model)
+    kinds = getattr(config, "layer_types", None) or ["all"] * config.num_hidden_layers
+    return [windows[kind] for kind in kinds]
+
+
+@torch.no_grad()
+def probe_ragged(runner: ModelRunner, layout: KVLayout) -> RaggedRunner:
+    """A runner of joint steps, once it has shown that they give what single ones give.
+
+    Raises UnsupportedModelError with the reason where they do not.
+    """
+    config = runner.model.config.get_text_config(decoder=True)
+    ragged = RaggedRunner(runner)
+    vocab = min(config.vocab_size, 30_000)
+    caches, alone, tokens = [], [], []
+    for number, length in enumerate(_PROBE_LENGTHS):
+        ids = [(i * 7919 + (number if i >= _PROBE_SHARED else 0)) % vocab for i in range(length + 1)]
+        cache = SlabCache(layout, capacity=length + 1)
+        runner.append(ids[:length], cache, logits=False)
+        single = runner.append(ids[length:], cache, logits=True)
+        assert single is not None
+        cache.set_length(length)
+        caches.append(cache)
+        alone.append(single)
+        tokens.append(ids[length])
+    try:
+        together = ragged.decode(tokens, caches)
+    except UnsupportedModelError:
+        raise
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise UnsupportedModelError(f"{config.model_type} cannot decode sequences together ({error})") from error
+    for single, joint in zip(alone, together, strict=True):
+        compare_logits(config, single, joint, "several sequences are decoded together", remedy=_ONE_BY_ONE)
+    return ragged

@@ -1,0 +1,75 @@
+"""Runs the model on chosen rows of a sequence: the one operation everything else is made of.
+
+Called by the engine's prefill. Invariant: the same rows over the same cache run the same kernels on the
+same shapes, whoever asks; that is what makes a warm run equal a cold one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvboost.hf.cache import SlabCache
+
+
+class ModelRunner:
+    """Forward passes of one causal language model."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        # The decoder without its vocabulary projection: all a step needs whose logits nobody reads.
+        decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+        self._decoder = decoder if isinstance(decoder, torch.nn.Module) else model
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids must be."""
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return device
+
+    @torch.no_grad()
+    def append(self, tokens: Sequence[int] | torch.Tensor, cache: SlabCache, *, logits: bool) -> torch.Tensor | None:
+        """Compute ``tokens`` behind what the cache holds. Returns the last token's logits [vocab], if asked.
+
+        The stock path of the model: its own mask and its own attention kernel.
+        """
+        return self.run(torch.as_tensor(tokens, device=self.device).view(1, -1), cache, logits=logits)
+
+    @torch.no_grad()
+    def read_whole(self, tokens: Sequence[int]) -> tuple[torch.Tensor, Any]:
+        """Plain Transformers: the whole prompt in one step. Returns the last logits [vocab] and the cache."""
+        ids = torch.as_tensor(tokens, device=self.device).view(1, -1)
+        keep = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
+        output = self.model(input_ids=ids, use_cache=True, **keep)
+        return output.logits[0, -1], output.past_key_values
+
+    @torch.no_grad()
+    def next_tokens(self, tokens: Sequence[int], cache: SlabCache | None, *, keep: int) -> torch.Tensor:
+        """The likeliest token behind each of the last ``keep`` of ``tokens``, [keep]; without a cache, from scratch."""
+        ids = torch.as_tensor(tokens, device=self.device).view(1, -1)
+        wanted = {"logits_to_keep": keep} if self._takes_logits_to_keep else {}
+        logits: torch.Tensor = self.model(
+            input_ids=ids, past_key_values=cache, use_cache=cache is not None, **wanted
+        ).logits
+        return logits[0, -keep:].argmax(dim=-1)
+
+    def run(self, ids: torch.Tensor, cache: SlabCache, *, logits: bool, **inputs: Any) -> torch.Tensor | None:
+        """One forward of ``ids`` [1, tokens] over ``cache``. Returns the last token's logits [vocab], if asked."""
+        if not logits:
+            self._decoder(input_ids=ids, past_key_values=cache, use_cache=True, **inputs)
+            return None
+        keep = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
+        output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, **keep, **inputs)
+        last: torch.Tensor = output.logits[0, -1]
+        return last
+
+    def run_batch(self, ids: torch.Tensor, cache: Any, **inputs: Any) -> torch.Tensor:
+        """One forward of ``ids`` [batch, tokens] over ``cache``. Returns each last token's logits, [batch, vocab]."""
+        keep = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
+        output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, **keep, **inputs)
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits

@@ -1,0 +1,1 @@
+"""What does not fit: weights streamed from disk and KV paged out of memory."""

@@ -1,0 +1,263 @@
+"""A Transformers cache whose rows stay within a budget of memory, however long the sequence gets.
+
+Made for one sequence and used as ``past_key_values`` inside a ``with`` block, in the thread that runs the model. While
+the block is open the model's own calls of torch's attention kernel are answered from the pages. Invariant: the answers
+are those of an unpaged cache up to rounding in float32; a model that attends in another way is refused, not guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers.cache_utils import Cache
+
+from kvboost.approx.recompute import attention_windows
+from kvboost.config import parse_bytes
+from kvboost.direct_io import up_to_page
+from kvboost.errors import CapacityError, ConfigError, UnsupportedModelError
+from kvboost.hf.cache import KVLayout
+from kvboost.hf.probe import compare_logits, probe_model
+from kvboost.hf.runner import ModelRunner
+from kvboost.offload.kv.attention import band
+from kvboost.offload.kv.layer import PagedLayer, PageShape
+from kvboost.offload.kv.pager import TRANSIT, Pager, PagingLedger
+from kvboost.offload.kv.spill import FileSpill, HostSpill
+
+_UNPAGED = "Run it without kv_budget."
+_MOST_AT_ONCE = 8  # pages read and computed with in one call
+_PROBE_TOKENS = 24
+_PROBE_BLOCK = 4
+
+
+class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
+    """Pages of every layer over one pager."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        kv_budget: int | str,
+        block_tokens: int = 256,
+        directory: Path | str | None = None,
+        layout: KVLayout | None = None,
+    ) -> None:
+        """``directory`` is where pages are spilled to from a CPU; not one that lies in memory, as some /tmp do.
+
+        Without a ``layout`` the model is tried out first, see :func:`probe_paging`, which returns one.
+        """
+        self.layout = layout if layout is not None else probe_paging(model, directory=directory)
+        if block_tokens < 1:
+            raise ConfigError(f"block_tokens={block_tokens} holds no row; use 1 or more")
+        windows = _windows_by_layer(model, self.layout)
+        slots = self.layout.slots
+        shapes = [PageShape(k, v, block_tokens) for k, v in zip(slots[::2], slots[1::2], strict=True)]
+        frame_bytes = up_to_page(max(shape.nbytes for shape in shapes))
+        budget = parse_bytes(kv_budget, name="kv_budget")
+        frames, needed = budget // frame_bytes, least_budget(self.layout, block_tokens)
+        if budget < needed:
+            raise CapacityError(
+                f"kv_budget={budget} is too small for blocks of {block_tokens} tokens: a block of each of the "
+                f"{len(shapes)} layers and {TRANSIT} on their way take {needed} bytes; raise it, or lower block_tokens"
+            )
+        left = frames - len(shapes)
+        group = max(1, min(_MOST_AT_ONCE, left // (2 * TRANSIT)))  # half of what is left is enough for moving
+        self.pages_at_once = group
+        """Pages that are read, and in decoding computed with, in one call."""
+        quotas = _resident_pages(left - TRANSIT * group, windows, block_tokens)
+        devices = {spec.device for spec in slots}
+        if len(devices) > 1:
+            raise UnsupportedModelError(f"its layers lie on several devices. {_UNPAGED}")
+        device = devices.pop()
+        spill = FileSpill(Path(directory) if directory else None) if device.type == "cpu" else HostSpill(device)
+        self._pager = Pager(spill, frame_bytes=frame_bytes, budget=budget, group=group)
+        self._attention = _Attention(self)
+        super().__init__(
+            layers=[
+                PagedLayer(self._pager, shape, resident=quota, window=window, announce=self._attention.expect)
+                for shape, quota, window in zip(shapes, quotas, windows, strict=True)
+            ]
+        )
+
+    @property
+    def ledger(self) -> PagingLedger:
+        """Bytes taken, at most taken, and moved."""
+        return self._pager.ledger
+
+    def place(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Append a block's tensors, as :meth:`SlabCache.rows` gives them, [slots, heads, tokens, dim] each."""
+        slots = self._by_slot(tensors)
+        for layer, keys, values in zip(self.layers, slots[::2], slots[1::2], strict=True):
+            layer.append(keys, values)
+
+    def rows(self, start: int, end: int) -> tuple[torch.Tensor, ...]:
+        """Copies of rows ``[start, end)`` as :meth:`place` takes them, outside the budget."""
+        copies = tuple(
+            torch.empty(len(slots), spec.heads, end - start, spec.dim, dtype=spec.dtype, device=spec.device)
+            for spec, slots in self.layout.groups.items()
+        )
+        slots = self._by_slot(copies)
+        for layer, keys, values in zip(self.layers, slots[::2], slots[1::2], strict=True):
+            layer.copy_rows(start, keys, values)
+        return copies
+
+    def _by_slot(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Views [1, heads, tokens, dim], one for each of the layout's slots."""
+        found = {
+            slot: tensor[index : index + 1]
+            for tensor, slots in zip(tensors, self.layout.groups.values(), strict=True)
+            for index, slot in enumerate(slots)
+        }
+        return [found[slot] for slot in range(len(found))]
+
+    def __enter__(self) -> Self:
+        if self._pager.closed:
+            raise ConfigError("this paged cache is closed; make a new one")
+        self._attention.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._attention.__exit__(kind, error, trace)
+        self.close()
+        if kind is None:
+            self._attention.check()
+
+    def close(self) -> None:
+        """Give memory and file back. The ``with`` block does so too."""
+        self._pager.close()
+        self.layers: list[PagedLayer] = []
+
+
+class _Attention(TorchFunctionMode):
+    """Answers the attention call that follows a layer's new rows. Sees this thread's calls only."""
+
+    def __init__(self, cache: PagedCache) -> None:
+        super().__init__()
+        self._cache = cache
+        self._open = False
+        self._waiting: tuple[PagedLayer, torch.Tensor, torch.Tensor] | None = None
+
+    def __enter__(self) -> Self:
+        self._open = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._open = False
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def expect(self, layer: PagedLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """The next attention is this layer's."""
+        if not self._open:
+            raise ConfigError("a paged cache works inside its with block only: with PagedCache(...) as cache: ...")
+        self.check()
+        if keys.requires_grad:
+            raise ConfigError("a paged cache keeps no gradients; run the model under torch.no_grad()")
+        self._waiting = layer, keys, values
+
+    def check(self) -> None:
+        """Raises UnsupportedModelError if a layer's rows were not followed by a call of torch's kernel."""
+        if self._waiting is not None:
+            self._waiting = None
+            raise UnsupportedModelError(
+                "its attention does not go through torch's own kernel (scaled_dot_product_attention), "
+                f"so that pages cannot be attended to one by one. {_UNPAGED}"
+            )
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.scaled_dot_product_attention or self._waiting is None:
+            return func(*args, **kwargs)
+        (layer, keys, values), self._waiting = self._waiting, None
+        query = args[0]
+        if len(args) != 3 or kwargs.get("dropout_p") or query.shape[2] != keys.shape[2]:
+            raise UnsupportedModelError(f"it calls torch's attention in a way that pages cannot follow. {_UNPAGED}")
+        _check_mask(kwargs.get("attn_mask"), query, layer.window)
+        scale = kwargs.get("scale")
+        return layer.attend(
+            query,
+            keys,
+            values,
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            next_slots=lambda: self._behind(layer),
+        )
+
+    def _behind(self, layer: PagedLayer) -> list[int]:
+        """What the layer behind this one reads; behind the last comes the first, for the next token."""
+        layers = self._cache.layers
+        following: PagedLayer = layers[(layers.index(layer) + 1) % len(layers)]
+        return following.slots_ahead()
+
+
+def _check_mask(mask: torch.Tensor | None, query: torch.Tensor, window: int | None) -> None:
+    """A mask may say what the new rows see of each other and nothing else: no padding, no bias."""
+    if mask is None:
+        return
+    rows = query.shape[2]
+    if mask.dtype == torch.bool and mask.shape[-2:] == (rows, rows):
+        seen = band(rows, window, device=mask.device)
+        if bool((mask == seen).all()):
+            return
+    raise UnsupportedModelError(
+        f"its attention has a mask or a bias of its own (padding?), which pages do not know. {_UNPAGED}"
+    )
+
+
+def _windows_by_layer(model: Any, layout: KVLayout) -> list[int | None]:
+    """How far back each layer looks; None is all the way."""
+    config = model.config.get_text_config(decoder=True)
+    windows = attention_windows(model)
+    kinds = getattr(config, "layer_types", None) or ["all"] * config.num_hidden_layers
+    if 2 * len(kinds) != len(layout.slots):
+        raise UnsupportedModelError(f"not every layer has keys and values of its own. {_UNPAGED}")
+    return [windows[kind] for kind in kinds]
+
+
+def least_budget(layout: KVLayout, block_tokens: int) -> int:
+    """Bytes that paging needs at least: a block being filled for each layer, and those on their way."""
+    slots = layout.slots
+    largest = max(k.bytes_per_row + v.bytes_per_row for k, v in zip(slots[::2], slots[1::2], strict=True))
+    return up_to_page(largest * block_tokens) * (len(slots) // 2 + TRANSIT)
+
+
+def _resident_pages(left: int, windows: list[int | None], block_tokens: int) -> list[int]:
+    """How many whole pages of each layer stay in memory, of ``left`` in all: as evenly as can be, so that each layer
+    has something to compute with while its others are read."""
+    useful = [left if window is None else -(-window // block_tokens) + 1 for window in windows]
+    quotas = [0] * len(windows)
+    while left and (open_layers := [i for i, quota in enumerate(quotas) if quota < useful[i]]):
+        each = max(1, min(left // len(open_layers), *(useful[i] - quotas[i] for i in open_layers)))
+        for index in open_layers[:left]:
+            quotas[index] += each
+            left -= each
+    return quotas
+
+
+@torch.no_grad()
+def probe_paging(model: Any, *, directory: Path | str | None = None) -> KVLayout:
+    """The layout of a model's pages, once a short text through pages has shown the same logits as without.
+
+    Raises UnsupportedModelError with the reason where it has not.
+    """
+    config = model.config.get_text_config(decoder=True)
+    layout = probe_model(model).layout
+    runner = ModelRunner(model)
+    ids = [i * 7919 % min(config.vocab_size, 30_000) for i in range(_PROBE_TOKENS)]
+    whole, _ = runner.read_whole(ids)
+    least = least_budget(layout, _PROBE_BLOCK)
+    with PagedCache(model, kv_budget=least, block_tokens=_PROBE_BLOCK, directory=directory, layout=layout) as cache:
+        half = _PROBE_TOKENS // 2
+        runner.run(torch.tensor([ids[:half]], device=runner.device), cache, logits=False)
+        runner.run(torch.tensor([ids[half:-1]], device=runner.device), cache, logits=False)
+        paged = runner.run(torch.tensor([ids[-1:]], device=runner.device), cache, logits=True)
+    assert paged is not None
+    compare_logits(config, whole, paged, "its KV lies in pages", remedy=_UNPAGED)
+    return layout

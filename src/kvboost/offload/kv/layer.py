@@ -1,0 +1,278 @@
+"""One layer's rows in pages of equal size: which of them are resident, which spilled, and attention over all of them.
+
+Used by the paged cache. Invariant: rows ``[0, length)`` are whole pages in order and one page being filled; each row
+holds the bits the model gave for it, wherever its page lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from kvboost.errors import ConfigError
+from kvboost.hf.cache import TensorSpec
+from kvboost.offload.kv.attention import JoinedAttention, attend, attend_causally, parts_at_once
+from kvboost.offload.kv.pager import Pager
+
+_ONE_SEQUENCE = "a paged cache holds one sequence: use no batch, no beams and no num_return_sequences with kv_budget"
+
+
+@dataclass
+class Page:
+    """A whole page: in a frame of memory, or in a slot of the spill."""
+
+    frame: torch.Tensor | None
+    slot: int | None
+
+
+@dataclass(frozen=True)
+class PageShape:
+    """How one layer's keys and values lie in a frame."""
+
+    keys: TensorSpec
+    values: TensorSpec
+    tokens: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a page."""
+        return self.tokens * (self.keys.bytes_per_row + self.values.bytes_per_row)
+
+    def views(self, frame: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in frames [pages, bytes] or in one, [pages, heads, tokens, dim] each."""
+        frames, middle = frame if frame.dim() == 2 else frame[None], self.tokens * self.keys.bytes_per_row
+        return self._view(self.keys, frames[:, :middle]), self._view(self.values, frames[:, middle : self.nbytes])
+
+    def _view(self, spec: TensorSpec, memory: torch.Tensor) -> torch.Tensor:
+        return memory.view(spec.dtype).view(len(memory), spec.heads, self.tokens, spec.dim)
+
+
+class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
+    """One layer's page table. Attention goes through :meth:`attend`, which the cache calls instead of the kernel."""
+
+    def __init__(
+        self,
+        pager: Pager,
+        shape: PageShape,
+        *,
+        resident: int,
+        window: int | None,
+        announce: Callable[[PagedLayer, torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        super().__init__()
+        self._pager, self._shape, self._announce = pager, shape, announce
+        self._may_stay = resident
+        self.window = window
+        self.pages: list[Page] = []
+        self._tail: torch.Tensor | None = None
+        self.length = 0
+        self.dtype, self.device = shape.keys.dtype, shape.keys.device
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: frames are taken as rows come."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take new rows, [1, heads, new, dim]; attention finds the others by itself."""
+        if key_states.shape[0] != 1:
+            self._refuse()
+        self._announce(self, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Rows held."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Masks are made for the new rows among themselves; everything before is seen without one."""
+        return query_length, self.length
+
+    @torch.no_grad()
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scale: float,
+        next_slots: Callable[[], list[int]],
+    ) -> torch.Tensor:
+        """Attention of new rows over themselves and all before, [1, heads, new, dim]; then the new rows are kept."""
+        _, heads, new, dim = query.shape
+        wide = query.to(torch.promote_types(query.dtype, torch.float32))
+        groups = heads // keys.shape[1]
+        # Heads that share keys become rows of one query, so no key is repeated.
+        grouped = wide.reshape(1, keys.shape[1], groups * new, dim)
+        joined = JoinedAttention()
+        if new == 1:
+            self.append(keys, values)
+        else:
+            output, weight = attend_causally(wide, keys, values, scale=scale, window=self.window)
+            joined.add(
+                output.reshape(1, keys.shape[1], groups * new, -1), weight.reshape(1, keys.shape[1], groups * new)
+            )
+        # In decoding the new row lies in the pages already and is seen like those before it.
+        first_query = self.length - 1 if new == 1 else self.length
+        at_once = parts_at_once(groups * new) if self.window is None else 1  # what a window hides differs by page
+        with closing(self._parts(self._first_seen(first_query), next_slots, at_once=at_once)) as parts:
+            for start, count, page_keys, page_values in parts:
+                mask = self._mask(start, start + count, first_query, new, groups)
+                joined.add(*attend(grouped, page_keys[:, :, :count], page_values[:, :, :count], scale=scale, mask=mask))
+        if new > 1:
+            self.append(keys, values)
+        return joined.result().reshape(1, heads, new, -1).to(query.dtype)
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keep new rows, [1, heads, new, dim]. Pages that get whole stay or leave."""
+        done, new, tokens = 0, keys.shape[2], self._shape.tokens
+        while done < new:
+            if self._tail is None:
+                self._tail = self._pager.take()
+            filled = self.length % tokens
+            count = min(tokens - filled, new - done)
+            for store, states in zip(self._shape.views(self._tail), (keys, values), strict=True):
+                store[:, :, filled : filled + count].copy_(states[:, :, done : done + count])
+            done, self.length = done + count, self.length + count
+            if filled + count == tokens:
+                self._put_away(self._tail)
+
+    def slots_ahead(self) -> list[int]:
+        """The slots its next attention will read, in order."""
+        first = self._first_seen(self.length) // self._shape.tokens
+        return [page.slot for page in self.pages[first:] if page.slot is not None]
+
+    def copy_rows(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy rows from ``first`` on into these, [1, heads, rows, dim], which lie outside the budget."""
+        last = first + keys.shape[2]
+        with closing(self._parts(first, list, end=last)) as parts:
+            for start, _, *pages in parts:
+                begin, end = max(first, start), min(last, start + self._shape.tokens)
+                for copy, page in zip((keys, values), pages, strict=True):
+                    copy[:, :, begin - first : end - first] = page[:, :, begin - start : end - start]
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of all keys and values, [1, heads, length, dim], outside the budget."""
+        copies = tuple(
+            torch.empty(1, spec.heads, self.length, spec.dim, dtype=spec.dtype, device=spec.device)
+            for spec in (self._shape.keys, self._shape.values)
+        )
+        self.copy_rows(0, *copies)
+        return copies[0], copies[1]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``-tokens_to_remove`` rows (Transformers passes a negative count)."""
+        if tokens_to_remove > 0:
+            raise ValueError("crop takes a negative number: how many tokens to remove")
+        length = max(0, self.length + tokens_to_remove)
+        kept = length // self._shape.tokens
+        if kept < len(self.pages):
+            if self._tail is not None:
+                self._pager.release(self._tail)
+                self._tail = None
+            for page in reversed(self.pages[kept + 1 :]):
+                self._drop(page)
+            if length % self._shape.tokens:
+                self._tail = self._brought_back(self.pages[kept])
+            else:
+                self._drop(self.pages[kept])
+            del self.pages[kept:]
+        self.length = length
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self.crop(-self.length)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Refused: beams would need a page table each."""
+        self._refuse()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refused unless it changes nothing."""
+        if repeats != 1:
+            self._refuse()
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Refused."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ConfigError(_ONE_SEQUENCE)
+
+    def _first_seen(self, query_position: int) -> int:
+        return 0 if self.window is None else max(0, query_position - self.window + 1)
+
+    def _parts(
+        self, first_row: int, next_slots: Callable[[], list[int]], *, at_once: int = 1, end: int | None = None
+    ) -> Generator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+        """Pages from the one with ``first_row`` to the one before row ``end``, by default the last: the first row, how
+        many rows each page holds, keys, values [pages, heads, tokens, dim]. Those in memory come first."""
+        tokens = self._shape.tokens
+        end = self.length if end is None else end
+        away: list[tuple[int, int]] = []
+        here: list[tuple[int, torch.Tensor]] = []
+        for number in range(first_row // tokens, min(len(self.pages), -(-end // tokens))):
+            page = self.pages[number]
+            if page.frame is not None:
+                here.append((number, page.frame))
+            elif page.slot is not None:
+                away.append((number, page.slot))
+        if self._tail is not None and end > len(self.pages) * tokens:
+            here.append((len(self.pages), self._tail))
+        # Asked for before anything is computed, so that the first one is read meanwhile.
+        self._pager.expect([slot for _, slot in away])
+        for number, frame in here:
+            yield number * tokens, min(self.length - number * tokens, tokens), *self._shape.views(frame)
+        done = 0
+        with closing(self._pager.read([slot for _, slot in away], then=next_slots())) as groups:
+            for pages in groups:
+                for part in (pages[first : first + at_once] for first in range(0, len(pages), at_once)):
+                    yield away[done][0] * tokens, tokens, *self._shape.views(part)
+                    done += len(part)
+
+    def _mask(self, start: int, stop: int, first_query: int, new: int, groups: int) -> torch.Tensor | None:
+        """What the window hides of rows ``[start, stop)`` from the new ones, [groups * new, rows]; None if nothing."""
+        if self.window is None or start >= self._first_seen(first_query + new - 1):
+            return None
+        queries = torch.arange(first_query, first_query + new, device=self.device).unsqueeze(1)
+        seen = torch.arange(start, stop, device=self.device) > queries - self.window
+        return seen.repeat(groups, 1)
+
+    def _put_away(self, frame: torch.Tensor) -> None:
+        """The tail is whole: it stays if there is room. A window keeps its newest pages, other layers their oldest."""
+        staying = [page for page in self.pages if page.frame is not None]
+        self._tail = None
+        if len(staying) < self._may_stay:
+            self.pages.append(Page(frame, None))
+        elif self.window is None or not staying:
+            self.pages.append(Page(None, self._pager.write(frame, owner=id(self))))
+            self._tail = frame
+        else:
+            oldest = staying[0]
+            assert oldest.frame is not None
+            oldest.slot = self._pager.write(oldest.frame, owner=id(self))
+            self._tail, oldest.frame = oldest.frame, None
+            self.pages.append(Page(frame, None))
+
+    def _drop(self, page: Page) -> None:
+        if page.frame is not None:
+            self._pager.release(page.frame)
+        elif page.slot is not None:
+            self._pager.forget(page.slot, owner=id(self))
+
+    def _brought_back(self, page: Page) -> torch.Tensor:
+        """The page's frame, to be filled on from the middle."""
+        if page.frame is not None:
+            return page.frame
+        assert page.slot is not None
+        tail = self._pager.take()
+        with closing(self._pager.read([page.slot])) as pages:
+            tail.copy_(next(pages)[0])
+        self._pager.forget(page.slot, owner=id(self))
+        return tail

@@ -1,0 +1,181 @@
+"""Frames of memory within a budget, and one thread that reads spilled pages ahead, several at once.
+
+Used by the paged cache alone, from the thread that runs the model. Invariants: the ledger never exceeds the budget; a
+page is read as it was last written; a move that failed raises, and from then on every use does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from kvboost.errors import CapacityError, KVBoostError
+from kvboost.offload.kv.spill import Spill
+
+TRANSIT = 2
+"""Buffers for pages on their way: one is computed with, the next one is read."""
+
+
+@dataclass
+class PagingLedger:
+    """What one pager has taken and moved."""
+
+    limit: int
+    """The budget in bytes."""
+    used: int = 0
+    """Bytes of all frames, whether they hold rows or not."""
+    peak: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    waited_seconds: float = 0.0
+    """How long the model stood still for a page that was not there yet, or not yet away."""
+
+    def take(self, size: int) -> None:
+        """Raises CapacityError if that is more than is left."""
+        if self.used + size > self.limit:
+            raise CapacityError(
+                f"{size} bytes more do not fit a kv_budget of {self.limit}, of which {self.used} are taken"
+            )
+        self.used += size
+        self.peak = max(self.peak, self.used)
+
+
+@dataclass
+class _Coming:
+    """Pages that are being read into one buffer."""
+
+    slots: tuple[int, ...]
+    buffer: torch.Tensor
+    read: Future[None]
+
+
+class Pager:
+    """Gives out frames and moves pages. All its memory together stays within the budget."""
+
+    def __init__(self, spill: Spill, *, frame_bytes: int, budget: int, group: int = 1) -> None:
+        """``group`` pages are read at once: the buffers for those on their way take as many frames each."""
+        self.ledger = PagingLedger(budget)
+        self._spill, self._frame_bytes, self._group = spill, frame_bytes, group
+        self._free: list[torch.Tensor] = []
+        self._free_buffers: list[torch.Tensor] = []
+        self._buffers = 0
+        self._coming: deque[_Coming] = deque()
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvboost-pages")
+        self._slots = 0
+        self._free_slots: dict[Hashable, list[int]] = {}
+        self._lost = False
+        self.closed = False
+
+    def take(self) -> torch.Tensor:
+        """A frame [bytes] for rows that stay. Raises CapacityError beyond the budget."""
+        if self._free:
+            return self._free.pop()
+        self.ledger.take(self._frame_bytes)
+        return self._spill.frame(self._frame_bytes)
+
+    def release(self, frame: torch.Tensor) -> None:
+        """The frame's rows are not needed any more."""
+        self._free.append(frame)
+
+    def write(self, frame: torch.Tensor, *, owner: Hashable) -> int:
+        """Send a page out. Returns its slot; the frame can be filled again. Pages of one owner lie side by side."""
+        free = self._free_slots.setdefault(owner, [])
+        if not free:
+            free.extend(reversed(range(self._slots, self._slots + self._group)))
+            self._slots += self._group
+        self._move(lambda: self._spill.write(free[-1], frame))
+        self.ledger.written_bytes += self._frame_bytes
+        return free.pop()
+
+    def forget(self, slot: int, *, owner: Hashable) -> None:
+        """The page is not needed any more. Its slot may be written again."""
+        self.settle_reads()
+        self._free_slots[owner].append(slot)
+
+    def expect(self, slots: Sequence[int]) -> None:
+        """Begin to read the first of these, which :meth:`read` will be asked for next."""
+        plan = self._in_groups(slots)
+        if self._asked() == plan[: len(self._coming)]:
+            self._read_ahead(plan[len(self._coming) :])
+
+    def read(self, slots: Sequence[int], *, then: Sequence[int] = ()) -> Generator[torch.Tensor]:
+        """The pages in these slots, a few at a time, [pages, bytes], each valid until the next ones are asked for.
+
+        While some are used the next ones are read; at the end, the first of ``then``, for the next call.
+        """
+        wanted = self._in_groups(slots)
+        plan = [*wanted, *self._in_groups(then)[:TRANSIT]]
+        if self._asked() != plan[: len(self._coming)]:
+            self.settle_reads()  # another page was expected
+        asked = len(self._coming)
+        for _ in wanted:
+            asked += self._read_ahead(plan[asked:])
+            pages = self._coming.popleft()
+            try:
+                self._move(pages.read.result)
+                yield self._part(pages)
+            finally:
+                self._free_buffers.append(pages.buffer)
+        self._read_ahead(plan[asked:])
+
+    def settle_reads(self) -> None:
+        """Give up what is read ahead."""
+        while self._coming:
+            pages = self._coming.popleft()
+            pages.read.exception()  # nobody asked for these bytes yet: who does reads them again
+            self._free_buffers.append(pages.buffer)
+
+    def close(self) -> None:
+        """End the thread and remove what was spilled. Memory is given back to the system."""
+        if self.closed:
+            return
+        self.closed = True
+        self._worker.shutdown(wait=True, cancel_futures=True)
+        self._spill.close()
+        self._coming.clear()
+        self._free.clear()
+        self._free_buffers.clear()
+        self.ledger.used = 0
+
+    def _in_groups(self, slots: Sequence[int]) -> list[tuple[int, ...]]:
+        return [tuple(slots[first : first + self._group]) for first in range(0, len(slots), self._group)]
+
+    def _asked(self) -> list[tuple[int, ...]]:
+        return [pages.slots for pages in self._coming]
+
+    def _part(self, pages: _Coming) -> torch.Tensor:
+        return pages.buffer[: len(pages.slots) * self._frame_bytes].view(len(pages.slots), self._frame_bytes)
+
+    def _read_ahead(self, groups: Sequence[tuple[int, ...]]) -> int:
+        """Begin to read as many of these as there are buffers for; how many."""
+        begun = 0
+        for slots in groups:
+            if not self._free_buffers:
+                if self._buffers == TRANSIT:
+                    break
+                self.ledger.take(self._frame_bytes * self._group)
+                self._free_buffers.append(self._spill.frame(self._frame_bytes * self._group))
+                self._buffers += 1
+            coming = _Coming(slots, self._free_buffers.pop(), Future())
+            coming.read = self._worker.submit(self._spill.read, slots, self._part(coming))
+            self._coming.append(coming)
+            self.ledger.read_bytes += self._frame_bytes * len(slots)
+            begun += 1
+        return begun
+
+    def _move(self, move: Callable[[], None]) -> None:
+        """Wait for it, and count that."""
+        if self._lost:
+            raise KVBoostError("a page of this sequence could not be moved; make a new cache and read the text again")
+        begun = perf_counter()
+        try:
+            move()
+        except BaseException:  # also an interrupt: the bytes may still be on their way
+            self._lost = True
+            raise
+        self.ledger.waited_seconds += perf_counter() - begun

@@ -1,0 +1,81 @@
+"""Measures what this machine does in a second: multiply, read weights from memory, read a file past the page cache.
+
+Used by the memory plan's speeds. Takes about a second in all. Invariant: nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from kvboost.capacity import Rates
+from kvboost.direct_io import DirectFile, page_aligned, up_to_page
+from kvboost.offload.kv.spill import FileSpill
+
+_SECONDS = 0.25
+_SIDE = 2048
+_PIECE = 8 * 2**20  # bytes
+_SPILLED_PIECES = 16
+
+
+@torch.no_grad()
+def measure_rates(
+    *, dtype: torch.dtype, device: str = "cpu", rows: int = 128, files: Sequence[Path] = (), seconds: float = _SECONDS
+) -> Rates:
+    """The rates for weights of this dtype; the disk's from the largest of ``files``, or from a file made for it."""
+    where = torch.device(device)
+    # More than the processor's caches hold, so that every pass comes from memory.
+    matrices = [torch.ones(_SIDE, _SIDE, dtype=dtype, device=where) for _ in range(16)]
+    row, block = (torch.ones(count, _SIDE, dtype=dtype, device=where) for count in (1, rows))
+
+    def through_all(states: torch.Tensor) -> None:
+        for matrix in matrices:
+            torch.nn.functional.linear(states, matrix)
+        if where.type != "cpu":
+            torch.accelerator.synchronize(where)
+
+    memory = _per_second(lambda: through_all(row), sum(m.numel() * m.element_size() for m in matrices), seconds)
+    multiply = _per_second(lambda: through_all(block), 2 * rows * _SIDE * _SIDE * len(matrices), seconds)
+    return Rates(memory=memory, multiply=multiply, disk=disk_rate(files, seconds=seconds))
+
+
+def disk_rate(files: Sequence[Path], *, seconds: float = _SECONDS) -> float:
+    """Bytes per second of a file read from its beginning, past the page cache."""
+    largest = max(files, key=lambda file: file.stat().st_size, default=None)
+    if largest is None or largest.stat().st_size < _PIECE:
+        return _spill_rate()
+    buffer = page_aligned(_PIECE)
+    begun, read = time.perf_counter(), 0
+    with DirectFile(largest) as file:
+        last = file.size // _PIECE * _PIECE
+        while (taken := time.perf_counter() - begun) < seconds or not read:
+            read += file.read(buffer, read % last)
+            taken = time.perf_counter() - begun
+    return read / taken
+
+
+def _spill_rate() -> float:
+    """The same with a file made for it, without a name."""
+    spill = FileSpill(None)
+    try:
+        frame = spill.frame(up_to_page(_PIECE))
+        for slot in range(_SPILLED_PIECES):
+            spill.write(slot, frame)
+        begun = time.perf_counter()
+        for slot in range(_SPILLED_PIECES):
+            spill.read([slot], frame[None])
+        return _SPILLED_PIECES * len(frame) / (time.perf_counter() - begun)
+    finally:
+        spill.close()
+
+
+def _per_second(work: Callable[[], None], amount: int, seconds: float) -> float:
+    work()  # threads started, code loaded
+    begun, done = time.perf_counter(), 0
+    while time.perf_counter() - begun < seconds or not done:
+        work()
+        done += 1
+    return amount * done / (time.perf_counter() - begun)

@@ -1,0 +1,217 @@
+"""Loads a model whose weights need not fit into memory.
+
+Called by ``load_model`` when a weight budget is given. Invariant: the model computes what the resident one computes, to
+the bit, as its weights are the same bytes in the same shapes; when everything fits, it is the resident one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, GenerationConfig
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from kvboost.direct_io import up_to_page
+from kvboost.errors import ConfigError
+from kvboost.offload.weights.awq import AwqWeights
+from kvboost.offload.weights.link import AcceleratorLink, HostLink, Link
+from kvboost.offload.weights.plan import WeightPlan, plan_weights
+from kvboost.offload.weights.shards import Shards
+from kvboost.offload.weights.skeleton import Skeleton, build_skeleton
+from kvboost.offload.weights.slabs import Pieces, SlabFolder, make_slabs
+from kvboost.offload.weights.source import Extent, FileSource, HostSource, Source
+from kvboost.offload.weights.streamer import WeightStreamer
+
+_PIECE = 8 * 2**20  # bytes
+# What a model's class or files are found by. Everything else would change how weights are loaded.
+_HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+_ALLOWED = (*_HUB, "trust_remote_code", "attn_implementation", "gguf_file")
+
+
+def load_streamed(
+    source: str,
+    *,
+    dtype: Any,
+    device: torch.device,
+    budget: int,
+    weight_dir: str | Path | None,
+    load_whole: Callable[[], Any],
+    model_kwargs: dict[str, Any],
+) -> Any | None:
+    """The model with at most ``budget`` bytes of weights in memory; None if all of them fit, so nothing need be done.
+
+    ``load_whole`` loads the model as Transformers does: for checkpoints whose tensors are not the model's own (GGUF,
+    older names), once, to make the slabs.
+    """
+    if other := sorted(set(model_kwargs) - set(_ALLOWED)):
+        raise ConfigError(f"weight_budget does not go with {', '.join(other)}; leave one of them out")
+    hub = {name: model_kwargs[name] for name in _HUB if name in model_kwargs}
+    gguf = {name: model_kwargs[name] for name in ("gguf_file",) if name in model_kwargs}
+    trust = {name: model_kwargs[name] for name in ("trust_remote_code",) if name in model_kwargs}
+    config = AutoConfig.from_pretrained(source, **hub, **gguf, **trust)
+    files = checkpoint_files(source, gguf.get("gguf_file"), hub)
+    shards = Shards(files) if not gguf else None
+    awq: AwqWeights | None = None
+    if (quantised := getattr(config, "quantization_config", None)) is not None and shards is not None:
+        awq = AwqWeights(shards, quantised)
+        del config.quantization_config  # else Transformers wants a library for it
+        if device.type != "cpu":
+            raise ConfigError("AWQ with a weight_budget is built for the CPU; leave weight_budget out")
+    attention = {name: model_kwargs[name] for name in ("attn_implementation",) if name in model_kwargs}
+    dtype = dtype_asked_for(dtype, config, shards)
+    prepare = {"prepare": awq.prepare} if awq is not None else {}
+    skeleton = build_skeleton(config, dtype=dtype, **prepare, **attention, **trust)
+    if skeleton.total_bytes <= budget and awq is None:
+        return None
+    plan = plan_weights(skeleton.rest, skeleton.slabs, budget=budget)  # before anything is written
+    pieces = _pieces(skeleton, shards, awq, load_whole)
+    key = hashlib.sha256(f"{_key(files, shards)}|{dtype}".encode()).hexdigest()
+    where = Path(weight_dir).expanduser() if weight_dir is not None else files[0].parent
+    slabs = [skeleton.rest, *skeleton.slabs]
+    folder = make_slabs(where / f"kvboost-weights-{key[:16]}", slabs, pieces=pieces, key=key)
+    link: Link = HostLink(budget=budget) if device.type == "cpu" else AcceleratorLink(device, budget=budget)
+    put_together(skeleton, folder, plan, link=link, device=device)
+    _take_generation_config(skeleton.model, source, hub)
+    return skeleton.model
+
+
+def put_together(
+    skeleton: Skeleton, folder: SlabFolder, plan: WeightPlan, *, link: Link, device: torch.device
+) -> WeightStreamer:
+    """Put what stays into memory and the hooks onto the model. The link and the folder are closed with the model."""
+    files = FileSource(folder)
+    try:
+        memory = link.allocate(skeleton.rest.size)
+        extent = Extent(skeleton.rest.name, 0, up_to_page(skeleton.rest.size))
+        link.wait(link.copy(files, extent, memory, after=link.event()))
+        for weight in skeleton.rest.weights:
+            skeleton.place(weight.name, weight.view(memory))
+        _move_buffers(skeleton.model, device)
+        source: Source = files
+        if device.type != "cpu" and plan.streamed_bytes <= _free_memory() // 2:
+            source = HostSource(folder, pin=True)
+        streamer = WeightStreamer(skeleton.model, plan=plan, link=link, source=source, folder=folder)
+    except BaseException:
+        link.close()
+        folder.close()
+        raise
+    streamer.attach(skeleton.model, skeleton.layers)
+    return streamer
+
+
+def _pieces(skeleton: Skeleton, shards: Shards | None, awq: AwqWeights | None, load_whole: Callable[[], Any]) -> Pieces:
+    """Where the slabs' bytes come from: the checkpoint's files, or the model as Transformers loads it."""
+    weights = {weight.name: weight for slab in (skeleton.rest, *skeleton.slabs) for weight in slab.weights}
+    if shards is not None:
+        tensors = shards.tensors
+        plain = [name for name in weights if awq is None or not awq.holds(name)]
+        stored = {name: [a for a in skeleton.aliases[name] if a in tensors] for name in plain}
+
+        def from_files(name: str) -> Iterable[memoryview]:
+            if name in stored:
+                return shards.pieces(stored[name][0], weights[name].dtype)
+            assert awq is not None
+            return awq.pieces(name, weights[name].dtype)
+
+        # Tied weights that a checkpoint holds twice are Transformers' business: it may untie them.
+        if all(len(s) == 1 and tensors[s[0]].shape == weights[n].shape for n, s in stored.items()):
+            return from_files
+        if awq is not None:
+            raise ConfigError("this AWQ checkpoint does not name its tensors as the model; leave weight_budget out")
+    loaded: dict[str, torch.Tensor] = {}
+
+    def from_model(name: str) -> Iterable[memoryview]:
+        if not loaded:
+            loaded.update(_state(load_whole(), skeleton))
+        return _tensor_pieces(loaded[name].to(weights[name].dtype))
+
+    return from_model
+
+
+def _state(model: Any, skeleton: Skeleton) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = model.state_dict()
+    for names in skeleton.aliases.values():
+        if any(name not in state or state[name].data_ptr() != state[names[0]].data_ptr() for name in names):
+            raise ConfigError(
+                f"this checkpoint does not share {' and '.join(names)} as its config says, which is not streamed; "
+                "leave weight_budget out"
+            )
+    return state
+
+
+def _tensor_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), _PIECE):
+        yield memoryview(flat[start : start + _PIECE].numpy())  # type: ignore[arg-type]
+
+
+def checkpoint_files(source: str, gguf_file: str | None = None, hub: dict[str, Any] | None = None) -> list[Path]:
+    """The checkpoint's files."""
+    hub = hub or {}
+
+    def find(name: str) -> str | None:
+        found: str | None = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
+        return found
+
+    if gguf_file is not None:
+        only = find(gguf_file)
+        if only is not None:
+            return [Path(only)]
+    elif (index := find("model.safetensors.index.json")) is not None:
+        return [Path(file) for file in get_checkpoint_shard_files(source, index, **hub)[0]]
+    elif (only := find("model.safetensors")) is not None:
+        return [Path(only)]
+    raise ConfigError(
+        f"{source} has no safetensors files, from which weights are streamed; save the model anew with "
+        "save_pretrained, or leave weight_budget out"
+    )
+
+
+def _key(files: list[Path], shards: Shards | None) -> str:
+    if shards is not None:
+        return shards.key
+    return "|".join(str((file.name, file.stat().st_size, file.stat().st_mtime_ns)) for file in files)
+
+
+def dtype_asked_for(asked: Any, config: Any, shards: Shards | None) -> torch.dtype:
+    """As Transformers decides it."""
+    if isinstance(asked, str) and asked != "auto":
+        asked = getattr(torch, asked, None)
+        if not isinstance(asked, torch.dtype):
+            raise ConfigError("dtype is not one torch knows; give 'auto', 'bfloat16' or torch.bfloat16, for example")
+    if isinstance(asked, torch.dtype):
+        return asked
+    told = getattr(config, "dtype", None) if asked == "auto" else torch.float32
+    if isinstance(told, str):
+        told = getattr(torch, told)
+    if isinstance(told, torch.dtype):
+        return told
+    stored = (tensor.dtype for tensor in shards.tensors.values()) if shards is not None else iter(())
+    return next((dtype for dtype in stored if dtype.is_floating_point), torch.float32)
+
+
+def _move_buffers(model: Any, device: torch.device) -> None:
+    """What the model's code made itself goes where the weights are."""
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
+                raise ConfigError(
+                    f"{type(module).__name__}.{key} is made in a way streaming does not know; leave weight_budget out"
+                )
+            if buffer is not None:
+                module._buffers[key] = buffer.to(device)
+
+
+def _take_generation_config(model: Any, source: str, hub: dict[str, Any]) -> None:
+    found = cached_file(source, "generation_config.json", _raise_exceptions_for_missing_entries=False, **hub)
+    if found is not None:
+        model.generation_config = GenerationConfig.from_pretrained(Path(found).parent)
+
+
+def _free_memory() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,1 @@
+"""Continuous batching: many jobs side by side over one engine."""

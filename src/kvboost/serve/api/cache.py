@@ -1,0 +1,137 @@
+"""/v1/cache, for the admin: what is kept, reading ahead, pinning and forgetting."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvboost.errors import CapacityError, ConfigError, StoreError
+from kvboost.scheduler.jobs import Sampling
+from kvboost.serve.api.chat import encode_messages
+from kvboost.serve.api.errors import ApiError, bad_request
+from kvboost.serve.api.schemas import WarmRequest
+from kvboost.serve.api.sse import while_connected
+from kvboost.serve.generation.service import Answer, Asked, Service
+from kvboost.serve.observability.totals import total_stats
+from kvboost.serve.security.auth import Caller
+
+
+async def show(service: Service) -> Response:
+    """What the cache holds, what runs, and the last requests."""
+    stats = await asyncio.to_thread(total_stats, service.engine)
+    hottest = await asyncio.to_thread(service.engine.hottest_chunks)
+    load = service.runner.load()
+    return JSONResponse(
+        {
+            "object": "kvboost.cache",
+            "model": service.model_name,
+            "cache": stats,
+            "load": {"running": load.running, "waiting": load.waiting, "kv_bytes": load.cached_bytes},
+            "streams": service.streams.running,
+            "tenants": service.keys.tenants,
+            "pins": [asdict(pin) for pin in service.pins.listed()],
+            "hottest": [
+                {
+                    "key": chunk.key.hex()[:12],
+                    "uses": chunk.uses,
+                    "start": chunk.start,
+                    "tokens": chunk.tokens,
+                    "bytes": chunk.nbytes,
+                }
+                for chunk in hottest
+            ],
+            "requests": service.recent.listed(),
+        }
+    )
+
+
+async def warm(service: Service, body: WarmRequest, request: Request) -> Response:
+    """Read a prompt ahead, for one tenant."""
+    asked = await _asked(service, body)
+    return await while_connected(request, _warmed(service, asked))
+
+
+async def pin(service: Service, body: WarmRequest, request: Request) -> Response:
+    """Read a prompt ahead and hold it against eviction."""
+    asked = await _asked(service, body)
+    return await while_connected(request, _pinned(service, asked))
+
+
+async def unpin(service: Service, id: str) -> Response:
+    """Let a pin go."""
+    if not await asyncio.to_thread(service.pins.remove, id):
+        raise ApiError(404, "there is no such pin; GET /v1/cache lists them", code="unknown_pin")
+    return JSONResponse({"object": "kvboost.pin", "id": id, "deleted": True})
+
+
+async def _asked(service: Service, body: WarmRequest) -> Asked:
+    caller = Caller(_tenant(service, body), admin=False)
+    if body.messages is not None and body.prompt is None:
+        chat = await asyncio.to_thread(encode_messages, service, body.messages, caller, None)
+        ids, boundaries = chat.token_ids, chat.boundaries
+    elif body.prompt is not None and body.messages is None:
+        ids, boundaries = await asyncio.to_thread(service.encode, body.prompt), []
+    else:
+        raise bad_request("give prompt or messages, one of them", param="prompt")
+    # A job of one token reads as every other job reads, in the same batch and under the same budgets.
+    return Asked("warm", [(ids, boundaries)], caller, 1, Sampling())
+
+
+async def _read(service: Service, asked: Asked) -> Answer:
+    async with service.answering(asked, prefix="warm-") as answer:
+        async for _ in answer.events():
+            pass
+    return answer
+
+
+async def _warmed(service: Service, asked: Asked) -> Response:
+    answer = await _read(service, asked)
+    return JSONResponse({"object": "kvboost.warm", "prompt_tokens": answer.prompt_tokens, **answer.reuse()})
+
+
+async def _pinned(service: Service, asked: Asked) -> Response:
+    await _read(service, asked)
+    ((ids, boundaries),) = asked.prompts
+    try:
+        pin = await asyncio.to_thread(service.pins.add, ids, boundaries=boundaries, tenant=asked.caller.tenant)
+    except CapacityError as error:
+        raise ApiError(413, str(error), code="too_many_pins") from error
+    except ConfigError as error:
+        raise bad_request(str(error), param="prompt") from error
+    return JSONResponse({"object": "kvboost.pin", **asdict(pin)})
+
+
+async def clear(service: Service) -> Response:
+    """Forget everything that was read and answered, of all tenants, also what an earlier process left on a disk."""
+    await asyncio.to_thread(service.pins.clear)
+    service.chats.replies.clear()
+    try:
+        await asyncio.to_thread(_purge, service)
+    except StoreError as error:
+        raise ApiError(503, "a tier could not be asked and may hold more; try again", code="not_cleared") from error
+    return JSONResponse({"object": "kvboost.clear", "cleared": True})
+
+
+def _purge(service: Service) -> None:
+    engine = service.engine
+    opened = [view.config.tenant for view in engine.views()]
+    try:
+        for tenant in dict.fromkeys([*opened, *service.keys.every_tenant]):
+            engine.purge_tenant(tenant)
+    except ConfigError:  # the store was given to the engine: it cannot tell tenants apart, and forgets all of them
+        engine.clear()
+
+
+def _tenant(service: Service, body: WarmRequest) -> str:
+    """Whose prompts will find what is read ahead."""
+    known = service.keys.tenants
+    if body.tenant is not None:
+        if body.tenant not in known:
+            raise bad_request("there is no such tenant; GET /v1/cache lists them", param="tenant")
+        return body.tenant
+    if len(known) > 1:
+        raise bad_request("say for which tenant; GET /v1/cache lists them", param="tenant")
+    return known[0] if known else ""

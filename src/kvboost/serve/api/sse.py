@@ -1,0 +1,111 @@
+"""Server-sent events, and answers that stop when nobody waits for them any more.
+
+Used by every endpoint that generates. Invariant: when the client goes away, the code that makes the answer is
+cancelled at once, also while it waits for its first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvboost.serve.api.errors import ApiError
+
+_log = logging.getLogger("kvboost.serve")
+DONE = "[DONE]"
+_CLIENT_GONE = 499  # nobody reads it; it is what logs and metrics show
+
+
+def to_json(value: Any) -> str:
+    """Compact JSON in ASCII: no character of an answer can break a line of the stream."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+class EventStream(Response):
+    """Sends what ``events`` yields: objects as JSON, a pair as (event name, object), None as a comment."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[Any]) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the end or until the client is gone."""
+        sending = asyncio.ensure_future(self._send(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            sending.cancel()
+            await asyncio.gather(sending, gone, return_exceptions=True)
+        if not sending.cancelled() and (error := sending.exception()) is not None and not isinstance(error, OSError):
+            raise error
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async with aclosing(self._events) as events:  # type: ignore[type-var]
+                async for event in events:
+                    await send({"type": "http.response.body", "body": _written(event), "more_body": True})
+        except ApiError as error:  # too late for a status
+            await send({"type": "http.response.body", "body": _written(error.body()), "more_body": True})
+        except Exception:  # noqa: BLE001 - logged; the headers are gone, so the stream itself has to say it
+            _log.exception("a stream failed")
+            failure = ApiError(500, "the server failed; its log says why")
+            await send({"type": "http.response.body", "body": _written(failure.body()), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def chained(events: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """The same events. Those up to the first are made now, so that what is refused is refused with a status."""
+    first = await anext(events)
+
+    async def all_of_them() -> AsyncIterator[Any]:
+        async with aclosing(events):  # type: ignore[type-var]
+            yield first
+            async for event in events:
+                yield event
+
+    return all_of_them()
+
+
+def _written(event: Any) -> bytes:
+    if event is None:
+        return b": taken\n\n"  # a comment: clients skip it
+    if event == DONE:
+        return b"data: [DONE]\n\n"
+    if isinstance(event, tuple):
+        name, value = event
+        return f"event: {name}\ndata: {to_json(value)}\n\n".encode()
+    return f"data: {to_json(event)}\n\n".encode()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """What ``work`` answers; it is cancelled when the client goes away."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        return Response(status_code=_CLIENT_GONE)
+    finally:
+        gone.cancel()
+        working.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""From a request to text: prompts, jobs, tools, stop strings."""

@@ -1,0 +1,261 @@
+"""Chats to token ids: through the tokenizer's own template, with the ids that were produced put back in.
+
+Called by the endpoints that take messages, in a worker thread. Invariant: the ids decode to the text that the template
+wrote; where pieces tokenised one by one would not, the text is tokenised as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvboost.errors import ConfigError
+from kvboost.serve.api.errors import bad_request
+from kvboost.serve.api.schemas import Message
+from kvboost.serve.generation.replies import ReplyMemory
+
+_SHORTEST_SPLICE = 4  # tokens of a reply's end; less is not worth a search
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A message as templates take it, and where its parts asked for a cut (characters of its content)."""
+
+    fields: dict[str, Any]
+    marks: tuple[int, ...] = ()
+
+    @property
+    def content(self) -> str:
+        """The text of the message."""
+        return str(self.fields.get("content") or "")
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A chat that is ready for its reply."""
+
+    text: str
+    token_ids: list[int]
+    boundaries: list[int]
+
+
+def to_turn(message: Message) -> Turn:
+    """A client's message as templates take it."""
+    marks: list[int] = []
+    if isinstance(message.content, list):
+        content = ""
+        for index, part in enumerate(message.content):
+            content += part.text if index == 0 else "\n" + part.text
+            if part.cache_control is not None:
+                marks.append(len(content))
+    else:
+        content = message.content or ""
+    role = "system" if message.role == "developer" else message.role
+    fields: dict[str, Any] = {"role": role, "content": content}
+    if message.name is not None:
+        fields["name"] = message.name
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return Turn(fields, tuple(marks))
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Templates write arguments from an object; clients send them as text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise bad_request("the arguments of an earlier tool call are no JSON", param="messages") from error
+    if not isinstance(value, dict):
+        raise bad_request("the arguments of an earlier tool call are no JSON object", param="messages")
+    return value
+
+
+class ChatPrompts:
+    """Renders and tokenises chats with one tokenizer. Thread-safe."""
+
+    def __init__(self, tokenizer: Any, *, min_gap: int, replies: ReplyMemory | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._min_gap = min_gap
+        self.replies = replies if replies is not None else ReplyMemory()
+        self.lock = threading.Lock()
+        """For whoever tokenises: a fast tokenizer refuses to be set up by two threads at once."""
+        template = getattr(tokenizer, "chat_template", None)
+        written = json.dumps(template) if template is not None else ""
+        self.takes_tools = "tools" in written
+
+    def encode(
+        self, turns: Sequence[Turn], *, tenant: str, cache_key: str, tools: list[dict[str, Any]] | None = None
+    ) -> ChatPrompt:
+        """The chat's text, its ids and where to cut: at the ends of messages and where the client marked it."""
+        if getattr(self._tokenizer, "chat_template", None) is None:
+            raise ConfigError("this model has no chat template; use /v1/completions with the text you want")
+        text = self._render([turn.fields for turn in turns], tools=tools, reply_follows=True)
+        splices, marks, ends = self._places(turns, text, tenant=tenant, cache_key=cache_key)
+        pieces = _Pieces(self._tokenize)
+        with self.lock:
+            start = 0
+            for place, ids, length in [*splices, (len(text), [], 0)]:
+                for cut in [mark for mark in marks if start < mark < place]:
+                    pieces.add_text(text[start:cut])
+                    start = cut
+                pieces.add_text(text[start:place])
+                pieces.add_ids(ids, length)
+                start = place + length
+            if splices or marks:  # tokenizers that write a space before every piece would change the text
+                whole = _Pieces(self._tokenize)
+                whole.add_text(text)
+                if self._decode(pieces.ids) != self._decode(whole.ids):
+                    pieces = whole
+        wanted = [(mark, 1) for mark in marks] + [(end, self._min_gap) for end in ends]
+        return ChatPrompt(text, pieces.ids, _spaced(pieces, wanted))
+
+    def remember(self, prompt: ChatPrompt, *, tenant: str, cache_key: str, reply: str, ids: Sequence[int]) -> None:
+        """Keep the ids of a reply, if they are its text and nothing else."""
+        with self.lock:
+            whole = self._decode(ids) == reply
+        if whole:
+            self.replies.remember(tenant=tenant, cache_key=cache_key, before=prompt.text, reply=reply, ids=ids)
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of ``ids``, with special tokens written out or left out."""
+        text: str = self._tokenizer.decode(
+            list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.decode(ids, special=True)
+
+    def _tokenize(self, text: str) -> tuple[list[int], list[int]]:
+        """Ids, and the end of each in characters (nothing where the tokenizer does not say)."""
+        if not getattr(self._tokenizer, "is_fast", False):
+            return [int(i) for i in self._tokenizer(text, add_special_tokens=False)["input_ids"]], []
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return [int(i) for i in encoded["input_ids"]], [end for _, end in encoded["offset_mapping"]]
+
+    def _render(
+        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None, reply_follows: bool
+    ) -> str:
+        from jinja2 import TemplateError
+
+        extra = {"tools": tools} if tools else {}
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=reply_follows, **extra
+                )
+            )
+        except (TemplateError, TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
+            raise bad_request(
+                f"this model's chat template does not take these messages: {error}", param="messages"
+            ) from error
+
+    def _places(
+        self, turns: Sequence[Turn], text: str, *, tenant: str, cache_key: str
+    ) -> tuple[list[tuple[int, list[int], int]], list[int], list[int]]:
+        """Where known replies stand (place, ids, characters), where clients marked a cut, and where messages end.
+
+        A message is looked for behind the one before. One that is found too early, in another's words, costs a hit at
+        most: whatever is put in is the text that stands there.
+        """
+        splices: list[tuple[int, list[int], int]] = []
+        marks: list[int] = []
+        ends: list[int] = []
+        position = 0
+        for turn in turns:
+            content = turn.content
+            place = text.find(content, position) if content else -1
+            if turn.fields["role"] == "assistant" and content:
+                before = text[:place] if place >= 0 else ""
+                ids = self.replies.find(tenant=tenant, cache_key=cache_key, before=before, reply=content)
+                if ids is not None and place < 0:  # a template that takes a part of earlier replies out
+                    place, ids = self._longest_end(ids, text, position)
+                if ids is not None and place >= 0:
+                    length = len(self._decode(ids))
+                    splices.append((place, ids, length))
+                    position = place + length
+                    ends.append(position)
+                    continue
+            if place >= 0:
+                marks += [place + mark for mark in turn.marks]
+                position = place + len(content)
+                ends.append(position)
+        return splices, marks, ends
+
+    def _longest_end(self, ids: list[int], text: str, position: int) -> tuple[int, list[int] | None]:
+        """The longest end of ``ids`` whose text stands in ``text`` behind ``position``, and where."""
+        low, high = 0, max(0, len(ids) - _SHORTEST_SPLICE)  # shorter ends stand wherever longer ones do
+        if high == 0 or text.find(self._decode(ids[high:]), position) < 0:
+            return -1, None
+        while low < high:
+            middle = (low + high) // 2
+            if text.find(self._decode(ids[middle:]), position) >= 0:
+                high = middle
+            else:
+                low = middle + 1
+        return text.find(self._decode(ids[high:]), position), ids[high:]
+
+
+class _Pieces:
+    """Ids of a text that is put together from pieces, and where in the text each id ends, as far as that is known."""
+
+    def __init__(self, tokenize: Any) -> None:
+        self._tokenize = tokenize
+        self.ids: list[int] = []
+        self._characters = 0
+        self._ends: list[int] = []  # characters, ascending
+        self._counts: list[int] = []  # ids up to there
+
+    def add_text(self, text: str) -> None:
+        """Tokenise one more piece."""
+        if not text:
+            return
+        ids, ends = self._tokenize(text)
+        if ends:
+            self._ends += [self._characters + end for end in ends]
+            self._counts += range(len(self.ids) + 1, len(self.ids) + len(ids) + 1)
+        self._grow(ids, len(text))
+
+    def add_ids(self, ids: Sequence[int], characters: int) -> None:
+        """Put ids in that stand for so many characters."""
+        if ids:
+            self._grow(ids, characters)
+
+    def _grow(self, ids: Sequence[int], characters: int) -> None:
+        self.ids += ids
+        self._characters += characters
+        if ids and (not self._counts or self._counts[-1] != len(self.ids)):
+            self._ends.append(self._characters)
+            self._counts.append(len(self.ids))
+
+    def ids_up_to(self, character: int) -> int | None:
+        """How many ids stand for exactly the first ``character`` characters; None where one reaches over them."""
+        index = bisect_left(self._ends, character)
+        while index + 1 < len(self._ends) and self._ends[index + 1] == character:
+            index += 1
+        if index == len(self._ends) or self._ends[index] != character:
+            return None
+        return self._counts[index]
+
+
+def _spaced(pieces: _Pieces, wanted: Sequence[tuple[int, int]]) -> list[int]:
+    """Positions in ids of the wanted cuts (characters, least distance to the one before), ascending."""
+    chosen: list[int] = []
+    for character, gap in sorted(wanted):
+        count = pieces.ids_up_to(character)
+        if count is not None and count > 0 and count - (chosen[-1] if chosen else 0) >= gap:
+            chosen.append(count)
+    return chosen

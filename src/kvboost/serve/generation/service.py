@@ -1,0 +1,355 @@
+"""What every endpoint shares: the engine, the runner, the limits, and one way to start and count a generation.
+
+Made once by the app. Invariant: a generation that was started is counted exactly once when it ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvboost.core.chunking import make_chunker
+from kvboost.engine import KVBoost
+from kvboost.engine.pinning import Pins
+from kvboost.errors import BusyError, CapacityError, ClosedError, ConfigError
+from kvboost.hf.generate import end_token_ids
+from kvboost.scheduler.jobs import Job, JobRunner, Sampling, Ticket
+from kvboost.serve.api.errors import ApiError, bad_request
+from kvboost.serve.api.schemas import InlineSchemaFormat, ResponseFormat
+from kvboost.serve.generation.prompts import ChatPrompts
+from kvboost.serve.generation.structured import Grammars
+from kvboost.serve.generation.text import token_bytes
+from kvboost.serve.generation.token_stream import Ended, Following, Piece
+from kvboost.serve.observability.metrics import Metrics
+from kvboost.serve.observability.recent import RecentRequests, RequestRecord
+from kvboost.serve.observability.tracing import Traced, traced_now
+from kvboost.serve.security.auth import Caller, Keys
+from kvboost.serve.security.limits import Limits, Streams, check_count
+
+_log = logging.getLogger("kvboost.serve")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to generate: for each prompt, ``n`` choices. Endpoints make this from their own bodies."""
+
+    endpoint: str
+    prompts: Sequence[tuple[Sequence[int], Sequence[int]]]
+    """Token ids and boundaries of each."""
+    caller: Caller
+    max_new_tokens: int | None
+    """As the client named it; None for as many as there is room for, within the server's limit."""
+    sampling: Sampling
+    default_new_tokens: int | None = None
+    """No more than these if the client named no number."""
+    max_param: str = "max_tokens"
+    """The field that names the number, as this endpoint's clients know it."""
+    prompt_param: str = "prompt"
+    """The field that holds the prompt."""
+    n: int = 1
+    stops: Sequence[str] = ()
+    top_logprobs: int | None = None
+    grammar: Callable[[], Callable[[list[int], Any], None]] | None = None
+    """Makes what holds one choice to a grammar."""
+    special: bool = False
+    """Whether special tokens are written out: tool calls are told by them."""
+
+
+@dataclass
+class Answer:
+    """A generation under way."""
+
+    id: str
+    created: int
+    asked: Asked
+    following: Following
+    ended: list[Ended] = field(default_factory=list)
+
+    async def events(self) -> AsyncIterator[Piece | Ended]:
+        """What comes, until all choices have ended. Raises for one that failed."""
+        async for event in self.following.events():
+            if isinstance(event, Ended):
+                self.ended.append(event)
+                if event.reason == "error":
+                    _log.error("a job failed: %s", event.error)
+                    raise ApiError(500, "the model could not answer this request; the server's log says why")
+                if event.reason == "cancelled":
+                    raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
+            yield event
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts; choices of one prompt read it together."""
+        return sum(len(ids) for ids, _ in self.asked.prompts)
+
+    @property
+    def new_tokens(self) -> int:
+        """Produced so far, by choices that ended."""
+        return sum(len(ended.token_ids) for ended in self.ended)
+
+    def reuse(self) -> dict[str, Any]:
+        """Where the prompts' KV came from: of the first choice of each, as the others read after it."""
+        first = [ended for ended in self.ended if ended.index % self.asked.n == 0 and ended.report is not None]
+        reports = [ended.report for ended in first if ended.report is not None]
+        seconds = [ended.first_token_seconds for ended in self.ended if ended.first_token_seconds is not None]
+        tiers: Counter[str] = Counter()
+        for report in reports:
+            tiers.update(report.tiers)
+        return {
+            "exact_tokens": sum(report.exact_tokens for report in reports),
+            "moved_tokens": sum(report.moved_tokens for report in reports),
+            "recomputed_tokens": sum(report.recomputed_tokens for report in reports),
+            "fresh_tokens": sum(report.fresh_tokens for report in reports),
+            "tiers": dict(tiers),
+            "bitwise": all(report.bitwise for report in reports),
+            "ttft_ms": round(min(seconds) * 1000, 3) if seconds else None,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        """The ``usage`` object of an answer."""
+        reuse = self.reuse()
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.new_tokens,
+            "total_tokens": self.prompt_tokens + self.new_tokens,
+            "prompt_tokens_details": {"cached_tokens": reuse["exact_tokens"] + reuse["moved_tokens"]},
+            "kvboost": reuse,
+        }
+
+
+class Service:
+    """The parts of a running server."""
+
+    def __init__(self, engine: KVBoost, runner: JobRunner, *, model_name: str, limits: Limits, keys: Keys) -> None:
+        if engine.tokenizer is None:
+            raise ConfigError("a server needs a tokenizer; give the engine one")
+        self.engine, self.runner, self.model_name, self.limits = engine, runner, model_name, limits
+        self.keys = keys
+        self.tokenizer = engine.tokenizer
+        min_gap = make_chunker(engine.config.chunking, size=engine.config.chunk_size).min_tokens
+        self.chats = ChatPrompts(engine.tokenizer, min_gap=min_gap)
+        own_end = engine.tokenizer.eos_token_id  # of chat models often the end of a turn, which the model does not name
+        self.ends = frozenset(end_token_ids(engine.model, {}) | ({int(own_end)} if own_end is not None else set()))
+        self.vocab_size = int(engine.model.get_input_embeddings().weight.shape[0])
+        self.longest = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
+        self.token_bytes = token_bytes(engine.tokenizer)
+        self.grammars = Grammars(engine.tokenizer, vocab_size=self.vocab_size, ends=self.ends)
+        self.streams = Streams(limits.streams)
+        self.metrics = Metrics(engine, runner)
+        self.recent = RecentRequests()
+        self.pins = Pins(engine)
+        self.draining = False
+        self.started = int(time.time())
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not served here."""
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404,
+                f"this server has the model {self.model_name} only",
+                param="model",
+                code="model_not_found",
+            )
+
+    def encode(self, prompt: str | Sequence[int], *, param: str = "prompt") -> list[int]:
+        """Token ids of a prompt, checked; ``param`` is the field it came in. For worker threads."""
+        try:
+            with self.chats.lock:
+                ids = self.engine.encode(prompt)
+        except CapacityError as error:
+            raise bad_request(str(error), param=param, code="context_length_exceeded") from error
+        except ConfigError as error:
+            raise bad_request(str(error), param=param) from error
+        most = self.limits.prompt_tokens
+        if most is not None and len(ids) > most:
+            raise bad_request(
+                f"the prompt has {len(ids)} tokens, this server takes {most}",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        return self.chats.decode(ids)
+
+    async def grammar(
+        self, wanted: ResponseFormat | InlineSchemaFormat | None, *, param: str
+    ) -> Callable[[], Callable[[list[int], Any], None]] | None:
+        """What holds answers to the format a client asked for; None for free text."""
+        return await asyncio.to_thread(self.grammars.compile, wanted, limits=self.limits, param=param)
+
+    @asynccontextmanager
+    async def answering(self, asked: Asked, *, prefix: str) -> AsyncIterator[Answer]:
+        """Start the jobs of ``asked``, and see that they are over when the block is left."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
+        self.streams.enter(asked.caller.tenant)
+        started, traced = time.monotonic(), traced_now()
+        answer: Answer | None = None
+        try:
+            tickets = await self._submitted(asked)
+            decode = self.chats.decode if not asked.special else self._decode_special
+            following = Following(tickets, decode=decode, stops=asked.stops, ends=self.ends)
+            answer = Answer(prefix + secrets.token_hex(12), int(time.time()), asked, following)
+            async with following:
+                yield answer
+        finally:
+            self.streams.leave(asked.caller.tenant)
+            if answer is not None:
+                self._count(answer, seconds=time.monotonic() - started, traced=traced)
+
+    def _decode_special(self, ids: Sequence[int]) -> str:
+        return self.chats.decode(ids, special=True)
+
+    async def _submitted(self, asked: Asked) -> list[Ticket]:
+        """The jobs of ``asked``. A client who goes away just now must not leave them behind."""
+        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, asked))
+        try:
+            return await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(
+                lambda done: self._cancel(done.result()) if not done.cancelled() and done.exception() is None else None
+            )
+            raise
+
+    def _submit(self, asked: Asked) -> list[Ticket]:
+        tickets: list[Ticket] = []
+        try:
+            for ids, boundaries in asked.prompts:
+                room = self._room(len(ids), asked)
+                for choice in range(asked.n):
+                    sampling = asked.sampling
+                    if sampling.seed is not None and choice:
+                        sampling = _with_seed(sampling, sampling.seed + choice)
+                    tickets.append(
+                        self.runner.submit(
+                            Job(
+                                token_ids=tuple(ids),
+                                max_new_tokens=room,
+                                may_shorten=asked.max_new_tokens is None,
+                                sampling=sampling,
+                                boundaries=tuple(boundaries),
+                                stop_token_ids=self.ends,
+                                top_logprobs=asked.top_logprobs,
+                                constrain=asked.grammar() if asked.grammar is not None else None,
+                                tenant=asked.caller.tenant,
+                            )
+                        )
+                    )
+        except BusyError as error:
+            self._cancel(tickets)
+            raise ApiError(429, str(error), code="server_busy", headers={"Retry-After": "1"}) from error
+        except ClosedError as error:
+            self._cancel(tickets)
+            _log.error("a request was refused: %s", error)
+            raise ApiError(503, "the server takes no more requests; it has to be started again") from error
+        except ConfigError as error:
+            self._cancel(tickets)
+            raise bad_request(str(error)) from error
+        except CapacityError as error:
+            self._cancel(tickets)
+            _log.info("a request was refused: %s", error)
+            less = "" if asked.max_new_tokens is None else f" or lower {asked.max_param}"
+            raise ApiError(
+                413,
+                f"{asked.prompt_param} and the answer may come to need more memory than this server gives to one "
+                f"request; shorten {asked.prompt_param}{less}",
+                param=asked.prompt_param if asked.max_new_tokens is None else asked.max_param,
+                code="too_large",
+            ) from error
+        except BaseException:
+            self._cancel(tickets)
+            raise
+        return tickets
+
+    @staticmethod
+    def _cancel(tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            ticket.cancel()
+
+    def _room(self, prompt_tokens: int, asked: Asked) -> int:
+        """How many tokens the answer may have."""
+        wanted = asked.max_new_tokens
+        left = self.longest - prompt_tokens if self.longest is not None else self.limits.new_tokens
+        if left < 1 or (wanted is not None and wanted > left):
+            raise bad_request(
+                f"this model has {self.longest} positions: {prompt_tokens} tokens of prompt leave {max(left, 0)} for "
+                f"the answer; shorten {asked.prompt_param} or lower {asked.max_param}",
+                param=asked.prompt_param if left < 1 else asked.max_param,
+                code="context_length_exceeded",
+            )
+        if wanted is not None and wanted > self.limits.new_tokens:
+            raise bad_request(
+                f"this server writes at most {self.limits.new_tokens} tokens per answer; lower {asked.max_param}",
+                param=asked.max_param,
+            )
+        return wanted or min(left, self.limits.new_tokens, asked.default_new_tokens or self.limits.new_tokens)
+
+    def _count(self, answer: Answer, *, seconds: float, traced: Traced | None) -> None:
+        reuse = answer.reuse()
+        whole = len(answer.ended) == len(answer.asked.prompts) * answer.asked.n
+        reason = answer.ended[0].reason if whole else "cancelled"
+        record = RequestRecord(
+            id=answer.id,
+            endpoint=answer.asked.endpoint,
+            at=round(time.time(), 3),
+            exact=reuse["exact_tokens"],
+            moved=reuse["moved_tokens"],
+            recomputed=reuse["recomputed_tokens"],
+            fresh=reuse["fresh_tokens"],
+            new=answer.new_tokens,
+            ttft_ms=reuse["ttft_ms"],
+            total_ms=round(seconds * 1000, 3),
+            finish=reason,
+        )
+        self.recent.add(record)
+        self.metrics.count(record)
+        if traced is not None:
+            reports = [ended.report for ended in answer.ended if ended.report is not None]
+            timings = reports[0].timings_ms if reports else {}
+            traced.describe(record, model=self.model_name, bitwise=reuse["bitwise"], timings_ms=timings)
+        _log.info(
+            "%s %s prompt=%d cached=%d new=%d ttft_ms=%s finish=%s",
+            record.endpoint,
+            record.id,
+            answer.prompt_tokens,
+            record.exact + record.moved,
+            record.new,
+            record.ttft_ms,
+            record.finish,
+        )
+
+
+def _with_seed(sampling: Sampling, seed: int) -> Sampling:
+    return replace(sampling, seed=seed if seed < 2**63 else seed - 2**64)
+
+
+def sampling_of(body: Any, *, limits: Limits, vocab_size: int) -> tuple[Sampling, list[str]]:
+    """How to draw tokens, and the stop strings, from a body with OpenAI's fields. Their defaults are OpenAI's."""
+    stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
+    check_count(len(stops), limits.stop_strings, param="stop")
+    if any(not stop or len(stop) > limits.stop_characters for stop in stops):
+        raise bad_request(f"a stop string has 1 to {limits.stop_characters} characters", param="stop")
+    check_count(len(body.logit_bias or {}), limits.logit_bias, param="logit_bias")
+    bias: Mapping[int, float] = {int(token): value for token, value in (body.logit_bias or {}).items()}
+    if any(token >= vocab_size for token in bias):
+        raise bad_request(f"logit_bias names tokens beyond this model's {vocab_size}", param="logit_bias")
+    if (body.n or 1) > limits.n:
+        raise bad_request(f"this server makes at most {limits.n} choices", param="n")
+    sampling = Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        seed=body.seed,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=bias,
+    )
+    return sampling, stops

@@ -1,0 +1,93 @@
+"""Prometheus metrics of one server, in a registry of its own.
+
+Counted by :class:`kvboost.serve.generation.service.Service`, read by GET /metrics. Invariant: labels take few values,
+none of them from a client, so that nobody can grow them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvboost.engine import KVBoost
+from kvboost.scheduler.jobs import JobRunner
+from kvboost.serve.observability.recent import RequestRecord
+from kvboost.serve.observability.totals import total_stats
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class _Live(Collector):
+    """What the engine and the runner say when they are asked."""
+
+    def __init__(self, engine: KVBoost, runner: JobRunner) -> None:
+        self._engine, self._runner = engine, runner
+
+    def collect(self) -> Iterator[Metric]:
+        """One reading."""
+        stats, load = total_stats(self._engine), self._runner.load()
+        yield GaugeMetricFamily("kvboost_jobs_running", "Jobs in the batch.", value=load.running)
+        yield GaugeMetricFamily("kvboost_jobs_waiting", "Jobs that wait.", value=load.waiting)
+        yield GaugeMetricFamily("kvboost_jobs_kv_bytes", "KV held by running jobs.", value=load.cached_bytes)
+        yield GaugeMetricFamily(
+            "kvboost_jobs_one_by_one", "1 if jobs are decoded one by one; the log says why.", value=load.one_by_one
+        )
+        by_tier = GaugeMetricFamily("kvboost_store_bytes", "KV kept for later, by tier.", labels=["tier"])
+        for tier, held in stats["bytes_by_tier"].items():
+            by_tier.add_metric([tier], held)
+        yield by_tier
+        yield GaugeMetricFamily("kvboost_store_chunks", "Chunks in memory.", value=stats["hot_chunks"])
+        yield GaugeMetricFamily(
+            "kvboost_store_leased", "Chunks held against eviction at the moment.", value=stats["leased_chunks"]
+        )
+        yield CounterMetricFamily("kvboost_chunk_hits", "Chunks found as they were.", value=stats["cache_hits"])
+        yield CounterMetricFamily(
+            "kvboost_chunk_moved", "Chunks moved from elsewhere.", value=stats["approximate_hits"]
+        )
+        yield CounterMetricFamily("kvboost_chunk_misses", "Chunks not found.", value=stats["cache_misses"])
+        yield CounterMetricFamily("kvboost_chunk_evictions", "Chunks let go.", value=stats["evictions"])
+        yield CounterMetricFamily("kvboost_store_errors", "Failures of the store.", value=stats["store_errors"])
+
+
+class Metrics:
+    """Counters and histograms of requests, with the engine's own beside them. Thread-safe."""
+
+    def __init__(self, engine: KVBoost, runner: JobRunner) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Live(engine, runner))
+        registry = self._registry
+        self._requests = Counter(
+            "kvboost_requests", "Answers, by endpoint and how they ended.", ["endpoint", "finish"], registry=registry
+        )
+        self._responses = Counter("kvboost_http_responses", "Responses by status.", ["status"], registry=registry)
+        self._prompt = Counter(
+            "kvboost_prompt_tokens", "Prompt tokens, by where their KV came from.", ["source"], registry=registry
+        )
+        self._new = Counter("kvboost_new_tokens", "Tokens produced.", registry=registry)
+        self._ttft = Histogram(
+            "kvboost_ttft_seconds", "From submission to the first token.", buckets=_SECONDS, registry=registry
+        )
+        self._total = Histogram("kvboost_request_seconds", "Whole answers.", buckets=_SECONDS, registry=registry)
+        for source in ("exact", "moved", "recomputed", "fresh"):
+            self._prompt.labels(source)  # shown from the beginning, as 0
+
+    def count(self, record: RequestRecord) -> None:
+        """One answer that ended."""
+        self._requests.labels(record.endpoint, record.finish).inc()
+        for source in ("exact", "moved", "recomputed", "fresh"):
+            self._prompt.labels(source).inc(getattr(record, source))
+        self._new.inc(record.new)
+        self._total.observe(record.total_ms / 1000)
+        if record.ttft_ms is not None:
+            self._ttft.observe(record.ttft_ms / 1000)
+
+    def responded(self, status: int) -> None:
+        """One HTTP response."""
+        self._responses.labels(str(status)).inc()
+
+    def text(self) -> bytes:
+        """As Prometheus reads it."""
+        return generate_latest(self._registry)

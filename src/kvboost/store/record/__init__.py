@@ -1,0 +1,1 @@
+"""One block as self-describing bytes."""

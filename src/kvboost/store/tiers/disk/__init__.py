@@ -1,0 +1,1 @@
+"""Blocks in a directory that several processes share."""

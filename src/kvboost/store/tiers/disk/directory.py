@@ -1,0 +1,147 @@
+"""A cache directory that several processes share: opened, told from strangers', its index kept usable.
+
+Used by the disk tier. Invariant: nobody but this user can read what lies in the directory. The index must lie on a
+local file system, as SQLite's log needs shared memory.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from kvboost.errors import ConfigError
+from kvboost.store.health import Troubles
+from kvboost.store.record.format import RecordFormat
+from kvboost.store.tiers.disk.files import Files, Layout, Presence
+from kvboost.store.tiers.disk.index import ChunkIndex, IndexUnavailableError, Place, is_damaged
+from kvboost.store.tiers.disk.recovery import index_lock, inode, is_recorded, rebuild, reconcile
+
+TROUBLE = (sqlite3.Error, OSError, IndexUnavailableError)
+"""What using a directory may raise; :meth:`Directory.failed` takes it."""
+
+_PATIENCE_S = 2.0  # with other processes that open the index at the same time
+
+
+class Directory:
+    """The directory as one tier of one process sees it. Thread-safe."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        records: RecordFormat,
+        files: Files,
+        troubles: Troubles,
+        is_being_written: Callable[[Place], bool],
+    ) -> None:
+        """``is_being_written`` tells what this tier is writing now from what it failed to write."""
+        self._layout = layout
+        self._records = records
+        self._files = files
+        self._troubles = troubles
+        self._is_being_written = is_being_written
+        self._lock = threading.RLock()
+        self._index: ChunkIndex | None = None
+        self._presence: Presence | None = None
+
+    def open(self) -> None:
+        """Make the directory for this user alone and open its index.
+
+        Raises ConfigError for one that is used for other things; any other trouble is a warning.
+        """
+        _claim(self._layout)
+        try:
+            self.index(patience_s=_PATIENCE_S)
+        except TROUBLE as error:
+            self.failed(error)
+
+    def index(self, *, patience_s: float = 0.0) -> ChunkIndex:
+        """The index as it is now: another process may have made it anew. Raises what TROUBLE names."""
+        with self._lock:
+            if self._index is not None and not self._index.is_current:
+                self._index.close()
+                self._index = None
+            if self._index is None:
+                self._writer()  # before the index: see settle
+                with index_lock(self._layout, patience_s=patience_s):
+                    index = self._make(self._layout.index)
+                try:
+                    self.settle(index)
+                    reconcile(index, self._layout, self._files)
+                except TROUBLE:
+                    index.close()
+                    raise
+                self._index = index
+            return self._index
+
+    def new_file(self) -> tuple[str, Path]:
+        """This writer's name, and a name for a file of its own that nobody uses. Raises OSError."""
+        with self._lock:
+            presence = self._writer()
+            return presence.writer, presence.new_path()
+
+    def settle(self, index: ChunkIndex) -> None:
+        """Free what dead writers hold. Raises what TROUBLE names."""
+        with self._lock:
+            presence = self._writer()
+
+        def is_being_written(writer: str, place: Place) -> bool:
+            return self._is_being_written(place) if writer == presence.writer else presence.is_alive(writer)
+
+        presence.bury()  # first: their room is free only once their files are gone
+        index.settle(is_being_written, lambda place, size: is_recorded(self._layout.record(*place), size))
+
+    def failed(self, error: Exception) -> None:
+        """Count a trouble, say it the first time, and make the index anew if it is broken."""
+        if not is_damaged(error):
+            remedy = "look for a full disk, missing permissions or a file system without locks"
+            self._troubles.met("the directory cannot be used", error, remedy=remedy)
+            return
+        self._troubles.met("the index was damaged and is made anew", error, remedy="look at the disk if it goes on")
+        with self._lock:
+            broken = inode(self._layout.index)
+            if self._index is not None:
+                self._index.close()
+                self._index = None
+            try:
+                rebuild(self._layout, self._files, self.new_file()[1], broken, self._make)
+            except TROUBLE as again:
+                self._troubles.met("the index cannot be made anew", again, remedy="remove the directory's index files")
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        with self._lock:
+            if self._index is not None:
+                self._index.close()
+            if self._presence is not None:
+                self._presence.close()
+            self._index = self._presence = None
+
+    def _writer(self) -> Presence:
+        if self._presence is None:
+            self._layout.tmp.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._presence = Presence(self._layout.tmp)
+        return self._presence
+
+    def _make(self, path: Path) -> ChunkIndex:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its other files the same permissions
+        return ChunkIndex(path, space=self._records.space, namespace=self._records.namespace)
+
+
+def _claim(layout: Layout) -> None:
+    """Make the directory for this user alone; refuse one that is used for other things."""
+    directory = layout.directory
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if stat.S_IMODE(directory.stat().st_mode) & 0o077:
+            if not layout.index.exists() and any(directory.iterdir()):
+                raise ConfigError(f"{directory} holds other things, open to other users; give a new one for the cache")
+            directory.chmod(0o700)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(f"{directory} is no directory; give another one for the cache") from error
+    except OSError:
+        return  # read-only or out of reach: opening the index says so

@@ -1,0 +1,1 @@
+"""Blocks in a Redis or Valkey server."""

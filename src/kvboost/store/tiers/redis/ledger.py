@@ -1,0 +1,248 @@
+"""What lies in a Redis and how much it takes, kept in that Redis by small scripts; its own eviction may break it.
+
+Used by the Redis tier; all processes with the same prefix share one ledger. A chunk is entered before it is written
+and counts from then on, so the sum of all sizes never passes the budget of the process that writes. Where what lies is
+said in :mod:`kvboost.store.tiers.redis.scripts`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvboost.store.tiers.redis import scripts
+from kvboost.store.tiers.redis.resp import Link, Patience, ProtocolError, Reply, ServerError
+from kvboost.types import BlockInfo, PutOutcome
+
+_LEASE_MS = 30_000  # a writer's; it is far slower than any deadline lets it be
+_PIECE_MS = 15_000  # what a killed writer leaves is gone before its lease
+_SETTLED_AT_ONCE = 64
+_MOST_BY_CONTENT = 32  # remembered of one content
+_INFO = struct.Struct("<?QQI?32s")
+
+Page = tuple[bytes, list[bytes]]
+"""A cursor, and what was found up to there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """One attempt to write a chunk."""
+
+    key: bytes
+    seal: bytes
+    """In the names of its pieces: those of another writing have others."""
+    writer: bytes
+    """Tells this attempt from all others."""
+    pieces: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What came of asking for room."""
+
+    outcome: PutOutcome | None
+    """None: the room is there, and the chunk must be written now."""
+    evicted: int
+    is_new: bool
+    """There was no ledger: what lies under the prefix, if anything, is in nobody's books."""
+    was_broken: bool
+    """The server had dropped a part of the ledger; the rest is dropped too."""
+
+
+class Ledger:
+    """The ledger as the tier of one space uses it. It has no state: every call takes the link to be used.
+
+    Every method may raise OSError, ProtocolError or ServerError.
+    """
+
+    def __init__(self, prefix: str, *, tenant: bytes, space: bytes) -> None:
+        self.prefix = prefix.encode()
+        self._tenant = tenant.hex().encode()
+        self._space = self._tenant + b":" + space.hex().encode()
+
+    def id(self, key: bytes) -> bytes:
+        """How a chunk of this space is named in the ledger."""
+        return self._space + b":" + key.hex().encode()
+
+    def value(self, key: bytes) -> bytes:
+        """Where a chunk's record, or its first piece, lies."""
+        return self.prefix + b":" + self.id(key)
+
+    def piece(self, key: bytes, seal: bytes, number: int) -> bytes:
+        """Where another piece of its record lies; the first one too, until the chunk is finished."""
+        return b"%s:%s:%d" % (self.value(key), seal, number)
+
+    def has(self, link: Link, patience: Patience, key: bytes) -> bool:
+        """Whether a chunk is entered and all of it is there."""
+        return self._run(link, patience, scripts.HAS, self.id(key)) == 1
+
+    def reserve(
+        self,
+        link: Link,
+        patience: Patience,
+        writing: Writing,
+        info: BlockInfo,
+        *,
+        size: int,
+        capacity: int,
+        quota: int | None,
+    ) -> Reservation:
+        """Enter a chunk that is about to be written, and make room for it: leaves first, least recently used first."""
+        parent = b"" if info.parent_key is None else self.id(info.parent_key)
+        limits = (size, writing.pieces, capacity, capacity if quota is None else quota, _LEASE_MS, _SETTLED_AT_ONCE)
+        names = (self.id(info.key), parent, info.content_key.hex().encode(), writing.seal, writing.writer)
+        reply = self._run(
+            link, patience, scripts.RESERVE, *names, _packed(info), *(b"%d" % number for number in limits)
+        )
+        if not isinstance(reply, list) or len(reply) != 3:
+            raise ProtocolError("an answer that is none of the ledger's")
+        outcome, evicted, lost = reply
+        outcomes = {b"present": PutOutcome.PRESENT, b"refused": PutOutcome.REFUSED}
+        known = outcomes.get(outcome) if isinstance(outcome, bytes) else None
+        return Reservation(known, evicted if isinstance(evicted, int) else 0, lost in (1, 2), lost == 2)
+
+    def write(
+        self,
+        link: Link,
+        patience: Patience,
+        writing: Writing,
+        pieces: Sequence[tuple[memoryview, ...]],
+        *,
+        ttl_ms: int,
+    ) -> bool:
+        """Write the pieces and then, in the same round trip, show them as one chunk. False if the room is gone."""
+        commands = [
+            (b"SET", self.piece(writing.key, writing.seal, number), piece, b"PX", b"%d" % _PIECE_MS)
+            for number, piece in enumerate(pieces)
+        ]
+        numbers = (b"%d" % number for number in (writing.pieces, ttl_ms, _MOST_BY_CONTENT))
+        last = self._command(scripts.FINISH, self.id(writing.key), writing.writer, writing.seal, *numbers)
+        *written, finished = link.call([*commands, last], patience)
+        for reply in (finished, *written):
+            if isinstance(reply, ServerError):
+                raise reply
+        return finished == 1
+
+    def touch(self, link: Link, patience: Patience, keys: Sequence[bytes]) -> None:
+        """Note that chunks were used, the most recent last."""
+        self._run(link, patience, scripts.TOUCH, *map(self.id, keys))
+
+    def forget(self, link: Link, patience: Patience, keys: Sequence[bytes]) -> None:
+        """Strike out chunks that were not found, if they are not all there."""
+        self._run(link, patience, scripts.FORGET, *map(self.id, keys))
+
+    def remove(self, link: Link, patience: Patience, ids: Sequence[bytes]) -> None:
+        """Remove chunks and their entries."""
+        self._run(link, patience, scripts.REMOVE, *ids)
+
+    def variants(self, link: Link, patience: Patience, contents: Sequence[bytes], most: int) -> list[list[BlockInfo]]:
+        """For each content, the most recently used chunks that hold it, newest last."""
+        hexes = (content.hex().encode() for content in contents)
+        reply = self._run(link, patience, scripts.VARIANTS, self._space, b"%d" % most, *hexes)
+        if not isinstance(reply, list) or len(reply) != len(contents):
+            raise ProtocolError("an answer that is none of the ledger's")
+        return [_infos(found, content) for found, content in zip(reply, contents, strict=True)]
+
+    def totals(self, link: Link, patience: Patience) -> tuple[int, int, int]:
+        """Chunks and bytes of this space, and the bytes of all."""
+        fields = (b"chunks:" + self._space, b"bytes:" + self._space, b"bytes")
+        reply = self._run(link, patience, scripts.TOTALS, b"%d" % _SETTLED_AT_ONCE, *fields)
+        numbers = [number for number in reply if isinstance(number, int)] if isinstance(reply, list) else []
+        if len(numbers) != 3:
+            raise ProtocolError("an answer that is none of the ledger's")
+        return numbers[0], numbers[1], numbers[2]
+
+    def ids(self, link: Link, patience: Patience, *, tenant: bytes | None = None, cursor: bytes) -> Page:
+        """Some ids of this space, or of a tenant; all of them after the cursor has come back to ``b"0"``."""
+        return self._ids(link, patience, self._space if tenant is None else tenant.hex().encode(), cursor)
+
+    def all_ids(self, link: Link, patience: Patience, *, cursor: bytes) -> Page:
+        """Some ids of all tenants and spaces; all of them after the cursor has come back to ``b"0"``."""
+        return self._ids(link, patience, b"*", cursor)
+
+    def _ids(self, link: Link, patience: Patience, owner: bytes, cursor: bytes) -> Page:
+        command = (b"HSCAN", self.prefix + b":ledger:entries", cursor, b"MATCH", owner + b":*", b"COUNT", b"1000")
+        cursor, found = _page(link.call([command], patience)[0])
+        return cursor, found[::2]
+
+    def described(self, link: Link, patience: Patience, ids: Sequence[bytes]) -> list[tuple[int, int] | None]:
+        """For chunks of any space: the bytes each takes and the second it was last used; None if it is not written."""
+        reply = self._run(link, patience, scripts.DESCRIBE, *ids)
+        if not isinstance(reply, list) or len(reply) != len(ids):
+            raise ProtocolError("an answer that is none of the ledger's")
+        return [_pair(found) for found in reply]
+
+    def sweep(self, link: Link, patience: Patience, *, cursor: bytes) -> bytes:
+        """Remove some of what lies under the prefix and is in nobody's books; the next cursor, ``b"0"`` at the end."""
+        below = self.prefix + b":"
+        scan = (b"SCAN", cursor, b"MATCH", _literal(below) + b"*", b"COUNT", b"1000")
+        cursor, found = _page(link.call([scan], patience)[0])
+        names = [key[len(below) :] for key in found if not key.startswith(below + b"ledger")]
+        if names:
+            self._run(link, patience, scripts.ORPHANS, *names)
+        return cursor
+
+    def _command(self, script: str, *arguments: bytes) -> tuple[bytes, ...]:
+        # With its text: Redis finds it compiled by its digest, and may forget it without our knowing.
+        return (b"EVAL", (scripts.COMMON + script).encode(), b"1", self.prefix, *arguments)
+
+    def _run(self, link: Link, patience: Patience, script: str, *arguments: bytes) -> Reply:
+        reply = link.call([self._command(script, *arguments)], patience)[0]
+        if isinstance(reply, ServerError):
+            raise reply
+        return reply
+
+
+def _page(reply: Reply) -> Page:
+    if isinstance(reply, ServerError):
+        raise reply
+    if isinstance(reply, list) and len(reply) == 2 and isinstance(reply[0], bytes) and isinstance(reply[1], list):
+        return reply[0], [name for name in reply[1] if isinstance(name, bytes)]
+    raise ProtocolError("no page of a scan")
+
+
+def _pair(found: Reply) -> tuple[int, int] | None:
+    if isinstance(found, list) and len(found) == 2 and isinstance(found[0], int) and isinstance(found[1], int):
+        return found[0], found[1]
+    return None
+
+
+def _literal(pattern: bytes) -> bytes:
+    """So that SCAN takes it as it stands."""
+    return b"".join(b"\\" + bytes((letter,)) if letter in b"*?[]\\^-" else bytes((letter,)) for letter in pattern)
+
+
+def _packed(info: BlockInfo) -> bytes:
+    parent = info.parent_key
+    fixed = (info.bitwise, info.nbytes, info.start, info.generation, parent is not None, parent or b"")
+    return _INFO.pack(*fixed) + info.context
+
+
+def _infos(found: Reply, content: bytes) -> list[BlockInfo]:
+    """What can be read of the answer for one content: it is only a hint."""
+    infos = []
+    for pair in found if isinstance(found, list) else []:
+        if not isinstance(pair, list) or len(pair) != 2:
+            continue
+        name, packed = pair
+        if not isinstance(name, bytes) or not isinstance(packed, bytes) or len(packed) < _INFO.size:
+            continue
+        try:
+            key = bytes.fromhex(name.rpartition(b":")[2].decode("ascii"))
+        except ValueError:
+            continue
+        bitwise, nbytes, start, generation, has_parent, parent = _INFO.unpack_from(packed)
+        infos.append(
+            BlockInfo(
+                key=key,
+                parent_key=parent if has_parent else None,
+                content_key=content,
+                nbytes=nbytes,
+                bitwise=bitwise,
+                start=start,
+                context=packed[_INFO.size :],
+                generation=generation,
+            )
+        )
+    return infos

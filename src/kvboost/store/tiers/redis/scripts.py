@@ -1,0 +1,292 @@
+"""The scripts of the ledger, in Lua as Redis runs it: each is atomic there.
+
+Used by :mod:`kvboost.store.tiers.redis.ledger`, which says what each one answers. Under the prefix:
+
+- ``ledger``: chunks and bytes, of all, of each tenant and of each space
+- ``ledger:entries``: for each chunk its size, parent, content, pieces, writer, and what :class:`BlockInfo` says
+- ``ledger:recency``, ``ledger:leaves``, ``ledger:leaves:TENANT``: when used last; all, and those without successors
+- ``ledger:due``: when an entry ends by itself: its writer's time is over, or its own; for most never
+- ``ledger:successors``: how many stored chunks follow each key
+- ``TENANT:SPACE:content:CONTENT``: the newest chunks of a content
+- ``TENANT:SPACE:KEY``, ``TENANT:SPACE:KEY:SEAL:NUMBER``: a record, or its header, and the other pieces of it
+
+Invariants: entries, recency and due have as many members as the ledger counts chunks; where they have not, Redis has
+dropped one of them, and the ledger begins anew. A chunk with successors, or one being written, is no victim.
+"""
+
+COMMON = """
+local P = KEYS[1] .. ':'
+local L = P .. 'ledger'
+local ENTRIES, RECENCY, LEAVES, DUE, SUCCESSORS =
+  L .. ':entries', L .. ':recency', L .. ':leaves', L .. ':due', L .. ':successors'
+local call = redis.call
+local time = call('TIME')
+local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
+
+local function entry(id)
+  local packed = call('HGET', ENTRIES, id)
+  if not packed then return nil end
+  local size, parent, content, seal, pieces, writer, info = cmsgpack.unpack(packed)
+  return {size = size, parent = parent, content = content, seal = seal, pieces = pieces, writer = writer, info = info}
+end
+
+local function write(id, e)
+  call('HSET', ENTRIES, id, cmsgpack.pack(e.size, e.parent, e.content, e.seal, e.pieces, e.writer, e.info))
+end
+
+local function tenant_of(id) return string.sub(id, 1, string.find(id, ':', 1, true) - 1) end
+local function space_of(id) return string.match(id, '^[^:]*:[^:]*') end
+local function by_content(id, content) return P .. space_of(id) .. ':content:' .. content end
+
+local function stamps(count)
+  local last = math.max(now, tonumber(call('HGET', L, 'clock') or '0')) + count
+  call('HSET', L, 'clock', string.format('%.0f', last))
+  return last
+end
+
+local function count(id, chunks, bytes)
+  call('HINCRBY', L, 'chunks', chunks)
+  call('HINCRBY', L, 'bytes', bytes)
+  local tenant, space = 'bytes:' .. tenant_of(id), space_of(id)
+  if call('HINCRBY', L, tenant, bytes) == 0 then call('HDEL', L, tenant) end
+  call('HINCRBY', L, 'bytes:' .. space, bytes)
+  if call('HINCRBY', L, 'chunks:' .. space, chunks) == 0 then
+    call('HDEL', L, 'chunks:' .. space, 'bytes:' .. space)
+  end
+end
+
+local function piece(id, seal, number) return P .. id .. ':' .. seal .. ':' .. number end
+
+local function written(id, e)
+  local keys = {P .. id}
+  for number = 1, e.pieces - 1 do keys[#keys + 1] = piece(id, e.seal, number) end
+  return keys
+end
+
+local function add_leaf(id)
+  local stamp = call('ZSCORE', RECENCY, id)
+  if stamp and call('HEXISTS', SUCCESSORS, id) == 0 then
+    call('ZADD', LEAVES, stamp, id)
+    call('ZADD', LEAVES .. ':' .. tenant_of(id), stamp, id)
+  end
+end
+
+local function remove_leaf(id)
+  call('ZREM', LEAVES, id)
+  call('ZREM', LEAVES .. ':' .. tenant_of(id), id)
+end
+
+local function drop(id, e)
+  local keys = written(id, e)
+  keys[#keys + 1] = piece(id, e.seal, 0)
+  call('UNLINK', unpack(keys))
+  call('HDEL', ENTRIES, id)
+  call('ZREM', RECENCY, id)
+  call('ZREM', DUE, id)
+  remove_leaf(id)
+  call('ZREM', by_content(id, e.content), id)
+  count(id, -1, -e.size)
+  if e.parent ~= '' then
+    if call('HINCRBY', SUCCESSORS, e.parent, -1) <= 0 then
+      call('HDEL', SUCCESSORS, e.parent)
+      local parent = entry(e.parent)
+      if parent and parent.writer == '' then add_leaf(e.parent) end
+    end
+  end
+end
+
+local function settle(most)
+  for _, id in ipairs(call('ZRANGEBYSCORE', DUE, '-inf', now, 'LIMIT', 0, most)) do
+    local e = entry(id)
+    if e then drop(id, e) else call('ZREM', DUE, id) end
+  end
+end
+"""
+
+RESERVE = """
+local id, parent, content, seal, writer, info = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+local size, pieces, capacity, quota, lease, most =
+  tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11]), tonumber(ARGV[12])
+local lost = 0
+local function begin_anew()
+  call('UNLINK', L, ENTRIES, RECENCY, LEAVES, DUE, SUCCESSORS)
+  lost = 2
+end
+
+local chunks = tonumber(call('HGET', L, 'chunks') or '0')
+if call('HLEN', ENTRIES) ~= chunks or call('ZCARD', RECENCY) ~= chunks or call('ZCARD', DUE) ~= chunks then
+  begin_anew()
+elseif call('EXISTS', L) == 0 then
+  lost = 1
+end
+settle(most)
+local e = entry(id)
+if e then
+  if e.writer ~= '' then return {'refused', 0, lost} end
+  if call('EXISTS', unpack(written(id, e))) == e.pieces then return {'present', 0, lost} end
+  drop(id, e)
+end
+
+local function held(field) return tonumber(call('HGET', L, field) or '0') end
+local tenant = tenant_of(id)
+if held('bytes') + size > capacity or held('bytes:' .. tenant) + size > quota then
+  -- Nothing may go in vain: what it stands behind must stay, so that must fit beside it.
+  local kept, above = size, parent
+  while above ~= '' do
+    local e = entry(above)
+    if not e then break end
+    kept, above = kept + e.size, e.parent
+  end
+  if kept > capacity or kept > quota then return {'refused', 0, lost} end
+end
+
+e = {size = size, parent = parent, content = content, seal = seal, pieces = pieces, writer = writer, info = info}
+write(id, e)
+call('ZADD', RECENCY, stamps(1), id)
+call('ZADD', DUE, now + lease * 1000, id)
+count(id, 1, size)
+if parent ~= '' then
+  call('HINCRBY', SUCCESSORS, parent, 1)
+  remove_leaf(parent)
+end
+
+local evicted = 0
+local function make_room(field, limit, leaves)
+  while held(field) > limit do
+    local victim = call('ZRANGE', leaves, 0, 0)[1]
+    if not victim then return false end
+    local gone = entry(victim)
+    if gone then
+      drop(victim, gone)
+      evicted = evicted + 1
+    else
+      call('ZREM', leaves, victim)
+    end
+  end
+  return true
+end
+
+if make_room('bytes:' .. tenant, quota, LEAVES .. ':' .. tenant) and make_room('bytes', capacity, LEAVES) then
+  return {'reserved', evicted, lost}
+end
+drop(id, e)
+if held('chunks') > 0 and call('EXISTS', LEAVES) == 0 and call('ZCOUNT', DUE, '-inf', now + lease * 1000) == 0 then
+  begin_anew()
+end
+return {'refused', evicted, lost}
+"""
+
+HAS = """
+local e = entry(ARGV[1])
+return e and e.writer == '' and call('EXISTS', unpack(written(ARGV[1], e))) == e.pieces and 1 or 0
+"""
+
+FINISH = """
+local id, writer, seal, pieces, ttl = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
+local keys = {}
+for number = 0, pieces - 1 do keys[#keys + 1] = piece(id, seal, number) end
+local e = entry(id)
+if not e or e.writer ~= writer then
+  if not e or e.seal ~= seal then call('UNLINK', unpack(keys)) end
+  return 0
+end
+if call('EXISTS', unpack(keys)) ~= pieces then
+  drop(id, e)
+  return 0
+end
+call('RENAME', keys[1], P .. id)
+keys[1] = P .. id
+for _, key in ipairs(keys) do
+  if ttl > 0 then call('PEXPIRE', key, ttl) else call('PERSIST', key) end
+end
+e.writer = ''
+write(id, e)
+call('ZADD', DUE, ttl > 0 and now + ttl * 1000 or 'inf', id)
+add_leaf(id)
+local content = by_content(id, e.content)
+call('ZADD', content, call('ZSCORE', RECENCY, id), id)
+call('ZREMRANGEBYRANK', content, 0, -1 - tonumber(ARGV[6]))
+return 1
+"""
+
+TOUCH = """
+local stamp = stamps(#ARGV) - #ARGV
+for number, id in ipairs(ARGV) do
+  call('ZADD', RECENCY, 'XX', 'GT', stamp + number, id)
+  call('ZADD', LEAVES, 'XX', 'GT', stamp + number, id)
+  call('ZADD', LEAVES .. ':' .. tenant_of(id), 'XX', 'GT', stamp + number, id)
+end
+return 0
+"""
+
+FORGET = """
+for _, id in ipairs(ARGV) do
+  local e = entry(id)
+  if e and e.writer == '' and call('EXISTS', unpack(written(id, e))) ~= e.pieces then drop(id, e) end
+end
+return 0
+"""
+
+REMOVE = """
+for _, id in ipairs(ARGV) do
+  local e = entry(id)
+  if e then drop(id, e) else call('UNLINK', P .. id) end
+end
+return 0
+"""
+
+VARIANTS = """
+local space, most = ARGV[1], tonumber(ARGV[2])
+local answer = {}
+for at = 3, #ARGV do
+  local found = {}
+  for _, id in ipairs(call('ZRANGE', P .. space .. ':content:' .. ARGV[at], 0, -1)) do
+    local stamp = call('ZSCORE', RECENCY, id)
+    if stamp then found[#found + 1] = {tonumber(stamp), id} end
+  end
+  table.sort(found, function(a, b) return a[1] < b[1] end)
+  local infos = {}
+  for number = math.max(1, #found - most + 1), #found do
+    local e = entry(found[number][2])
+    if e and e.writer == '' then infos[#infos + 1] = {found[number][2], e.info} end
+  end
+  answer[#answer + 1] = infos
+end
+return answer
+"""
+
+TOTALS = """
+settle(tonumber(ARGV[1]))
+local totals = {}
+for at = 2, #ARGV do totals[#totals + 1] = tonumber(call('HGET', L, ARGV[at]) or '0') end
+return totals
+"""
+
+DESCRIBE = """
+local told = {}
+for _, id in ipairs(ARGV) do
+  local e = entry(id)
+  local stamp = e and call('ZSCORE', RECENCY, id)
+  if stamp and e.writer == '' then
+    told[#told + 1] = {e.size, math.floor(tonumber(stamp) / 1000000)}
+  else
+    told[#told + 1] = false
+  end
+end
+return told
+"""
+
+ORPHANS = """
+for _, key in ipairs(ARGV) do
+  local space, content = string.match(key, '^([^:]*:[^:]*):content:(.*)$')
+  if content then
+    for _, id in ipairs(call('ZRANGE', P .. key, 0, -1)) do
+      if call('HEXISTS', ENTRIES, id) == 0 then call('ZREM', P .. key, id) end
+    end
+  else
+    local id = string.match(key, '^[^:]*:[^:]*:[^:]*')
+    if id and call('HEXISTS', ENTRIES, id) == 0 then call('UNLINK', P .. key) end
+  end
+end
+return 0
+"""

@@ -1,0 +1,195 @@
+"""A Redis or Valkey server as one tier sees it: links that are kept, made anew, and given up behind a breaker.
+
+Used by the Redis tier. redis-py makes the connections (addresses, TLS, options of the URL); what is said over them is
+:mod:`kvboost.store.tiers.redis.resp`'s. Invariants: whoever asks for a link waits no longer than his patience,
+whatever name lookup, connecting or TLS do, as that happens in another thread; a link that failed is never used again.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvboost.errors import ConfigError
+from kvboost.store.tiers.breaker import Breaker
+from kvboost.store.tiers.redis.resp import Link, Patience, ProtocolError, ServerError
+
+_CONNECT_S = 1.0  # for each step of a connection made in the background
+_ECHO_BYTES = 16 * 1024
+_MOST_IDLE = 8
+
+
+class UnavailableError(Exception):
+    """The server cannot be used now. ``cause`` is None if that was known before."""
+
+    def __init__(self, cause: Exception | None) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class Server:
+    """The way to one server. Thread-safe."""
+
+    def __init__(self, url: str, *, patience_s: float, slowest_bytes_per_s: float) -> None:
+        """Raises ConfigError for an URL that cannot work or if redis-py is missing. Connects only when asked."""
+        self._make_socket = _connector(url)
+        self._patience_s = patience_s
+        self._slowest = slowest_bytes_per_s
+        self._lock = threading.Lock()
+        self._idle: list[Link] = []
+        self._closed = False
+        self.breaker = Breaker(self._probe, name="kvboost-redis-probe")
+
+    def patience(self, seconds: float | None = None) -> Patience:
+        """For one call: the usual, or so many seconds."""
+        return Patience(self._patience_s if seconds is None else seconds, slowest_bytes_per_s=self._slowest)
+
+    @contextmanager
+    def link(self, patience: Patience) -> Iterator[Link]:
+        """A link for one use. Raises UnavailableError, also for what goes wrong with the link while it is used."""
+        if self.breaker.is_open:
+            raise UnavailableError(None)
+        link: Link | None = None
+        clean = False
+        try:
+            link = self._take_idle() or self._connected(patience)
+            yield link
+            clean = link.awaited == 0
+        except ServerError as error:
+            raise UnavailableError(error) from error
+        except (OSError, ProtocolError) as error:
+            self.breaker.failed()
+            self._drop_idle()
+            raise UnavailableError(error) from error
+        finally:
+            if link is not None:
+                self._give_back(link, clean)
+
+    def close(self) -> None:
+        """Close every link."""
+        self.breaker.close()
+        with self._lock:
+            self._closed = True
+        self._drop_idle()
+
+    def _take_idle(self) -> Link | None:
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                link = self._idle.pop()
+            if link.is_fresh:
+                return link
+            link.close()
+
+    def _give_back(self, link: Link, clean: bool) -> None:
+        with self._lock:
+            keep = clean and not self._closed and len(self._idle) < _MOST_IDLE
+            if keep:
+                self._idle.append(link)
+        if not keep:
+            link.close()
+
+    def _drop_idle(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for link in idle:
+            link.close()
+
+    def _connected(self, patience: Patience) -> Link:
+        """A new link. What comes too late is kept for the next one who asks."""
+        done = threading.Event()
+        lock = threading.Lock()
+        made: list[Link] = []
+        errors: list[Exception] = []
+        given_up = False
+
+        def connect() -> None:
+            try:
+                link = self._connect()
+                with lock:
+                    if not given_up:
+                        made.append(link)
+                        return
+                self._give_back(link, True)
+            except (OSError, ProtocolError) as error:
+                errors.append(error)
+            finally:
+                done.set()
+
+        threading.Thread(target=connect, name="kvboost-redis-connect", daemon=True).start()
+        begin = time.monotonic()
+        done.wait(patience.left)
+        patience.waited(time.monotonic() - begin)
+        with lock:
+            given_up = True
+        if made:
+            return made[0]
+        raise errors[0] if errors else TimeoutError("no connection in time")
+
+    def _connect(self) -> Link:
+        """Raises OSError or ProtocolError."""
+        link, greeting = self._make_socket()
+        try:
+            for reply in link.call(greeting, self.patience(_CONNECT_S)):
+                if isinstance(reply, ServerError):
+                    raise ConnectionRefusedError(str(reply))
+        except (OSError, ProtocolError):
+            link.close()
+            raise
+        return link
+
+    def _probe(self) -> bool:
+        """Whether a new link carries some bytes there and back as fast as a request must have them."""
+        payload = os.urandom(_ECHO_BYTES)
+        try:
+            link = self._connect()
+        except (OSError, ProtocolError):
+            return False
+        try:
+            well = link.call([(b"ECHO", payload)], self.patience()) == [payload]
+        except (OSError, ProtocolError):
+            well = False
+        self._give_back(link, well)
+        return well
+
+
+def _connector(url: str) -> Callable[[], tuple[Link, list[tuple[bytes, ...]]]]:
+    """Makes sockets for an URL, each with what must be said first. It raises OSError."""
+    try:
+        from redis import RedisError
+        from redis import connection as connections
+    except ImportError as error:
+        raise ConfigError('a Redis tier needs the redis package: pip install "kvboost[redis]"') from error
+    try:
+        options: dict[str, Any] = connections.parse_url(url)  # type: ignore[no-untyped-call]
+        kind: Any = options.pop("connection_class", connections.Connection)
+        user, password, database = (options.pop(name, None) for name in ("username", "password", "db"))
+        limits = {"socket_timeout": _CONNECT_S, "socket_connect_timeout": _CONNECT_S}
+        # The greeting is said by us: redis-py's own has a time limit for each byte only.
+        options |= limits | {"protocol": 2, "redis_connect_func": lambda _: None}
+        kind(**options)
+    except (ValueError, TypeError, RedisError) as error:  # never with the URL, which may hold a password
+        raise ConfigError(
+            f"this is no URL of a Redis server ({error}); give redis://HOST:PORT/0 or rediss://:PASSWORD@HOST:PORT/0"
+        ) from error
+    greeting: list[tuple[bytes, ...]] = []
+    if password is not None:
+        greeting.append((b"AUTH", *(part.encode() for part in (user, password) if part)))
+    if database:
+        greeting.append((b"SELECT", b"%d" % int(database)))
+    greeting.append((b"CLIENT", b"SETNAME", b"kvboost"))
+
+    def make() -> tuple[Link, list[tuple[bytes, ...]]]:
+        connection = kind(**options)
+        try:
+            connection.connect()
+        except RedisError as error:
+            raise ConnectionError(str(error)) from error
+        return Link(connection._sock, owner=connection), greeting
+
+    return make

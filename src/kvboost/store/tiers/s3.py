@@ -1,0 +1,387 @@
+"""Blocks in an object store (S3 and what speaks its protocol): the cold tier, shared by all who may read the bucket.
+
+Made by the engine for a namespace; used as a :class:`kvboost.extend.Tier`. One object per record, another without
+bytes that names it by its content::
+
+    TENANT/SPACE/records/KEY.kv
+    TENANT/SPACE/contents/CONTENT/STAMP-KEY
+
+Invariants: only whole records that passed their checks are handed out; no object is read beyond the records' limit.
+
+It evicts nothing: let the bucket's lifecycle rules expire old objects, which are then misses. ``capacity_bytes`` makes
+it refuse what would not fit in the namespace, by what this process saw and wrote: others who write at the same time are
+not counted. Sizes in :meth:`ObjectTier.stats` are taken by listing the namespace, which takes a while for many objects.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from kvboost.direct_io import page_aligned
+from kvboost.errors import ConfigError, RecordError
+from kvboost.store.health import Troubles
+from kvboost.store.record.format import RecordFormat
+from kvboost.store.tiers.breaker import Breaker
+from kvboost.types import BlockInfo, KVBlock, PutOutcome, StoreStats
+
+_UNLIMITED = 2**63 - 1
+_MOST_VARIANTS = 8  # of one content in a lookup, as in memory
+_HEADER_BYTES = 16 * 1024  # read of a record to know what it is; most headers are a page
+_PAGE_OF_NAMES = 1000
+_REMEDY = "check the bucket, the credentials and the network"
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class ObjectTier:
+    """Records as objects under an URL such as ``s3://BUCKET/PREFIX``."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        records: RecordFormat,
+        capacity_bytes: int | None = None,
+        patience_s: float = 2.0,
+        readers: int = 8,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``config`` goes to obstore (region, endpoint, keys); without it, the environment's ``AWS_*`` are used, such
+        as ``AWS_ENDPOINT_URL`` and, for a server without TLS, ``AWS_ALLOW_HTTP=true``.
+
+        No request of the store's takes longer than ``patience_s``.
+        """
+        self._objects, self._failures = open_objects(url, patience_s=patience_s, config=config)
+        self._records = records
+        self._capacity = _UNLIMITED if capacity_bytes is None else capacity_bytes
+        self._patience_s = patience_s
+        self._troubles = Troubles("objects")
+        self._is_first = True
+        self._begin()
+        self._ahead = readers + 2
+        self._pool = ThreadPoolExecutor(readers, thread_name_prefix="kvboost-objects")
+        self._breaker = Breaker(self._probe, name="kvboost-objects-probe")
+
+    def _begin(self) -> None:
+        """What is of one namespace alone."""
+        self._space = f"{self._records.namespace.tenant.hex()}/{self._records.space.hex()}"
+        self._lock = threading.Lock()  # of everything below; never held while the store is used
+        self._being_written: set[bytes] = set()
+        self._held: int | None = None  # bytes, once they were counted; never less than what lies there of ours
+        self._counting = threading.Lock()  # held by those who count or remove, one at a time
+        self._hits = self._misses = self._rejected = self._refused = 0
+
+    def beside(self, records: RecordFormat) -> ObjectTier:
+        """The same store for another namespace, over the same connections and threads, with the same limit.
+
+        Closing it leaves this one open; closing this one ends both.
+        """
+        other = copy.copy(self)
+        other._records, other._is_first = records, False
+        other._begin()
+        return other
+
+    @property
+    def name(self) -> str:
+        """``"objects"``."""
+        return "objects"
+
+    @property
+    def outlives_process(self) -> bool:
+        """Yes."""
+        return True
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the store answered when it was last used. False: every call is a miss, at once."""
+        return not self._breaker.is_open
+
+    # Finding
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of these have an object; all are asked for at once."""
+        return self._each(lambda key: self._size(key) is not None, keys, False)
+
+    def variants(self, content_keys: Sequence[bytes]) -> list[list[BlockInfo]]:
+        """For each content, the newest blocks that hold it, newest last."""
+        return self._each(self._variants, content_keys, [])
+
+    def _variants(self, content: bytes) -> list[BlockInfo]:
+        infos: list[BlockInfo] = []
+        for name in self._names(f"{self._space}/contents/{content.hex()}"):  # newest first
+            info = self._info(bytes.fromhex(name.rpartition("-")[2]))
+            if info is None:
+                self._objects.delete(name)  # the record is gone
+            elif info.content_key == content:
+                infos.insert(0, info)
+            if len(infos) == _MOST_VARIANTS:
+                break
+        return infos
+
+    def _info(self, key: bytes) -> BlockInfo | None:
+        try:
+            head = self._objects.get_range(self._path(key), start=0, length=_HEADER_BYTES)
+            return self._records.info(memoryview(head))
+        except self._failures.absent:
+            return None
+        except RecordError:
+            return None  # loading it would say so
+
+    def load(self, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
+        """The blocks under these keys, in this order; reading begins at once and several run ahead."""
+        ahead = deque(self._pool.submit(self._guarded, self._read, key) for key in keys[: self._ahead])
+        return self._in_order(ahead, deque(keys), deque(keys[self._ahead :]))
+
+    def _in_order(
+        self, ahead: deque[Future[memoryview | Exception | None]], keys: deque[bytes], rest: deque[bytes]
+    ) -> Iterator[KVBlock | None]:
+        try:
+            while ahead:
+                data = self._result(ahead.popleft(), None)
+                if rest:
+                    ahead.append(self._pool.submit(self._guarded, self._read, rest.popleft()))
+                block = self._block(keys.popleft(), data)
+                with self._lock:
+                    self._hits += block is not None
+                    self._misses += block is None
+                yield block
+        finally:
+            for read in ahead:
+                read.cancel()
+
+    def _read(self, key: bytes) -> memoryview | None:
+        try:
+            found = self._objects.get(self._path(key))
+        except self._failures.absent:
+            return None
+        if found.meta["size"] > self._records.max_bytes:
+            return memoryview(b"")  # none of ours: it will be found damaged
+        received = memoryview(found.bytes())
+        data = page_aligned(len(received))
+        data[:] = received
+        return data
+
+    def _block(self, key: bytes, data: memoryview | None) -> KVBlock | None:
+        if data is None:
+            return None
+        try:
+            return self._records.decode(data, key)
+        except RecordError as error:
+            with self._lock:
+                self._rejected += 1
+            self._troubles.met("a record was damaged and is removed", error, remedy="look for others who write there")
+            self.remove([key])
+            return None
+
+    # Keeping
+
+    def store(self, block: KVBlock) -> PutOutcome:
+        """Write ``block`` if it fits. Nothing else goes for it."""
+        outcome = PutOutcome.REFUSED
+        with self._lock:
+            mine = block.key not in self._being_written
+            self._being_written.add(block.key)
+        try:
+            if mine:
+                outcome = self._each(self._stored, [block], PutOutcome.REFUSED, waited_for=False)[0]
+        except RecordError as error:
+            self._troubles.met("a block cannot be written", error, remedy="use smaller chunks or another codec")
+        finally:
+            with self._lock:
+                self._refused += outcome is PutOutcome.REFUSED
+                if mine:
+                    self._being_written.discard(block.key)
+        return outcome
+
+    def _stored(self, block: KVBlock) -> PutOutcome:
+        size = self._records.size_of(block)
+        if self._size(block.key) is not None:
+            return PutOutcome.PRESENT
+        if not self._has_room(size):
+            return PutOutcome.REFUSED
+        # If this fails the bytes stay counted: they may have arrived all the same.
+        self._objects.put(self._path(block.key), self._records.encode(block).join())
+        stamp = _UNLIMITED - time.time_ns()  # names come in order: the newest shall come first
+        self._objects.put(f"{self._space}/contents/{block.content_key.hex()}/{stamp:016x}-{block.key.hex()}", b"")
+        return PutOutcome.STORED
+
+    def _has_room(self, size: int) -> bool:
+        """Whether so many bytes more fit; if they do, they are counted."""
+        if self._capacity == _UNLIMITED:
+            return True
+        with self._counting:  # nobody writes before it is counted, so nothing is on its way that a list lacks
+            if self._held is None:
+                self._held = self._totals()[1]
+        with self._lock:
+            fits = self._held + size <= self._capacity
+            self._held += size if fits else 0
+        return fits
+
+    def _uncount(self, size: int) -> None:
+        with self._lock:
+            if self._held is not None:
+                self._held -= size
+
+    def used(self, chain: Sequence[bytes]) -> None:
+        """Nothing: objects go by their age, not by their use."""
+
+    def flush(self) -> None:
+        """Nothing: an object that was stored is as safe as the store makes it."""
+
+    # Forgetting
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Remove these blocks' objects."""
+        self._each(self._remove, keys, None)
+
+    def _remove(self, key: bytes) -> None:
+        with self._counting:  # so that nobody takes it off twice
+            size = self._size(key)
+            if size is not None:
+                self._objects.delete(self._path(key))
+                self._uncount(size)
+
+    def clear(self) -> None:
+        """Remove every block of this namespace."""
+        self._each(self._delete_all, [self._space], None, waited_for=False)
+
+    def purge(self, tenant: bytes) -> None:
+        """Remove every block of a tenant, of whatever model or codec. ``tenant`` is the digest in its namespace."""
+        self._each(self._delete_all, [tenant.hex()], None, waited_for=False)
+
+    def _delete_all(self, prefix: str) -> None:
+        with self._counting:
+            for page in self._pages(prefix):
+                self._objects.delete([entry["path"] for entry in page])
+                own = [entry["size"] for entry in page if entry["path"].startswith(self._space + "/records/")]
+                self._uncount(sum(own))
+
+    # The rest
+
+    def stats(self) -> StoreStats:
+        """Chunks and bytes of this namespace, by listing them; counters of this process."""
+        chunks, held = self._each(lambda _: self._totals(), [None], (0, 0), waited_for=False)[0]
+        with self._lock:
+            return StoreStats(
+                tier=self.name,
+                chunks=chunks,
+                bytes=held,
+                capacity_bytes=self._capacity,
+                hits=self._hits,
+                misses=self._misses,
+                rejected=self._rejected,
+                evictions=0,
+                refused=self._refused,
+                leased=0,
+            )
+
+    def troubles(self) -> dict[str, int]:
+        """How often each kind of trouble was met."""
+        return self._troubles.counts()
+
+    def close(self) -> None:
+        """Let go of the store. What was stored stays."""
+        if self._is_first:
+            self._breaker.close()
+            self._pool.shutdown(cancel_futures=True)
+
+    def _path(self, key: bytes) -> str:
+        return f"{self._space}/records/{key.hex()}.kv"
+
+    def _size(self, key: bytes) -> int | None:
+        try:
+            size: int = self._objects.head(self._path(key))["size"]
+        except self._failures.absent:
+            return None
+        return size
+
+    def _totals(self) -> tuple[int, int]:
+        sizes = [entry["size"] for page in self._pages(f"{self._space}/records") for entry in page]
+        return len(sizes), sum(sizes)
+
+    def _pages(self, prefix: str) -> Iterator[Sequence[Mapping[str, Any]]]:
+        yield from self._objects.list(prefix, chunk_size=_PAGE_OF_NAMES)
+
+    def _names(self, prefix: str) -> Iterator[str]:
+        for page in self._objects.list(prefix, chunk_size=_MOST_VARIANTS):
+            yield from (entry["path"] for entry in page)
+
+    def _probe(self) -> bool:
+        try:
+            self._size(bytes(32))
+        except self._failures.all:
+            return False
+        return True
+
+    def _each(self, work: Callable[[S], T], items: Sequence[S], otherwise: T, *, waited_for: bool = True) -> list[T]:
+        """The answers for all items, asked for at once, or ``otherwise``: the cache may only help.
+
+        What no request waits for may be several requests of the store's, each with its time limit.
+        """
+        waiting = [self._pool.submit(self._guarded, work, item) for item in items] if not self._breaker.is_open else []
+        answers = [self._result(answer, otherwise, waited_for=waited_for) for answer in waiting]
+        return answers or [otherwise for _ in items]
+
+    def _guarded(self, work: Callable[[S], T], item: S) -> T | Exception | None:
+        """In the pool: what the store fails with is returned, for the caller's thread to tell. None if not tried."""
+        if self._breaker.is_open:
+            return None
+        try:
+            return work(item)
+        except self._failures.all as error:
+            self._breaker.failed()
+            return error
+
+    def _result(self, answer: Future[T | Exception | None], otherwise: T, *, waited_for: bool = True) -> T:
+        try:
+            result = answer.result(self._patience_s if waited_for else None)
+        except FutureTimeoutError as error:
+            answer.cancel()
+            self._breaker.failed()
+            result = error
+        if isinstance(result, Exception):
+            self._troubles.met("the object store cannot be used", result, remedy=_REMEDY)
+            return otherwise
+        return otherwise if result is None else result
+
+
+class Failures:
+    """What obstore raises."""
+
+    def __init__(self, absent: tuple[type[Exception], ...], every: tuple[type[Exception], ...]) -> None:
+        self.absent = absent
+        self.all = every
+
+
+def open_objects(url: str, *, patience_s: float, config: Mapping[str, Any] | None = None) -> tuple[Any, Failures]:
+    """The store behind an URL, by obstore, and what it raises. Raises ConfigError for an URL that cannot work."""
+    try:
+        from obstore.exceptions import BaseError, NotFoundError
+        from obstore.store import from_url
+    except ImportError as error:
+        raise ConfigError('an object store as a tier needs obstore: pip install "kvboost[s3]"') from error
+    limit = timedelta(seconds=patience_s)
+    settings = dict(config or {})
+    # Given any of these, obstore looks for none of them in the environment.
+    plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+    options = {"timeout": limit, "connect_timeout": limit, "allow_http": plain, **settings.pop("client_options", {})}
+    make: Any = from_url  # typed for each kind of store apart
+    try:
+        # No retries: they would take longer than a miss costs.
+        retries = {"max_retries": 0, "retry_timeout": limit}
+        objects = make(url, config=settings or None, client_options=options, retry_config=retries)
+    except (BaseError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{url} cannot be opened ({str(error).splitlines()[0]}); give an URL such as s3://BUCKET/PREFIX"
+        ) from error
+    return objects, Failures((FileNotFoundError, NotFoundError), (BaseError, OSError))

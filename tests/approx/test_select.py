@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from kvboost.approx.levels import choose_repair
+from kvboost.approx.select import STRATEGIES, CacheBlend, Selective, make_strategy
+from kvboost.config import EngineConfig
+from kvboost.errors import ConfigError
+from kvboost.extend import RepairStrategy
+from kvboost.types import RepairSituation
+
+
+def situation(lengths: list[int], *, ratio: float = 0.25, gap: int = 5, seed: int = 0) -> RepairSituation:
+    """Moved stretches of these lengths, ``gap`` rows apart, with random signals."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, starts, ends, at = [], [], [], 10
+    for length in lengths:
+        rows += range(at, at + length)
+        starts += [at] * length
+        ends += [at + length] * length
+        at += length + gap
+    noise = [torch.rand(len(rows), generator=generator) for _ in range(3)]
+    return RepairSituation(
+        layer=2,
+        layer_count=12,
+        rows=torch.tensor(rows),
+        starts=torch.tensor(starts),
+        ends=torch.tensor(ends),
+        budget=round(ratio * len(rows)),
+        attention=noise[0],
+        key_change=noise[1],
+        value_change=noise[2],
+    )
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@given(lengths=st.lists(st.integers(1, 80), min_size=1, max_size=6), ratio=st.floats(0.0, 1.0), seed=st.integers(0, 99))
+def test_choices_are_ascending_rows_that_exist(name: str, lengths: list[int], ratio: float, seed: int) -> None:
+    given_rows = situation(lengths, ratio=ratio, seed=seed)
+    strategy = STRATEGIES[name]
+    chosen = strategy.choose(given_rows)
+    assert torch.equal(chosen, chosen.unique())
+    assert len(chosen) == 0 or (chosen[0] >= 0 and chosen[-1] < len(given_rows.rows))
+    assert torch.equal(chosen, strategy.choose(given_rows)), "the same situation, the same rows"
+    if name not in ("selective",):  # its rows per seam are given, whatever the ratio
+        assert len(chosen) <= given_rows.budget + len(lengths)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("layers", [1, 2, 3, 30, 80])
+def test_layers_asked_for_exist(name: str, layers: int) -> None:
+    strategy = STRATEGIES[name]
+    watched, decisions = strategy.attention_layers(layers), strategy.decision_layers(layers)
+    assert all(0 <= layer < layers for layer in watched)
+    assert list(decisions) == sorted(set(decisions))
+    assert all(0 <= layer < layers for layer in decisions)
+
+
+def test_the_known_ways_choose_what_their_names_say() -> None:
+    given_rows = situation([8, 16], ratio=0.25)
+    rows = given_rows.rows
+    assert STRATEGIES["none"].choose(given_rows).tolist() == []
+    assert rows[Selective(overlap=2).choose(given_rows)].tolist() == [16, 17, 37, 38]
+    assert rows[STRATEGIES["first"].choose(given_rows)].tolist() == [10, 11, 23, 24, 25, 26]
+    changed = replace(given_rows, value_change=torch.arange(24.0), attention=-torch.arange(24.0))
+    assert CacheBlend().choose(changed).tolist() == list(range(18, 24))
+    assert STRATEGIES["query"].choose(changed).tolist() == list(range(6))
+
+
+def test_a_strategy_is_found_by_name_or_taken_as_it_is() -> None:
+    assert make_strategy("first").name == "first"
+    own = Selective(overlap=3)
+    assert make_strategy(own) is own
+    assert isinstance(own, RepairStrategy)
+    with pytest.raises(ConfigError, match="'guess' is not known; use one of"):
+        make_strategy("guess")
+    with pytest.raises(ConfigError, match="got int"):
+        make_strategy(7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "ratio"),
+    [
+        ({"recompute_strategy": "first", "recompute_ratio": 0.4}, "first", 0.4),
+        ({"recompute_strategy": "selective", "recompute_overlap": 5}, "selective", None),
+        ({"quality": "fast"}, None, None),
+        ({}, None, None),
+        ({"quality": 0.03}, None, None),
+    ],
+)
+def test_settings_become_a_way_of_repairing(settings: dict[str, Any], name: str | None, ratio: float | None) -> None:
+    repair = choose_repair(EngineConfig(**settings))
+    assert repair is not None
+    assert name is None or repair.strategy.name == name
+    assert ratio is None or repair.ratio == ratio
+    assert 0.0 < repair.ratio <= 1.0
+    if name == "selective":
+        assert repair.strategy == Selective(overlap=5)
+
+
+def test_exact_means_nothing_moves_and_high_repairs_more_than_fast() -> None:
+    assert choose_repair(EngineConfig(quality="exact")) is None
+    assert choose_repair(EngineConfig(quality=0)) is None
+    high, fast = (choose_repair(EngineConfig(quality=level)) for level in ("high", "fast"))
+    assert high is not None
+    assert fast is not None
+    assert high.ratio > fast.ratio
+    with pytest.raises(ConfigError, match="recompute_overlap belongs to"):
+        choose_repair(EngineConfig(recompute_overlap=4))

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvboost.capacity import Option, Rates, WeightMemory, plan_options
+from tests.capacity.shapes import KV, WEIGHTS, shape, work
+
+STORED = {16: KV, 8: KV // 4, 4: KV // 8}
+
+
+def streamed(budget: int) -> WeightMemory | None:
+    return WeightMemory(budget - 1000, 1000, 1_000_000 - budget) if budget >= 100_000 else None
+
+
+def options(room: int, **changes: Any) -> list[Option]:
+    return plan_options(
+        shape(),
+        WEIGHTS,
+        work(context=10_000, cache_bytes=10**6, block_tokens=16, **changes),
+        room=room,
+        runtime=1000,
+        stored=STORED,
+        stream=streamed,
+        rates=Rates(memory=1e9, multiply=1e9, disk=1e6),
+    )
+
+
+def test_all_ways_are_told_with_their_settings() -> None:
+    found = {option.name: option for option in options(10**9)}
+    assert list(found) == [
+        "as asked",
+        "KV stored in 8 bits",
+        "KV stored in 4 bits",
+        "weights streamed",
+        "KV paged",
+        "both",
+    ]
+    assert all(option.fits for option in found.values())
+    assert found["as asked"].change == ""
+    assert found["KV stored in 8 bits"].change == "kv_cache_bits=8, cache_bytes=250000"
+    assert found["weights streamed"].change == "weight_budget=500000"
+    assert found["both"].change == f"weight_budget=500000, kv_budget={10_000 * KV // 2}"
+    assert found["both"].plan.peak < min(found["weights streamed"].plan.peak, found["KV paged"].plan.peak)
+
+
+def test_requests_side_by_side_are_not_told_to_page() -> None:
+    """The runner refuses them, and a batch would run one by one."""
+    names = [option.name for option in options(10**9, batch=4)]
+    assert "weights streamed" in names
+    assert not {"KV paged", "both"} & set(names)
+
+
+def test_what_does_not_fit_is_given_the_budget_with_which_it_does() -> None:
+    asked = options(10**9)[0].plan.peak
+    found = {option.name: option for option in options(asked - 300_000)}
+    assert not found["as asked"].fits
+    assert found["a smaller cache"].fits
+    assert found["a smaller cache"].change == "cache_bytes=700000"
+    assert found["weights streamed"].fits
+    assert found["weights streamed"].change == "weight_budget=700000"
+
+
+def test_slower_links_are_said() -> None:
+    found = {option.name: option.speed for option in options(10**9)}
+    plain, slow = found["as asked"], found["weights streamed"]
+    assert plain is not None
+    assert slow is not None
+    assert slow.decode < plain.decode
+    assert slow.limited_by == "disk"
+
+
+@given(room=st.integers(0, 2 * 10**7))
+def test_what_is_said_to_fit_does(room: int) -> None:
+    for option in options(room):
+        assert option.fits == (option.plan.peak <= room)

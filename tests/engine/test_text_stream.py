@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvboost import ConfigError, KVBoost, StreamPiece
+from kvboost.engine.text_stream import PieceStreamer
+from tests.helpers.models import tiny_model
+from tests.helpers.tokenizer import byte_tokenizer
+
+_TOKENIZER = byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def engine() -> KVBoost:
+    return KVBoost(tiny_model("llama", vocab_size=260), _TOKENIZER, chunk_size=16)
+
+
+@given(st.text(max_size=40))
+def test_pieces_join_to_the_text_and_break_no_character(text: str) -> None:
+    pieces: list[StreamPiece] = []
+    streamer = PieceStreamer(lambda ids: _TOKENIZER.decode(ids, skip_special_tokens=True), pieces.append)
+    streamer.put(torch.tensor([[1, 2, 3]]))  # the prompt
+    ids = _TOKENIZER(text)["input_ids"]
+    for token in ids:  # one byte each
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    assert "".join(p.text for p in pieces) == text
+    assert [t for p in pieces for t in p.token_ids] == ids
+    if "�" not in text:
+        assert not any("�" in p.text for p in pieces)
+
+
+def test_stream_gives_what_generate_gives(engine: KVBoost) -> None:
+    whole = engine.generate("Once upon a time", max_new_tokens=12, temperature=0)
+    pieces = list(engine.stream("Once upon a time", max_new_tokens=12, temperature=0))
+    assert "".join(p.text for p in pieces) == whole.output_text
+    assert tuple(t for p in pieces for t in p.token_ids) == whole.token_ids
+    assert all(p.result is None for p in pieces[:-1])
+    result = pieces[-1].result
+    assert result is not None
+    assert result.token_ids == whole.token_ids
+
+
+def test_closing_the_stream_stops_the_generation(engine: KVBoost) -> None:
+    before = threading.active_count()
+    started = engine.stream("Once upon a time", max_new_tokens=400, temperature=0, eos_token_id=None)
+    del started  # dropped unread: cancelled all the same
+    stream: Any = engine.stream("Once upon a time", max_new_tokens=400, temperature=0, eos_token_id=None)
+    next(stream)
+    stream.close()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+    assert engine._store.stats().leased == 0
+
+
+def test_errors_reach_the_caller(engine: KVBoost) -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        engine.stream("text", max_new_tokens=0)
+    with pytest.raises(ConfigError, match="is the streamer"):
+        engine.stream("text", streamer=object())
+    with pytest.raises(ValueError, match="not used by the model"):
+        list(engine.stream("text", max_new_tokens=2, no_such_argument=1))
+
+
+def test_closing_during_the_prompt_stops_between_steps(engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    append = engine._runner.append
+    monkeypatch.setattr(
+        engine._runner, "append", lambda t, *a, **k: (steps.append(len(t)), time.sleep(0.05), append(t, *a, **k))[2]
+    )
+    stream = engine.stream("A prompt of many steps. " * 20, max_new_tokens=2, temperature=0)
+    stream.close()
+    assert len(steps) < 20
+    assert engine._store.stats().leased == 0
+
+
+def test_the_clock_of_a_stream_starts_with_the_call(engine: KVBoost) -> None:
+    stream = engine.stream("Once upon a time", max_new_tokens=3, temperature=0)
+    time.sleep(0.3)  # a slow consumer does not make the first token later
+    result = list(stream)[-1].result
+    assert result is not None
+    assert result.ttft_ms < 290

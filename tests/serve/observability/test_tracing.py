@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from kvboost.serve.app import LISTED
+from kvboost.serve.observability.tracing import Tracing, is_listened_to
+from kvboost.serve.security.auth import tenant_of
+from tests.serve.conftest import ADMIN_KEY, KEY, Running
+
+_SECRET = "the moon is made of cheese, but do not tell"
+_TRACE, _PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+_ASKED: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": _SECRET * 3}],
+    "max_tokens": 4,
+    "temperature": 0,
+    "stop": [_SECRET],
+    "extra_headers": {"traceparent": f"00-{_TRACE}-{_PARENT}-01"},
+}
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)  # the official way works once in a process
+    yield exporter
+    provider.shutdown()
+
+
+def _requests(spans: InMemorySpanExporter, *, count: int = 1) -> list[Any]:
+    """The spans of so many requests. They end behind the last byte that a client waits for."""
+    deadline = time.monotonic() + 30
+    while True:
+        found = [span for span in spans.get_finished_spans() if span.name.startswith("POST")]
+        if len(found) >= count or time.monotonic() > deadline:
+            assert len(found) == count
+            return found
+        time.sleep(0.01)
+
+
+def _told(spans: InMemorySpanExporter) -> tuple[Any, dict[str, Any]]:
+    """The span of the one request, and those of its stages by name."""
+    (request,) = _requests(spans)
+    return request, {span.name: span for span in spans.get_finished_spans() if span is not request}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_one_span_says_what_was_read_and_reused(
+    client: openai.OpenAI, spans: InMemorySpanExporter, stream: bool
+) -> None:
+    usage: Any
+    if stream:
+        *_, last = client.chat.completions.create(**_ASKED, stream=True, stream_options={"include_usage": True})
+        usage, answer_id = last.usage, last.id
+    else:
+        answer = client.chat.completions.create(**_ASKED)
+        usage, answer_id = answer.usage, answer.id
+    request, stages = _told(spans)
+    assert request.name == "POST /v1/chat/completions"
+    assert request.kind is trace.SpanKind.SERVER
+    assert format(request.context.trace_id, "032x") == _TRACE
+    assert format(request.parent.span_id, "016x") == _PARENT
+    assert dict(request.attributes) == {
+        "http.request.method": "POST",
+        "http.route": "/v1/chat/completions",
+        "http.response.status_code": 200,
+        "gen_ai.operation.name": "chat",
+        "gen_ai.request.model": "tiny",
+        "gen_ai.response.id": answer_id,
+        "gen_ai.response.finish_reasons": ("length",),
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        "kvboost.exact_tokens": usage.kvboost["exact_tokens"],
+        "kvboost.moved_tokens": 0,
+        "kvboost.recomputed_tokens": 0,
+        "kvboost.fresh_tokens": usage.kvboost["fresh_tokens"],
+        "kvboost.bitwise": True,
+        "kvboost.ttft_ms": usage.kvboost["ttft_ms"],
+    }
+    assert set(stages) == {"queue", "prefill", "decode"}
+    borders = [stages[name].start_time for name in ("queue", "prefill", "decode")] + [stages["decode"].end_time]
+    assert sorted(borders) == borders
+    assert request.start_time <= borders[0]
+    assert borders[-1] <= request.end_time
+    assert {span.parent.span_id for span in stages.values()} == {request.context.span_id}
+    assert (borders[2] - borders[0]) / 1e6 == pytest.approx(usage.kvboost["ttft_ms"], abs=0.01)
+
+
+_BODIES: dict[str, dict[str, Any] | None] = {
+    "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    "/v1/completions": {"model": "tiny", "prompt": "x", "max_tokens": 1},
+    "/v1/responses": {"model": "tiny", "input": "x", "max_output_tokens": 1},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [70]},
+    "/v1/cache/warm": {"prompt": "x" * 100, "tenant": tenant_of(KEY)},
+    "/v1/cache/pin": {"prompt": "x" * 100, "tenant": tenant_of(KEY)},
+    "/v1/cache/clear": None,
+}
+
+
+@pytest.mark.parametrize("path", [path for method, path in LISTED if method == "POST"])
+def test_every_route_answers_while_somebody_listens(keyed: Running, spans: InMemorySpanExporter, path: str) -> None:
+    with keyed.http(ADMIN_KEY) as http:
+        answer = http.post(path, json=_BODIES[path])
+    assert answer.status_code == 200, answer.text
+    request, stages = _told(spans)
+    assert request.name == f"POST {path}"
+    assert request.attributes["http.response.status_code"] == 200
+    generates = path in ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+    assert ("gen_ai.operation.name" in request.attributes) == generates
+    reads = generates or path in ("/v1/cache/warm", "/v1/cache/pin")
+    assert set(stages) == ({"queue", "prefill", "decode"} if reads else set())
+
+
+def test_nothing_a_client_wrote_is_told(keyed: Running, spans: InMemorySpanExporter) -> None:
+    with keyed.http() as http:
+        bodies: list[dict[str, Any]] = [
+            {"model": "tiny", "prompt": _SECRET, "max_tokens": 2},
+            {"model": _SECRET, "prompt": _SECRET},
+            {"model": "tiny", "prompt": _SECRET, _SECRET: 3},
+        ]
+        statuses = [http.post("/v1/completions?q=" + _SECRET, json=body).status_code for body in bodies]
+        assert statuses == [200, 404, 400]
+        http.post("/v1/" + _SECRET, json={})
+    requests = _requests(spans, count=3)
+    assert [span.attributes["http.response.status_code"] for span in requests] == statuses
+    everything = "".join(span.to_json() for span in spans.get_finished_spans())
+    assert "moon" not in everything
+    assert KEY not in everything
+
+
+def test_who_has_no_key_makes_no_spans(keyed: Running, spans: InMemorySpanExporter) -> None:
+    assert httpx.post(keyed.url + "/v1/completions", json={}).status_code == 401
+    assert spans.get_finished_spans() == ()
+
+
+def test_a_broken_traceparent_begins_a_new_trace(client: openai.OpenAI, spans: InMemorySpanExporter) -> None:
+    client.completions.create(model="tiny", prompt="x", max_tokens=1, extra_headers={"traceparent": "00-zz-1-01"})
+    request, _ = _told(spans)
+    assert request.parent is None
+
+
+async def _call(app: Any) -> Any:
+    return await app({"type": "http", "method": "POST", "path": "/x", "headers": []}, None, None)
+
+
+def test_a_failure_tells_its_kind_and_not_its_words(spans: InMemorySpanExporter) -> None:
+    async def fail(scope: Any, receive: Any, send: Any) -> None:
+        raise KeyError(_SECRET)
+
+    with pytest.raises(KeyError):
+        asyncio.run(_call(Tracing(fail, paths={"/x"})))
+    request, _ = _told(spans)
+    assert request.status.status_code is trace.StatusCode.ERROR
+    assert request.attributes["error.type"] == "KeyError"
+    assert "moon" not in request.to_json()
+
+
+def test_inside_another_span_it_is_a_part_of_that(spans: InMemorySpanExporter) -> None:
+    async def answer(scope: Any, receive: Any, send: Any) -> None: ...
+
+    with trace.get_tracer("around").start_as_current_span("around") as around:
+        asyncio.run(_call(Tracing(answer, paths={"/x"})))
+    request, _ = _told(spans)
+    assert request.parent.span_id == around.get_span_context().span_id
+    assert request.kind is trace.SpanKind.INTERNAL
+
+
+def test_nobody_pays_who_set_no_provider(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(send)
+
+    send = object()
+    app = Tracing(answer, paths={"/x"})
+    scope = {"type": "http", "method": "POST", "path": "/x", "headers": []}
+    assert not is_listened_to(), "OpenTelemetry is there, but nobody has set a provider"
+    asyncio.run(app(scope, None, send))  # type: ignore[arg-type]
+    monkeypatch.delitem(sys.modules, "opentelemetry.trace")
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)  # an import now raises
+    assert not is_listened_to()
+    asyncio.run(app(scope, None, send))  # type: ignore[arg-type]
+    assert seen == [send, send], "what is sent is not even watched"
