@@ -71,7 +71,7 @@ def main() -> None:
             store=store,
             recompute_strategy=strategy,
             recompute_ratio=0.15,
-            move_at_any_price=True,
+            force_approx=True,
         )
         for strategy in ("none", "auto")
     }

@@ -29,9 +29,9 @@ from kvboost.bench import found, rag
 from kvboost.bench.report import describe_machine
 from kvboost.config import parse_bytes
 from kvboost.core.clock import StageClock
+from kvboost.core.plan import SegmentKind
 from kvboost.extend import EvictionPolicy
 from kvboost.store import LeafFirstLRU, LeastExpected, MemoryStore
-from kvboost.types import SegmentKind
 
 
 def tiny_engine(**settings: Any) -> KVBoost:
@@ -91,7 +91,7 @@ def replay_within(folder: Path, *, requests: int | None, capacity: str) -> None:
             served = read(engine, tokens.tolist(), ends)
             total += len(tokens)
             exact += int(served[SegmentKind.EXACT].sum())
-            moved += int(served[SegmentKind.MOVED].sum())
+            moved += int(served[SegmentKind.APPROX].sum())
         shares = [f"{100 * count / total:.1f}" for count in (exact, moved, exact + moved)]
         print(f"| {name} | {' | '.join(shares)} |", flush=True)
         engine.close()
@@ -108,7 +108,7 @@ def replay(folder: Path, *, requests: int | None) -> None:
         served = read(engine, tokens.tolist(), ends)
         total += found._by_kind(kind_of)
         exact += found._by_kind(kind_of[served[SegmentKind.EXACT]])
-        moved += found._by_kind(kind_of[served[SegmentKind.MOVED]])
+        moved += found._by_kind(kind_of[served[SegmentKind.APPROX]])
     print(f"| RAGPulse, reused, % of tokens | all | {' | '.join(kinds)} |\n|---|{'---:|' * (len(kinds) + 1)}")
     for name, count in (("exact", exact), ("moved", moved), ("together", exact + moved)):
         shares = [100 * part / max(1, whole) for part, whole in zip(count, total, strict=True)]
@@ -138,7 +138,7 @@ def reorder(tokenizer: Any, data: Path, *, prompts: int) -> None:
                         ]
                         tokens, ends = laid_out(parts, given)
                         first = len(parts[0]) + len(parts[1])
-                        served = read(engine, tokens, ends)[SegmentKind.MOVED][first : first + len(passage)]
+                        served = read(engine, tokens, ends)[SegmentKind.APPROX][first : first + len(passage)]
                         known, wanted = known + int(served.sum()), wanted + len(passage)
                     engine.close()
                 shares.append(100 * known / wanted)

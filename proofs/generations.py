@@ -46,7 +46,7 @@ def main() -> None:
     rag.add_arguments(parser)
     args = parser.parse_args()
     shelf = Shelf(_ROOM)
-    settings = {"store": shelf, "move_at_any_price": True}
+    settings = {"store": shelf, "force_approx": True}
     engines = {
         "none": KVBoost.from_pretrained(str(args.model), dtype="float32", recompute_strategy="none", **settings),
     }
@@ -105,7 +105,7 @@ def _sorted_out(
 
 def _alone(block: KVBlock) -> KVBlock:
     """A block that needs no other block to be stored, and may be followed by as many generations as are asked for."""
-    return replace(block, parent_key=None, bitwise=False, generation=0)
+    return replace(block, parent_key=None, bitwise=False, approx_depth=0)
 
 
 def _next_generation(

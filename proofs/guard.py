@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--data", type=Path, default=Path("../shared/data/musique_150.json"))
     args = parser.parse_args()
-    common = {"chunk_size": 16, "shadow_share": 1.0, "move_at_any_price": True}
+    common = {"chunk_size": 16, "shadow_share": 1.0, "force_approx": True}
     bad = KVBoost.from_pretrained(args.model, dtype="float32", recompute_strategy="none", quality=0.05, **common)
     good = KVBoost(bad.model, bad.tokenizer, recompute_ratio=0.5, quality=0.2, **common)
     print(f"{describe_machine(dtype='float32', model=args.model).line}\n")
@@ -58,7 +58,7 @@ def ask_all(engine: KVBoost, passages: list[list[int]], kind: str, repair: str, 
     rng = random.Random(2)
     asked = 0
     for number in tqdm(range(requests), desc=kind, mininterval=10):
-        if not engine.cache_stats()["moved_reuse"]["allowed"]:
+        if not engine.cache_stats()["non_prefix_reuse"]["allowed"]:
             break
         asked += 1
         # Something new in front each time: what stood behind the same text before is computed, not moved.
@@ -71,7 +71,7 @@ def ask_all(engine: KVBoost, passages: list[list[int]], kind: str, repair: str, 
             engine.generate(tokens, boundaries=ends, max_new_tokens=8, temperature=0)
             assert engine._shadow is not None
             engine._shadow.wait()
-    stats = engine.cache_stats()["moved_reuse"]
+    stats = engine.cache_stats()["non_prefix_reuse"]
     share = engine.config.quality
     print(
         f"| {kind} | {repair} | {share} | {asked} | {stats['checked']} | {stats['differing']} "

@@ -113,7 +113,7 @@ def compare(model: Any, ids: torch.Tensor, args: argparse.Namespace, *, share: i
     print(describe_machine(dtype="float32", model=title).line, flush=True)
     expected, stock_logits, stock_read, stock_each = run(model, DynamicCache(), ids, args.new)
     _, slab_logits, _, slab_each = run(model, SlabCache(layout, capacity=len(ids) + args.new), ids, args.new)
-    with PagedCache(model, kv_budget=budget, block_tokens=block, directory=args.directory, layout=layout) as cache:
+    with PagedCache(model, kv_bytes=budget, block_tokens=block, directory=args.directory, layout=layout) as cache:
         ledger, waits = cache.ledger, list[float]()
 
         def when_read() -> None:

@@ -161,7 +161,7 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def settings_of(case: Case, budget: int | None = None) -> dict[str, Any]:
-    paged = {"kv_budget": budget} if case.kv_share else {}
+    paged = {"kv_bytes": budget} if case.kv_share else {}
     return {"kv_cache_bits": case.bits, "quality": "exact", **paged}
 
 

@@ -58,7 +58,7 @@ def block(name: str, number: int) -> KVBlock:
         bitwise=number % 3 == 0,
         start=number,
         context=digest(name)[: 8 * (number % 4)],
-        generation=number % 2,
+        approx_depth=number % 2,
     )
 
 

@@ -24,9 +24,8 @@ from kvboost.bench import rag
 from kvboost.bench.measure import FreezableStore
 from kvboost.bench.repair import FullReading, compare, interval
 from kvboost.bench.report import describe_machine
-from kvboost.extend import RepairStrategy
+from kvboost.extend import RepairSituation, RepairStrategy
 from kvboost.hf.cache import SlabLayer
-from kvboost.types import RepairSituation
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,7 @@ def main() -> None:
     store = FreezableStore(8 * 2**30)
     plain = KVBoost.from_pretrained(str(args.model), dtype="float32", quality="exact", store=store)
     prompts = rag.load_prompts(plain.tokenizer, args.data, count=args.prompts, passages=args.passages)
-    settings: dict[str, Any] = {"store": store, "move_at_any_price": True}
+    settings: dict[str, Any] = {"store": store, "force_approx": True}
     engines = {}
     for strategy in TRIED:
         rounds = 2 if isinstance(strategy, TwoRounds) else 1

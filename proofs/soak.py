@@ -39,7 +39,7 @@ from kvboost.bench.report import describe_machine, say
 from kvboost.bench.servers import free_port, redis_server
 
 _WARM_UP = 0.2
-_MOST_GROWTH_MB = 20.0
+_MAX_GROWTH_MB = 20.0
 _FAULT_SECONDS = 15.0
 _SETTLE_SECONDS = 5.0
 _FAULTS = (Fault.REFUSED, Fault.BLACK_HOLE, Fault.SLOW, Fault.RESET, Fault.GARBAGE, Fault.LATE, Fault.TRUNCATED)
@@ -352,7 +352,7 @@ def main() -> int:
     under_load, resting = ending - beginning, last.anonymous - first.anonymous
     print(f"growth after the warm-up: {under_load:+.1f} MB under load, {resting:+.1f} MB at rest")
     good = (
-        max(under_load, resting) <= _MOST_GROWTH_MB
+        max(under_load, resting) <= _MAX_GROWTH_MB
         and idle
         and last.leases == 0
         and last.threads <= first.threads

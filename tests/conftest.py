@@ -11,7 +11,7 @@ import torch
 
 from kvboost.bench.report import BenchError
 from kvboost.bench.servers import RedisServer, redis_server
-from kvboost.core.prefill import PromptReader
+from kvboost.core.prefill import Prefiller
 from tests.helpers.models import smollm2_folder, tiny_model
 from tests.helpers.places import KINDS, Place
 from tests.helpers.s3 import s3_environment, s3_server
@@ -94,4 +94,4 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 @pytest.fixture
 def prices_as_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether moving pays is decided by the first guess: a busy machine must not decide a test."""
-    monkeypatch.setattr(PromptReader, "_observe", lambda self, reading: None)
+    monkeypatch.setattr(Prefiller, "_observe", lambda self, reading: None)

@@ -13,13 +13,14 @@ from kvboost import GenerationMode, KVBoost, UnsupportedModelError
 from kvboost.core import identity as naming
 from kvboost.core import prefill as reader
 from kvboost.core import workspaces as workspace
+from kvboost.core.plan import ReusePlan, Segment, SegmentKind
 from kvboost.engine import decoding
 from kvboost.hf import fingerprint
 from kvboost.hf.cache import SlabCache, SlabLayer
 from kvboost.hf.codec import RawCodec
 from kvboost.store import LeafFirstLRU, memory
 from kvboost.store.memory import MemoryStore
-from kvboost.types import Chunk, Fingerprint, ReusePlan, Segment, SegmentKind
+from kvboost.types import Chunk, Fingerprint
 from tests.core import test_keys as test_hashing
 from tests.core import test_workspaces as test_workspace
 from tests.engine import test_batch, test_engine, test_exact
@@ -124,17 +125,17 @@ def _adapters_not_watched(patch: pytest.MonkeyPatch) -> None:
 
 
 def _change_during_request_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reader.PromptReader, "_model_unchanged", lambda self, reading: True)
+    patch.setattr(reader.Prefiller, "_model_unchanged", lambda self, reading: True)
 
 
 def _given_cache_pooled(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reader.Reading, "detach", lambda self: self.cache)
+    patch.setattr(reader.PrefillState, "detach", lambda self: self.cache)
 
 
 def _taint_forgotten(patch: pytest.MonkeyPatch) -> None:
-    right = reader.PromptReader._store_chunks
+    right = reader.Prefiller._store_chunks
     patch.setattr(
-        reader.PromptReader,
+        reader.Prefiller,
         "_store_chunks",
         lambda self, reading, chunks, *, rows, bitwise: right(self, reading, chunks, rows=rows, bitwise=True),
     )

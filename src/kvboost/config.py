@@ -49,7 +49,7 @@ class EngineConfig:
     """Keep at most this many bytes of chunks: a number or text such as ``"2GiB"``."""
     workspace_bytes: int | str = "1GiB"
     """Memory for caches kept between requests, so that a repeated prefix needs no copy."""
-    kv_budget: int | str | None = None
+    kv_bytes: int | str | None = None
     """Memory for the KV of one running request, prompt and new tokens, such as ``"512MB"``. One that would take more is
     read and decoded in pages, of which those that do not fit lie on disk (beside an accelerator: in host memory): the
     same up to rounding, and slower. Jobs of a server are not paged: such a one is refused. None sets no limit. Stored
@@ -72,7 +72,7 @@ class EngineConfig:
     share, and shadow checks put an end to moving once it is proven to be passed."""
     shadow_share: float | None = None
     """Answer this share of the requests that used moved chunks both ways, in the background, and stop moving once
-    too many answers differ (see ``cache_stats()["moved_reuse"]``). By default none, or 2 % where ``quality`` is a
+    too many answers differ (see ``cache_stats()["non_prefix_reuse"]``). By default none, or 2 % where ``quality`` is a
     number: a promise that nobody checks is none."""
     calibration: str | Path | None = None
     """A file written by :meth:`kvboost.KVBoost.calibrate`: what ratio this model needs for the quality asked for."""
@@ -83,7 +83,7 @@ class EngineConfig:
     """The share of their rows to compute again, instead of the quality's own."""
     recompute_overlap: int | None = None
     """Rows per seam for the ``"selective"`` strategy."""
-    move_at_any_price: bool = False
+    force_approx: bool = False
     """Move chunks also where computing them is expected to be faster, as measurements do."""
     kv_cache_bits: int = 16
     """16 keeps KV as the model has it; 8 and 4 keep it in a half and a quarter of the memory of 16-bit KV. Answers that
@@ -156,7 +156,7 @@ class EngineConfig:
         object.__setattr__(self, "host_cache_bytes", parse_bytes(self.host_cache_bytes, name="host_cache_bytes"))
         object.__setattr__(self, "disk_cache_bytes", parse_bytes(self.disk_cache_bytes, name="disk_cache_bytes"))
         object.__setattr__(self, "remote_cache_bytes", parse_bytes(self.remote_cache_bytes, name="remote_cache_bytes"))
-        for name in ("tenant_bytes", "object_cache_bytes", "kv_budget"):
+        for name in ("tenant_bytes", "object_cache_bytes", "kv_bytes"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, parse_bytes(value, name=name))

@@ -7,13 +7,14 @@ objects; there is no registry to fill.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from kvboost.types import BlockInfo, Chunk, KVBlock, PutOutcome, RepairSituation, StoreStats
+from kvboost.types import BlockInfo, Chunk, KVBlock, PutOutcome, StoreStats
 
 if TYPE_CHECKING:
     import torch
@@ -155,7 +156,7 @@ class ChunkStore(Protocol):
 
         The store takes ownership: the caller must not write to the block's tensors afterwards.
         A block whose parent is not stored is refused, as no lookup could reach it. So is one of a
-        generation above 0 if its content is stored several times already.
+        approx_depth above 0 if its content is stored several times already.
         """
         ...
 
@@ -236,6 +237,28 @@ class Tier(Protocol):
     def close(self) -> None:
         """Release every resource. The tier may not be used afterwards; what it stored stays."""
         ...
+
+
+@dataclass(frozen=True)
+class RepairSituation:
+    """What a repair strategy may look at when it chooses rows. Every tensor has one entry per row."""
+
+    layer: int
+    """The layer the rows are about to enter; 0 is before anything was computed."""
+    layer_count: int
+    rows: torch.Tensor
+    """Positions, ascending, of the moved rows that are still candidates."""
+    starts: torch.Tensor
+    """For each row, where the moved stretch it belongs to begins."""
+    ends: torch.Tensor
+    """For each row, where that stretch ends."""
+    budget: int
+    """How many rows may be recomputed, after the ratio asked for."""
+    attention: torch.Tensor | None
+    """How much the live tokens look at each row, if the strategy asked for it."""
+    key_change: torch.Tensor | None
+    value_change: torch.Tensor | None
+    """How far the layer before moved each row's keys and values, squared, if it was watched."""
 
 
 @runtime_checkable

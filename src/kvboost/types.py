@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -82,12 +82,23 @@ class KVBlock:
     """Position of the first token when this KV was computed."""
     context: bytes = b""
     """What stood before it then: marks of the nearest chunks, in order (see :data:`CONTEXT_MARK_BYTES`)."""
-    generation: int = 0
-    """0: computed behind exact KV only. n: behind moved KV whose own generation was n - 1 at most."""
+    approx_depth: int = 0
+    """0: computed behind exact KV only. n: behind moved KV whose own approx_depth was n - 1 at most."""
 
 
 CONTEXT_MARK_BYTES = 8
 """A chunk is named in a context by this many bytes of its content key."""
+_CONTEXT_CHUNKS = 16  # remembered of what stood before a chunk
+
+
+def context_mark(content_key: bytes) -> bytes:
+    """The few bytes that name a chunk in another chunk's context."""
+    return content_key[:CONTEXT_MARK_BYTES]
+
+
+def context_before(chunks: Sequence[Chunk], index: int) -> bytes:
+    """The context of ``chunks[index]`` where it stands: marks of the nearest chunks before it."""
+    return b"".join(context_mark(chunk.content_key) for chunk in chunks[max(0, index - _CONTEXT_CHUNKS) : index])
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +112,7 @@ class BlockInfo:
     bitwise: bool
     start: int
     context: bytes
-    generation: int
+    approx_depth: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,99 +166,6 @@ NOTHING_LOADED = LoadReport()
 """Of a lookup that found all it needed in memory, or of a store without tiers."""
 
 
-class SegmentKind(enum.Enum):
-    """Where a stretch of the prompt gets its KV from."""
-
-    EXACT = "exact"
-    MOVED = "moved"
-    FRESH = "fresh"
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """One stretch ``[start, end)`` of the prompt. Before the first MOVED one, a FRESH segment is one forward step."""
-
-    kind: SegmentKind
-    start: int
-    end: int
-    chunk: Chunk | None
-    """The chunk this segment is, or None for the incomplete tail and for several that are read in one step."""
-
-
-@dataclass(frozen=True)
-class ReusePlan:
-    """How a prompt will be read. The segments tile ``[0, prompt_tokens)`` and the last one is FRESH."""
-
-    prompt_tokens: int
-    segments: tuple[Segment, ...]
-
-    def __post_init__(self) -> None:
-        position = 0
-        for segment in self.segments:
-            if segment.start != position or segment.end <= segment.start:
-                raise ValueError(f"segments do not tile the prompt: {segment} at position {position}")
-            position = segment.end
-        if position != self.prompt_tokens:
-            raise ValueError(f"segments cover {position} of {self.prompt_tokens} tokens")
-        if self.segments[-1].kind is not SegmentKind.FRESH:
-            raise ValueError("the last token must be fresh: its logits are needed")
-        kinds = [s.kind for s in self.segments]
-        if SegmentKind.EXACT in kinds[kinds.count(SegmentKind.EXACT) :]:
-            raise ValueError("exact segments stand before all others: they need exactly the same text before them")
-
-    @property
-    def reused(self) -> tuple[Segment, ...]:
-        """The EXACT segments, in order."""
-        return tuple(s for s in self.segments if s.kind is SegmentKind.EXACT)
-
-    @property
-    def moved(self) -> tuple[Segment, ...]:
-        """The MOVED segments, in order."""
-        return tuple(s for s in self.segments if s.kind is SegmentKind.MOVED)
-
-    @property
-    def steps(self) -> tuple[Segment, ...]:
-        """The FRESH segments, in order: one forward each where nothing was moved before them."""
-        return tuple(s for s in self.segments if s.kind is SegmentKind.FRESH)
-
-    @property
-    def untainted_end(self) -> int:
-        """Where the first MOVED segment begins: what stands before it is exact, what follows is not."""
-        return self.moved[0].start if self.moved else self.prompt_tokens
-
-    @property
-    def moved_tokens(self) -> int:
-        """How many prompt tokens are moved from elsewhere."""
-        return sum(s.end - s.start for s in self.moved)
-
-    @property
-    def exact_tokens(self) -> int:
-        """How many prompt tokens come from the cache as they are."""
-        return sum(s.end - s.start for s in self.reused)
-
-
-@dataclass(frozen=True)
-class RepairSituation:
-    """What a repair strategy may look at when it chooses rows. Every tensor has one entry per row."""
-
-    layer: int
-    """The layer the rows are about to enter; 0 is before anything was computed."""
-    layer_count: int
-    rows: torch.Tensor
-    """Positions, ascending, of the moved rows that are still candidates."""
-    starts: torch.Tensor
-    """For each row, where the moved stretch it belongs to begins."""
-    ends: torch.Tensor
-    """For each row, where that stretch ends."""
-    budget: int
-    """How many rows may be recomputed, after the ratio asked for."""
-    attention: torch.Tensor | None
-    """How much the live tokens look at each row, if the strategy asked for it."""
-    key_change: torch.Tensor | None
-    value_change: torch.Tensor | None
-    """How far the layer before moved each row's keys and values, squared, if it was watched."""
-
-
 @dataclass(frozen=True)
 class ReuseReport:
     """What was reused for one request, and where its time went."""
@@ -273,7 +191,7 @@ class ReuseReport:
     declined: tuple[DeclinedLoad, ...] = ()
     """Which tiers had them, and what loading and computing were expected to take."""
     paged: bool = False
-    """Whether the KV was more than ``kv_budget`` and lay in pages: the same up to rounding, so not bitwise."""
+    """Whether the KV was more than ``kv_bytes`` and lay in pages: the same up to rounding, so not bitwise."""
 
     @property
     def cached_tokens(self) -> int:
@@ -377,7 +295,7 @@ class StoreStats:
     refused: int
     """Blocks that did not fit or whose parent was gone."""
     leased: int
-    moved_hits: int = 0
+    content_hits: int = 0
     """Chunks found by content alone and handed out."""
     below: tuple[StoreStats, ...] = ()
     """Of the tiers below, fastest first."""
@@ -401,7 +319,7 @@ class HotChunk:
     nbytes: int
 
 
-class MovedReuseStats(TypedDict):
+class NonPrefixReuseStats(TypedDict):
     """How moved reuse fares, in :class:`CacheStats`."""
 
     allowed: bool
@@ -427,7 +345,7 @@ class CacheStats(TypedDict):
     evictions: int
     store_errors: int
     bytes_by_tier: dict[str, int]
-    moved_reuse: MovedReuseStats
+    non_prefix_reuse: NonPrefixReuseStats
     workspace_bytes: int
     leased_chunks: int
     """Held against eviction by whoever uses them now: none when nothing runs and nothing is pinned."""

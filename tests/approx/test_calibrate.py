@@ -100,7 +100,7 @@ def test_a_calibration_that_found_nothing_moves_nothing(tmp_path: Path) -> None:
     model = tiny_model("llama", seed=3)
     plain = engine_for(model)
     engine = engine_for(model, calibration=_written(tmp_path, **_fitting(plain)))
-    stats = engine.cache_stats()["moved_reuse"]
+    stats = engine.cache_stats()["non_prefix_reuse"]
     assert not stats["allowed"]
     assert stats["reason"] is not None
     assert "no ratio that changes at most 0.2 of the answers (the best is 0.475)" in stats["reason"]

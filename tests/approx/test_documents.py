@@ -100,7 +100,7 @@ def test_what_is_known_is_not_loaded_to_find_out(tiny: Callable[..., Any], tmp_p
 
 def test_parts_are_joined_as_documents_are_read() -> None:
     model = tiny_model("llama", vocab_size=260)
-    engine = engine_for(model, chunk_size=16, tokenizer=byte_tokenizer(), move_at_any_price=True)
+    engine = engine_for(model, chunk_size=16, tokenizer=byte_tokenizer(), force_approx=True)
     head, documents = "You are kind.", [f"document number {i} says {i * i} things, all of them true" for i in range(5)]
     engine.warm_documents(documents, head=head, progress=False)
     tokens, ends = engine.join([head, documents[3], documents[1], "Why?"])

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 
 from kvboost import GenerationMode, KVBoost
-from kvboost.approx.find import MovedReuse
+from kvboost.approx.find import ApproxReuse
 from kvboost.approx.select import STRATEGIES
 from tests.helpers.models import FAMILIES, tiny_model
 
@@ -87,7 +87,7 @@ def test_repair_brings_the_answer_closer(tiny: Tiny) -> None:
 
 
 def test_gaps_repeats_and_a_chunk_that_comes_first(tiny: Tiny) -> None:
-    engine = engine_for(tiny("llama", max_position_embeddings=1024), recompute_ratio=1.0, move_at_any_price=True)
+    engine = engine_for(tiny("llama", max_position_embeddings=1024), recompute_ratio=1.0, force_approx=True)
     full = engine_for(engine.model, quality="exact")
     warm(engine, HEAD, ONE, TWO)
     for parts in (
@@ -226,7 +226,7 @@ def test_where_computing_is_cheaper_nothing_moves(tiny: Tiny, monkeypatch: pytes
     warm(engine, HEAD, ONE, TWO)
     assert engine._parts is not None
     moving = engine._parts.moving
-    assert isinstance(moving, MovedReuse)
+    assert isinstance(moving, ApproxReuse)
     for _ in range(200):  # a machine on which a forward costs much and a row nothing
         moving.costs.observe_read(forwards=1, rows=100, seconds=1.0)
         moving.costs.observe_read(forwards=8, rows=50, seconds=8.0)
@@ -276,7 +276,7 @@ def test_what_a_workspace_held_before_cannot_be_seen(
     strategy: str, rows_at_once: int, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows not computed yet are masked, but nothing times a masked NaN is still NaN."""
-    monkeypatch.setattr("kvboost.approx.recompute._MOST_ROWS", rows_at_once)
+    monkeypatch.setattr("kvboost.approx.recompute._MAX_ROWS", rows_at_once)
     engine = engine_for(tiny("llama"), recompute_strategy=strategy, recompute_ratio=0.3)
     assert engine._parts is not None
     warm(engine, HEAD, ONE, TWO)

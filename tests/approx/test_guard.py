@@ -228,7 +228,7 @@ def test_it_stays_off_until_reset_and_then_starts_again() -> None:
     guard = feed(ReuseGuard(0.05), [True] * 10)
     reason = guard.reason
     assert reason is not None
-    assert "allow_moving()" in reason
+    assert "allow_non_prefix_reuse()" in reason
     feed(guard, [False] * 5000)
     assert guard.bound.lower < 0.05
     assert (guard.allowed, guard.reason) == (False, reason)

@@ -46,7 +46,7 @@ def test_no_exact_hit_was_touched_by_moved_text(
     if not _MODEL:
         _MODEL.append(tiny_model("llama", max_position_embeddings=1024))
     options: dict[str, Any] = {"recompute_ratio": ratio, "max_chunks": room, "workspace_bytes": workspace}
-    engine = engine_for(_MODEL[0], chunk_size=16, move_at_any_price=True, **options)
+    engine = engine_for(_MODEL[0], chunk_size=16, force_approx=True, **options)
     cold = engine_for(_MODEL[0], chunk_size=16, quality="exact")
     for number, (order, how) in enumerate(asked):
         tokens, ends = joined(HEAD, *(_PARTS[index] for index in order), text(400 + number, 5))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from kvboost.approx.recompute import RowRunner, decoder_layers
+from kvboost.approx.recompute import RecomputeRunner, decoder_layers
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.runner import ModelRunner
 from tests.helpers.models import FAMILIES, tiny_model
@@ -37,7 +37,7 @@ def test_all_rows_computed_again_equal_a_full_prefill(family: str, attention: st
     engine = _engine(model)
     whole = engine.prefill(_TEXT)
     broken = engine.prefill(_TEXT[::-1])  # right shape, wrong content in every row
-    logits, layer_rows = RowRunner(ModelRunner(model)).forward_rows(_TEXT, broken.cache, range(40))
+    logits, layer_rows = RecomputeRunner(ModelRunner(model)).recompute_positions(_TEXT, broken.cache, range(40))
     assert logits is not None
     assert _close(logits, whole.logits)
     assert _same_rows(broken.cache, whole.cache)
@@ -50,7 +50,7 @@ def test_only_the_chosen_rows_change(tiny: Callable[..., Any]) -> None:
     before = result.cache.extract(0, 40)
     for layer in result.cache.layers:
         layer.key_store[:, :, 10:12].zero_()
-    RowRunner(ModelRunner(model)).forward_rows(_TEXT, result.cache, [10, 11, 39])
+    RecomputeRunner(ModelRunner(model)).recompute_positions(_TEXT, result.cache, [10, 11, 39])
     for right, repaired in zip(before, result.cache.extract(0, 40), strict=True):
         assert torch.equal(right[:, :, :10], repaired[:, :, :10])
         assert torch.equal(right[:, :, 12:39], repaired[:, :, 12:39])
@@ -58,11 +58,11 @@ def test_only_the_chosen_rows_change(tiny: Callable[..., Any]) -> None:
 
 
 def test_many_rows_run_in_several_forwards(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvboost.approx.recompute._MOST_ROWS", 16)
+    monkeypatch.setattr("kvboost.approx.recompute._MAX_ROWS", 16)
     model = tiny("llama")
     engine = _engine(model)
     whole, broken = engine.prefill(_TEXT), engine.prefill(_TEXT[::-1])
-    logits, _ = RowRunner(ModelRunner(model)).forward_rows(_TEXT, broken.cache, range(40))
+    logits, _ = RecomputeRunner(ModelRunner(model)).recompute_positions(_TEXT, broken.cache, range(40))
     assert logits is not None
     assert _close(logits, whole.logits)
     assert _same_rows(broken.cache, whole.cache)
@@ -83,8 +83,8 @@ def test_dropped_rows_keep_the_layers_they_missed(family: str, tiny: Callable[..
         seen.append((layer, rows.tolist()))
         return {1: torch.tensor([0, 1, 3]), 3: torch.tensor([1, 2])}.get(layer)
 
-    runner = RowRunner(ModelRunner(model))
-    _, layer_rows = runner.forward_rows(_TEXT, broken.cache, [8, 10, 11, 39], choose=choose)
+    runner = RecomputeRunner(ModelRunner(model))
+    _, layer_rows = runner.recompute_positions(_TEXT, broken.cache, [8, 10, 11, 39], choose=choose)
     assert seen == [(0, [8, 10, 11, 39]), (1, [8, 10, 11, 39]), (2, [8, 10, 39]), (3, [8, 10, 39])]
     assert layer_rows == 4 + 3 + 3 + 2
     for index, (found, right) in enumerate(zip(broken.cache.layers, whole.cache.layers, strict=True)):
@@ -108,10 +108,10 @@ def test_watched_layers_say_how_far_their_rows_moved(tiny: Callable[..., Any]) -
     def choose(index: int, rows: torch.Tensor, changes: Any) -> None:
         noted.append(changes)
 
-    runner = RowRunner(ModelRunner(model))
+    runner = RecomputeRunner(ModelRunner(model))
     with pytest.raises(ValueError, match="the cache holds 40 rows"):
-        runner.forward_rows(_TEXT[:-1], result.cache, [3])
-    runner.forward_rows(_TEXT, result.cache, [10, 11, 39], choose=choose, watch=[0])
+        runner.recompute_positions(_TEXT[:-1], result.cache, [3])
+    runner.recompute_positions(_TEXT, result.cache, [10, 11, 39], choose=choose, watch=[0])
     assert noted[0] is None
     assert noted[1] is not None
     assert noted[1].values.max() <= 1e-6
@@ -133,7 +133,7 @@ def test_attention_is_what_the_eager_model_reports(tiny: Callable[..., Any], wat
     model = tiny("llama", attn_implementation=watched)
     reading = _engine(model).prefill(_TEXT)
     reading.cache.set_length(36)
-    runner = RowRunner(ModelRunner(model))
+    runner = RecomputeRunner(ModelRunner(model))
     known = torch.ones(36, dtype=torch.bool)
     mass = runner.attention_to(_TEXT[36:], reading.cache, known=known, layers=range(0, 2))
     assert reading.cache.get_seq_length() == 36
@@ -151,7 +151,7 @@ def test_a_pass_in_one_thread_leaves_another_alone(tiny: Callable[..., Any]) -> 
     engine = _engine(model)
     expected = engine.prefill(_TEXT).logits
     hooks_before = [len(layer._forward_pre_hooks) for layer in decoder_layers(model)]
-    runner = RowRunner(ModelRunner(model))
+    runner = RecomputeRunner(ModelRunner(model))
     found: list[torch.Tensor] = []
 
     def choose(layer: int, rows: torch.Tensor, changes: Any) -> torch.Tensor | None:
@@ -162,7 +162,7 @@ def test_a_pass_in_one_thread_leaves_another_alone(tiny: Callable[..., Any]) -> 
             return torch.tensor([1])
         return None
 
-    runner.forward_rows(_TEXT, engine.prefill(_TEXT).cache, [3, 39], choose=choose)
+    runner.recompute_positions(_TEXT, engine.prefill(_TEXT).cache, [3, 39], choose=choose)
     assert torch.equal(found[0], expected)
     runner.close()
     assert [len(layer._forward_pre_hooks) for layer in decoder_layers(model)] == hooks_before

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache
 
 from kvboost import UnsupportedModelError
-from kvboost.approx.reposition import KeyMover, _slices, probe_mover
+from kvboost.approx.reposition import KeyRepositioner, _slices, probe_reposition
 from kvboost.hf.cache import KVLayout, SlabCache, layout_of
 from tests.helpers.models import tiny_model
 
@@ -119,7 +119,7 @@ def _fresh(model: Any, start: int, tokens: int = _TOKENS) -> tuple[torch.Tensor,
 
 
 def _moved(
-    mover: KeyMover, layout: KVLayout, block: Sequence[torch.Tensor], old: int, new: int
+    mover: KeyRepositioner, layout: KVLayout, block: Sequence[torch.Tensor], old: int, new: int
 ) -> tuple[torch.Tensor, ...]:
     end = new + block[0].shape[2]
     cache = SlabCache(layout, capacity=end)
@@ -137,7 +137,7 @@ def _error(found: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> floa
 def test_moved_equals_fresh(name: str, tiny: Callable[..., Any]) -> None:
     model = _build(tiny, name)
     layout = _layout(model)
-    mover = probe_mover(model, layout)
+    mover = probe_reposition(model, layout)
     for old, new in ((0, 37), (512, 3), (0, 100_000), (100_000, 5), (99_000, 100_000)):
         stored, fresh = _fresh(model, old), _fresh(model, new)
         assert _error(_moved(mover, layout, stored, old, new), fresh) <= 1e-5
@@ -148,7 +148,7 @@ def test_moved_equals_fresh(name: str, tiny: Callable[..., Any]) -> None:
 def test_a_chunk_longer_than_the_original_length(name: str, tiny: Callable[..., Any]) -> None:
     model = _build(tiny, name)
     layout = _layout(model)
-    moved = _moved(probe_mover(model, layout), layout, _fresh(model, 3, tokens=200), 3, 60)
+    moved = _moved(probe_reposition(model, layout), layout, _fresh(model, 3, tokens=200), 3, 60)
     assert _error(moved, _fresh(model, 60, tokens=200)) <= 1e-5
 
 
@@ -157,7 +157,7 @@ def test_a_chunk_longer_than_the_original_length(name: str, tiny: Callable[..., 
 def test_any_move_of_any_length(old: int, new: int, tokens: int, tiny: Callable[..., Any]) -> None:
     model = _build(tiny, "default")
     layout = _layout(model)
-    mover = probe_mover(model, layout)
+    mover = probe_reposition(model, layout)
     stored = _fresh(model, old, tokens)
     moved = _moved(mover, layout, stored, old, new)
     assert _error(moved, _fresh(model, new, tokens)) <= 1e-5
@@ -169,7 +169,7 @@ def test_any_move_of_any_length(old: int, new: int, tokens: int, tiny: Callable[
 def test_low_precision_stays_within_its_rounding(name: str, tiny: Callable[..., Any]) -> None:
     model = _build(tiny, name, dtype=torch.bfloat16)
     layout = _layout(model)
-    mover = probe_mover(model, layout)
+    mover = probe_reposition(model, layout)
     for old, new in ((0, 37), (512, 3), (0, 100_000)):
         assert _error(_moved(mover, layout, _fresh(model, old), old, new), _fresh(model, new)) <= 2e-2
 
@@ -178,8 +178,8 @@ def test_low_precision_is_rounded_once(tiny: Callable[..., Any]) -> None:
     narrow, wide = _build(tiny, "default", dtype=torch.bfloat16), _build(tiny, "default")
     layouts = _layout(narrow), _layout(wide)
     (block,) = _fresh(narrow, 9)
-    (moved,) = _moved(probe_mover(narrow, layouts[0]), layouts[0], [block], 9, 300)
-    (precise,) = _moved(probe_mover(wide, layouts[1]), layouts[1], [block.float()], 9, 300)
+    (moved,) = _moved(probe_reposition(narrow, layouts[0]), layouts[0], [block], 9, 300)
+    (precise,) = _moved(probe_reposition(wide, layouts[1]), layouts[1], [block.float()], 9, 300)
     assert torch.equal(moved, precise.bfloat16())
 
 
@@ -196,7 +196,7 @@ def test_a_text_read_together_moves_whole(name: str, tiny: Callable[..., Any]) -
             model(input_ids=ids.view(1, -1), position_ids=positions, past_key_values=cache, use_cache=True)
         return cache
 
-    moved = _moved(probe_mover(model, layout), layout, read(0).extract(0, 24), 0, 37)
+    moved = _moved(probe_reposition(model, layout), layout, read(0).extract(0, 24), 0, 37)
     assert _error(moved, read(37).extract(0, 24)) <= 1e-5
 
 
@@ -205,7 +205,7 @@ def test_staying_in_place_is_a_plain_copy(dtype: torch.dtype, tiny: Callable[...
     model = _build(tiny, "yarn", dtype=dtype)
     layout = _layout(model)
     block = _fresh(model, 900)
-    moved = _moved(probe_mover(model, layout), layout, block, 900, 900)
+    moved = _moved(probe_reposition(model, layout), layout, block, 900, 900)
     assert all(torch.equal(a, b) for a, b in zip(moved, block, strict=True))
 
 
@@ -214,7 +214,7 @@ def test_what_does_not_rotate_is_copied_bit_for_bit(name: str, tiny: Callable[..
     model = _build(tiny, name)
     layout = _layout(model)
     (block,) = _fresh(model, 0)  # [slots, heads, tokens, dim]
-    (moved,) = _moved(probe_mover(model, layout), layout, [block], 0, 700)
+    (moved,) = _moved(probe_reposition(model, layout), layout, [block], 0, 700)
     assert torch.equal(moved[1::2], block[1::2])
     if name == "partial, phi":
         assert torch.equal(moved[..., 8:], block[..., 8:])
@@ -225,7 +225,7 @@ def test_what_does_not_rotate_is_copied_bit_for_bit(name: str, tiny: Callable[..
 def test_only_the_rows_named_are_written(tiny: Callable[..., Any]) -> None:
     model = _build(tiny, "by layer type, gemma3")
     layout = _layout(model)
-    mover = probe_mover(model, layout)
+    mover = probe_reposition(model, layout)
     cache = SlabCache(layout, capacity=256, batch=3)  # zeroed
     mover.place(cache, _fresh(model, 5), old_start=5, new_start=90, row=1)
     right = _fresh(model, 90)
@@ -238,7 +238,7 @@ def test_only_the_rows_named_are_written(tiny: Callable[..., Any]) -> None:
 def test_threads_do_not_disturb_each_other(tiny: Callable[..., Any]) -> None:
     model = _build(tiny, "longrope")  # its rotary module writes to itself on every call
     layout = _layout(model)
-    mover = probe_mover(model, layout)
+    mover = probe_reposition(model, layout)
     block = _fresh(model, 11)
     alone = [_moved(mover, layout, block, 11, new) for new in range(100, 164)]
     with ThreadPoolExecutor(8) as pool:
@@ -260,18 +260,18 @@ def test_threads_do_not_disturb_each_other(tiny: Callable[..., Any]) -> None:
 def test_refuses_with_a_reason(family: str, overrides: dict[str, Any], reason: str, tiny: Callable[..., Any]) -> None:
     model = tiny(family, **overrides)
     with pytest.raises(UnsupportedModelError, match=reason):
-        probe_mover(model, _layout(model))
+        probe_reposition(model, _layout(model))
 
 
 def test_weights_decide_not_the_family() -> None:
     """This family scales its keys after rotating them: harmless while all scales are one, as in a new model."""
     model = tiny_model("hunyuan_v1_dense", head_dim=8)
     layout = _layout(model)
-    probe_mover(model, layout)
+    probe_reposition(model, layout)
     with torch.no_grad():
         model.model.layers[1].self_attn.key_layernorm.weight[3] = 2.0
     with pytest.raises(UnsupportedModelError, match="keys of layer 1 depend on the position, and no rotation"):
-        probe_mover(model, layout)
+        probe_reposition(model, layout)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -286,7 +286,7 @@ def test_length_dependent_rope_keeps_its_state_and_its_limit(kind: str) -> None:
     rotary = model.model.rotary_emb
     frequencies, length = rotary.inv_freq, rotary.max_seq_len_cached
     assert not torch.equal(frequencies, rotary.original_inv_freq)
-    mover = probe_mover(model, layout)
+    mover = probe_reposition(model, layout)
     short = [torch.randn(4, 2, 30, 8)]
     moved = _moved(mover, layout, short, 0, 200)
     assert rotary.inv_freq is frequencies
@@ -301,7 +301,7 @@ def test_length_dependent_rope_keeps_its_state_and_its_limit(kind: str) -> None:
 def test_what_does_not_fit_is_refused(tiny: Callable[..., Any]) -> None:
     model, other = _build(tiny, "default"), _build(tiny, "layers without, smollm3")
     layout = _layout(model)
-    mover = probe_mover(model, layout)
+    mover = probe_reposition(model, layout)
     with pytest.raises(ValueError, match="do not fit"):
         mover.place(SlabCache(layout, capacity=256), _fresh(model, 0), old_start=0, new_start=217)
     with pytest.raises(ValueError, match="another layout"):

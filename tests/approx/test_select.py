@@ -12,8 +12,7 @@ from kvboost.approx.levels import choose_repair
 from kvboost.approx.select import STRATEGIES, CacheBlend, Selective, make_strategy
 from kvboost.config import EngineConfig
 from kvboost.errors import ConfigError
-from kvboost.extend import RepairStrategy
-from kvboost.types import RepairSituation
+from kvboost.extend import RepairSituation, RepairStrategy
 
 
 def situation(lengths: list[int], *, ratio: float = 0.25, gap: int = 5, seed: int = 0) -> RepairSituation:

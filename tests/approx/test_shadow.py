@@ -27,7 +27,7 @@ def _ask(engine: KVBoost, *parts: list[int]) -> Any:
 def _ask_until_off(engine: KVBoost) -> None:
     assert engine._shadow is not None
     for seed in range(40):
-        if not engine.cache_stats()["moved_reuse"]["allowed"]:
+        if not engine.cache_stats()["non_prefix_reuse"]["allowed"]:
             return
         # Something new in front each time: what stood behind the same text before is computed, not moved.
         assert _ask(engine, HEAD, text(100 + seed, 40), TWO, ONE, QUESTION).reuse.moved_tokens > 0
@@ -52,7 +52,7 @@ def test_a_bad_repair_switches_itself_off_and_says_so(tiny: Tiny) -> None:
     assert engine._shadow is not None
     with pytest.warns(RuntimeWarning, match="moved reuse is off from here on"):
         _ask_until_off(engine)
-    stats = engine.cache_stats()["moved_reuse"]
+    stats = engine.cache_stats()["non_prefix_reuse"]
     assert stats["differing"] >= 2
     assert stats["reason"] is not None
     after = _ask(engine, HEAD, TWO, ONE, QUESTION).reuse
@@ -68,8 +68,8 @@ def test_a_full_repair_stays_on_and_its_bound_sinks(tiny: Tiny) -> None:
     for seed in range(30):
         _ask(engine, HEAD, text(200 + seed, 40), TWO, ONE, QUESTION)
         engine._shadow.wait()
-        bounds.append(engine.cache_stats()["moved_reuse"]["differing_at_most"])
-    stats = engine.cache_stats()["moved_reuse"]
+        bounds.append(engine.cache_stats()["non_prefix_reuse"]["differing_at_most"])
+    stats = engine.cache_stats()["non_prefix_reuse"]
     assert (stats["allowed"], stats["checked"], stats["differing"]) == (True, 30, 0)
     assert bounds == sorted(bounds, reverse=True)
     assert bounds[-1] < 0.25
@@ -82,11 +82,11 @@ def test_checks_store_nothing_and_exact_requests_are_not_checked(tiny: Tiny) -> 
     assert engine._shadow is not None
     _ask(engine, HEAD, ONE, QUESTION)  # a plain prefix
     engine._shadow.wait()
-    assert engine.cache_stats()["moved_reuse"]["checked"] == 0
+    assert engine.cache_stats()["non_prefix_reuse"]["checked"] == 0
     stored = engine.cache_stats()["hot_chunks"]
     assert _ask(engine, HEAD, TWO, ONE, QUESTION).reuse.moved_tokens == len(ONE + TWO)  # keeps nothing itself
     engine._shadow.wait()
-    assert engine.cache_stats()["moved_reuse"]["checked"] == 1
+    assert engine.cache_stats()["non_prefix_reuse"]["checked"] == 1
     assert engine.cache_stats()["hot_chunks"] == stored
     assert engine._store.stats().leased == 0
     engine.close()
@@ -97,7 +97,7 @@ def test_without_a_share_nothing_is_checked(tiny: Tiny) -> None:
     warm(engine, HEAD, ONE, TWO)
     _ask(engine, HEAD, TWO, ONE, QUESTION)
     assert engine._shadow is None
-    assert engine.cache_stats()["moved_reuse"] == {
+    assert engine.cache_stats()["non_prefix_reuse"] == {
         "allowed": True,
         "reason": None,
         "checked": 0,
@@ -189,7 +189,7 @@ def test_moving_may_be_allowed_again(tiny: Tiny) -> None:
     for _ in range(10):
         engine._parts.moving.guard.observe(True)
     assert "off" in engine.describe()["moved reuse"]
-    engine.allow_moving()
+    engine.allow_non_prefix_reuse()
     assert "on: auto" in engine.describe()["moved reuse"]
 
 

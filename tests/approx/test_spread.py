@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from kvboost.approx.recompute import RowRunner
-from kvboost.approx.reposition import probe_mover
+from kvboost.approx.recompute import RecomputeRunner
+from kvboost.approx.reposition import probe_reposition
 from kvboost.approx.spread import Spread
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.runner import ModelRunner
@@ -18,7 +18,7 @@ _TEXT = torch.randint(3, 97, (120,), generator=torch.Generator().manual_seed(5))
 
 def _cache_and_mover(model: Any) -> tuple[SlabCache, Any]:
     cache = KVBoost(model, None, chunk_size=8, quality="exact").prefill(_TEXT).cache
-    return cache, probe_mover(model, cache.layout)
+    return cache, probe_reposition(model, cache.layout)
 
 
 def _stretches(*spans: tuple[int, int]) -> torch.Tensor:
@@ -77,15 +77,15 @@ def test_many_rows_in_several_forwards_spread_each_once(
     """A row near two parts must not be changed by both."""
     model = tiny("llama")
     cache, mover = _cache_and_mover(model)
-    runner = RowRunner(ModelRunner(model))
+    runner = RecomputeRunner(ModelRunner(model))
     made: list[tuple[int, int, list[int]]] = []
 
     def spread(rows: torch.Tensor, *, begin: int, end: int) -> Spread:
         made.append((begin, end, rows.tolist()))
         return Spread(mover, rows, stretches=_stretches((0, 120)), begin=begin, end=end)
 
-    monkeypatch.setattr("kvboost.approx.recompute._MOST_ROWS", 3)
-    runner.forward_rows(_TEXT, cache, [10, 20, 30, 60, 70, 80, 119], spread=spread)
+    monkeypatch.setattr("kvboost.approx.recompute._MAX_ROWS", 3)
+    runner.recompute_positions(_TEXT, cache, [10, 20, 30, 60, 70, 80, 119], spread=spread)
     assert made == [(0, 60, [10, 20, 30]), (60, 119, [60, 70, 80]), (119, 120, [119])]
 
 

@@ -57,12 +57,12 @@ def test_a_converted_checkpoint_peaks_while_it_is_loaded() -> None:
 
 
 def test_an_accelerator_reserves_and_the_host_holds_the_rest() -> None:
-    asked = work(host_cache_bytes=10**6, disk_cache_bytes=10**7, kv_budget=80_000, block_tokens=16)
+    asked = work(host_cache_bytes=10**6, disk_cache_bytes=10**7, kv_bytes=80_000, block_tokens=16)
     plan = plan_memory(shape(lazy=False), WEIGHTS, asked, runtime=5)
     assert plan.host_bytes == 5 + 10**6 + plan.kv_spilled
     assert plan.peak == plan.device_bytes
     assert plan.disk_bytes == 10**7
-    whole = plan_memory(shape(lazy=False), WEIGHTS, replace(asked, kv_budget=None))
+    whole = plan_memory(shape(lazy=False), WEIGHTS, replace(asked, kv_bytes=None))
     assert whole.kv == 1280 * KV
 
 
@@ -72,14 +72,14 @@ def test_pages_counted_by_hand() -> None:
     assert kv == 10 * 8192
     assert spilled == (48 - 8) * 8192
     assert paged_memory(shape(), tokens=1000, budget=60 * 8192, block_tokens=64) == (50 * 8192, 0)
-    assert plan_memory(shape(), WEIGHTS, work(kv_budget=1280 * KV)).kv == 1000 * KV  # in one piece
-    assert plan_memory(shape(), WEIGHTS, work(kv_budget=1280 * KV - 1)).kv == 14 * 256 * 128  # 4 pages a layer, and 2
+    assert plan_memory(shape(), WEIGHTS, work(kv_bytes=1280 * KV)).kv == 1000 * KV  # in one piece
+    assert plan_memory(shape(), WEIGHTS, work(kv_bytes=1280 * KV - 1)).kv == 14 * 256 * 128  # 4 pages a layer, and 2
     with pytest.raises(ConfigError, match=f"at least {5 * 8192}"):
         paged_memory(shape(), tokens=1000, budget=5 * 8192 - 1, block_tokens=64)
 
 
 def test_a_paged_request_never_takes_more_than_its_budget() -> None:
-    plan = plan_memory(shape(), WEIGHTS, work(context=50_000, batch=3, kv_budget=200_000))
+    plan = plan_memory(shape(), WEIGHTS, work(context=50_000, batch=3, kv_bytes=200_000))
     assert plan.kv <= 3 * 200_000
     assert plan.kv + plan.kv_spilled >= 3 * 50_000 * KV
 

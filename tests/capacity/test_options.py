@@ -42,7 +42,7 @@ def test_all_ways_are_told_with_their_settings() -> None:
     assert found["as asked"].change == ""
     assert found["KV stored in 8 bits"].change == "kv_cache_bits=8, cache_bytes=250000"
     assert found["weights streamed"].change == "weight_budget=500000"
-    assert found["both"].change == f"weight_budget=500000, kv_budget={10_000 * KV // 2}"
+    assert found["both"].change == f"weight_budget=500000, kv_bytes={10_000 * KV // 2}"
     assert found["both"].plan.peak < min(found["weights streamed"].plan.peak, found["KV paged"].plan.peak)
 
 

@@ -30,7 +30,7 @@ def test_streamed_weights_are_bounded_by_the_disk() -> None:
 
 
 def test_spilled_kv_is_read_for_every_token() -> None:
-    asked = work(kv_budget=100_000, block_tokens=16)
+    asked = work(kv_bytes=100_000, block_tokens=16)
     plan = plan_memory(shape(), WEIGHTS, asked)
     speed = expected_speed(shape(), asked, plan, RATES)
     assert speed.decode == pytest.approx(1e6 / plan.kv_spilled)

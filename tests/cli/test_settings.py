@@ -40,7 +40,7 @@ def test_every_setting_is_one_that_an_engine_takes() -> None:
     arguments = {option.argument or option.name for option in ENGINE}
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
     assert arguments - fields == {"dtype", "device", "weight_budget", "weight_dir"}  # of from_pretrained
-    assert fields - arguments == {"move_at_any_price"}  # for measurements
+    assert fields - arguments == {"force_approx"}  # for measurements
 
 
 def test_values_are_read_as_what_they_are() -> None:

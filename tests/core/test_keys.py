@@ -68,7 +68,7 @@ def test_golden_keys_in_another_process(hash_seed: str) -> None:
     """Keys are shared between processes and machines: Python's own salted hash must have no part in them."""
     program = (
         "import json, sys\n"
-        "from kvboost.plan import chunk_keys, fingerprint_root, token_array\n"
+        "from kvboost.core.keys import chunk_keys, fingerprint_root, token_array\n"
         "from kvboost.types import Fingerprint\n"
         "fingerprint, tokens, ends = json.load(sys.stdin)\n"
         "root = fingerprint_root(Fingerprint(**fingerprint))\n"

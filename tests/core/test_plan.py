@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvboost.core.chunking import FixedChunker
 from kvboost.core.keys import chunk_keys, token_array
-from kvboost.core.plan import plan_reuse, reusable_chunks
-from kvboost.types import Chunk, ReusePlan, Segment, SegmentKind
+from kvboost.core.plan import ReusePlan, Segment, SegmentKind, plan_reuse, reusable_chunks
+from kvboost.types import Chunk
 
 EXACT, FRESH = SegmentKind.EXACT, SegmentKind.FRESH
 

@@ -88,7 +88,7 @@ def test_a_budget_is_planned_as_it_is_loaded(folder: Path) -> None:
 
 
 def test_pages_are_planned_as_the_engine_makes_them(folder: Path) -> None:
-    settings: dict[str, Any] = {"kv_budget": 200_000, "chunk_size": 16, "cache_bytes": "10MB"}
+    settings: dict[str, Any] = {"kv_bytes": 200_000, "chunk_size": 16, "cache_bytes": "10MB"}
     ahead = planned(folder, context=500, config=EngineConfig(**settings)).plan
     assert ahead.kv_spilled > 0
     with KVBoost.from_pretrained(str(folder), device="cpu", **settings) as made:

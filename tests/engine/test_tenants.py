@@ -258,7 +258,7 @@ def test_clearing_a_view_leaves_the_others(tier: Tier, tiny: Tiny) -> None:
 
 
 def test_moved_text_stays_with_its_tenant(tiny: Tiny) -> None:
-    with engine_for(tiny("llama"), recompute_ratio=0.0, move_at_any_price=True) as engine:
+    with engine_for(tiny("llama"), recompute_ratio=0.0, force_approx=True) as engine:
         one, other = engine.for_tenant("one"), engine.for_tenant("other")
         warm(one, HEAD, ONE, TWO, THREE)
         assert read(other, HEAD, THREE, ONE, TWO, QUESTION).reuse.moved_tokens == 0
@@ -267,7 +267,7 @@ def test_moved_text_stays_with_its_tenant(tiny: Tiny) -> None:
 
 
 def test_shadow_checks_read_with_the_tenants_own_reader(tiny: Tiny) -> None:
-    settings = {"recompute_ratio": 1.0, "move_at_any_price": True, "shadow_share": 1.0, "quality": 0.05}
+    settings = {"recompute_ratio": 1.0, "force_approx": True, "shadow_share": 1.0, "quality": 0.05}
     with engine_for(tiny("llama"), **settings) as engine:
         one = engine.for_tenant("one")
         warm(one, HEAD, ONE, TWO, THREE)
@@ -276,7 +276,7 @@ def test_shadow_checks_read_with_the_tenants_own_reader(tiny: Tiny) -> None:
         assert one.generate(tokens, boundaries=ends, max_new_tokens=2, temperature=0).reuse.moved_tokens > 0
         assert engine._shadow is not None
         engine._shadow.wait()
-        assert one.cache_stats()["moved_reuse"]["checked"] == 1
+        assert one.cache_stats()["non_prefix_reuse"]["checked"] == 1
         one.close()  # the checks go on for the others
         assert not engine._shadow._closed
 
@@ -314,9 +314,9 @@ _READER = """
 import json, sys
 from tests.approx.test_find import engine_for, text
 from tests.engine.test_tenants import digest, found
-from kvboost.core.prefill import PromptReader
+from kvboost.core.prefill import Prefiller
 from tests.helpers.models import tiny_model
-PromptReader._observe = lambda self, reading: None  # as in the tests: what loading costs must not decide
+Prefiller._observe = lambda self, reading: None  # as in the tests: what loading costs must not decide
 engines = {}
 for line in sys.stdin:
     settings, tenant, seed, there = json.loads(line)

@@ -63,7 +63,7 @@ def test_two_engines_on_one_directory_reuse_what_the_other_computes(tiny: Tiny, 
 
 
 def test_chunks_from_the_directory_can_be_moved(tiny: Tiny, tmp_path: Path) -> None:
-    settings = {"recompute_ratio": 0.0, "move_at_any_price": True}
+    settings = {"recompute_ratio": 0.0, "force_approx": True}
     first = engine_for(tiny("llama"), disk_cache_dir=tmp_path, **settings)
     warm(first, HEAD, ONE, TWO, THREE)
     moved_at_home = read(first, HEAD, THREE, ONE, TWO, QUESTION)
@@ -224,7 +224,7 @@ def test_a_result_says_which_tier_its_tokens_came_from(tiny: Tiny, tmp_path: Pat
 
 
 def test_a_result_says_what_was_moved_from_where(tiny: Tiny, tmp_path: Path) -> None:
-    settings = {"recompute_ratio": 0.0, "move_at_any_price": True}
+    settings = {"recompute_ratio": 0.0, "force_approx": True}
     with engine_for(tiny("llama"), disk_cache_dir=tmp_path, **settings) as first:
         warm(first, HEAD, ONE, TWO, THREE)
     with engine_for(tiny("llama"), disk_cache_dir=tmp_path, **settings) as second:

@@ -70,7 +70,7 @@ def test_chunks_of_a_resident_engine_serve_a_streamed_one_and_the_other_way_roun
 def test_text_that_stands_elsewhere_is_moved_and_repaired_alike(folder: Path) -> None:
     logits = []
     for budget in (None, "500kB"):
-        arguments = {**_SETTINGS, "move_at_any_price": True, "recompute_strategy": "auto"}
+        arguments = {**_SETTINGS, "force_approx": True, "recompute_strategy": "auto"}
         with KVBoost.from_pretrained(str(folder), weight_budget=budget, **arguments) as engine:
             engine.warm(_PROMPT[:64], boundaries=[64])
             result = engine.prefill([*range(5, 37), *_PROMPT[:64], 8, 9], boundaries=[32, 96])

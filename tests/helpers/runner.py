@@ -78,7 +78,7 @@ class OneByOne:
     def __init__(self, engine: KVBoost, *, pause: float = 0.0) -> None:
         self._engine = engine
         self.pause = pause  # before each token, for tests that need a job to last
-        self._turn = threading.Lock()
+        self._model_lock = threading.Lock()
         self._count = threading.Lock()
         self.alive = 0
         self.jobs: list[Job] = []
@@ -103,7 +103,7 @@ class OneByOne:
         started = time.monotonic()
         finished = Finished("cancelled", None)
         try:
-            with self._turn:
+            with self._model_lock:
                 if not ticket.cancelled.is_set():
                     finished = self._generate(job, ticket, started)
         except Exception as error:  # noqa: BLE001 - told to whoever waits

@@ -38,7 +38,7 @@ LIMITS = {
 }
 _TENANTS = ("one", "two", "three")
 _SIZES = (500, 3000, 9000)
-_MOST_HELD = 6  # leases of one thread
+_MAX_HELD = 6  # leases of one thread
 _LOCK = threading.Lock()
 
 
@@ -138,9 +138,9 @@ def _work(stores: list[TieredStore], operations: int, seed: int, seen: Seen) -> 
                 (30, 8, 35, 8, 15, 3, 0.2, 0.2),
             )[0]
             kinds[kind] += 1
-            if kind == "lease" and len(held) < _MOST_HELD:
+            if kind == "lease" and len(held) < _MAX_HELD:
                 held.append((chunks, store.lease(chunks)))
-            elif kind == "lease content" and len(held) < _MOST_HELD:
+            elif kind == "lease content" and len(held) < _MAX_HELD:
                 held.append((chunks, store.lease_content(chunks, after=0)))
             elif kind == "put":
                 for chunk in chunks:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvboost import CapacityError, ConfigError, GenerationMode, KVBoost
-from kvboost.core.prefill import PromptReader
+from kvboost.core.prefill import Prefiller
 from kvboost.errors import ClosedError
 from kvboost.scheduler.jobs import Finished, Job, NewToken, RunnerLoad, Sampling, Ticket
 from kvboost.scheduler.runner import BatchRunner
@@ -277,7 +277,7 @@ def test_new_tokens_are_kept_as_the_engine_keeps_them(tiny: Callable[..., Any]) 
 
 @pytest.mark.usefixtures("prices_as_guessed")
 def test_text_that_stands_elsewhere_is_moved(tiny: Callable[..., Any]) -> None:
-    engine = engine_of(tiny("llama"), move_at_any_price=True, recompute_ratio=1.0)
+    engine = engine_of(tiny("llama"), force_approx=True, recompute_ratio=1.0)
     engine.warm(_TEXT[:64])
     prompt = [*_TEXT[150:158], *_TEXT[8:24], 5]
     with BatchRunner(engine) as runner:
@@ -302,7 +302,7 @@ def test_text_that_stands_elsewhere_is_moved(tiny: Callable[..., Any]) -> None:
 def test_moved_jobs_are_checked_as_other_requests_are(tiny: Callable[..., Any]) -> None:
     """On a random model no repair is not good enough: the check must see that here too, and put an end to it."""
     settings = {"recompute_strategy": "none", "recompute_ratio": 0.0, "quality": 0.05, "shadow_share": 1.0}
-    engine = engine_of(tiny("llama"), move_at_any_price=True, **settings)
+    engine = engine_of(tiny("llama"), force_approx=True, **settings)
     engine.warm(_TEXT[:160])
     assert engine._shadow is not None
     shadow = engine._shadow
@@ -312,12 +312,12 @@ def test_moved_jobs_are_checked_as_other_requests_are(tiny: Callable[..., Any]) 
             for seed in range(40):
                 run(runner, [job([*_TEXT[200 + seed : 208 + seed], *_TEXT[80:160], *_TEXT[:80], 5])])
                 shadow.wait()
-                if not engine.cache_stats()["moved_reuse"]["allowed"]:
+                if not engine.cache_stats()["non_prefix_reuse"]["allowed"]:
                     return
 
     with pytest.warns(RuntimeWarning, match="moved reuse is off"):
         ask_until_off()
-    assert not engine.cache_stats()["moved_reuse"]["allowed"]
+    assert not engine.cache_stats()["non_prefix_reuse"]["allowed"]
     engine.close()
 
 
@@ -459,14 +459,14 @@ def test_an_error_ends_its_own_job_only(tiny: Callable[..., Any]) -> None:
 
 def test_a_reader_that_fails_ends_its_own_job_only(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(tiny("llama"))
-    advance = PromptReader.advance
+    advance = Prefiller.advance
 
-    def sometimes(self: PromptReader, reading: Any, **arguments: Any) -> None:
+    def sometimes(self: Prefiller, reading: Any, **arguments: Any) -> None:
         if reading.tokens[0] == 96:
             raise RuntimeError("no memory")
         advance(self, reading, **arguments)
 
-    monkeypatch.setattr(PromptReader, "advance", sometimes)
+    monkeypatch.setattr(Prefiller, "advance", sometimes)
     with BatchRunner(engine) as runner:
         found = run(runner, [job([96, *_TEXT[:30]]), job(_TEXT[:30])])
         assert settled(engine, runner)

@@ -317,7 +317,7 @@ class KeepsEveryVariant(MemoryStore):
     """Counts no variants."""
 
     def put(self, block: KVBlock) -> PutOutcome:
-        return super().put(replace(block, generation=0))
+        return super().put(replace(block, approx_depth=0))
 
 
 class HoldsNoContent(MemoryStore):

@@ -19,7 +19,7 @@ from kvboost.approx.select import STRATEGIES, make_strategy
 from kvboost.approx.shadow import FIRST_TOKENS
 from kvboost.core.clock import StageClock
 from kvboost.core.guarded import GuardedStore
-from kvboost.core.prefill import PromptReader
+from kvboost.core.prefill import Prefiller
 from kvboost.core.workspaces import WorkspacePool
 from kvboost.engine.assembly import Assembly
 from kvboost.errors import ConfigError
@@ -68,8 +68,8 @@ def compare_on(
     *,
     boundaries: Iterable[Sequence[int]],
     runner: ModelRunner,
-    exact: PromptReader,
-    moving: dict[float, PromptReader],
+    exact: Prefiller,
+    moving: dict[float, Prefiller],
     step: Callable[[], None],
 ) -> dict[float, Comparisons]:
     """Read every prompt whole and with moved chunks at each ratio. All readers share one store."""
@@ -98,7 +98,7 @@ def _greedy(runner: ModelRunner, tokens: Sequence[int], cache: Any) -> list[int]
 
 def _compare(
     runner: ModelRunner,
-    reader: PromptReader,
+    reader: Prefiller,
     tokens: list[int],
     boundaries: Sequence[int],
     answer: list[int],

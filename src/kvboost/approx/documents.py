@@ -14,7 +14,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transfo
 
 from kvboost.engine.assembly import Assembly
 
-_MOST_IN_COMPANY = 2048  # tokens read as one prompt
+_MAX_IN_COMPANY = 2048  # tokens read as one prompt
 
 
 def warm_documents(
@@ -39,7 +39,7 @@ def warm_documents(
     documents = fitting
     missing = [not parts.reader.knows(tokens) for tokens in documents]
     groups = groups_in_company(
-        documents, missing, head=head, company=company, most_tokens=min([_MOST_IN_COMPANY, *limits])
+        documents, missing, head=head, company=company, most_tokens=min([_MAX_IN_COMPANY, *limits])
     )
     new = 0
     with tqdm(total=sum(missing), unit="doc", desc="reading", disable=not progress, delay=2) as bar:

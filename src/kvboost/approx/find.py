@@ -16,29 +16,29 @@ from typing import TYPE_CHECKING
 
 from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.levels import Repair
-from kvboost.approx.recompute import RowRunner
-from kvboost.approx.repair import MovedChunks, Repairer
-from kvboost.approx.reposition import KeyMover
+from kvboost.approx.recompute import RecomputeRunner
+from kvboost.approx.repair import ApproxChunks, Repairer
+from kvboost.approx.reposition import KeyRepositioner
 from kvboost.core.costs import CostModel
 from kvboost.core.guarded import GuardedStore, loads_of
 from kvboost.core.keys import variant_key
+from kvboost.core.plan import SegmentKind
 from kvboost.extend import ContentLease
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.codec import KVCodec
-from kvboost.store import context_before
-from kvboost.types import TOKEN_BYTES, Chunk, PutOutcome, SegmentKind
+from kvboost.types import TOKEN_BYTES, Chunk, PutOutcome, context_before
 
 if TYPE_CHECKING:
-    from kvboost.core.prefill import Reading
+    from kvboost.core.prefill import PrefillState
 
 # Move only if it takes at most this share of computing: guesses have an error, and what stands behind moved text is not
 # stored as exact, so that the same beginning, if it comes again, is computed then.
 _MUST_SAVE = 0.75
-_MOST_GENERATIONS = 2  # of KV computed behind moved KV; see docs/results/generations.md
-_MOST_TAINTED = 65_536  # places remembered
+_MAX_GENERATIONS = 2  # of KV computed behind moved KV; see docs/results/generations.md
+_MAX_TAINTED = 65_536  # places remembered
 
 
-class _Places:
+class ApproxPrefixes:
     """The last places (a chunk behind exactly these chunks) where KV was approximate."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class _Places:
             for key in keys:
                 self._keys[key] = None
                 self._keys.move_to_end(key)
-            while len(self._keys) > _MOST_TAINTED:
+            while len(self._keys) > _MAX_TAINTED:
                 self._keys.popitem(last=False)
 
     def forget(self, keys: Iterable[bytes]) -> None:
@@ -70,15 +70,15 @@ class _Places:
             self._keys.clear()
 
 
-class MovedReuse:
+class ApproxReuse:
     """Moves chunks of one store into prompts of one model, and repairs them."""
 
     def __init__(
         self,
         *,
         store: GuardedStore,
-        mover: KeyMover,
-        rows: RowRunner,
+        mover: KeyRepositioner,
+        rows: RecomputeRunner,
         codec: KVCodec,
         repair: Repair,
         costs: CostModel,
@@ -91,15 +91,15 @@ class MovedReuse:
         self._codec = codec
         self._repair = repair
         self._repairer = Repairer(mover=mover, rows=rows, repair=repair)
-        self._places = _Places()
+        self._places = ApproxPrefixes()
         self.costs = costs
         self.guard = ReuseGuard(repair.tolerated_share)
         self.moved_chunks = 0
         self.failures = 0
 
-    def over(self, store: GuardedStore, repair: Repair) -> MovedReuse:
+    def over(self, store: GuardedStore, repair: Repair) -> ApproxReuse:
         """The same for another store and another way of repairing, at any price."""
-        return MovedReuse(
+        return ApproxReuse(
             store=store,
             mover=self._mover,
             rows=self._rows,
@@ -109,10 +109,10 @@ class MovedReuse:
             at_any_price=True,
         )
 
-    def for_tenant(self, store: GuardedStore) -> MovedReuse:
+    def for_tenant(self, store: GuardedStore) -> ApproxReuse:
         """The same over another tenant's store: with its own counts, judged by the same checks."""
         other = copy.copy(self)
-        other._store, other._places = store, _Places()
+        other._store, other._places = store, ApproxPrefixes()
         other.moved_chunks = other.failures = 0
         return other
 
@@ -131,7 +131,7 @@ class MovedReuse:
 
     def find(
         self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int
-    ) -> tuple[MovedChunks | None, str | None]:
+    ) -> tuple[ApproxChunks | None, str | None]:
         """The chunks behind the first ``available`` that are worth moving here, or None, and why not."""
         if not self.guard.allowed:
             return None, self.guard.reason
@@ -150,7 +150,7 @@ class MovedReuse:
         except BaseException:
             lease.release()
             raise
-        if not isinstance(found, MovedChunks):
+        if not isinstance(found, ApproxChunks):
             lease.release()
             return None, found
         self.moved_chunks += len(found.blocks)
@@ -158,7 +158,7 @@ class MovedReuse:
 
     def _worth_moving(
         self, lease: ContentLease, chunks: Sequence[Chunk], *, available: int, first: int, prompt_tokens: int
-    ) -> MovedChunks | str | None:
+    ) -> ApproxChunks | str | None:
         """The blocks of ``lease`` as moved chunks, or why they are not moved."""
         blocks = {
             first + i: block
@@ -179,7 +179,7 @@ class MovedReuse:
         if price > _MUST_SAVE and not self._at_any_price:
             self.costs.repair_refused()
             return f"{moved} tokens could be moved here, at {price:.2f} of the time that computing them takes"
-        return MovedChunks(lease, blocks, expected_seconds=expected if self.costs.in_seconds else 0.0)
+        return ApproxChunks(lease, blocks, expected_seconds=expected if self.costs.in_seconds else 0.0)
 
     def failed(self, error: Exception) -> str:
         """Moving or repairing raised: count it, warn once, and say why this prompt is computed."""
@@ -189,21 +189,21 @@ class MovedReuse:
             warnings.warn(f"{reason}; further failures are only counted", RuntimeWarning, stacklevel=4)
         return reason
 
-    def place(self, cache: SlabCache, chunks: Sequence[Chunk], moved: MovedChunks) -> None:
+    def place(self, cache: SlabCache, chunks: Sequence[Chunk], moved: ApproxChunks) -> None:
         """Copy the moved chunks to their rows, keys re-rotated."""
         for index, block in moved.blocks.items():
             tensors = self._codec.unpack(block.tensors)
             self._mover.place(cache, tensors, old_start=block.start, new_start=chunks[index].start)
 
-    def repair(self, reading: Reading, moved: MovedChunks) -> None:
+    def repair(self, reading: PrefillState, moved: ApproxChunks) -> None:
         """Make the moved chunks fit, and compute what is missing between them."""
         self._repairer.repair(reading, moved)
 
-    def keep(self, reading: Reading, moved: MovedChunks) -> int:
+    def keep(self, reading: PrefillState, moved: ApproxChunks) -> int:
         """Store the chunks computed behind moved ones, for moving only. Returns how many were new."""
         if moved.repaired:
             self._places.add(chunk.prefix_key for chunk in reading.chunks[min(moved.blocks) :])
-        if moved.generation > _MOST_GENERATIONS or not moved.repaired:
+        if moved.approx_depth > _MAX_GENERATIONS or not moved.repaired:
             return 0
         new = 0
         end = reading.plan.steps[-1].start
@@ -213,6 +213,6 @@ class MovedReuse:
             if segment.kind is SegmentKind.FRESH and segment.chunk is not None:
                 context = context_before(reading.chunks, index)
                 key = variant_key(segment.chunk.content_key, context)
-                block = reading.block(segment.chunk, key=key, context=context, generation=moved.generation)
+                block = reading.block(segment.chunk, key=key, context=context, approx_depth=moved.approx_depth)
                 new += self._store.put(block) is PutOutcome.STORED
         return new

@@ -151,7 +151,7 @@ class ReuseGuard:
             self._reason = (
                 f"reuse changed {self._bound.disagreements} of {self._bound.checked} checked answers: with "
                 f"{self.confidence:.4g} confidence more than {lower:.4g} of all, where {self.tolerated:.4g} is "
-                "tolerated; recompute more rows or tolerate more, then call the engine's allow_moving()"
+                "tolerated; recompute more rows or tolerate more, then call the engine's allow_non_prefix_reuse()"
             )
 
 

@@ -19,13 +19,13 @@ import torch
 
 from kvboost.approx.attention import AttentionTap, BlockedAttention, SeenEnough
 from kvboost.errors import UnsupportedModelError
-from kvboost.hf.cache import KVLayout, RowChanges, SlabCache, Spreading
+from kvboost.hf.cache import KVChanges, KVLayout, SlabCache, Spreading
 from kvboost.hf.probe import compare_logits
 from kvboost.hf.runner import ModelRunner
 
 _PROBE_TOKENS = 12
 _EXACT_GOES_ON = "Its text is reused only behind the same beginning."
-_MOST_ROWS = 2048  # per forward: bounds the mask, which has rows x keys entries
+_MAX_ROWS = 2048  # per forward: bounds the mask, which has rows x keys entries
 
 
 class SpreadMaker(Protocol):
@@ -36,7 +36,7 @@ class SpreadMaker(Protocol):
         ...
 
 
-Chooser = Callable[[int, torch.Tensor, RowChanges | None], torch.Tensor | None]
+Chooser = Callable[[int, torch.Tensor, KVChanges | None], torch.Tensor | None]
 """Called before each layer with its index, the rows [n] that reach it and what the layer before changed in
 them; returns which of them go on (indices into the rows, ascending), or None for all."""
 
@@ -59,7 +59,7 @@ class _Pass:
         return self.make_spread(rows) if self.make_spread is not None else None
 
 
-class RowRunner:
+class RecomputeRunner:
     """Row-wise forward passes of one model. ``close`` takes its hooks off the model again."""
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -84,7 +84,7 @@ class RowRunner:
         self._take_off()
 
     @torch.no_grad()
-    def forward_rows(
+    def recompute_positions(
         self,
         token_ids: Sequence[int],
         cache: SlabCache,
@@ -110,7 +110,7 @@ class RowRunner:
         ids = torch.as_tensor(token_ids, device=device)
         last: torch.Tensor | None = None
         layer_rows = 0
-        parts = torch.split(positions, _MOST_ROWS)
+        parts = torch.split(positions, _MAX_ROWS)
         for index, part in enumerate(parts):
             begin = int(part[0]) if index else 0
             end = int(parts[index + 1][0]) if index + 1 < len(parts) else length
@@ -218,23 +218,23 @@ def _remove(hooks: Sequence[Any]) -> None:
 
 
 @torch.no_grad()
-def probe_rows(runner: ModelRunner, layout: KVLayout, *, attention_layers: range) -> RowRunner:
+def probe_recompute(runner: ModelRunner, layout: KVLayout, *, attention_layers: range) -> RecomputeRunner:
     """A row runner for this model, once it has shown that its rows may be recomputed, dropped and watched.
 
     Raises UnsupportedModelError with the reason where they may not.
     """
-    rows = RowRunner(runner)
+    rows = RecomputeRunner(runner)
     config = runner.model.config.get_text_config(decoder=True)
     tokens = (torch.arange(_PROBE_TOKENS) * 7919 % min(config.vocab_size, 30_000)).tolist()
     cache = SlabCache(layout, capacity=_PROBE_TOKENS)
     whole = runner.append(tokens, cache, logits=True)
     middle = rows.layer_count // 2
 
-    def drop_one(layer: int, positions: torch.Tensor, changes: RowChanges | None) -> torch.Tensor | None:
+    def drop_one(layer: int, positions: torch.Tensor, changes: KVChanges | None) -> torch.Tensor | None:
         return torch.tensor([1, 2], device=positions.device) if layer == middle else None
 
     try:
-        again, seen = rows.forward_rows(tokens, cache, [3, 7, _PROBE_TOKENS - 1], choose=drop_one)
+        again, seen = rows.recompute_positions(tokens, cache, [3, 7, _PROBE_TOKENS - 1], choose=drop_one)
         if seen != 3 * middle + 2 * (rows.layer_count - middle):
             raise UnsupportedModelError(f"{config.model_type} does not run its decoder layers one after another")
         if attention_layers:

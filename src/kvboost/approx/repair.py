@@ -1,6 +1,6 @@
 """Repairs a prompt with moved chunks: asks a strategy for rows, computes them, and estimates what is left wrong.
 
-Called by the reader through :class:`kvboost.approx.find.MovedReuse`. Invariant: afterwards the cache holds
+Called by the reader through :class:`kvboost.approx.find.ApproxReuse`. Invariant: afterwards the cache holds
 every row of the prompt before its last step; missing rows are always computed, moved ones as far as chosen.
 """
 
@@ -14,23 +14,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvboost.approx.levels import Repair
-from kvboost.approx.recompute import RowRunner
-from kvboost.approx.reposition import KeyMover
+from kvboost.approx.recompute import RecomputeRunner
+from kvboost.approx.reposition import KeyRepositioner
 from kvboost.approx.spread import Spread
-from kvboost.extend import ContentLease, RepairStrategy
-from kvboost.hf.cache import RowChanges
-from kvboost.store import context_mark
-from kvboost.types import Chunk, KVBlock, RepairSituation
+from kvboost.extend import ContentLease, RepairSituation, RepairStrategy
+from kvboost.hf.cache import KVChanges
+from kvboost.types import Chunk, KVBlock, context_mark
 
 if TYPE_CHECKING:
-    from kvboost.core.prefill import Reading
+    from kvboost.core.prefill import PrefillState
 
 
-_MOST_ASKING = 64  # of the live tokens, the last ones: more would make looking as dear as repairing
+_MAX_ASKING = 64  # of the live tokens, the last ones: more would make looking as dear as repairing
 
 
 @dataclass
-class MovedChunks:
+class ApproxChunks:
     """The moved part of one reading."""
 
     lease: ContentLease
@@ -43,15 +42,15 @@ class MovedChunks:
     error_estimate: float | None = None
 
     @property
-    def generation(self) -> int:
+    def approx_depth(self) -> int:
         """Of what is computed behind these chunks."""
-        return 1 + max(block.generation for block in self.blocks.values())
+        return 1 + max(block.approx_depth for block in self.blocks.values())
 
 
 class Repairer:
     """Repairs with one strategy, and with more rows where the estimated error is above what is tolerated."""
 
-    def __init__(self, *, mover: KeyMover, rows: RowRunner, repair: Repair) -> None:
+    def __init__(self, *, mover: KeyRepositioner, rows: RecomputeRunner, repair: Repair) -> None:
         self._mover, self._rows = mover, rows
         self._strategy, self._ratio, self._tolerated = repair.strategy, repair.ratio, repair.tolerated_error
         self._layers = self._strategy.attention_layers(rows.layer_count) if self._ratio > 0.0 else range(0)
@@ -61,7 +60,7 @@ class Repairer:
         """Whether the live tokens run once over the stale cache before rows are chosen."""
         return bool(self._layers)
 
-    def repair(self, reading: Reading, moved: MovedChunks) -> None:
+    def repair(self, reading: PrefillState, moved: ApproxChunks) -> None:
         """Compute what is missing behind the first moved chunk, and again what the strategy chooses.
 
         Everything up to there must be in the cache. Afterwards it holds the prompt up to its last step.
@@ -94,11 +93,11 @@ class Repairer:
         moved.repaired = True
         reading.clock.lap("repair")
 
-    def _attention(self, reading: Reading, ground: _Ground) -> torch.Tensor:
+    def _attention(self, reading: PrefillState, ground: _Ground) -> torch.Tensor:
         """Which share of the live tokens' attention goes to each row of the ground."""
         known = torch.ones(ground.end, dtype=torch.bool)
         known[ground.begin :] = ground.is_moved
-        live = reading.tokens[ground.end :][-_MOST_ASKING:]
+        live = reading.tokens[ground.end :][-_MAX_ASKING:]
         ahead = len(reading.tokens) - ground.end - len(live)
         seen = self._rows.attention_to(live, reading.cache, known=known, layers=self._layers, ahead=ahead)
         reading.clock.lap("select")
@@ -106,7 +105,7 @@ class Repairer:
 
     def _compute(
         self,
-        reading: Reading,
+        reading: PrefillState,
         ground: _Ground,
         rows: torch.Tensor,
         chooser: _Chooser | None,
@@ -122,7 +121,7 @@ class Repairer:
         spread = None
         if self._strategy.spreads and stretches is not None and self._ratio < 1.0:
             spread = partial(Spread, self._mover, stretches=stretches)
-        _, layer_rows = self._rows.forward_rows(
+        _, layer_rows = self._rows.recompute_positions(
             reading.tokens[: ground.end],
             reading.cache,
             rows,
@@ -254,7 +253,7 @@ class _Chooser:
             usual[self._ground.starts == start] = off[stretch == start].mean()
         return self._attention * usual
 
-    def __call__(self, layer: int, rows: torch.Tensor, changes: RowChanges | None) -> torch.Tensor | None:
+    def __call__(self, layer: int, rows: torch.Tensor, changes: KVChanges | None) -> torch.Tensor | None:
         """Before each layer of a forward: which rows go on."""
         within = rows.cpu() - self._ground.begin
         if changes is not None and layer - 1 in self._listening:
@@ -271,7 +270,7 @@ class _Chooser:
         self.computed[within[going]] = True
         return going.to(rows.device)
 
-    def _going_on(self, layer: int, within: torch.Tensor, changes: RowChanges | None) -> torch.Tensor:
+    def _going_on(self, layer: int, within: torch.Tensor, changes: KVChanges | None) -> torch.Tensor:
         moved = self._ground.is_moved[within]
         candidates = moved.nonzero().flatten()
         at = within[candidates]

@@ -1,6 +1,6 @@
 """Moves stored KV to other positions: what depends on the position is rotated again, the rest is copied.
 
-:func:`probe_mover` is called once when an engine is made, :meth:`KeyMover.place` by its prefill for every
+:func:`probe_reposition` is called once when an engine is made, :meth:`KeyRepositioner.place` by its prefill for every
 block that is found at another position. Invariant: a moved row equals the row the model itself would have
 written for the same hidden state at the new position, up to the rounding of one rotation.
 """
@@ -86,7 +86,7 @@ class _Rotation(NamedTuple):
         out_right.addcmul_(left, sin)
 
 
-class Turns:
+class Rotations:
     """Rotations of some tokens from where they stood to somewhere else, each token by its own angle."""
 
     def __init__(
@@ -108,7 +108,7 @@ class Turns:
         return turned
 
 
-class KeyMover:
+class KeyRepositioner:
     """Copies stored KV to other positions of a cache, re-rotating the keys on the way.
 
     Safe to use from several threads with different caches: it computes with copies of the model's rotary
@@ -174,9 +174,9 @@ class KeyMover:
         return self._limit is None or end <= self._limit
 
     @torch.no_grad()
-    def turns(self, old: torch.Tensor, new: torch.Tensor) -> Turns:
+    def turns(self, old: torch.Tensor, new: torch.Tensor) -> Rotations:
         """The rotations from positions ``old`` [tokens] to ``new``, for every slot."""
-        return Turns(self._rotations, [rotary.turn(old, new) for rotary in self._rotaries])
+        return Rotations(self._rotations, [rotary.turn(old, new) for rotary in self._rotaries])
 
     def _check(self, cache: SlabCache, end: int, new_end: int) -> None:
         if cache.layout is not self._layout and cache.layout != self._layout:
@@ -204,7 +204,7 @@ def _slices(indices: list[int]) -> list[slice]:
 
 
 @torch.no_grad()
-def probe_mover(model: Any, layout: KVLayout) -> KeyMover:
+def probe_reposition(model: Any, layout: KVLayout) -> KeyRepositioner:
     """Find out how each slot of the loaded model's cache depends on the position, by running it at two.
 
     Raises UnsupportedModelError if the KV cannot be moved, with the reason.
@@ -245,7 +245,7 @@ def probe_mover(model: Any, layout: KVLayout) -> KeyMover:
         rotations.append(rotation)
     if not any(rotations):
         raise UnsupportedModelError(f"{name} rotates no keys by position (no RoPE). {_WITHOUT_MOVING}")
-    return KeyMover(layout, rotaries=rotaries, rotations=rotations, limit=limit)
+    return KeyRepositioner(layout, rotaries=rotaries, rotations=rotations, limit=limit)
 
 
 def _read_single_tokens(model: Any, decoder: Any, ids: torch.Tensor, start: int) -> list[torch.Tensor]:

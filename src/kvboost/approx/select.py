@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from kvboost.errors import ConfigError
-from kvboost.extend import RepairStrategy
-from kvboost.types import RepairSituation
+from kvboost.extend import RepairSituation, RepairStrategy
 
 _NO_LAYERS = range(0)
 

@@ -19,12 +19,12 @@ import torch
 
 from kvboost.approx.guard import ReuseGuard
 from kvboost.core.clock import StageClock
-from kvboost.core.prefill import PromptReader
+from kvboost.core.prefill import Prefiller
 from kvboost.hf.runner import ModelRunner
 from kvboost.types import KVBlock
 
 FIRST_TOKENS = 8  # of an answer are compared: long enough to say something else, short enough to be cheap
-_MOST_WAITING = 2  # each holds its moved blocks, beside the budget of the store
+_MAX_WAITING = 2  # each holds its moved blocks, beside the budget of the store
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Answered:
     blocks: Mapping[int, KVBlock]
     """What was moved, by the chunk's index."""
     produced: list[int]
-    reader: PromptReader
+    reader: Prefiller
     """Who read it: of one tenant."""
 
 
@@ -68,7 +68,7 @@ class ShadowChecks:
         self._check, self._share, self._guard = check, share, guard
         self._chance = random.Random()
         self._closed = False
-        self._waiting: queue.Queue[Answered | None] = queue.Queue(maxsize=_MOST_WAITING)
+        self._waiting: queue.Queue[Answered | None] = queue.Queue(maxsize=_MAX_WAITING)
         self._thread = threading.Thread(target=self._work, name="kvboost-shadow", daemon=True)
         self._thread.start()
         self.dropped = 0

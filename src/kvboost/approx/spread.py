@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvboost.approx.reposition import KeyMover, Turns
+from kvboost.approx.reposition import KeyRepositioner, Rotations
 from kvboost.hf.cache import SlabLayer
 
 _WIDTH = 32.0  # rows; how far a change is taken to reach, as the deviation of a Gaussian
@@ -32,7 +32,9 @@ class _Block:
 class Spread:
     """The change of some rows, spread over others."""
 
-    def __init__(self, mover: KeyMover, rows: torch.Tensor, *, stretches: torch.Tensor, begin: int, end: int) -> None:
+    def __init__(
+        self, mover: KeyRepositioner, rows: torch.Tensor, *, stretches: torch.Tensor, begin: int, end: int
+    ) -> None:
         """``rows`` are computed again; those of ``[begin, end)`` that were moved and are not computed change along.
 
         ``stretches`` [length] numbers each row's moved stretch, -1 where a row was not moved.
@@ -51,8 +53,8 @@ class Spread:
         self._guesses, _ = _blocks(computed, computed, stretches)
         origin = torch.zeros(1, dtype=torch.long)
         # Keys are compared as they would be at position 0: only there do neighbours change alike.
-        self._to_origin: Turns = mover.turns(computed, origin.expand(len(computed)))
-        self._from_origin: Turns = mover.turns(origin.expand(len(self._targets)), self._targets)
+        self._to_origin: Rotations = mover.turns(computed, origin.expand(len(computed)))
+        self._from_origin: Rotations = mover.turns(origin.expand(len(self._targets)), self._targets)
 
     def apply(self, layer_index: int, layer: SlabLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Before the new ``keys`` and ``values`` [1, heads, rows, dim] are written over the old ones."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kvboost.approx.reposition import KeyMover, probe_mover
+from kvboost.approx.reposition import KeyRepositioner, probe_reposition
 from kvboost.bench import rag
 from kvboost.bench.measure import DTYPES, load_engine, positive
 from kvboost.bench.repair import agreement, interval
@@ -80,7 +80,7 @@ def _trips(model: Any, layout: KVLayout, *, codecs_only: bool) -> dict[str, Trip
     if codecs_only:
         return trips
     try:
-        mover: KeyMover | None = probe_mover(model, layout)
+        mover: KeyRepositioner | None = probe_reposition(model, layout)
     except UnsupportedModelError as error:
         say(f"without the schemes that store keys before RoPE: {error}")
         mover = None
@@ -95,7 +95,7 @@ def _through(codec: KVCodec, tensors: Sequence[torch.Tensor], start: int) -> Seq
 
 
 def _rounded(
-    rounding: Rounding, layout: KVLayout, mover: KeyMover | None, tensors: Sequence[torch.Tensor], start: int
+    rounding: Rounding, layout: KVLayout, mover: KeyRepositioner | None, tensors: Sequence[torch.Tensor], start: int
 ) -> Sequence[torch.Tensor]:
     return rounding.trip(tensors, layout, mover if rounding.before_rope else None, start)
 

@@ -1,7 +1,7 @@
 """Found: how much of a RAG trace is reused, by prefix only and wherever the text stands.
 
 Called by the command line. Needs no model: the RAGPulse trace names the parts of 7,106 prompts by id and
-length, every id becomes made-up text of that length, and the prompts go through :mod:`kvboost.plan` as the
+length, every id becomes made-up text of that length, and the prompts go through :mod:`kvboost.core` as the
 engine's do. Invariant: equal ids of a kind are equal text, so what is found depends on ids, lengths and order only,
 and a request finds nothing of itself: it looks everything up before anything of it is kept.
 """

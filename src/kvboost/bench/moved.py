@@ -159,7 +159,7 @@ def run(args: argparse.Namespace) -> Report:
     machine = describe_machine(dtype=args.dtype, model=str(args.model))
     movers = {
         setting.name: KVBoost(
-            exact.model, exact.tokenizer, store=store, move_at_any_price=args.at_any_price, **setting.engine_settings
+            exact.model, exact.tokenizer, store=store, force_approx=args.at_any_price, **setting.engine_settings
         )
         for setting in args.settings
     }

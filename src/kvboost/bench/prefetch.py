@@ -24,7 +24,7 @@ from unittest.mock import patch
 from kvboost.bench.measure import TextSource, add_model_arguments, alternate, first_token, load_engine, positive
 from kvboost.bench.report import BenchError, Report, Spread, Table, describe_machine, ratios
 from kvboost.bench.servers import redis_server
-from kvboost.core.loader import Placing
+from kvboost.core.loader import KVLoader
 from kvboost.engine import KVBoost
 
 _AFTER, _WHILE, _PREFETCHED = "load, then place", "place while loading", "prefetched"
@@ -117,7 +117,7 @@ class _Sampling:
                 self.stages[_LOAD].append((time.perf_counter() - began) * 1000.0)
                 self.stages[_LOAD_CPU].append((time.process_time() - cpu) * 1000.0)
             if after:
-                stack.enter_context(patch.object(Placing, "arrived", lambda *block: None))
+                stack.enter_context(patch.object(KVLoader, "arrived", lambda *block: None))
             result = first_token(engine, self._prompt)
             self._check(result.cached_tokens)
             if after:

@@ -139,7 +139,7 @@ def _engine(plain: KVBoost, store: FreezableStore, setting: Setting, args: argpa
         plain.tokenizer,
         store=store,
         chunk_size=args.chunk_size,
-        move_at_any_price=True,
+        force_approx=True,
         **asked,
     )
 

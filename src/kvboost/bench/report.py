@@ -57,7 +57,7 @@ def describe_machine(*, dtype: str = "none", model: str | None = None) -> Machin
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         torch=torch.__version__,
-        transformers=metadata.version("transformers"),  # asked of the installation: only kvboost.model imports it
+        transformers=metadata.version("transformers"),  # asked of the installation: only kvboost.hf imports it
         dtype=dtype,
         model=Path(model).expanduser().resolve().name if model else "none",
     )

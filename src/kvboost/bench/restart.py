@@ -23,7 +23,7 @@ from kvboost.engine import KVBoost
 
 _FULL, _MEMORY = "full reading", "memory"
 _MOST = 0.9  # of the prompt must come from the tier
-_MOST_TRIES = 5
+_MAX_TRIES = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +107,7 @@ def _full_reading(engine: KVBoost, prompt: list[int]) -> float:
 
 
 def _from_tier(plain: KVBoost, settings: dict[str, Any], prompt: list[int], again: Counter[str]) -> float:
-    for _ in range(_MOST_TRIES - 1):
+    for _ in range(_MAX_TRIES - 1):
         with _engine(plain, settings) as engine:
             try:
                 return _checked(engine, prompt)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvboost.approx.reposition import KeyMover
+from kvboost.approx.reposition import KeyRepositioner
 from kvboost.hf.cache import KVLayout
 
 _TOKENS, _DIM = 2, 3
@@ -34,7 +34,7 @@ class Rounding:
     """The first token of the text stays as it is."""
 
     def trip(
-        self, tensors: Sequence[torch.Tensor], layout: KVLayout, mover: KeyMover | None, start: int
+        self, tensors: Sequence[torch.Tensor], layout: KVLayout, mover: KeyRepositioner | None, start: int
     ) -> list[torch.Tensor]:
         """A block as it would come back."""
         kept = 1 if self.keeps_first and start == 0 else 0

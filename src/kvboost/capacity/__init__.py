@@ -1,7 +1,7 @@
 """What a model, a context and a batch take of memory, and how fast they would run: plain numbers, nothing is loaded."""
 
 from kvboost.capacity.memory import (
-    MOST_IDLE,
+    MAX_IDLE,
     Activations,
     MemoryPlan,
     ModelShape,
@@ -17,7 +17,7 @@ from kvboost.capacity.options import Option, plan_options
 from kvboost.capacity.speed import Rates, Speed, expected_speed
 
 __all__ = [
-    "MOST_IDLE",
+    "MAX_IDLE",
     "Activations",
     "MemoryPlan",
     "ModelShape",

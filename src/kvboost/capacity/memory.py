@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from kvboost.errors import ConfigError
 
 _ROUND_TO = 256  # rows; equal capacities for similar prompts let the workspaces serve them with the same memory
-_MOST_HEADROOM = 2048  # rows; a growing chat then keeps its workspace for several turns
-MOST_IDLE = 4
+_MAX_HEADROOM = 2048  # rows; a growing chat then keeps its workspace for several turns
+MAX_IDLE = 4
 """Workspaces that are kept for requests to come."""
 _PAGE = 4096
 _TRANSIT = 2  # pages on their way, one being read while another is computed with
@@ -92,7 +92,7 @@ class Workload:
     workspace_bytes: int = 0
     stored_tokens: int | None = None
     """Tokens that the store has been given; None counts all caches as full, as they are after a while."""
-    kv_budget: int | None = None
+    kv_bytes: int | None = None
     """Bytes of KV each request may hold in memory; the rest is on the disk."""
     block_tokens: int = 256
 
@@ -190,7 +190,7 @@ class MemoryPlan:
 
 def workspace_rows(rows: int) -> int:
     """Rows of the cache that a request with ``rows`` gets: some more than it asks for, in round numbers."""
-    return rounded_rows(rows + min(rows // 4, _MOST_HEADROOM))
+    return rounded_rows(rows + min(rows // 4, _MAX_HEADROOM))
 
 
 def rounded_rows(rows: int) -> int:
@@ -209,7 +209,7 @@ def paged_memory(shape: ModelShape, *, tokens: int, budget: int, block_tokens: i
     least = frame * (shape.layers + _TRANSIT)
     if budget < least:
         raise ConfigError(
-            f"kv_budget={budget} is too small for blocks of {block_tokens} tokens; give at least {least} bytes"
+            f"kv_bytes={budget} is too small for blocks of {block_tokens} tokens; give at least {least} bytes"
         )
     pages = -(-tokens // block_tokens) * shape.layers
     frames = budget // frame
@@ -218,7 +218,7 @@ def paged_memory(shape: ModelShape, *, tokens: int, budget: int, block_tokens: i
 
 def is_paged(shape: ModelShape, work: Workload) -> bool:
     """Whether a request's cache is more than its budget, and so lies in pages."""
-    return work.kv_budget is not None and request_bytes(work.context, kv_per_token=shape.kv_per_token) > work.kv_budget
+    return work.kv_bytes is not None and request_bytes(work.context, kv_per_token=shape.kv_per_token) > work.kv_bytes
 
 
 def activations(shape: ModelShape, work: Workload) -> Activations:
@@ -255,13 +255,13 @@ def plan_memory(shape: ModelShape, weights: WeightMemory, work: Workload, *, run
     """What ``work`` takes of memory with this model."""
     reserved = request_bytes(work.context, kv_per_token=shape.kv_per_token)
     spilled = 0
-    if work.kv_budget is not None and is_paged(shape, work):
-        kv, spilled = paged_memory(shape, tokens=work.context, budget=work.kv_budget, block_tokens=work.block_tokens)
+    if work.kv_bytes is not None and is_paged(shape, work):
+        kv, spilled = paged_memory(shape, tokens=work.context, budget=work.kv_bytes, block_tokens=work.block_tokens)
         reserved = kv
     else:
         kv = work.context * shape.kv_per_token if shape.lazy else reserved
     if work.stored_tokens is None:
-        cache, workspaces = work.cache_bytes, min(work.workspace_bytes, MOST_IDLE * kv)
+        cache, workspaces = work.cache_bytes, min(work.workspace_bytes, MAX_IDLE * kv)
     else:
         # A chunk is in one place: what the memory has no room for goes down, and is not in memory any more.
         cache, workspaces = min(work.cache_bytes, work.stored_tokens * work.stored_per_token), 0

@@ -76,7 +76,7 @@ def plan_options(
         smallest = next((o for o in found if o.name == "weights streamed"), None)
         if smallest is not None:
             change = f"{smallest.change}, {paged.change}"
-            found.append(option("both", change, smallest.plan.weights, replace(work, kv_budget=budget_of_kv)))
+            found.append(option("both", change, smallest.plan.weights, replace(work, kv_bytes=budget_of_kv)))
     return found
 
 
@@ -100,8 +100,8 @@ def _paged(
     for share in _SHARES:
         budget = _round(work.context * shape.kv_per_token // share)
         try:
-            asked = replace(work, kv_budget=budget)
-            best = option("KV paged", f"kv_budget={_text(budget)}", weights, asked), budget
+            asked = replace(work, kv_bytes=budget)
+            best = option("KV paged", f"kv_bytes={_text(budget)}", weights, asked), budget
         except ConfigError:  # less than a page for every layer
             break
         if best[0].fits:

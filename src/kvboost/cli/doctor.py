@@ -188,7 +188,7 @@ def _row(option: Option) -> str:
 
 
 def _flags(option: Option) -> str:
-    """What to change, as it is typed: ``kv_budget=25MB`` is ``--kv-budget 25MB``."""
+    """What to change, as it is typed: ``kv_bytes=25MB`` is ``--kv-budget 25MB``."""
     settings = (part.split("=") for part in option.change.split(", ") if part)
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings)
 

@@ -197,7 +197,7 @@ def row_of(entry: Entry, head: bytes | None) -> dict[str, Any]:
         "parent": hex_of(header.parent_key),
         "content": header.content_key.hex(),
         "bitwise": header.bitwise,
-        "generation": header.generation,
+        "approx_depth": header.approx_depth,
     }
 
 

@@ -62,7 +62,7 @@ ENGINE = (
         "weight_budget", str, "Memory for the model's weights, such as 6GB; the others are read as they are needed."
     ),
     Option("draft", str, "Proposes tokens to verify several in one pass: a smaller model, or prompt-lookup."),
-    Option("kv_budget", str, "Memory for the KV of one request, such as 512MB; the rest is paged out to disk."),
+    Option("kv_bytes", str, "Memory for the KV of one request, such as 512MB; the rest is paged out to disk."),
     Option("weight_dir", str),
     Option("kv_dir", str),
     Option("device", str),

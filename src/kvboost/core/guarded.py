@@ -23,7 +23,7 @@ def loads_of(lease: Lease | ContentLease) -> LoadReport:
     return loads if isinstance(loads, LoadReport) else NOTHING_LOADED
 
 
-class NothingHeld:
+class EmptyLease:
     """The lease of a lookup that failed."""
 
     @property
@@ -58,7 +58,7 @@ class GuardedStore:
             return self._store.lease(chunks)
         except Exception as error:  # noqa: BLE001 - whatever a store raises, the request goes on
             self._failed(error)
-            return NothingHeld()
+            return EmptyLease()
 
     def leading_run(self, chunks: Sequence[Chunk]) -> int:
         """How many of ``chunks`` a lease would probably hold, uncounted; all of them, for a store that cannot tell."""
@@ -76,7 +76,7 @@ class GuardedStore:
             return self._store.lease_content(chunks, after=after)
         except Exception as error:  # noqa: BLE001 - whatever a store raises, the request goes on
             self._failed(error)
-            return NothingHeld()
+            return EmptyLease()
 
     def put(self, block: KVBlock) -> PutOutcome:
         """As the store's own; REFUSED if it fails."""

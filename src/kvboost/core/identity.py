@@ -15,7 +15,7 @@ from kvboost.hf.fingerprint import ModelIdentity
 from kvboost.types import Chunk, Fingerprint
 
 
-class ChunkNames:
+class PromptKeys:
     """The chunks of prompts for one model, one chunker and one tenant."""
 
     def __init__(
@@ -27,9 +27,9 @@ class ChunkNames:
         self._lock = threading.Lock()
         self._root: tuple[Any, bytes] | None = None
 
-    def for_tenant(self, tenant: str) -> ChunkNames:
+    def for_tenant(self, tenant: str) -> PromptKeys:
         """The same for another tenant."""
-        return ChunkNames(
+        return PromptKeys(
             self._identity, chunker=self._chunker, tenant=tenant, codec=self._codec, keeps_decoded=self._keeps_decoded
         )
 

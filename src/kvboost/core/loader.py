@@ -15,7 +15,7 @@ from kvboost.hf.codec import KVCodec
 from kvboost.types import Chunk, KVBlock
 
 
-class Placing:
+class KVLoader:
     """The exact chunks of one prompt on their way into a cache. Takes the cache with the first block that comes."""
 
     def __init__(self, chunks: Sequence[Chunk], *, rows: int, codec: KVCodec, pool: WorkspacePool) -> None:

@@ -1,4 +1,4 @@
-"""Turns chunks and what is stored of them into a plan whose segments tile the prompt.
+"""Rotations chunks and what is stored of them into a plan whose segments tile the prompt.
 
 Called by the engine once the store has said how many leading chunks it holds. Invariant: every step of
 a plan is a chunk (or the tail) of the prompt's own grid, so a warm run executes a subset of the steps
@@ -7,9 +7,82 @@ of a cold run, with the same shapes and therefore the same bits.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-from kvboost.types import Chunk, ReusePlan, Segment, SegmentKind
+from kvboost.types import Chunk
+
+
+class SegmentKind(enum.Enum):
+    """Where a stretch of the prompt gets its KV from."""
+
+    EXACT = "exact"
+    APPROX = "approx"
+    FRESH = "fresh"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One stretch ``[start, end)`` of the prompt. Before the first MOVED one, a FRESH segment is one forward step."""
+
+    kind: SegmentKind
+    start: int
+    end: int
+    chunk: Chunk | None
+    """The chunk this segment is, or None for the incomplete tail and for several that are read in one step."""
+
+
+@dataclass(frozen=True)
+class ReusePlan:
+    """How a prompt will be read. The segments tile ``[0, prompt_tokens)`` and the last one is FRESH."""
+
+    prompt_tokens: int
+    segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        position = 0
+        for segment in self.segments:
+            if segment.start != position or segment.end <= segment.start:
+                raise ValueError(f"segments do not tile the prompt: {segment} at position {position}")
+            position = segment.end
+        if position != self.prompt_tokens:
+            raise ValueError(f"segments cover {position} of {self.prompt_tokens} tokens")
+        if self.segments[-1].kind is not SegmentKind.FRESH:
+            raise ValueError("the last token must be fresh: its logits are needed")
+        kinds = [s.kind for s in self.segments]
+        if SegmentKind.EXACT in kinds[kinds.count(SegmentKind.EXACT) :]:
+            raise ValueError("exact segments stand before all others: they need exactly the same text before them")
+
+    @property
+    def reused(self) -> tuple[Segment, ...]:
+        """The EXACT segments, in order."""
+        return tuple(s for s in self.segments if s.kind is SegmentKind.EXACT)
+
+    @property
+    def moved(self) -> tuple[Segment, ...]:
+        """The MOVED segments, in order."""
+        return tuple(s for s in self.segments if s.kind is SegmentKind.APPROX)
+
+    @property
+    def steps(self) -> tuple[Segment, ...]:
+        """The FRESH segments, in order: one forward each where nothing was moved before them."""
+        return tuple(s for s in self.segments if s.kind is SegmentKind.FRESH)
+
+    @property
+    def untainted_end(self) -> int:
+        """Where the first MOVED segment begins: what stands before it is exact, what follows is not."""
+        return self.moved[0].start if self.moved else self.prompt_tokens
+
+    @property
+    def moved_tokens(self) -> int:
+        """How many prompt tokens are moved from elsewhere."""
+        return sum(s.end - s.start for s in self.moved)
+
+    @property
+    def exact_tokens(self) -> int:
+        """How many prompt tokens come from the cache as they are."""
+        return sum(s.end - s.start for s in self.reused)
 
 
 def reusable_chunks(chunks: Sequence[Chunk], *, prompt_tokens: int) -> Sequence[Chunk]:
@@ -33,7 +106,7 @@ def plan_reuse(
         raise ValueError("only chunks behind the exact ones and before the last token can be moved or reused")
     segments = [
         Segment(
-            SegmentKind.EXACT if i < available else SegmentKind.MOVED if i in moved else SegmentKind.FRESH,
+            SegmentKind.EXACT if i < available else SegmentKind.APPROX if i in moved else SegmentKind.FRESH,
             chunk.start,
             chunk.end,
             chunk,

@@ -16,26 +16,25 @@ from typing import Any, Self
 
 import torch
 
-from kvboost.approx.find import MovedReuse
-from kvboost.approx.repair import MovedChunks
+from kvboost.approx.find import ApproxReuse
+from kvboost.approx.repair import ApproxChunks
 from kvboost.core.clock import StageClock
 from kvboost.core.costs import CostModel
-from kvboost.core.guarded import GuardedStore, NothingHeld, loads_of
-from kvboost.core.identity import ChunkNames
-from kvboost.core.loader import Placing
-from kvboost.core.plan import plan_reuse, reusable_chunks
+from kvboost.core.guarded import EmptyLease, GuardedStore, loads_of
+from kvboost.core.identity import PromptKeys
+from kvboost.core.loader import KVLoader
+from kvboost.core.plan import ReusePlan, SegmentKind, plan_reuse, reusable_chunks
 from kvboost.core.workspaces import WorkspacePool
 from kvboost.extend import Lease
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.codec import KVCodec
 from kvboost.hf.runner import ModelRunner
 from kvboost.offload.kv import PagedCache
-from kvboost.store import context_before
-from kvboost.types import TOKEN_BYTES, Chunk, KVBlock, LoadReport, PutOutcome, ReusePlan, ReuseReport, SegmentKind
+from kvboost.types import TOKEN_BYTES, Chunk, KVBlock, LoadReport, PutOutcome, ReuseReport, context_before
 
 
 @dataclass
-class Reading:
+class PrefillState:
     """A prompt being read. Owns a cache and a lease; close it (or leave its ``with`` block) to return both."""
 
     tokens: list[int]
@@ -56,7 +55,7 @@ class Reading:
     """The model's state when this reading began: what it computes is kept only if it is still the same."""
     _exact_rows: int
     """Rows ``[0, _exact_rows)`` were computed or placed on the prompt's own grid, behind nothing moved."""
-    moved: MovedChunks | None = None
+    moved: ApproxChunks | None = None
     reason: str | None = None
     """Why nothing could be moved, where that was asked for."""
     approximate: str | None = None
@@ -111,12 +110,12 @@ class Reading:
             paged=self.paged,
         )
 
-    def block(self, chunk: Chunk, *, key: bytes, context: bytes, generation: int, bitwise: bool = False) -> KVBlock:
+    def block(self, chunk: Chunk, *, key: bytes, context: bytes, approx_depth: int, bitwise: bool = False) -> KVBlock:
         """A copy of this chunk's rows, ready for a store."""
         tensors = self._codec.pack(self.cache.rows(chunk.start, chunk.end), start=chunk.start)
         return KVBlock(
             key=key,
-            parent_key=None if generation else chunk.parent_key,
+            parent_key=None if approx_depth else chunk.parent_key,
             content_key=chunk.content_key,
             tokens=chunk.tokens,
             tensors=tensors,
@@ -124,7 +123,7 @@ class Reading:
             bitwise=bitwise and self._codec.lossless,
             start=chunk.start,
             context=context,
-            generation=generation,
+            approx_depth=approx_depth,
         )
 
     def stop_moving(self, reason: str) -> None:
@@ -180,19 +179,19 @@ class RequestCancelled(Exception):
     """The caller closed the stream; nobody waits for the result."""
 
 
-class PromptReader:
+class Prefiller:
     """Reads prompts with one model, one store and one chunker."""
 
     def __init__(
         self,
         *,
         runner: ModelRunner,
-        names: ChunkNames,
+        names: PromptKeys,
         codec: KVCodec,
         store: GuardedStore,
         pool: WorkspacePool,
         costs: CostModel,
-        moving: MovedReuse | None = None,
+        moving: ApproxReuse | None = None,
         move_refusal: str | None = None,
     ) -> None:
         self._runner = runner
@@ -204,9 +203,9 @@ class PromptReader:
         self._moving = moving
         self._move_refusal = move_refusal
 
-    def over(self, store: GuardedStore, pool: WorkspacePool, *, moving: MovedReuse | None = None) -> PromptReader:
+    def over(self, store: GuardedStore, pool: WorkspacePool, *, moving: ApproxReuse | None = None) -> Prefiller:
         """A reader of the same prompts over another store."""
-        return PromptReader(
+        return Prefiller(
             runner=self._runner,
             names=self.names,
             codec=self._codec,
@@ -217,8 +216,8 @@ class PromptReader:
         )
 
     def for_tenant(
-        self, names: ChunkNames, store: GuardedStore, pool: WorkspacePool, moving: MovedReuse | None
-    ) -> PromptReader:
+        self, names: PromptKeys, store: GuardedStore, pool: WorkspacePool, moving: ApproxReuse | None
+    ) -> Prefiller:
         """A reader of another tenant's prompts: what is not given here is shared."""
         other = copy.copy(self)
         other.names, other._store, other._pool, other._moving = names, store, pool, moving
@@ -233,7 +232,7 @@ class PromptReader:
         clock: StageClock,
         move: bool = False,
         using: Mapping[int, KVBlock] | None = None,
-    ) -> Reading:
+    ) -> PrefillState:
         """Plan the prompt and place all stored KV; ``new_rows`` is room for tokens to come.
 
         With ``move``, chunks that stand elsewhere are used too, where that pays; ``using`` names them by the
@@ -244,15 +243,15 @@ class PromptReader:
         chunks = self.names.chunks(root, tokens, boundaries)
         clock.lap("plan")
         usable = reusable_chunks(chunks, prompt_tokens=len(tokens))
-        placing = Placing(usable, rows=len(tokens) + new_rows, codec=self._codec, pool=self._pool)
+        placing = KVLoader(usable, rows=len(tokens) + new_rows, codec=self._codec, pool=self._pool)
         lease = self._store.lease(usable, arrived=placing.arrived)
-        moved: MovedChunks | None = None
+        moved: ApproxChunks | None = None
         reason = self._move_refusal if move else None
         try:
             blocks = lease.blocks
             if using is not None:
                 blocks = blocks[: min(using)]
-                moved = MovedChunks(NothingHeld(), dict(using))
+                moved = ApproxChunks(EmptyLease(), dict(using))
             elif move and self._moving is not None:
                 moved, reason = self._moving.find(usable, available=len(blocks), prompt_tokens=len(tokens))
             plan = plan_reuse(
@@ -276,7 +275,7 @@ class PromptReader:
             if moved is not None:
                 moved.lease.release()
             raise
-        return Reading(
+        return PrefillState(
             tokens=tokens,
             boundaries=boundaries,
             root=root,
@@ -309,7 +308,7 @@ class PromptReader:
         """Whether every chunk of this text, cut on its own, is stored somewhere."""
         return self._store.knows_content(self.names.chunks_of_part(tokens))
 
-    def advance(self, reading: Reading, *, to: int, cancelled: Callable[[], bool] = lambda: False) -> None:
+    def advance(self, reading: PrefillState, *, to: int, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Run the steps that begin before row ``to``; the last one may be cut short there."""
         self._run_steps(reading, to=min(to, reading.plan.untainted_end), cancelled=cancelled)
         if reading.moved is not None and not reading.moved.repaired and to >= reading.plan.steps[-1].start:
@@ -318,7 +317,7 @@ class PromptReader:
         self._run_steps(reading, to=to, cancelled=cancelled)
         reading.clock.lap("prefill")
 
-    def _run_steps(self, reading: Reading, *, to: int, cancelled: Callable[[], bool]) -> None:
+    def _run_steps(self, reading: PrefillState, *, to: int, cancelled: Callable[[], bool]) -> None:
         """Run what is missing of the steps that begin before row ``to``."""
         for step in reading.plan.steps:
             if step.start >= to:
@@ -334,7 +333,7 @@ class PromptReader:
             if reading.paged:
                 self.commit(reading)  # while most of these rows are in memory
 
-    def _repair(self, reading: Reading) -> None:
+    def _repair(self, reading: PrefillState) -> None:
         """Fill the rows between the first moved chunk and the last step; if that fails, compute them after all."""
         assert self._moving is not None
         assert reading.moved is not None
@@ -343,11 +342,11 @@ class PromptReader:
         except Exception as error:  # noqa: BLE001 - a cache may only help: what cannot be repaired is computed
             reading.stop_moving(self._moving.failed(error))
 
-    def advance_to_last_step(self, reading: Reading, *, cancelled: Callable[[], bool] = lambda: False) -> None:
+    def advance_to_last_step(self, reading: PrefillState, *, cancelled: Callable[[], bool] = lambda: False) -> None:
         """Run every step but the one that holds the last token."""
         self.advance(reading, to=reading.plan.steps[-1].start, cancelled=cancelled)
 
-    def finish(self, reading: Reading) -> torch.Tensor:
+    def finish(self, reading: PrefillState) -> torch.Tensor:
         """Run the last step and return the last token's logits, [vocab]."""
         last = reading.plan.steps[-1]
         logits = self._runner.append(reading.tokens[last.start :], reading.cache, logits=True)
@@ -357,7 +356,7 @@ class PromptReader:
         reading.clock.lap("first_token")
         return logits
 
-    def commit(self, reading: Reading) -> None:
+    def commit(self, reading: PrefillState) -> None:
         """Store every chunk computed since the last commit."""
         self._observe(reading)
         if not self._model_unchanged(reading):
@@ -370,7 +369,7 @@ class PromptReader:
             new += self._moving.keep(reading, reading.moved)
         reading.new_chunks += new
 
-    def commit_decoded(self, reading: Reading, generated: Sequence[int]) -> int:
+    def commit_decoded(self, reading: PrefillState, generated: Sequence[int]) -> int:
         """Store the chunks that decoding completed, marked as not bitwise. The last token has no KV yet."""
         if reading.moved is not None or reading.paged or not self._model_unchanged(reading):
             return 0  # behind moved chunks everything is tainted; what lies in pages would have to be read once more
@@ -378,7 +377,7 @@ class PromptReader:
         chunks = self.names.chunks(reading.root, [*reading.tokens, *generated][:rows], reading.boundaries)
         return self._store_chunks(reading, chunks, rows=rows, bitwise=False)
 
-    def _observe(self, reading: Reading) -> None:
+    def _observe(self, reading: PrefillState) -> None:
         """Learn what this reading took, once its first token exists."""
         stages = reading.clock.stages()
         if reading._observed or reading.paged or "first_token" not in stages:
@@ -395,17 +394,17 @@ class PromptReader:
             rows = len(reading.tokens) - reading.plan.exact_tokens
             costs.observe_read(forwards=len(reading.plan.steps), rows=rows, seconds=seconds)
 
-    def _model_unchanged(self, reading: Reading) -> bool:
+    def _model_unchanged(self, reading: PrefillState) -> bool:
         """Rows computed while the weights changed are neither the old model's nor the new one's."""
         return bool(self.names.model_state() == reading._model_state)
 
-    def _store_chunks(self, reading: Reading, chunks: Sequence[Chunk], *, rows: int, bitwise: bool) -> int:
+    def _store_chunks(self, reading: PrefillState, chunks: Sequence[Chunk], *, rows: int, bitwise: bool) -> int:
         new = 0
         for chunk in chunks[reading._committed :]:
             if chunk.end > rows:
                 break
             context = context_before(chunks, reading._committed)
-            block = reading.block(chunk, key=chunk.prefix_key, context=context, generation=0, bitwise=bitwise)
+            block = reading.block(chunk, key=chunk.prefix_key, context=context, approx_depth=0, bitwise=bitwise)
             outcome = self._store.put(block)
             if outcome is PutOutcome.REFUSED:
                 break  # what follows could not be reached without it

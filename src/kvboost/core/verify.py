@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from kvboost.core.clock import StageClock
-from kvboost.core.prefill import PromptReader
+from kvboost.core.prefill import Prefiller
 from kvboost.core.workspaces import WorkspacePool
 
 
@@ -20,9 +20,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def warm_equals_cold(
-    make_reader: Callable[[WorkspacePool], PromptReader], pool: WorkspacePool, tokens: list[int]
-) -> bool:
+def warm_equals_cold(make_reader: Callable[[WorkspacePool], Prefiller], pool: WorkspacePool, tokens: list[int]) -> bool:
     """Read ``tokens`` cold, then with KV copied from a store, then with KV in place; compare. False without reuse."""
     reader = make_reader(pool)
     cold_logits, cold_rows, _ = _read(reader, tokens)
@@ -37,7 +35,7 @@ def warm_equals_cold(
     return True
 
 
-def _read(reader: PromptReader, tokens: list[int]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], int]:
+def _read(reader: Prefiller, tokens: list[int]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], int]:
     with reader.open(tokens, boundaries=(), new_rows=0, clock=StageClock()) as reading:
         reader.advance_to_last_step(reading)
         logits = reader.finish(reading)

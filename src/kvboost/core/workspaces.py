@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvboost.capacity import MOST_IDLE, request_bytes, workspace_rows
+from kvboost.capacity import MAX_IDLE, request_bytes, workspace_rows
 from kvboost.hf.cache import KVLayout, SlabCache
 
 
@@ -59,7 +59,7 @@ class WorkspacePool:
             return
         with self._lock:
             self._idle.append((cache, tuple(held), self))
-            while len(self._idle) > MOST_IDLE or self._bytes() > self._capacity:
+            while len(self._idle) > MAX_IDLE or self._bytes() > self._capacity:
                 self._idle.pop(0)
 
     def clear(self) -> None:

@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvboost.approx.calibration import Calibration
-from kvboost.approx.find import MovedReuse
+from kvboost.approx.find import ApproxReuse
 from kvboost.approx.levels import Repair, choose_repair, tolerated_share
-from kvboost.approx.recompute import probe_rows
-from kvboost.approx.reposition import probe_mover
+from kvboost.approx.recompute import probe_recompute
+from kvboost.approx.reposition import probe_reposition
 from kvboost.config import EngineConfig
 from kvboost.core.chunking import make_chunker
 from kvboost.core.costs import CostModel
 from kvboost.core.guarded import GuardedStore
-from kvboost.core.identity import ChunkNames
-from kvboost.core.prefill import PromptReader
+from kvboost.core.identity import PromptKeys
+from kvboost.core.prefill import Prefiller
 from kvboost.core.workspaces import WorkspacePool
 from kvboost.engine.stores import Stores
 from kvboost.errors import ConfigError, UnsupportedModelError
@@ -40,8 +40,8 @@ class Assembly:
     """The same, as requests use it."""
     facts: ModelFacts
     pool: WorkspacePool
-    reader: PromptReader
-    moving: MovedReuse | None
+    reader: Prefiller
+    moving: ApproxReuse | None
     """None if nothing may be moved: as asked, or because the model does not allow it."""
     runner: ModelRunner
     _identity: ModelIdentity
@@ -49,7 +49,7 @@ class Assembly:
     stores: Stores | None
     """Where the store came from; None if it was given."""
     pages: Pages | None
-    """Where KV goes that is more than ``kv_budget``; None if there is no such limit."""
+    """Where KV goes that is more than ``kv_bytes``; None if there is no such limit."""
     is_tenant: bool = False
     """Whether another assembly holds the model's parts, and this one only a tenant's."""
 
@@ -58,12 +58,12 @@ class Assembly:
         """The digest of the model's weights."""
         return self._identity.fields()["weights"]
 
-    def moving_reader(self, store: GuardedStore, pool: WorkspacePool, repair: Repair) -> PromptReader:
+    def moving_reader(self, store: GuardedStore, pool: WorkspacePool, repair: Repair) -> Prefiller:
         """A reader over another store that moves chunks and repairs them in this way."""
         assert self.moving is not None
         return self.reader.over(store, pool, moving=self.moving.over(store, repair))
 
-    def exact_reader(self, store: GuardedStore, pool: WorkspacePool) -> PromptReader:
+    def exact_reader(self, store: GuardedStore, pool: WorkspacePool) -> Prefiller:
         """A reader like the engine's own over another store, which moves nothing."""
         return self.reader.over(store, pool)
 
@@ -105,9 +105,9 @@ def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, sto
     identity = ModelIdentity(runner.model, facts.layout)
     pool = WorkspacePool(facts.layout, capacity_bytes=int(config.workspace_bytes))
     pages: Pages | None = None
-    if config.kv_budget is not None:
+    if config.kv_bytes is not None:
         directory = Path(config.kv_dir) if config.kv_dir is not None else None
-        pages = Pages(runner.model, pool, budget=int(config.kv_budget), directory=directory)
+        pages = Pages(runner.model, pool, budget=int(config.kv_bytes), directory=directory)
     calibration = Calibration.load(config.calibration) if config.calibration is not None else None
     if calibration is not None and calibration.weights != identity.fields()["weights"]:
         raise ConfigError(
@@ -115,7 +115,7 @@ def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, sto
             "run `kvboost calibrate` for this one, or leave calibration out"
         )
     codec = codec_for(config.kv_cache_bits, facts.layout)
-    names = ChunkNames(
+    names = PromptKeys(
         identity, chunker=chunker, tenant=config.tenant, codec=codec.name, keeps_decoded=config.reuse_generated
     )
     if calibration is not None and calibration.conditions != names.conditions:
@@ -140,7 +140,7 @@ def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, sto
             f"the calibration shows no ratio that changes at most {tolerated_share(config):.3g} of the answers "
             f"(the best is {calibration.best_share:.3g})"
         )
-    reader = PromptReader(
+    reader = Prefiller(
         runner=runner,
         names=names,
         codec=codec,
@@ -162,25 +162,25 @@ def _make_moving(
     codec: KVCodec,
     repair: Repair | None,
     costs: CostModel,
-) -> tuple[MovedReuse | None, str | None]:
+) -> tuple[ApproxReuse | None, str | None]:
     """What moves chunks for this model, or nothing and why."""
     if repair is None:
         return None, None  # as asked: nothing stood in the way
     try:
-        mover = probe_mover(runner.model, facts.layout)
+        mover = probe_reposition(runner.model, facts.layout)
         layers = repair.strategy.attention_layers(len(facts.layout.slots) // 2)
-        rows = probe_rows(runner, facts.layout, attention_layers=layers)
+        rows = probe_recompute(runner, facts.layout, attention_layers=layers)
     except UnsupportedModelError as error:
         return None, str(error)
     except Exception as error:  # noqa: BLE001 - exact reuse was shown to work and goes on, whatever trips here
         return None, f"trying whether this model's chunks can be moved failed: {error!r}"
-    moving = MovedReuse(
+    moving = ApproxReuse(
         store=store,
         mover=mover,
         rows=rows,
         codec=codec,
         repair=repair,
         costs=costs,
-        at_any_price=config.move_at_any_price,
+        at_any_price=config.force_approx,
     )
     return moving, None

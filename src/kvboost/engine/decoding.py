@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvboost.core.clock import StageClock
-from kvboost.core.prefill import PromptReader, Reading
+from kvboost.core.prefill import Prefiller, PrefillState
 from kvboost.errors import UnsupportedModelError
 from kvboost.hf.cache import KVLayout, SlabCache
 from kvboost.hf.generate import end_token_ids, pad_token_id, run_generate, sequences_per_prompt
@@ -77,7 +77,7 @@ class Decoder:
         return self._run(prompts, None, request, watch, clock, reports)
 
     def with_cache(
-        self, reading: Reading, reader: PromptReader, request: Request, *, keep_decoded: bool
+        self, reading: PrefillState, reader: Prefiller, request: Request, *, keep_decoded: bool
     ) -> GenerationResult:
         """Go on from ``reading``, which must stand at its first step."""
         reader.advance_to_last_step(reading, cancelled=request.cancelled)
@@ -100,7 +100,7 @@ class Decoder:
         self,
         prompts: Sequence[list[int]],
         *,
-        read: Callable[[list[int]], tuple[Reading, PromptReader]],
+        read: Callable[[list[int]], tuple[PrefillState, Prefiller]],
         layout: KVLayout,
         request: Request,
         clock: StageClock,

@@ -14,7 +14,7 @@ from kvboost.approx.calibration import Calibration
 from kvboost.approx.documents import warm_documents
 from kvboost.approx.shadow import Answered
 from kvboost.core.clock import StageClock
-from kvboost.core.prefill import PromptReader, Reading
+from kvboost.core.prefill import Prefiller, PrefillState
 from kvboost.engine.decoding import Request
 from kvboost.engine.life import EngineLife
 from kvboost.engine.text_stream import PieceStream, PieceStreamer
@@ -29,7 +29,7 @@ from kvboost.store import TieredStore
 from kvboost.types import GenerationMode, GenerationResult, PrefillResult, ReuseReport
 
 _ROWS_BEHIND_PREFILL = 64  # room in a cache that is given away
-_MOST_ROWS_AHEAD = 1024  # room made for a reply in advance; a longer one grows the cache as it comes
+_MAX_ROWS_AHEAD = 1024  # room made for a reply in advance; a longer one grows the cache as it comes
 _NO_DRAFT = "it ran without the engine's draft, as pages take no tokens back"
 
 
@@ -50,7 +50,7 @@ class KVBoost(EngineLife):
         reader, _ = self._reader_for(tokens, GenerationMode.CHUNK_KV_REUSE)
         if reader is None:
             return 0
-        with self._turn, self._open(reader, tokens, boundaries=boundaries, new_rows=0, clock=clock) as reading:
+        with self._model_lock, self._open(reader, tokens, boundaries=boundaries, new_rows=0, clock=clock) as reading:
             complete = reading.chunks[-1].end if reading.chunks else 0
             reader.advance(reading, to=complete)
             reader.commit(reading)
@@ -85,14 +85,14 @@ class KVBoost(EngineLife):
         reader, reason = self._reader_for(tokens, mode)
         self._check_budget(len(tokens) + _ROWS_BEHIND_PREFILL, why="prefill() gives all of it away: use generate()")
         if reader is None:
-            with self._turn:
+            with self._model_lock:
                 logits, cache = self._runner.read_whole(tokens)
             clock.lap("first_token")
             report = ReuseReport(0, 0, 0, len(tokens), bitwise=True, timings_ms=clock.stages(), reason=reason)
             return PrefillResult(logits, cache, report)
         move = mode is GenerationMode.CHUNK_KV_REUSE
         with (
-            self._turn,
+            self._model_lock,
             reader.open(
                 tokens, boundaries=boundaries, new_rows=_ROWS_BEHIND_PREFILL, clock=clock, move=move
             ) as reading,
@@ -188,7 +188,7 @@ class KVBoost(EngineLife):
         """Generate for several prompts together; a prefix they share is computed once.
 
         A batch runs other matrix shapes than a single request, so its numbers may round differently. The engine's
-        draft is not used. One whose KV would take more than ``kv_budget`` runs prompt by prompt.
+        draft is not used. One whose KV would take more than ``kv_bytes`` runs prompt by prompt.
         """
         clock = StageClock()
         if not prompts:
@@ -207,16 +207,16 @@ class KVBoost(EngineLife):
             return [self._generate(tokens, mode, request, StageClock(), draft=None) for tokens in encoded]
         reader, reason = self._reader_for(longest, mode, request)
         if reader is None or self._parts is None:
-            with self._turn:
+            with self._model_lock:
                 return self._decoder.batch_without_cache(encoded, request, clock, reason=reason)
 
         move = mode is GenerationMode.CHUNK_KV_REUSE
 
-        def read(tokens: list[int]) -> tuple[Reading, PromptReader]:
+        def read(tokens: list[int]) -> tuple[PrefillState, Prefiller]:
             return reader.open(tokens, boundaries=(), new_rows=0, clock=clock, move=move), reader
 
         layout = self._parts.facts.layout
-        with self._turn:
+        with self._model_lock:
             return self._decoder.batch(encoded, read=read, layout=layout, request=request, clock=clock)
 
     def warm_documents(
@@ -268,7 +268,7 @@ class KVBoost(EngineLife):
         ends = boundaries if boundaries is not None else [()] * len(encoded)
         if len(ends) != len(encoded):
             raise ConfigError(f"{len(ends)} lists of boundaries for {len(encoded)} prompts; give one for each")
-        with self._turn:
+        with self._model_lock:
             result = calibrate(encoded, boundaries=ends, parts=self._parts, progress=progress)
         if save_to is not None:
             result.save(save_to)
@@ -292,11 +292,11 @@ class KVBoost(EngineLife):
             why = "there are several sequences of it" if copies > 1 else reason or "mode BASELINE keeps all of it"
             self._check_budget(rows, sequences=copies, why=why)
         if reader is None:
-            with self._turn:
+            with self._model_lock:
                 return self._decoder.without_cache(tokens, request, clock, reason=reason)
         new, move = request.max_new_tokens, mode is GenerationMode.CHUNK_KV_REUSE
         with (
-            self._turn,
+            self._model_lock,
             self._open(reader, tokens, boundaries=request.boundaries, new_rows=new, clock=clock, move=move) as reading,
         ):
             if left_out:
@@ -309,18 +309,18 @@ class KVBoost(EngineLife):
 
     def _open(
         self,
-        reader: PromptReader,
+        reader: Prefiller,
         tokens: list[int],
         *,
         boundaries: Sequence[int],
         new_rows: int,
         clock: StageClock,
         move: bool = False,
-    ) -> AbstractContextManager[Reading]:
-        """The prompt as far as it is stored: in one cache, or in pages if that would take more than ``kv_budget``."""
+    ) -> AbstractContextManager[PrefillState]:
+        """The prompt as far as it is stored: in one cache, or in pages if that would take more than ``kv_bytes``."""
         if (pages := self._too_small(len(tokens) + new_rows)) is not None:
             return pages.read(reader, tokens, boundaries=boundaries, clock=clock)
-        rows = min(new_rows, _MOST_ROWS_AHEAD)
+        rows = min(new_rows, _MAX_ROWS_AHEAD)
         return reader.open(tokens, boundaries=boundaries, new_rows=rows, clock=clock, move=move)
 
     def _too_small(self, rows: int, *, sequences: int = 1) -> Pages | None:

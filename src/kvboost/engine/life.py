@@ -21,7 +21,7 @@ from kvboost.capacity import MemoryPlan
 from kvboost.config import EngineConfig, parse_bytes
 from kvboost.core.chunking import make_chunker
 from kvboost.core.guarded import GuardedStore
-from kvboost.core.prefill import PromptReader
+from kvboost.core.prefill import Prefiller
 from kvboost.core.verify import warm_equals_cold
 from kvboost.core.workspaces import WorkspacePool
 from kvboost.engine.assembly import Assembly, assemble, check_settings
@@ -69,15 +69,15 @@ class EngineLife:
         except UnsupportedModelError as error:
             if self.config.strict:
                 raise
-            if self.config.kv_budget is not None:
-                raise ConfigError(f"kv_budget does not work with this model ({error}); leave it out") from error
+            if self.config.kv_bytes is not None:
+                raise ConfigError(f"kv_bytes does not work with this model ({error}); leave it out") from error
             warnings.warn(f"running without reuse: {error}", stacklevel=2)
             self._refusal = str(error)
         self._owns_store = store is None
         self._store: ChunkStore = self._parts.store if self._parts else store or MemoryStore(0)
         # Length-dependent RoPE keeps its frequencies on the module: requests of different lengths must take turns.
         takes_turns = self._parts is not None and self._parts.facts.exact_limit is not None
-        self._turn: AbstractContextManager[Any] = threading.RLock() if takes_turns else nullcontext()
+        self._model_lock: AbstractContextManager[Any] = threading.RLock() if takes_turns else nullcontext()
         self._shadow: ShadowChecks | None = None
         moving = self._parts.moving if self._parts else None
         if self.config.checked_share > 0.0 and moving is not None:
@@ -185,7 +185,7 @@ class EngineLife:
         """The chunks in memory that were used most often; none if the store does not count."""
         return self._store.hottest(most) if isinstance(self._store, MemoryStore | TieredStore) else []
 
-    def allow_moving(self) -> None:
+    def allow_non_prefix_reuse(self) -> None:
         """Forget what the shadow checks counted, and move chunks again if they had put an end to it."""
         if self._parts is not None and self._parts.moving is not None:
             self._parts.moving.guard.reset()
@@ -229,7 +229,7 @@ class EngineLife:
         limits = [n for n in (facts.max_positions, facts.exact_limit) if n is not None]
         tokens = self._encoder.encode(prompt if prompt is not None else made_up[: min(limits, default=None)])
         store = GuardedStore(MemoryStore(2 * len(tokens) * facts.layout.bytes_per_token))
-        with self._turn:
+        with self._model_lock:
             return warm_equals_cold(
                 lambda pool: parts.exact_reader(store, pool),
                 WorkspacePool(facts.layout, capacity_bytes=int(self.config.workspace_bytes)),
@@ -280,12 +280,12 @@ class EngineLife:
     def _answers_differ(self, request: Answered) -> bool | None:
         if self._closed:
             return None
-        with self._turn:
+        with self._model_lock:
             return answers_differ(self._runner, request)
 
     def _reader_for(
         self, tokens: list[int], mode: GenerationMode, request: Request | None = None
-    ) -> tuple[PromptReader | None, str | None]:
+    ) -> tuple[Prefiller | None, str | None]:
         """Who reads this prompt: the reader, or nobody and why."""
         if self._closed:
             raise ConfigError("this engine was closed; make a new one around the model")

@@ -62,9 +62,9 @@ def workload(
     chunker = make_chunker(config.chunking, size=config.chunk_size)
     step_rows = int(getattr(chunker, "max_tokens", config.chunk_size))
     pages: dict[str, int] = {}
-    if config.kv_budget is not None:
-        budget = int(config.kv_budget)
-        pages = {"kv_budget": budget, "block_tokens": block_tokens_for(layout, budget)}
+    if config.kv_bytes is not None:
+        budget = int(config.kv_bytes)
+        pages = {"kv_bytes": budget, "block_tokens": block_tokens_for(layout, budget)}
         if request_bytes(context, kv_per_token=layout.bytes_per_token) > budget:
             step_rows = STEP_TOKENS
     return Workload(

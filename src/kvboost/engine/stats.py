@@ -6,7 +6,7 @@ from typing import Any
 
 from kvboost.engine.assembly import Assembly
 from kvboost.offload.weights import describe_weights
-from kvboost.types import CacheStats, MovedReuseStats, StoreStats
+from kvboost.types import CacheStats, NonPrefixReuseStats, StoreStats
 
 
 def cache_stats(stats: StoreStats, *, parts: Assembly | None, refusal: str | None) -> CacheStats:
@@ -24,19 +24,19 @@ def cache_stats(stats: StoreStats, *, parts: Assembly | None, refusal: str | Non
         evictions=stats.evictions,
         store_errors=parts.guarded.errors if parts else 0,
         bytes_by_tier={tier.tier: tier.bytes for tier in (stats, *stats.below)},
-        moved_reuse=_moved_reuse(parts, refusal),
+        non_prefix_reuse=_moved_reuse(parts, refusal),
         workspace_bytes=parts.pool.idle_bytes if parts else 0,
         leased_chunks=stats.leased,
     )
 
 
-def _moved_reuse(parts: Assembly | None, refusal: str | None) -> MovedReuseStats:
+def _moved_reuse(parts: Assembly | None, refusal: str | None) -> NonPrefixReuseStats:
     moving = parts.moving if parts else None
     if moving is None:
         reason = parts.reader.why_not_moved() if parts else refusal
-        return MovedReuseStats(allowed=False, reason=reason, checked=0, differing=0, differing_at_most=1.0)
+        return NonPrefixReuseStats(allowed=False, reason=reason, checked=0, differing=0, differing_at_most=1.0)
     bound = moving.guard.bound
-    return MovedReuseStats(
+    return NonPrefixReuseStats(
         allowed=moving.guard.allowed,
         reason=moving.guard.reason,
         checked=bound.checked,

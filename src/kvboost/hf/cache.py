@@ -55,7 +55,7 @@ class KVLayout:
 
 
 @dataclass(frozen=True)
-class RowChanges:
+class KVChanges:
     """How far recomputed rows of one layer lie from what the cache held, [rows]: squared, against their mean square."""
 
     keys: torch.Tensor
@@ -78,7 +78,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         self.key_store, self.value_store = key_store, value_store  # [batch, heads, capacity, dim]
         self.rows: torch.Tensor | None = None
         self.watched = False
-        self.changes: RowChanges | None = None
+        self.changes: KVChanges | None = None
         self.spread: Callable[[SlabLayer, torch.Tensor, torch.Tensor], None] | None = None
         self.dtype, self.device = key_store.dtype, key_store.device
         self.is_initialized = True
@@ -99,7 +99,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         """Take new rows, [batch, heads, new, dim]; return all rows up to and including them."""
         if self.rows is not None:
             if self.watched:
-                self.changes = RowChanges(
+                self.changes = KVChanges(
                     _squared_change(self.key_store, self.rows, key_states),
                     _squared_change(self.value_store, self.rows, value_states),
                 )

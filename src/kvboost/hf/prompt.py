@@ -1,4 +1,4 @@
-"""Turns what a user gives (text, token ids, chat messages) into token ids and boundaries."""
+"""Rotations what a user gives (text, token ids, chat messages) into token ids and boundaries."""
 
 from __future__ import annotations
 

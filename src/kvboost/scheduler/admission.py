@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import replace
 
-from kvboost.core.prefill import PromptReader
+from kvboost.core.prefill import Prefiller
 from kvboost.engine.assembly import Assembly
 from kvboost.engine.engine import KVBoost
 from kvboost.errors import CapacityError, ConfigError
@@ -18,9 +18,7 @@ from kvboost.scheduler.sampler import check_sampling
 from kvboost.types import GenerationMode
 
 
-def checked_job(
-    job: Job, engine: KVBoost, *, parts: Assembly, vocab_size: int, kv_bytes: int
-) -> tuple[PromptReader, Job]:
+def checked_job(job: Job, engine: KVBoost, *, parts: Assembly, vocab_size: int, kv_bytes: int) -> tuple[Prefiller, Job]:
     """Who reads the job, and the job with no more new tokens than there are positions."""
     tokens = engine.encode(job.token_ids)
     if job.max_new_tokens < 1:

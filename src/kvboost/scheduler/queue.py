@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from kvboost.errors import BusyError, CapacityError
 
 _PLACED_PER_READ = 64  # rows copied from the store in the time that one row is computed, at least
-_MOST_PASSED = 8  # chunks that shorter prompts may read before a longer one reads its next
+_MAX_PASSED = 8  # chunks that shorter prompts may read before a longer one reads its next
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ class Scheduler:
         reading = [entry for entry in self._running.values() if entry.steps]
         if not reading:
             return None
-        passed = [entry for entry in reading if entry.passed >= _MOST_PASSED]
+        passed = [entry for entry in reading if entry.passed >= _MAX_PASSED]
         chosen = min(passed, key=lambda e: e.arrived) if passed else min(reading, key=_rows_left)
         if used and used + chosen.steps[-1] > self.limits.chunk_budget:
             return None

@@ -96,7 +96,7 @@ class BatchRunner:
         """Why new tokens are computed job by job, if they are."""
         if not deterministic:
             try:
-                with engine._turn:
+                with engine._model_lock:
                     self._ragged = probe_ragged(self._parts.runner, self._parts.facts.layout)
             except UnsupportedModelError as error:
                 self.single_decode_reason = str(error)
@@ -196,7 +196,7 @@ class BatchRunner:
     def _work(self) -> None:
         try:
             while self._wait_for_work():
-                with self._engine._turn:
+                with self._engine._model_lock:
                     self._step()
         except BaseException as failure:
             self._failure = f"the runner failed and takes no more jobs: {failure!r}"

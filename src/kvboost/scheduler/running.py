@@ -15,7 +15,7 @@ import torch
 from kvboost.approx.shadow import Answered, ShadowChecks
 from kvboost.core.clock import StageClock
 from kvboost.core.plan import reusable_chunks
-from kvboost.core.prefill import PromptReader, Reading
+from kvboost.core.prefill import Prefiller, PrefillState
 from kvboost.scheduler.jobs import Finished, Job, NewToken
 from kvboost.scheduler.sampler import Sampler
 from kvboost.types import Chunk, ReuseReport
@@ -58,13 +58,13 @@ _ROWS_AHEAD = 256  # room made for an answer to begin with; then twice as much, 
 class RunningJob:
     """A job from ``submit`` to its end."""
 
-    def __init__(self, job: Job, *, reader: PromptReader, ticket: JobTicket, device: torch.device) -> None:
+    def __init__(self, job: Job, *, reader: Prefiller, ticket: JobTicket, device: torch.device) -> None:
         self.job = job
         self.ticket = ticket
         self.reader = reader
         self._since_submit = self._clock = StageClock()
         self._sampler = Sampler(job, device=device)
-        self._reading: Reading | None = None
+        self._reading: PrefillState | None = None
         self._report: ReuseReport | None = None
         self._fed = 0
         """New tokens that stand in the cache. The others are computed next, one per step, known or not."""
@@ -74,7 +74,7 @@ class RunningJob:
         """What slower tiers bring up meanwhile."""
 
     @property
-    def reading(self) -> Reading:
+    def reading(self) -> PrefillState:
         """The open reading."""
         assert self._reading is not None
         return self._reading

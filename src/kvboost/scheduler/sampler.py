@@ -31,8 +31,8 @@ def check_sampling(sampling: Sampling, *, vocab_size: int) -> None:
             )
 
 
-_LEAST_TEMPERATURE = 1e-6  # less is the likeliest token all the same, and 0 in float32
-_LEAST_TOP_P = 1e-6
+_MIN_TEMPERATURE = 1e-6  # less is the likeliest token all the same, and 0 in float32
+_MIN_TOP_P = 1e-6
 
 
 class Sampler:
@@ -89,11 +89,11 @@ class Sampler:
         return scores
 
     def _by_chance(self, scores: torch.Tensor, chance: torch.Generator) -> int:
-        temperature = max(self._settings.temperature, _LEAST_TEMPERATURE)
+        temperature = max(self._settings.temperature, _MIN_TEMPERATURE)
         probabilities = ((scores - scores.max()) / temperature).softmax(dim=-1)
         if self._settings.top_p >= 1.0:
             return int(torch.multinomial(probabilities, 1, generator=chance))
         ordered, ids = probabilities.sort(descending=True)
         # As long as those before it hold less than top_p, a token is in; so the first one always is.
-        kept = ordered * (ordered.cumsum(dim=-1) - ordered < max(self._settings.top_p, _LEAST_TOP_P))
+        kept = ordered * (ordered.cumsum(dim=-1) - ordered < max(self._settings.top_p, _MIN_TOP_P))
         return int(ids[torch.multinomial(kept, 1, generator=chance)])

@@ -15,7 +15,6 @@ from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.store.tiers.host import HostTier
 from kvboost.store.tiers.redis.tier import RedisTier
 from kvboost.store.tiers.s3 import ObjectTier
-from kvboost.store.variants import context_before, context_mark
 
 __all__ = [
     "AdaptiveReplacement",
@@ -30,8 +29,6 @@ __all__ = [
     "RedisTier",
     "SmallMainGhostFIFO",
     "TieredStore",
-    "context_before",
-    "context_mark",
     "read_key",
     "record_format",
 ]

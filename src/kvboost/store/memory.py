@@ -16,11 +16,21 @@ from typing import Self
 from kvboost.errors import StoreError
 from kvboost.extend import EvictionPolicy
 from kvboost.store.eviction import LeastExpected
-from kvboost.store.variants import best_variant, context_mark
-from kvboost.types import NOTHING_LOADED, TOKEN_BYTES, Chunk, HotChunk, KVBlock, LoadReport, PutOutcome, StoreStats
+from kvboost.store.variants import best_variant
+from kvboost.types import (
+    NOTHING_LOADED,
+    TOKEN_BYTES,
+    Chunk,
+    HotChunk,
+    KVBlock,
+    LoadReport,
+    PutOutcome,
+    StoreStats,
+    context_mark,
+)
 
-MOST_VARIANTS = 4  # of one content that are kept for moving only
-_MOST_LOOKED_AT = 8  # of one content in a lookup; exact blocks may hold the same text behind any number of beginnings
+MAX_VARIANTS = 4  # of one content that are kept for moving only
+_MAX_LOOKED_AT = 8  # of one content in a lookup; exact blocks may hold the same text behind any number of beginnings
 
 
 class _Entry:
@@ -156,7 +166,7 @@ class MemoryStore:
             marks = {context_mark(chunk.content_key) for chunk in chunks[:after]}
             found: list[_Entry | None] = []
             for chunk in chunks[after:]:
-                newest = self._same_content.get(chunk.content_key, ())[-_MOST_LOOKED_AT:]
+                newest = self._same_content.get(chunk.content_key, ())[-_MAX_LOOKED_AT:]
                 candidates = [entry for key in newest if (entry := self._own(key)) is not None]
                 matching = [entry for entry in candidates if entry.block.tokens == chunk.tokens]
                 self._rejected += len(candidates) - len(matching)
@@ -213,7 +223,7 @@ class MemoryStore:
         with self._lock:
             if block.key in self._entries:
                 return PutOutcome.PRESENT if self._own(block.key) else self._refuse()
-            if block.generation and len(self._same_content.get(block.content_key, ())) >= MOST_VARIANTS:
+            if block.approx_depth and len(self._same_content.get(block.content_key, ())) >= MAX_VARIANTS:
                 return self._refuse()
             parent = None
             if block.parent_key is not None:
@@ -256,7 +266,7 @@ class MemoryStore:
                 evictions=self._evictions,
                 refused=self._refused,
                 leased=self._leased,
-                moved_hits=self._moved_hits,
+                content_hits=self._moved_hits,
             )
 
     @property

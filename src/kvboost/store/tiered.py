@@ -20,15 +20,15 @@ from typing import Any, TypeVar
 from kvboost.extend import ContentLease, Lease, Tier
 from kvboost.store.lookup import Claims, Lookup, Speed
 from kvboost.store.memory import MemoryStore
-from kvboost.store.variants import best_variant, context_mark
+from kvboost.store.variants import best_variant
 from kvboost.store.write_behind import WriteBehind
-from kvboost.types import TOKEN_BYTES, BlockInfo, Chunk, HotChunk, KVBlock, PutOutcome, StoreStats
+from kvboost.types import TOKEN_BYTES, BlockInfo, Chunk, HotChunk, KVBlock, PutOutcome, StoreStats, context_mark
 
 T = TypeVar("T")
 
-_MOST_TRIES = 3  # of storing one block below
-_MOST_UNSAVED = 100_000  # keys remembered that no tier has taken yet
-_MOST_PREFETCHES = 64  # that wait
+_MAX_TRIES = 3  # of storing one block below
+_MAX_UNSAVED = 100_000  # keys remembered that no tier has taken yet
+_MAX_PREFETCHES = 64  # that wait
 
 
 class TieredStore:
@@ -111,7 +111,7 @@ class TieredStore:
         is, and goes when others need the room. Where too many wait already, nothing is done.
         """
         with self._lock:
-            taken = self._prefetches < _MOST_PREFETCHES
+            taken = self._prefetches < _MAX_PREFETCHES
             self._prefetches += taken
         if not taken:
             nothing: Future[int] = Future()
@@ -319,14 +319,14 @@ class TieredStore:
         """A tier may have been full, busy or out of reach: a few times the block is tried again, at the next flush."""
         with self._lock:
             tries = self._unsaved.pop(block.key, 0) + 1
-        if not kept and tries < _MOST_TRIES:
+        if not kept and tries < _MAX_TRIES:
             self._remember_unsaved(block.key, tries=tries)
 
     def _remember_unsaved(self, key: bytes, *, tries: int) -> None:
         with self._lock:
             self._dropped += 1
             self._unsaved[key] = tries
-            if len(self._unsaved) > _MOST_UNSAVED:
+            if len(self._unsaved) > _MAX_UNSAVED:
                 self._unsaved.pop(next(iter(self._unsaved)))
 
     def _demote(self, block: KVBlock) -> None:

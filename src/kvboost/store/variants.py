@@ -9,22 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import TypeVar
 
-from kvboost.types import CONTEXT_MARK_BYTES, BlockInfo, Chunk, KVBlock
+from kvboost.types import CONTEXT_MARK_BYTES, BlockInfo, KVBlock
 
 AnyBlock = TypeVar("AnyBlock", KVBlock, BlockInfo)
 
-_CONTEXT_CHUNKS = 16  # remembered of what stood before a chunk
 _ENOUGH_COMPANY = 4  # chunks; how alone a chunk was counts only below this
-
-
-def context_mark(content_key: bytes) -> bytes:
-    """The few bytes that name a chunk in another chunk's context."""
-    return content_key[:CONTEXT_MARK_BYTES]
-
-
-def context_before(chunks: Sequence[Chunk], index: int) -> bytes:
-    """The context of ``chunks[index]`` where it stands: marks of the nearest chunks before it."""
-    return b"".join(context_mark(chunk.content_key) for chunk in chunks[max(0, index - _CONTEXT_CHUNKS) : index])
 
 
 def best_variant(blocks: Sequence[AnyBlock], *, marks: Set[bytes]) -> AnyBlock | None:
@@ -33,7 +22,7 @@ def best_variant(blocks: Sequence[AnyBlock], *, marks: Set[bytes]) -> AnyBlock |
     best_score = (-1, -1, 0)
     for block in blocks:
         own = {block.context[i : i + CONTEXT_MARK_BYTES] for i in range(0, len(block.context), CONTEXT_MARK_BYTES)}
-        score = (len(own & marks), min(len(own), _ENOUGH_COMPANY), -block.generation)
+        score = (len(own & marks), min(len(own), _ENOUGH_COMPANY), -block.approx_depth)
         if score >= best_score:
             best, best_score = block, score
     return best

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kvboost.extend import Tier
 from kvboost.types import KVBlock, PutOutcome
 
-_MOST_NOTES = 1024  # further ones are let go: they only say what was used lately
+_MAX_NOTES = 1024  # further ones are let go: they only say what was used lately
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +89,7 @@ class WriteBehind:
     def note(self, work: Callable[[], None]) -> None:
         """Do this when its turn comes, if not too much waits already. It must not raise."""
         with self._queue.changed:
-            if len(self._queue.waiting) < _MOST_NOTES:
+            if len(self._queue.waiting) < _MAX_NOTES:
                 self._give(0, work)
 
     def wait(self) -> None:

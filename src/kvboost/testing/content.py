@@ -16,8 +16,7 @@ import numpy as np
 from kvboost.core.keys import chunk_keys, variant_key
 from kvboost.errors import StoreError
 from kvboost.extend import ChunkStore
-from kvboost.store import context_before
-from kvboost.types import Chunk, KVBlock, PutOutcome
+from kvboost.types import Chunk, KVBlock, PutOutcome, context_before
 
 SIZE = 100  # bytes of a block where its size does not matter
 _ROOT = hashlib.sha256(b"kvboost.testing").digest()
@@ -61,7 +60,7 @@ class ContentRules:
         context = context_before(chunks, len(chunks) - 1)
         key = variant_key(chunks[-1].content_key, context)
         block = self.make_block(chunks[-1])
-        return replace(block, key=key, parent_key=None, bitwise=False, context=context, generation=1)
+        return replace(block, key=key, parent_key=None, bitwise=False, context=context, approx_depth=1)
 
     def test_content_is_found_wherever_it_stands(self) -> None:
         """After gaps, in another order, several times; None for what is not there."""
@@ -73,7 +72,7 @@ class ContentRules:
                 starts = [None if block is None else block.start for block in lease.blocks]
             assert found == [wanted[1].tokens, None, wanted[3].tokens, wanted[4].tokens], "a chunk was not found"
             assert starts == [8, None, 0, 8], "a block forgot where it was computed"
-            assert store.stats().moved_hits == 3
+            assert store.stats().content_hits == 3
             with store.lease_content(wanted, after=len(wanted)) as lease:
                 assert list(lease.blocks) == []
 
@@ -109,7 +108,7 @@ class ContentRules:
                 with store.lease(prompt(*words)) as exact:
                     assert list(exact.blocks) == [], "a variant was handed out as exact"
             with store.lease_content(prompt("q", "b"), after=1) as lease:
-                assert [block is not None and block.generation for block in lease.blocks] == [1]
+                assert [block is not None and block.approx_depth for block in lease.blocks] == [1]
 
     def test_the_same_content_is_kept_only_a_few_times(self) -> None:
         """Variants cost bytes; exact blocks are never refused for it."""

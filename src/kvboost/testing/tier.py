@@ -137,7 +137,7 @@ class TierContract:
                 bitwise=at % 2 == 0,
                 start=at * 10**6,
                 context=b"12345678" * at * 5,
-                generation=at,
+                approx_depth=at,
             )
             for at, (chunk, tensors) in enumerate(zip(chunks, kinds, strict=True))
         ]
@@ -201,7 +201,7 @@ class TierContract:
             for number in range(_MANY):
                 chunk = prompt(f"w{number}", "z")[1]
                 key = variant_key(content, chunk.prefix_key[:8])
-                variant = replace(block_of(chunk, 10), key=key, parent_key=None, generation=1, bitwise=False)
+                variant = replace(block_of(chunk, 10), key=key, parent_key=None, approx_depth=1, bitwise=False)
                 if tier.store(variant) is PutOutcome.STORED:
                     newest = key
             (found,) = tier.variants([content])

@@ -66,7 +66,7 @@ def test_logits_and_greedy_tokens_are_those_of_the_unpaged_model(family: str, tm
     model, layout = known(family)
     cuts = steps(150, [50, 7, 60])
     budget = budget_of(layout, 8, spare=3)
-    with PagedCache(model, kv_budget=budget, block_tokens=8, directory=tmp_path, layout=layout) as cache:
+    with PagedCache(model, kv_bytes=budget, block_tokens=8, directory=tmp_path, layout=layout) as cache:
         found = logits(model, cache, cuts)
         assert cache.ledger.peak <= budget
         assert cache.ledger.read_bytes > 0
@@ -74,7 +74,7 @@ def test_logits_and_greedy_tokens_are_those_of_the_unpaged_model(family: str, tm
     assert_close(found, logits(model, DynamicCache(), cuts))
     prompt = _TEXT[0, :100].tolist()
     answer = paged_generate(
-        model, prompt, kv_budget=budget, block_tokens=8, step_tokens=33, layout=layout, max_new_tokens=64, **_GREEDY
+        model, prompt, kv_bytes=budget, block_tokens=8, step_tokens=33, layout=layout, max_new_tokens=64, **_GREEDY
     )
     expected = model.generate(
         _TEXT[:, :100], attention_mask=torch.ones(1, 100, dtype=torch.long), max_new_tokens=64, **_GREEDY
@@ -94,7 +94,7 @@ def test_any_blocks_budgets_steps_and_crops(data: st.DataObject) -> None:
     kept = data.draw(st.integers(0, total))
     cuts, again = steps(total, sizes), steps(12, sizes)
     stock = DynamicCache()  # without a config every layer keeps all rows and can be cropped
-    with PagedCache(model, kv_budget=budget, block_tokens=block, layout=layout) as cache:
+    with PagedCache(model, kv_bytes=budget, block_tokens=block, layout=layout) as cache:
         assert_close(logits(model, cache, cuts), logits(model, stock, cuts))
         for layer, other in zip(cache.layers, stock.layers, strict=True):
             for mine, theirs in zip(layer.rows(), (other.keys, other.values), strict=True):
@@ -118,7 +118,7 @@ def test_rows_come_back_as_the_same_bits(block: int, spare: int, sizes: list[int
     model, layout = known("llama")
     budget = budget_of(layout, block, spare=spare)
     random = torch.Generator().manual_seed(block)
-    with PagedCache(model, kv_budget=budget, block_tokens=block, layout=layout) as cache:
+    with PagedCache(model, kv_bytes=budget, block_tokens=block, layout=layout) as cache:
         given: list[list[torch.Tensor]] = [[torch.empty(1, 2, 0, 8)] * 2 for _ in cache.layers]
         for size in sizes:
             for number, layer in enumerate(cache.layers):
@@ -142,7 +142,7 @@ def test_a_context_of_many_times_the_budget() -> None:
     budget = budget_of(layout, 32, spare=1)
     assert layout.bytes_per_token * 3000 > 30 * budget
     cuts = steps(3000, [500] * 5 + [495])
-    with PagedCache(model, kv_budget=budget, block_tokens=32, layout=layout) as cache:
+    with PagedCache(model, kv_bytes=budget, block_tokens=32, layout=layout) as cache:
         found = logits(model, cache, cuts, ids)
         ledger = cache.ledger
     assert_close(found, logits(model, DynamicCache(), cuts, ids))
@@ -152,7 +152,7 @@ def test_a_context_of_many_times_the_budget() -> None:
 @pytest.mark.parametrize("kept", [0, 2, 8, 21, 32, 38])
 def test_cropping_into_any_page_keeps_the_rows_before(kept: int) -> None:
     model, layout = known("llama")
-    with PagedCache(model, kv_budget=budget_of(layout, 8, spare=2), block_tokens=8, layout=layout) as cache:
+    with PagedCache(model, kv_bytes=budget_of(layout, 8, spare=2), block_tokens=8, layout=layout) as cache:
         logits(model, cache, [(0, 39)])
         before = [layer.rows() for layer in cache.layers]
         cache.crop(kept - 39)
@@ -166,7 +166,7 @@ def test_cropping_into_any_page_keeps_the_rows_before(kept: int) -> None:
 
 def test_a_budget_for_everything_moves_nothing() -> None:
     model, layout = known("llama")
-    with PagedCache(model, kv_budget="1MB", block_tokens=16, layout=layout) as cache:
+    with PagedCache(model, kv_bytes="1MB", block_tokens=16, layout=layout) as cache:
         found = logits(model, cache, steps(120, [40, 40]))
         assert (cache.ledger.written_bytes, cache.ledger.read_bytes) == (0, 0)
     assert_close(found, logits(model, DynamicCache(), steps(120, [40, 40])))
@@ -178,7 +178,7 @@ def test_half_precision_comes_as_near_as_unpaged(dtype: torch.dtype) -> None:
     exact.load_state_dict(model.state_dict())
     layout = probe_paging(model)
     cuts = steps(90, [40, 40])
-    with PagedCache(model, kv_budget=budget_of(layout, 8, spare=0), block_tokens=8, layout=layout) as cache:
+    with PagedCache(model, kv_bytes=budget_of(layout, 8, spare=0), block_tokens=8, layout=layout) as cache:
         paged = logits(model, cache, cuts).float()
     best, unpaged = logits(exact, DynamicCache(), cuts), logits(model, DynamicCache(), cuts).float()
     assert (paged - best).abs().mean() <= 1.2 * (unpaged - best).abs().mean()
@@ -190,7 +190,7 @@ def test_a_window_reads_only_what_it_sees() -> None:
     moved: list[PagingLedger] = []
     for of in (model, full):
         budget = budget_of(layout, 8, spare=0)
-        with PagedCache(of, kv_budget=budget, block_tokens=8, layout=layout) as cache:
+        with PagedCache(of, kv_bytes=budget, block_tokens=8, layout=layout) as cache:
             logits(of, cache, steps(200, [100, 90]))
             moved.append(cache.ledger)
     assert moved[0].read_bytes < 0.75 * moved[1].read_bytes  # one layer of two has a window of 16
@@ -216,7 +216,7 @@ def test_nothing_stays_after_an_exception(where: str, tmp_path: Path, monkeypatc
 
     def run() -> None:
         budget = budget_of(layout, 4, spare=0)
-        with PagedCache(model, kv_budget=budget, block_tokens=4, directory=tmp_path, layout=layout) as cache:
+        with PagedCache(model, kv_bytes=budget, block_tokens=4, directory=tmp_path, layout=layout) as cache:
             logits(model, cache, steps(40, [20]))
             if where == "model":
                 raise RuntimeError("stopped")
@@ -234,7 +234,7 @@ def test_nothing_stays_after_an_exception(where: str, tmp_path: Path, monkeypatc
 
 class TestRefusals:
     def test_attention_that_does_not_go_through_the_kernel(self) -> None:
-        with pytest.raises(UnsupportedModelError, match="without kv_budget"):
+        with pytest.raises(UnsupportedModelError, match="without kv_bytes"):
             probe_paging(tiny_model("gemma2", attn_implementation="eager"))
 
     def test_a_single_layer_that_does_not(self) -> None:
@@ -248,7 +248,7 @@ class TestRefusals:
         mask = torch.ones(1, 9, dtype=torch.long)
         mask[0, :3] = 0
         with (
-            PagedCache(model, kv_budget="1MB", layout=layout) as cache,
+            PagedCache(model, kv_bytes="1MB", layout=layout) as cache,
             torch.no_grad(),
             pytest.raises(UnsupportedModelError, match="padding"),
         ):
@@ -257,7 +257,7 @@ class TestRefusals:
     def test_a_batch(self) -> None:
         model, layout = known("llama")
         with (
-            PagedCache(model, kv_budget="1MB", layout=layout) as cache,
+            PagedCache(model, kv_bytes="1MB", layout=layout) as cache,
             torch.no_grad(),
             pytest.raises(ConfigError, match="one sequence"),
         ):
@@ -267,16 +267,16 @@ class TestRefusals:
     def test_beams_and_prompts_read_again(self, argument: dict[str, int]) -> None:
         model, layout = known("llama")
         with pytest.raises(ConfigError):
-            paged_generate(model, [3, 4, 5], kv_budget="1MB", layout=layout, max_new_tokens=2, **argument)
+            paged_generate(model, [3, 4, 5], kv_bytes="1MB", layout=layout, max_new_tokens=2, **argument)
 
     def test_gradients(self) -> None:
         model, layout = known("llama")
-        with PagedCache(model, kv_budget="1MB", layout=layout) as cache, pytest.raises(ConfigError, match="no_grad"):
+        with PagedCache(model, kv_bytes="1MB", layout=layout) as cache, pytest.raises(ConfigError, match="no_grad"):
             model(input_ids=_TEXT[:, :5], past_key_values=cache)
 
     def test_use_outside_its_block(self) -> None:
         model, layout = known("llama")
-        cache = PagedCache(model, kv_budget="1MB", layout=layout)
+        cache = PagedCache(model, kv_bytes="1MB", layout=layout)
         with torch.no_grad(), pytest.raises(ConfigError, match="with PagedCache"):
             model(input_ids=_TEXT[:, :5], past_key_values=cache)
         with cache:
@@ -287,4 +287,4 @@ class TestRefusals:
     def test_a_budget_too_small(self) -> None:
         model, layout = known("llama")
         with pytest.raises(CapacityError, match=rf"take {4 * PAGE} bytes; raise it, or lower block_tokens"):
-            PagedCache(model, kv_budget=4 * PAGE - 1, block_tokens=8, layout=layout)
+            PagedCache(model, kv_bytes=4 * PAGE - 1, block_tokens=8, layout=layout)

@@ -75,7 +75,7 @@ def test_nothing_is_given_out_beyond_the_budget() -> None:
     made = pager(frames=2)
     made.take()
     made.take()
-    with pytest.raises(CapacityError, match="kv_budget"):
+    with pytest.raises(CapacityError, match="kv_bytes"):
         made.take()
     assert made.ledger.peak == 2 * PAGE
     made.close()

@@ -1,4 +1,4 @@
-"""Requests whose KV is more than ``kv_budget``: the same answers from pages, reuse goes on, nothing is left behind."""
+"""Requests whose KV is more than ``kv_bytes``: the same answers from pages, reuse goes on, nothing is left behind."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[_Watched]]:
 
 
 def engine_of(budget: int | None = _BUDGET, model: Any = _MODEL, **settings: Any) -> KVBoost:
-    return KVBoost(model, kv_budget=budget, **{**_SETTINGS, **settings})
+    return KVBoost(model, kv_bytes=budget, **{**_SETTINGS, **settings})
 
 
 @pytest.fixture
@@ -258,24 +258,24 @@ def test_what_cannot_be_paged_is_refused() -> None:
             lambda: engine.generate(_PROMPT, prompt_lookup_num_tokens=3, **_GREEDY),
         ]
         for call in refused:
-            with pytest.raises(CapacityError, match="raise kv_budget"):
+            with pytest.raises(CapacityError, match="raise kv_bytes"):
                 call()
         assert len(engine.generate(_SHORT, mode=GenerationMode.BASELINE, **_GREEDY).token_ids) == 24
         with BatchRunner(engine) as runner:
-            with pytest.raises(CapacityError, match="raise kv_budget"):
+            with pytest.raises(CapacityError, match="raise kv_bytes"):
                 runner.submit(Job(token_ids=tuple(_PROMPT), max_new_tokens=4))
             events = list(runner.submit(Job(token_ids=tuple(_SHORT), max_new_tokens=4)).events())
             assert len(events) == 5
 
 
 def test_a_budget_or_a_model_that_cannot_work_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="kv_budget=1000 is too small .* give 16384 bytes or more"):
+    with pytest.raises(ConfigError, match="kv_bytes=1000 is too small .* give 16384 bytes or more"):
         engine_of(1000)
-    with pytest.raises(ConfigError, match="kv_budget='much' is not a size"):
+    with pytest.raises(ConfigError, match="kv_bytes='much' is not a size"):
         engine_of("much")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="kv_dir=.* is no directory"):
         engine_of(kv_dir=tmp_path / "missing")
-    with pytest.raises(ConfigError, match="kv_budget does not work with this model: .* Run it without kv_budget"):
+    with pytest.raises(ConfigError, match="kv_bytes does not work with this model: .* Run it without kv_bytes"):
         engine_of(model=tiny_model("llama", attn_implementation="eager"))
     with engine_of(16384) as engine:
         assert engine.generate(_PROMPT, **_GREEDY).reuse.paged

@@ -39,7 +39,7 @@ def _browse(url: str, folder: Path, *, picture: Path | None = None) -> str:
 def test_the_page_in_a_browser(
     start_server: Callable[..., Running], make_engine: Callable[..., KVBoost], tmp_path: Path
 ) -> None:
-    running = start_server(make_engine(quality="fast", move_at_any_price=True))
+    running = start_server(make_engine(quality="fast", force_approx=True))
     documents = [f"Document {n}: " + "what was read once need not be read again. " * (n + 2) for n in range(4)]
     with running.openai("no key is needed") as client:
         for number in range(14):

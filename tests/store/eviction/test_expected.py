@@ -63,7 +63,7 @@ def test_chances_are_learnt_without_waiting_for_the_end() -> None:
 
 
 def test_no_more_is_watched_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(returns, "_MOST_WATCHED", 50)
+    monkeypatch.setattr(returns, "_MAX_WATCHED", 50)
     watch = Watch()
     blocks = []
     for _ in range(300):

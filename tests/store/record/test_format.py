@@ -95,7 +95,7 @@ def blocks(draw: Any) -> KVBlock:
         bitwise=draw(st.booleans()),
         start=draw(st.integers(0, 2**63 - 1)),
         context=draw(st.binary(max_size=128)),
-        generation=draw(st.integers(0, 2**32 - 1)),
+        approx_depth=draw(st.integers(0, 2**32 - 1)),
     )
 
 
@@ -175,7 +175,7 @@ def test_many_tensors_take_a_longer_header() -> None:
         block(tensors=(torch.empty(0, 2**31),)),
         block(context=b"c" * 2**16),
         block(start=-1),
-        block(generation=-1),
+        block(approx_depth=-1),
         block(tensors=(torch.empty(64 * 2**20, dtype=torch.uint8),)),
         block(tensors=(torch.empty(0),) * 4097),
     ],

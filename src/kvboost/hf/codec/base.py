@@ -42,7 +42,7 @@ class KVCodec(Protocol):
         ...
 
     def unpack(self, packed: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The block's tensors again, as :meth:`SlabCache.place` and :meth:`KeyMover.place` take them."""
+        """The block's tensors again, as :meth:`SlabCache.place` and :meth:`KeyRepositioner.place` take them."""
         ...
 
 

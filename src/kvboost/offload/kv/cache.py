@@ -28,8 +28,8 @@ from kvboost.offload.kv.layer import PagedLayer, PageShape
 from kvboost.offload.kv.pager import TRANSIT, Pager, PagingLedger
 from kvboost.offload.kv.spill import FileSpill, HostSpill
 
-_UNPAGED = "Run it without kv_budget."
-_MOST_AT_ONCE = 8  # pages read and computed with in one call
+_UNPAGED = "Run it without kv_bytes."
+_MAX_AT_ONCE = 8  # pages read and computed with in one call
 _PROBE_TOKENS = 24
 _PROBE_BLOCK = 4
 
@@ -41,7 +41,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self,
         model: Any,
         *,
-        kv_budget: int | str,
+        kv_bytes: int | str,
         block_tokens: int = 256,
         directory: Path | str | None = None,
         layout: KVLayout | None = None,
@@ -57,15 +57,15 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
         slots = self.layout.slots
         shapes = [PageShape(k, v, block_tokens) for k, v in zip(slots[::2], slots[1::2], strict=True)]
         frame_bytes = up_to_page(max(shape.nbytes for shape in shapes))
-        budget = parse_bytes(kv_budget, name="kv_budget")
+        budget = parse_bytes(kv_bytes, name="kv_bytes")
         frames, needed = budget // frame_bytes, least_budget(self.layout, block_tokens)
         if budget < needed:
             raise CapacityError(
-                f"kv_budget={budget} is too small for blocks of {block_tokens} tokens: a block of each of the "
+                f"kv_bytes={budget} is too small for blocks of {block_tokens} tokens: a block of each of the "
                 f"{len(shapes)} layers and {TRANSIT} on their way take {needed} bytes; raise it, or lower block_tokens"
             )
         left = frames - len(shapes)
-        group = max(1, min(_MOST_AT_ONCE, left // (2 * TRANSIT)))  # half of what is left is enough for moving
+        group = max(1, min(_MAX_AT_ONCE, left // (2 * TRANSIT)))  # half of what is left is enough for moving
         self.pages_at_once = group
         """Pages that are read, and in decoding computed with, in one call."""
         quotas = _resident_pages(left - TRANSIT * group, windows, block_tokens)
@@ -253,7 +253,7 @@ def probe_paging(model: Any, *, directory: Path | str | None = None) -> KVLayout
     ids = [i * 7919 % min(config.vocab_size, 30_000) for i in range(_PROBE_TOKENS)]
     whole, _ = runner.read_whole(ids)
     least = least_budget(layout, _PROBE_BLOCK)
-    with PagedCache(model, kv_budget=least, block_tokens=_PROBE_BLOCK, directory=directory, layout=layout) as cache:
+    with PagedCache(model, kv_bytes=least, block_tokens=_PROBE_BLOCK, directory=directory, layout=layout) as cache:
         half = _PROBE_TOKENS // 2
         runner.run(torch.tensor([ids[:half]], device=runner.device), cache, logits=False)
         runner.run(torch.tensor([ids[half:-1]], device=runner.device), cache, logits=False)

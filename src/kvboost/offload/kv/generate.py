@@ -23,30 +23,30 @@ def paged_generate(
     model: Any,
     tokens: Sequence[int],
     *,
-    kv_budget: int | str,
+    kv_bytes: int | str,
     block_tokens: int = 256,
     step_tokens: int = 512,
     directory: Path | str | None = None,
     layout: KVLayout | None = None,
     **arguments: Any,
 ) -> list[int]:
-    """The tokens that ``model.generate`` puts behind ``tokens``, with the KV of all of them within ``kv_budget``.
+    """The tokens that ``model.generate`` puts behind ``tokens``, with the KV of all of them within ``kv_bytes``.
 
     The prompt is read ``step_tokens`` at a time; ``arguments`` are those of ``generate``.
     """
     if step_tokens < 1 or not tokens:
         raise ConfigError("paged_generate needs a prompt of one token at least and steps of one token at least")
     if reason := reads_prompt_again(model, arguments):
-        raise ConfigError(f"{reason}; leave it out, or leave out kv_budget")
+        raise ConfigError(f"{reason}; leave it out, or leave out kv_bytes")
     if speculates(model, arguments):
-        raise ConfigError("a paged cache takes no rows back, as a draft would need; leave the draft out, or kv_budget")
+        raise ConfigError("a paged cache takes no rows back, as a draft would need; leave the draft out, or kv_bytes")
     if sequences_per_prompt(model, arguments) > 1:
         raise ConfigError("a paged cache holds one sequence: use no beams and no num_return_sequences")
     runner = ModelRunner(model)
     ids = torch.as_tensor(tokens, device=runner.device).view(1, -1)
     with (
         torch.no_grad(),
-        PagedCache(model, kv_budget=kv_budget, block_tokens=block_tokens, directory=directory, layout=layout) as cache,
+        PagedCache(model, kv_bytes=kv_bytes, block_tokens=block_tokens, directory=directory, layout=layout) as cache,
     ):
         for start in range(0, len(tokens) - 1, step_tokens):
             runner.run(ids[:, start : min(start + step_tokens, len(tokens) - 1)], cache, logits=False)

@@ -19,7 +19,7 @@ from kvboost.hf.cache import TensorSpec
 from kvboost.offload.kv.attention import JoinedAttention, attend, attend_causally, parts_at_once
 from kvboost.offload.kv.pager import Pager
 
-_ONE_SEQUENCE = "a paged cache holds one sequence: use no batch, no beams and no num_return_sequences with kv_budget"
+_ONE_SEQUENCE = "a paged cache holds one sequence: use no batch, no beams and no num_return_sequences with kv_bytes"
 
 
 @dataclass

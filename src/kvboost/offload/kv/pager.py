@@ -39,7 +39,7 @@ class PagingLedger:
         """Raises CapacityError if that is more than is left."""
         if self.used + size > self.limit:
             raise CapacityError(
-                f"{size} bytes more do not fit a kv_budget of {self.limit}, of which {self.used} are taken"
+                f"{size} bytes more do not fit a kv_bytes of {self.limit}, of which {self.used} are taken"
             )
         self.used += size
         self.peak = max(self.peak, self.used)

@@ -1,4 +1,4 @@
-"""Reads prompts whose KV would be more than ``kv_budget`` into pages, with what is stored of them.
+"""Reads prompts whose KV would be more than ``kv_bytes`` into pages, with what is stored of them.
 
 Made by the engine if there is a budget, and asked for every request. Invariants: beside the store's own memory
 (``cache_bytes``, where stored chunks are held until they are copied) the KV of a request in pages never lies in memory
@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from kvboost.core.clock import StageClock
-from kvboost.core.guarded import NothingHeld, loads_of
+from kvboost.core.guarded import EmptyLease, loads_of
 from kvboost.core.keys import paged_key
-from kvboost.core.plan import plan_reuse, reusable_chunks
-from kvboost.core.prefill import PromptReader, Reading, tokens_by_tier
+from kvboost.core.plan import ReusePlan, Segment, SegmentKind, plan_reuse, reusable_chunks
+from kvboost.core.prefill import Prefiller, PrefillState, tokens_by_tier
 from kvboost.core.workspaces import WorkspacePool
 from kvboost.errors import CapacityError, ConfigError, UnsupportedModelError
 from kvboost.hf.cache import KVLayout
 from kvboost.offload.kv import PagedCache, least_budget, probe_paging
-from kvboost.types import Chunk, LoadReport, ReusePlan, Segment, SegmentKind
+from kvboost.types import Chunk, LoadReport
 
 _BLOCKS = (256, 128, 64, 32, 16)
 """Tokens in a page: large ones are moved and computed with in fewer calls, small ones leave less of the budget idle."""
 STEP_TOKENS = 512  # read at once at most: every step goes over all pages that are away
-_NOTHING_MOVED = "its KV lies in pages (kv_budget), where nothing is moved"
+_NOTHING_MOVED = "its KV lies in pages (kv_bytes), where nothing is moved"
 
 
 class Pages:
@@ -40,12 +40,12 @@ class Pages:
         try:
             self._layout = probe_paging(model, directory=directory)
         except UnsupportedModelError as error:
-            raise ConfigError(f"kv_budget does not work with this model: {error}") from error
+            raise ConfigError(f"kv_bytes does not work with this model: {error}") from error
         except OSError as error:
             raise ConfigError(f"no pages can be written ({error}); give kv_dir, a directory with room") from error
         least = least_budget(self._layout, _BLOCKS[-1])
         if budget < least:
-            raise ConfigError(f"kv_budget={budget} is too small for this model; give {least} bytes or more")
+            raise ConfigError(f"kv_bytes={budget} is too small for this model; give {least} bytes or more")
         self._model, self._pool, self._directory = model, pool, directory
         self.budget = budget
         self.block_tokens = block_tokens_for(self._layout, budget)
@@ -57,18 +57,18 @@ class Pages:
     def refuse(self, rows: int, why: str) -> CapacityError:
         """The error for a request that needs more and cannot be paged."""
         return CapacityError(
-            f"the KV of {rows} tokens, prompt and new ones, takes more than kv_budget={self.budget} bytes, "
-            f"and {why}; shorten it, lower max_new_tokens, or raise kv_budget"
+            f"the KV of {rows} tokens, prompt and new ones, takes more than kv_bytes={self.budget} bytes, "
+            f"and {why}; shorten it, lower max_new_tokens, or raise kv_bytes"
         )
 
     @contextmanager
     def read(
-        self, reader: PromptReader, tokens: list[int], *, boundaries: Sequence[int], clock: StageClock
-    ) -> Iterator[Reading]:
+        self, reader: Prefiller, tokens: list[int], *, boundaries: Sequence[int], clock: StageClock
+    ) -> Iterator[PrefillState]:
         """Plan the prompt and put all stored KV into pages. They are gone at the end of the ``with`` block."""
         with PagedCache(
             self._model,
-            kv_budget=self.budget,
+            kv_bytes=self.budget,
             block_tokens=self.block_tokens,
             directory=self._directory,
             layout=self._layout,
@@ -82,8 +82,8 @@ def block_tokens_for(layout: KVLayout, budget: int) -> int:
 
 
 def _open(
-    reader: PromptReader, cache: PagedCache, tokens: list[int], *, boundaries: Sequence[int], clock: StageClock
-) -> Reading:
+    reader: Prefiller, cache: PagedCache, tokens: list[int], *, boundaries: Sequence[int], clock: StageClock
+) -> PrefillState:
     """A reading whose rows go into ``cache``. Nothing is held: what was stored is copied at once."""
     state = reader.names.model_state()
     root = reader.names.root(state)
@@ -96,7 +96,7 @@ def _open(
     chunks = [*chunks[:exact], *_paged_names(chunks[exact:])]
     more, from_more, paged = _place(reader, cache, reusable_chunks(chunks, prompt_tokens=len(tokens))[exact:])
     clock.lap("place")
-    return Reading(
+    return PrefillState(
         tokens=tokens,
         boundaries=boundaries,
         root=root,
@@ -105,7 +105,7 @@ def _open(
         cache=cache,
         clock=clock,
         _codec=reader._codec,
-        _lease=_LetGo(_both(loads, more)),
+        _lease=ReleasedLease(_both(loads, more)),
         _pool=reader._pool,
         _tiers=tiers + from_more,
         begins_bitwise=False,
@@ -117,7 +117,7 @@ def _open(
     )
 
 
-def _place(reader: PromptReader, cache: PagedCache, chunks: Sequence[Chunk]) -> tuple[LoadReport, Counter[str], int]:
+def _place(reader: Prefiller, cache: PagedCache, chunks: Sequence[Chunk]) -> tuple[LoadReport, Counter[str], int]:
     """Append the leading chunks that are stored; what tiers did for that, tokens by tier, and how many they were."""
     with reader._store.lease(chunks) as lease:
         blocks = lease.blocks
@@ -157,7 +157,7 @@ def _both(one: LoadReport, other: LoadReport) -> LoadReport:
     )
 
 
-class _LetGo(NothingHeld):
+class ReleasedLease(EmptyLease):
     """A lease whose blocks are copied and not held any more."""
 
     def __init__(self, loads: LoadReport) -> None:

@@ -18,7 +18,7 @@ from kvboost.offload.weights.shards import Shards
 # Where AWQ puts the eight neighbours it packs into one int32, lowest bits first.
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 # More rows than this are faster with weights made whole again: the int4 kernel reads them once per row.
-_MOST_ROWS = 16
+_MAX_ROWS = 16
 _BLOCK = 64  # outputs that torch packs together
 _GROUPS = (32, 64, 128, 256)
 _INT4, _SCALES = "packed", "scales_and_zeros"
@@ -39,7 +39,7 @@ class Int4Linear(torch.nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """As ``torch.nn.Linear``."""
         rows = inputs.reshape(-1, self.in_features)
-        if len(rows) <= _MOST_ROWS:
+        if len(rows) <= _MAX_ROWS:
             outputs = _multiply(rows.contiguous(), self.packed, self.group, self.scales_and_zeros)
         else:
             outputs = rows @ self.dequantised().T

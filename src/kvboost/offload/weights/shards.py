@@ -31,7 +31,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _PIECE = 8 * 2**20  # bytes
-_MOST_HEADER = 100 * 10**6  # what the safetensors library allows
+_MAX_HEADER = 100 * 10**6  # what the safetensors library allows
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _tensors_of(file: Path) -> dict[str, ShardTensor]:
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            if length > _MOST_HEADER:
+            if length > _MAX_HEADER:
                 raise ValueError("its header is too long")
             header = json.loads(stream.read(length))
         found: dict[str, ShardTensor] = {}

@@ -185,7 +185,7 @@ class JsonSchemaFormat(_Body):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-_LEAST_SHARE = 1e-9
+_MIN_SHARE = 1e-9
 """Of the probability: the likeliest token alone, which is what 0 asks for."""
 
 
@@ -196,7 +196,7 @@ class _Sampling(_Body):
     stream: Annotated[bool, BeforeValidator(lambda value: value is not None and value)] = False
     """Null is what clients write who have not decided."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1), AfterValidator(lambda share: max(share, _LEAST_SHARE))] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1), AfterValidator(lambda share: max(share, _MIN_SHARE))] | None = None
     prompt_cache_key: Annotated[Text, Field(max_length=256)] | None = None
 
 

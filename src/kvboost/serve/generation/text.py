@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _BROKEN = "\ufffd"  # what decoders write for bytes that are no character, or not one yet
-_MOST_HELD = 64  # tokens that are no text together; then they are let go as they are
+_MAX_HELD = 64  # tokens that are no text together; then they are let go as they are
 _LONGEST_RUN = 3  # replacement characters that can still become one character: its bytes but the last
 
 
@@ -29,7 +29,7 @@ class Detokenizer:
         """The text that is certain now."""
         self._pending.append(token_id)
         text = self._decode([*self._context, *self._pending])
-        if not text.endswith(_BROKEN) or len(self._pending) > _MOST_HELD:
+        if not text.endswith(_BROKEN) or len(self._pending) > _MAX_HELD:
             return self._settle(text)
         if not text.startswith(self._before):
             return ""  # decoders that write a whole run of bytes as broken until its last character is complete

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvboost.serve.security.limits import Limits
 
-_LEAST_READ = 16 * 2**10  # bytes in write_seconds of those that wait: fewer would let a trickle hold a job for hours
+_MIN_READ = 16 * 2**10  # bytes in write_seconds of those that wait: fewer would let a trickle hold a job for hours
 
 
 def bounded_connection(limits: Limits) -> type[H11Protocol]:
@@ -64,7 +64,7 @@ def bounded_connection(limits: Limits) -> type[H11Protocol]:
                 self._waiting_for_reader = None
 
         def _look_for_reader(self, waiting: int) -> None:
-            if waiting - self.transport.get_write_buffer_size() < _LEAST_READ:
+            if waiting - self.transport.get_write_buffer_size() < _MIN_READ:
                 self.transport.abort()  # closing would wait for the same reader
             else:
                 self._expect_reader()

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from kvboost.direct_io import page_aligned
 from kvboost.errors import DamagedRecordError, RecordError, RecordVersionError
-from kvboost.store.admin.base import MOST_RECORD_BYTES
+from kvboost.store.admin.base import MAX_RECORD_BYTES
 from kvboost.store.record.format import inspect
 from kvboost.store.record.header import MAGIC, PAGE, Buffer, RecordHeader, aligned, header_length
 
@@ -106,7 +106,7 @@ class ArchiveReader:
             raise DamagedRecordError("no record begins here")
         head = page + self._exactly(max(header_length(page) - len(page), 0))
         try:
-            header = inspect(head, max_bytes=MOST_RECORD_BYTES)
+            header = inspect(head, max_bytes=MAX_RECORD_BYTES)
         except RecordError:
             self._again = head[PAGE:] + self._again  # there may be records in what looked like a header
             self.position -= len(head[PAGE:])

@@ -18,7 +18,7 @@ from kvboost.extend import Tier
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.header import PAGE, header_length
 
-MOST_RECORD_BYTES = 2**30
+MAX_RECORD_BYTES = 2**30
 """No larger record is read: its writers stop far below."""
 
 READERS = 4

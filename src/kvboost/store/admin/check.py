@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvboost.errors import ConfigError, ForeignRecordError, RecordError, RecordVersionError
-from kvboost.store.admin.base import MOST_RECORD_BYTES
+from kvboost.store.admin.base import MAX_RECORD_BYTES
 from kvboost.store.record.format import RecordFormat, inspect, space_of
 from kvboost.store.record.header import Buffer, RecordHeader
 from kvboost.store.record.protection import record_format
@@ -70,7 +70,7 @@ class KeyRing:
             protection = "encrypt" if header.encrypted else "mac"
             for key in self._keys:
                 yield record_format(
-                    header.namespace, codec=header.codec, max_bytes=MOST_RECORD_BYTES, protection=protection, key=key
+                    header.namespace, codec=header.codec, max_bytes=MAX_RECORD_BYTES, protection=protection, key=key
                 )
         macs = self._keys if header.keyed else [None]
         ciphers = self._keys if header.encrypted else [None]
@@ -80,14 +80,14 @@ class KeyRing:
                 codec=header.codec,
                 mac_key=mac,
                 encryption_key=cipher,
-                max_bytes=MOST_RECORD_BYTES,
+                max_bytes=MAX_RECORD_BYTES,
             )
 
 
 def examine(head: Buffer, *, space: bytes, key: bytes) -> Finding:
     """A record by its header alone, which is shown to belong under this name: WHOLE says nothing about the rest."""
     try:
-        header = inspect(head, max_bytes=MOST_RECORD_BYTES)
+        header = inspect(head, max_bytes=MAX_RECORD_BYTES)
         if header.key != key or space_of(header) != space:
             raise ForeignRecordError("it is the record of another name")
     except RecordVersionError as error:

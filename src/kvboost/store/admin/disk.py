@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvboost.errors import PlaceError
-from kvboost.store.admin.base import MOST_RECORD_BYTES, READERS, Entry, ImportTier, head_of, in_order
+from kvboost.store.admin.base import MAX_RECORD_BYTES, READERS, Entry, ImportTier, head_of, in_order
 from kvboost.store.admin.check import examine
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.disk.files import Files, Layout
@@ -21,7 +21,7 @@ from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.types import Namespace
 
 _AT_ONCE = 256  # chunks in one transaction: others must get their turn
-_MOST_TRIED = 16  # records of a space that are asked whose it is, before the index is believed
+_MAX_TRIED = 16  # records of a space that are asked whose it is, before the index is believed
 
 
 class DiskCatalogue:
@@ -97,7 +97,7 @@ class DiskCatalogue:
 
     def _record(self, entry: Entry) -> memoryview | None:
         try:
-            return self._files.read(self._layout.record(entry.space, entry.key), max_bytes=MOST_RECORD_BYTES)
+            return self._files.read(self._layout.record(entry.space, entry.key), max_bytes=MAX_RECORD_BYTES)
         except OSError as error:
             raise self._failed(error) from error
 
@@ -166,7 +166,7 @@ class DiskCatalogue:
                 if head is not None and (header := examine(head, space=space, key=key).header) is not None:
                     return header.namespace
                 tried += 1
-                if tried == _MOST_TRIED:
+                if tried == _MAX_TRIED:
                     return None
         return None
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvboost.errors import PlaceError
-from kvboost.store.admin.base import MOST_RECORD_BYTES, READERS, Entry, ImportTier, head_of, in_order
+from kvboost.store.admin.base import MAX_RECORD_BYTES, READERS, Entry, ImportTier, head_of, in_order
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.s3 import ObjectTier, open_objects
 
@@ -70,7 +70,7 @@ class ObjectCatalogue:
     def _record(self, entry: Entry) -> memoryview | None:
         def read() -> memoryview:
             found = self._objects.get(_path(entry))
-            return memoryview(found.bytes() if found.meta["size"] <= MOST_RECORD_BYTES else b"")
+            return memoryview(found.bytes() if found.meta["size"] <= MAX_RECORD_BYTES else b"")
 
         return self._asked(read)
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from kvboost.errors import PlaceError
-from kvboost.store.admin.base import MOST_RECORD_BYTES, Entry, ImportTier, head_of
+from kvboost.store.admin.base import MAX_RECORD_BYTES, Entry, ImportTier, head_of
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.header import PAGE
 from kvboost.store.tiers.redis.ledger import Ledger
@@ -94,7 +94,7 @@ class RedisCatalogue:
             with self._server.link(patience) as link:
                 keys = [entry.key for entry in batch]
                 ledger = _ledger(batch[0])
-                for record in received(link, patience, keys, ledger=ledger, max_bytes=MOST_RECORD_BYTES):
+                for record in received(link, patience, keys, ledger=ledger, max_bytes=MAX_RECORD_BYTES):
                     done += 1
                     yield batch[done - 1], record
         except UnavailableError as error:

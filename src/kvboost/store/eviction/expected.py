@@ -26,7 +26,7 @@ _DRAWN = 32
 _DRAWS = 4  # before every leaf is looked at: blocks under a lease may be drawn
 _GHOSTS_EACH, _GHOSTS = 8, 32768  # eight for every stored block; above 32,768 of them, one for every stored block
 _WATCH_ALL = 1024  # stored blocks up to which every one is watched; of n times as many, every n-th
-_MOST_USES = 5
+_MAX_USES = 5
 _INSIDE = 2  # chunks behind it in its prompt: this many or more
 _CLEARLY = 1.2  # times what a new block promises: a victim that promises more than that keeps its place
 
@@ -262,13 +262,13 @@ class LeastExpected:
 
     def _kind_of(self, block: _Block) -> Kind:
         position, uses = block.position, block.uses
-        some = uses if uses < _MOST_USES else min(3 + uses.bit_length(), 9)
+        some = uses if uses < _MAX_USES else min(3 + uses.bit_length(), 9)
         away = min((int(block.mean) + 1).bit_length() + 1, 19) // 2 if uses else 0
         where = position if position < 4 else min(position.bit_length() + 1, 9)
         code = (some, block.behind, away, where)
         kind = self._kinds.get(code)
         if kind is None:
-            known = self._kind((min(uses, _MOST_USES), block.behind), self._watch.everything)
+            known = self._kind((min(uses, _MAX_USES), block.behind), self._watch.everything)
             kind = self._kind(code, self._kind(code[:3], known))
         return kind
 

@@ -17,7 +17,7 @@ SPANS = 48  # the last begins at 2 ** 15.7 prompts
 _MEMORY = 0.9995  # per prompt: what was seen 2,000 prompts ago counts 0.37
 _REFIT = 100  # prompts after which a kind's table is made anew
 _OWN_COUNTS = (6.0, 4.0, 10.0, 20.0)  # blocks at risk from which on a level weighs more than the one above it
-_MOST_WATCHED = 32768
+_MAX_WATCHED = 32768
 
 _ENDS = [2 ** (span / _PER_OCTAVE) for span in range(SPANS)]
 _WIDTHS = [_ENDS[0], *(_ENDS[span] - _ENDS[span - 1] for span in range(1, SPANS))]
@@ -149,7 +149,7 @@ class Watch:
         self._enter(block.kind, 0, 1)
         self._spans[0].append((block, block.time))
         self._watched += 1
-        if self._watched > _MOST_WATCHED:
+        if self._watched > _MAX_WATCHED:
             self._give_up_oldest()
 
     def came_back(self, block: Watched) -> None:

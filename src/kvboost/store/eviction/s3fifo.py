@@ -14,7 +14,7 @@ from kvboost.store.eviction.leaves import Forest, LeafHeap
 
 _TRIAL_SHARE = 0.1
 _PASSES = 2  # uses on trial that lead to the main queue
-_MOST_USES = 3
+_MAX_USES = 3
 
 
 class SmallMainGhostFIFO:
@@ -43,7 +43,7 @@ class SmallMainGhostFIFO:
         for key in chain:
             node = self._forest.nodes.get(key)
             if node is not None:
-                node.uses = min(node.uses + 1, _MOST_USES)
+                node.uses = min(node.uses + 1, _MAX_USES)
 
     def used(self, chain: Sequence[bytes]) -> None:
         """Nothing: the order is that of insertion."""

@@ -157,7 +157,7 @@ class RecordFormat:
             bitwise=header.bitwise,
             start=header.start,
             context=header.context,
-            generation=header.generation,
+            approx_depth=header.approx_depth,
         )
 
     def info(self, buffer: Buffer) -> BlockInfo:
@@ -169,7 +169,7 @@ class RecordFormat:
         keys = (block.key, block.content_key, block.parent_key if block.parent_key is not None else block.key)
         if any(len(key) != KEY_BYTES for key in keys):
             raise RecordError("a block with keys of other than 32 bytes cannot be written; make them with chunk_keys")
-        if len(block.context) >= 2**16 or not 0 <= block.generation < 2**32:
+        if len(block.context) >= 2**16 or not 0 <= block.approx_depth < 2**32:
             raise RecordError("a block with so many marks or generations cannot be written")
         if not 0 <= block.start < 2**63:
             raise RecordError(f"a block that starts at {block.start} cannot be written")
@@ -189,7 +189,7 @@ class RecordFormat:
             content_key=block.content_key,
             bitwise=block.bitwise,
             start=block.start,
-            generation=block.generation,
+            approx_depth=block.approx_depth,
             context=block.context,
             token_bytes=len(block.tokens),
             runs=runs,

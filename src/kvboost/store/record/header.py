@@ -3,7 +3,7 @@
 Used by :mod:`kvboost.store.record.format`, which adds the body. All numbers are little-endian::
 
     8s   magic               32s  namespace root        Q  start
-    H    version             32s  tenant                I  generation
+    H    version             32s  tenant                I  approx_depth
     H    flags                8s  id of the secrets     I  bytes of token ids
     I    header bytes        32s  key                   H  bytes of context
     Q    record bytes        32s  parent key, or zeros  H  bytes of codec name
@@ -49,8 +49,8 @@ _SEAL = slice(24, 56)
 _RUN = struct.Struct("<HBB")
 _DIMENSION_BYTES = 4
 ALIGNMENT = 64
-_MOST_DIMENSIONS = 8
-MOST_TENSORS = 4096
+_MAX_DIMENSIONS = 8
+MAX_TENSORS = 4096
 """Of one block: empty ones take no bytes of a record, but memory."""
 KEY_BYTES = 32
 TAG_BYTES = 16
@@ -108,7 +108,7 @@ class RecordHeader:
     content_key: bytes
     bitwise: bool
     start: int
-    generation: int
+    approx_depth: int
     context: bytes
     token_bytes: int
     runs: tuple[TensorRun, ...]
@@ -141,7 +141,7 @@ class RecordHeader:
             bitwise=self.bitwise,
             start=self.start,
             context=self.context,
-            generation=self.generation,
+            approx_depth=self.approx_depth,
         )
 
 
@@ -182,7 +182,7 @@ def pack_header(header: RecordHeader, mac_key: bytes | None) -> bytearray:
         header.content_key,
         header.body_check,
         header.start,
-        header.generation,
+        header.approx_depth,
         header.token_bytes,
         len(header.context),
         len(header.codec),
@@ -206,11 +206,11 @@ def header_bytes_of(codec: str, context: bytes, runs: Sequence[TensorRun]) -> in
 
 def lay_out(token_bytes: int, tensors: Sequence[torch.Tensor], most: int) -> tuple[tuple[TensorRun, ...], int]:
     """Where the tensors go in the body, and the body's bytes. Raises RecordError for what no record can hold."""
-    if len(tensors) > MOST_TENSORS:
+    if len(tensors) > MAX_TENSORS:
         raise RecordError(f"{len(tensors)} tensors do not fit a record; join some")
     runs, body = [], aligned(token_bytes, ALIGNMENT)
     for (dtype, shape), equal in itertools.groupby(tensors, key=lambda tensor: (tensor.dtype, tuple(tensor.shape))):
-        if dtype not in _DTYPE_NUMBERS or len(shape) > _MOST_DIMENSIONS:
+        if dtype not in _DTYPE_NUMBERS or len(shape) > _MAX_DIMENSIONS:
             raise RecordError(f"a tensor {shape} of {dtype} cannot be written; use another dtype")
         run = TensorRun(len(list(equal)), dtype, shape, body)
         body += run.count * run.stride
@@ -229,7 +229,7 @@ def read_header(view: memoryview, max_bytes: int) -> RecordHeader:
         raise DamagedRecordError(f"{len(view)} bytes of a header of {header_bytes}")
     fields = _FIXED.unpack_from(view)
     _, version, flags, _, total, seal, root, tenant, secrets_id, key, parent, content, check = fields[:13]
-    start, generation, token_bytes, context_bytes, codec_bytes, run_count = fields[13:]
+    start, approx_depth, token_bytes, context_bytes, codec_bytes, run_count = fields[13:]
     if flags & ~_KNOWN_FLAGS:
         raise DamagedRecordError("the record has flags that no writer sets")
     if not header_bytes <= total <= max_bytes:
@@ -256,7 +256,7 @@ def read_header(view: memoryview, max_bytes: int) -> RecordHeader:
         content_key=content,
         bitwise=bool(flags & _BITWISE),
         start=start,
-        generation=generation,
+        approx_depth=approx_depth,
         context=names[codec_bytes:],
         token_bytes=token_bytes,
         runs=runs,
@@ -280,7 +280,7 @@ def _read_table(
         equal, number, dimensions = _RUN.unpack_from(header, at)
         at += _RUN.size
         tensors += equal
-        if number >= len(_DTYPES) or dimensions > _MOST_DIMENSIONS or not equal or tensors > MOST_TENSORS:
+        if number >= len(_DTYPES) or dimensions > _MAX_DIMENSIONS or not equal or tensors > MAX_TENSORS:
             raise DamagedRecordError("tensors of a kind or number that no writer writes")
         if at + _DIMENSION_BYTES * dimensions > len(header):
             raise DamagedRecordError("the tensor table does not end within the header")

@@ -17,7 +17,7 @@ from kvboost.store.record.format import RecordFormat
 from kvboost.types import Namespace
 
 _KEY_BYTES = 32
-_MOST_BYTES = 4096  # of the file: enough for a key, not for a mistake
+_MAX_BYTES = 4096  # of the file: enough for a key, not for a mistake
 
 
 def read_key(file: str | Path) -> bytes:
@@ -27,7 +27,7 @@ def read_key(file: str | Path) -> bytes:
     try:
         with path.open("rb") as opened:
             status = os.fstat(opened.fileno())
-            data = opened.read(_MOST_BYTES)
+            data = opened.read(_MAX_BYTES)
     except OSError as error:
         raise ConfigError(f"record_key_file={str(file)!r} cannot be read ({error.strerror}); {make}") from error
     if stat.S_IMODE(status.st_mode) & 0o077:

@@ -22,7 +22,7 @@ from kvboost.extend import EvictionPolicy
 from kvboost.store.eviction import LeafFirstLRU
 from kvboost.types import BlockInfo, KVBlock, PutOutcome, StoreStats
 
-_MOST_VARIANTS = 8  # of one content in a lookup, as in memory
+_MAX_VARIANTS = 8  # of one content in a lookup, as in memory
 
 
 class HostTier:
@@ -61,7 +61,7 @@ class HostTier:
     def variants(self, content_keys: Sequence[bytes]) -> list[list[BlockInfo]]:
         """For each content, the newest blocks that hold it, newest last."""
         with self._lock:
-            newest = [self._same_content.get(content, ())[-_MOST_VARIANTS:] for content in content_keys]
+            newest = [self._same_content.get(content, ())[-_MAX_VARIANTS:] for content in content_keys]
             return [[_info(self._blocks[key]) for key in keys] for keys in newest]
 
     def load(self, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:

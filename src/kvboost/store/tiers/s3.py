@@ -34,7 +34,7 @@ from kvboost.store.tiers.breaker import Breaker
 from kvboost.types import BlockInfo, KVBlock, PutOutcome, StoreStats
 
 _UNLIMITED = 2**63 - 1
-_MOST_VARIANTS = 8  # of one content in a lookup, as in memory
+_MAX_VARIANTS = 8  # of one content in a lookup, as in memory
 _HEADER_BYTES = 16 * 1024  # read of a record to know what it is; most headers are a page
 _PAGE_OF_NAMES = 1000
 _REMEDY = "check the bucket, the credentials and the network"
@@ -124,7 +124,7 @@ class ObjectTier:
                 self._objects.delete(name)  # the record is gone
             elif info.content_key == content:
                 infos.insert(0, info)
-            if len(infos) == _MOST_VARIANTS:
+            if len(infos) == _MAX_VARIANTS:
                 break
         return infos
 
@@ -313,7 +313,7 @@ class ObjectTier:
         yield from self._objects.list(prefix, chunk_size=_PAGE_OF_NAMES)
 
     def _names(self, prefix: str) -> Iterator[str]:
-        for page in self._objects.list(prefix, chunk_size=_MOST_VARIANTS):
+        for page in self._objects.list(prefix, chunk_size=_MAX_VARIANTS):
             yield from (entry["path"] for entry in page)
 
     def _probe(self) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvboost.direct_io import DIRECT, PAGE, page_aligned, up_to_page
 
-_MOST_PARTS = 512  # of one writev; the system allows 1,024
+_MAX_PARTS = 512  # of one writev; the system allows 1,024
 _SUFFIX = ".kv"
 
 
@@ -33,7 +33,7 @@ class Files:
         try:
             left = [part for part in parts if len(part)]
             while left:
-                written = self._writev(descriptor, left[:_MOST_PARTS])
+                written = self._writev(descriptor, left[:_MAX_PARTS])
                 while left and written >= len(left[0]):
                     written -= len(left.pop(0))
                 if written:

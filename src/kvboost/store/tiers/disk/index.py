@@ -51,6 +51,7 @@ CREATE TRIGGER IF NOT EXISTS chunk_removed AFTER DELETE ON chunks BEGIN
     UPDATE chunks SET successors = successors - 1 WHERE space = old.space AND key = old.parent;
 END;
 """
+# The column "generation" is approx_depth: indexes on users' disks have the older name.
 _INFO = "key, parent, content, nbytes, bitwise, start, context, generation"
 
 Place = tuple[bytes, bytes]
@@ -299,7 +300,7 @@ class ChunkIndex:
                 info.bitwise,
                 info.start,
                 info.context,
-                info.generation,
+                info.approx_depth,
                 space,
                 size,
                 stamp,
@@ -400,5 +401,5 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 
 def _info(row: tuple[bytes, bytes | None, bytes, int, int, int, bytes, int]) -> BlockInfo:
-    key, parent, content, nbytes, bitwise, start, context, generation = row
-    return BlockInfo(key, parent, content, nbytes, bool(bitwise), start, context, generation)
+    key, parent, content, nbytes, bitwise, start, context, approx_depth = row
+    return BlockInfo(key, parent, content, nbytes, bool(bitwise), start, context, approx_depth)

@@ -32,9 +32,9 @@ from kvboost.store.tiers.disk.index import ChunkIndex, Limits, Place
 from kvboost.store.tiers.disk.recovery import charge, is_recorded
 from kvboost.types import BlockInfo, KVBlock, PutOutcome, StoreStats
 
-_MOST_VARIANTS = 8  # of one content in a lookup, as in memory
-_MOST_UNWRITTEN = 512  # uses and missing files remembered before they go into the index
-_MOST_UNSYNCED = 1024  # files that wait for a flush; beyond, the oldest is synced at once
+_MAX_VARIANTS = 8  # of one content in a lookup, as in memory
+_MAX_UNWRITTEN = 512  # uses and missing files remembered before they go into the index
+_MAX_UNSYNCED = 1024  # files that wait for a flush; beyond, the oldest is synced at once
 _DROPPED_AT_ONCE = 256  # chunks in one transaction: others must get their turn
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class DiskTier:
     def variants(self, content_keys: Sequence[bytes]) -> list[list[BlockInfo]]:
         """For each content, the most recently used blocks that hold it, newest last."""
         nothing: list[list[BlockInfo]] = [[] for _ in content_keys]
-        return self._with_index(lambda index: index.variants(content_keys, _MOST_VARIANTS), nothing)
+        return self._with_index(lambda index: index.variants(content_keys, _MAX_VARIANTS), nothing)
 
     def load(self, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
         """The blocks under these keys, in this order; reading begins at once and a few run ahead."""
@@ -147,7 +147,7 @@ class DiskTier:
             return None
         if data is None:
             with self._lock:
-                if len(self._missing) < _MOST_UNWRITTEN:
+                if len(self._missing) < _MAX_UNWRITTEN:
                     self._missing.add(key)  # there may be a row that says otherwise
             return None
         try:
@@ -241,7 +241,7 @@ class DiskTier:
             stamp = self._stamp(len(chain))
             for at, key in enumerate(chain):
                 self._uses[key] = stamp - at
-            many = len(self._uses) >= _MOST_UNWRITTEN
+            many = len(self._uses) >= _MAX_UNWRITTEN
         if many:
             self._with_index(self._write_uses, None)
 
@@ -286,7 +286,7 @@ class DiskTier:
     def _wants_sync(self, key: bytes, path: Path) -> None:
         with self._lock:
             self._unsynced[key] = path
-            oldest = next(iter(self._unsynced)) if len(self._unsynced) > _MOST_UNSYNCED else None
+            oldest = next(iter(self._unsynced)) if len(self._unsynced) > _MAX_UNSYNCED else None
             early = self._unsynced.pop(oldest) if oldest is not None else None
         if oldest is not None and early is not None:
             self._sync(oldest, early)
@@ -394,5 +394,5 @@ def _info(block: KVBlock) -> BlockInfo:
         bitwise=block.bitwise,
         start=block.start,
         context=block.context,
-        generation=block.generation,
+        approx_depth=block.approx_depth,
     )

@@ -18,7 +18,7 @@ from kvboost.types import BlockInfo, PutOutcome
 _LEASE_MS = 30_000  # a writer's; it is far slower than any deadline lets it be
 _PIECE_MS = 15_000  # what a killed writer leaves is gone before its lease
 _SETTLED_AT_ONCE = 64
-_MOST_BY_CONTENT = 32  # remembered of one content
+_MAX_BY_CONTENT = 32  # remembered of one content
 _INFO = struct.Struct("<?QQI?32s")
 
 Page = tuple[bytes, list[bytes]]
@@ -116,7 +116,7 @@ class Ledger:
             (b"SET", self.piece(writing.key, writing.seal, number), piece, b"PX", b"%d" % _PIECE_MS)
             for number, piece in enumerate(pieces)
         ]
-        numbers = (b"%d" % number for number in (writing.pieces, ttl_ms, _MOST_BY_CONTENT))
+        numbers = (b"%d" % number for number in (writing.pieces, ttl_ms, _MAX_BY_CONTENT))
         last = self._command(scripts.FINISH, self.id(writing.key), writing.writer, writing.seal, *numbers)
         *written, finished = link.call([*commands, last], patience)
         for reply in (finished, *written):
@@ -215,7 +215,7 @@ def _literal(pattern: bytes) -> bytes:
 
 def _packed(info: BlockInfo) -> bytes:
     parent = info.parent_key
-    fixed = (info.bitwise, info.nbytes, info.start, info.generation, parent is not None, parent or b"")
+    fixed = (info.bitwise, info.nbytes, info.start, info.approx_depth, parent is not None, parent or b"")
     return _INFO.pack(*fixed) + info.context
 
 
@@ -232,7 +232,7 @@ def _infos(found: Reply, content: bytes) -> list[BlockInfo]:
             key = bytes.fromhex(name.rpartition(b":")[2].decode("ascii"))
         except ValueError:
             continue
-        bitwise, nbytes, start, generation, has_parent, parent = _INFO.unpack_from(packed)
+        bitwise, nbytes, start, approx_depth, has_parent, parent = _INFO.unpack_from(packed)
         infos.append(
             BlockInfo(
                 key=key,
@@ -242,7 +242,7 @@ def _infos(found: Reply, content: bytes) -> list[BlockInfo]:
                 bitwise=bitwise,
                 start=start,
                 context=packed[_INFO.size :],
-                generation=generation,
+                approx_depth=approx_depth,
             )
         )
     return infos

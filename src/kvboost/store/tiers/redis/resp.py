@@ -21,9 +21,9 @@ Reply: TypeAlias = "int | bytes | ServerError | list[Reply] | None"
 
 _BUFFER_BYTES = 16 * 1024  # for the lines between values; values go past it
 _COPIED_BELOW = 4096  # smaller pieces are sent together
-_MOST_PIECES = 256  # in one system call
-_MOST_LINE_BYTES = 8 * 1024
-_MOST_ITEMS = 2**20
+_MAX_PIECES = 256  # in one system call
+_MAX_LINE_BYTES = 8 * 1024
+_MAX_ITEMS = 2**20
 _DEEPEST = 4
 SMALL_BYTES = 2**20
 """The largest value that :meth:`Link.reply` takes. Larger ones are asked for with :meth:`Link.length`."""
@@ -125,7 +125,7 @@ class Link:
             self._socket.settimeout(patience.left)
             begin = time.monotonic()
             try:
-                sent = self._socket.sendmsg(pieces[at : at + _MOST_PIECES])
+                sent = self._socket.sendmsg(pieces[at : at + _MAX_PIECES])
             except BlockingIOError as error:
                 raise TimeoutError("the server does not take what it is sent") from error
             patience.waited(time.monotonic() - begin)
@@ -156,7 +156,7 @@ class Link:
             value = bytearray(number)
             self._take(memoryview(value), patience)
             return bytes(value)
-        if kind == b"*" and 0 <= number <= _MOST_ITEMS and depth < _DEEPEST:
+        if kind == b"*" and 0 <= number <= _MAX_ITEMS and depth < _DEEPEST:
             return [self._reply(patience, depth + 1) for _ in range(number)]
         raise ProtocolError(f"a reply that begins with {kind + rest[:20]!r}")
 
@@ -201,7 +201,7 @@ class Link:
             if at > 0:
                 self._begin += at + 2
                 return held[:1], held[1:at]
-            if at == 0 or len(held) > _MOST_LINE_BYTES:
+            if at == 0 or len(held) > _MAX_LINE_BYTES:
                 raise ProtocolError(f"a reply that begins with {held[:20]!r}")
             searched = len(held)
             self._more(patience)

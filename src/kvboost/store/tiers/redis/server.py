@@ -20,7 +20,7 @@ from kvboost.store.tiers.redis.resp import Link, Patience, ProtocolError, Server
 
 _CONNECT_S = 1.0  # for each step of a connection made in the background
 _ECHO_BYTES = 16 * 1024
-_MOST_IDLE = 8
+_MAX_IDLE = 8
 
 
 class UnavailableError(Exception):
@@ -88,7 +88,7 @@ class Server:
 
     def _give_back(self, link: Link, clean: bool) -> None:
         with self._lock:
-            keep = clean and not self._closed and len(self._idle) < _MOST_IDLE
+            keep = clean and not self._closed and len(self._idle) < _MAX_IDLE
             if keep:
                 self._idle.append(link)
         if not keep:

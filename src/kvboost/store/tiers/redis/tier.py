@@ -30,8 +30,8 @@ from kvboost.store.tiers.redis.resp import Link, Patience, ProtocolError, Server
 from kvboost.store.tiers.redis.server import Server, UnavailableError
 from kvboost.types import BlockInfo, KVBlock, PutOutcome, StoreStats
 
-_MOST_VARIANTS = 8  # of one content in a lookup, as in memory
-_MOST_UNWRITTEN = 512  # uses and missing blocks remembered before they go into the ledger
+_MAX_VARIANTS = 8  # of one content in a lookup, as in memory
+_MAX_UNWRITTEN = 512  # uses and missing blocks remembered before they go into the ledger
 _AT_ONCE = 256  # chunks in one script: others must get their turn
 _BEHIND_S = 1.0  # patience of what is done behind requests
 _ENTRY_BYTES = 4096  # what a chunk takes in Redis beside its record: names, entries, the ends of pages (measured)
@@ -125,7 +125,7 @@ class RedisTier:
         if not content_keys:
             return nothing
         return self._before(
-            lambda link, patience: self._ledger.variants(link, patience, content_keys, _MOST_VARIANTS), nothing
+            lambda link, patience: self._ledger.variants(link, patience, content_keys, _MAX_VARIANTS), nothing
         )
 
     def load(self, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
@@ -144,7 +144,7 @@ class RedisTier:
                 with self._lock:
                     self._hits += block is not None
                     self._misses += block is None
-                    if record is None and records.unavailable is None and len(self._missing) < _MOST_UNWRITTEN:
+                    if record is None and records.unavailable is None and len(self._missing) < _MAX_UNWRITTEN:
                         self._missing.add(key)  # there may be an entry that says otherwise
                 yield block
         finally:
@@ -216,8 +216,8 @@ class RedisTier:
             for key in reversed(chain):
                 self._uses.pop(key, None)
                 self._uses[key] = None
-            many = len(self._uses) >= _MOST_UNWRITTEN
-            while len(self._uses) > 2 * _MOST_UNWRITTEN:  # the server is away
+            many = len(self._uses) >= _MAX_UNWRITTEN
+            while len(self._uses) > 2 * _MAX_UNWRITTEN:  # the server is away
                 self._uses.pop(next(iter(self._uses)))
         if many:
             self._behind(self._write_uses, None)
@@ -339,5 +339,5 @@ def _info(block: KVBlock) -> BlockInfo:
         bitwise=block.bitwise,
         start=block.start,
         context=block.context,
-        generation=block.generation,
+        approx_depth=block.approx_depth,
     )
