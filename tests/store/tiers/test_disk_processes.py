@@ -58,7 +58,7 @@ def test_each_process_finds_what_the_other_stored(tmp_path: Path) -> None:
 
 CROWD = """
 import random, sys
-from kvboost.store import index
+from kvboost.store.tiers.disk import index
 from tests.store.tiers.test_disk import *
 index._PATIENCE_S = 120  # a machine may stop a process for long while it holds the index
 tier = open_tier(Path(sys.argv[1]), room=10)
