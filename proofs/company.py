@@ -92,8 +92,8 @@ def main() -> None:
             plain.warm(list(prompt.head), boundaries=[len(prompt.head)])
             read_before(plain, prompt)
             store.frozen = True
-            assert plain._parts is not None
-            rows = store.stats().bytes / plain._parts.facts.layout.bytes_per_token - len(prompt.head)
+            assert plain.parts is not None
+            rows = store.stats().bytes / plain.parts.assembly.facts.layout.bytes_per_token - len(prompt.head)
             kept[name].append(rows / prompt.passage_tokens)
             for strategy, engine in repairs.items():
                 found[name][strategy].append(compare(engine, prompt, full, f1=False))

@@ -47,7 +47,7 @@ def ours(model: Any, prompt: list[int], *, batch: int, steps: int) -> dict[str, 
     caches = [first]
     for _ in range(batch - 1):
         cache = SlabCache(layout, capacity=rows + steps + 2)
-        cache.place(0, first.rows(0, rows))
+        cache.place(0, first.span(0, rows))
         cache.set_length(rows)
         caches.append(cache)
     together = [SharedStart(tuple(range(batch)), shared)] if batch > 1 else []
@@ -67,7 +67,7 @@ def ours(model: Any, prompt: list[int], *, batch: int, steps: int) -> dict[str, 
     }
     dense = SlabCache(layout, capacity=rows + steps + 2, batch=batch)
     for row in range(batch):
-        dense.place(0, first.rows(0, rows), row=row)
+        dense.place(0, first.span(0, rows), row=row)
     dense.set_length(rows)
     ids = torch.full((batch, 1), 7)
 

@@ -52,8 +52,8 @@ def tiny_engine(**settings: Any) -> KVBoost:
 
 def read(engine: KVBoost, tokens: Sequence[int], ends: Sequence[int]) -> dict[SegmentKind, Any]:
     """Read a prompt as a request does, without an answer; for each kind of reuse, which tokens it served."""
-    assert engine._parts is not None
-    reader = engine._parts.reader
+    assert engine.parts is not None
+    reader = engine.session.prefiller
     with reader.open(list(tokens), boundaries=ends, new_rows=0, clock=StageClock(), move=True) as reading:
         served = {kind: np.zeros(len(tokens), dtype=bool) for kind in SegmentKind}
         for segment in reading.plan.segments:

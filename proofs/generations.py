@@ -83,11 +83,11 @@ def main() -> None:
 
 def _repeats_itself(engine: KVBoost, prompt: rag.RagPrompt) -> bool:
     """Whether two passages share a chunk."""
-    assert engine._parts is not None
+    assert engine.parts is not None
     chunks = [
         chunk.tokens
         for passage in prompt.passages
-        for chunk in engine._parts.reader.names.chunks_of_part(list(passage))
+        for chunk in engine.session.prefiller.names.chunks_of_part(list(passage))
     ]
     return len(set(chunks)) < len(chunks)
 
@@ -97,8 +97,8 @@ def _sorted_out(
 ) -> tuple[list[KVBlock], list[list[KVBlock]]]:
     """The head's blocks, and each passage's; what else was read to keep them company is dropped."""
     by_tokens = {block.tokens: block for block in blocks}
-    assert engine._parts is not None
-    cut = engine._parts.reader.names.chunks_of_part
+    assert engine.parts is not None
+    cut = engine.session.prefiller.names.chunks_of_part
     head = [by_tokens[chunk.tokens] for chunk in cut(list(prompt.head))]
     return head, [[_alone(by_tokens[chunk.tokens]) for chunk in cut(list(passage))] for passage in prompt.passages]
 

@@ -69,8 +69,8 @@ def ask_all(engine: KVBoost, passages: list[list[int]], kind: str, repair: str, 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # that moving is off is what the table says
             engine.generate(tokens, boundaries=ends, max_new_tokens=8, temperature=0)
-            assert engine._shadow is not None
-            engine._shadow.wait()
+            assert engine.parts.shadow is not None
+            engine.parts.shadow.wait()
     stats = engine.cache_stats()["non_prefix_reuse"]
     share = engine.config.quality
     print(

@@ -165,7 +165,7 @@ def main() -> None:
         rounds = 2 if isinstance(strategy, TwoRounds) else 1
         settings["recompute_ratio"] = args.ratio / rounds
         engines[strategy] = KVBoost(plain.model, plain.tokenizer, recompute_strategy=strategy, **settings)
-        parts = engines[strategy]._parts
+        parts = engines[strategy].parts
         assert parts is not None
         assert parts.moving is not None
         if rounds == 2:

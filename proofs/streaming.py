@@ -385,8 +385,8 @@ def families() -> None:
                 with KVBoost.from_pretrained(folder, weight_budget=budget, **settings) as engine:
                     assert (streamer_of(engine.model) is not None) == (budget is not None)
                     logits.append([engine.prefill(prompt).logits for _ in range(2)])
-                    assert engine._parts is not None
-                    roots.append(engine._parts.reader.names.root())
+                    assert engine.parts is not None
+                    roots.append(engine.session.prefiller.names.root())
             same = all(torch.equal(a, b) for a, b in zip(*logits, strict=True)) and roots[0] == roots[1]
             print(f"{family:<14}{'equal to the bit, same keys' if same else 'DIFFERS'}", flush=True)
             if not same:

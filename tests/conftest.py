@@ -11,7 +11,7 @@ import torch
 
 from kvboost.bench.report import BenchError
 from kvboost.bench.servers import RedisServer, redis_server
-from kvboost.core.prefill import Prefiller
+from kvboost.core.prefiller import Prefiller
 from tests.helpers.models import smollm2_folder, tiny_model
 from tests.helpers.places import KINDS, Place
 from tests.helpers.s3 import s3_environment, s3_server

@@ -7,6 +7,7 @@ objects; there is no registry to fill.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
@@ -174,6 +175,31 @@ class ChunkStore(Protocol):
 
     def close(self) -> None:
         """Release every resource. The store may not be used afterwards."""
+        ...
+
+
+@runtime_checkable
+class LayeredStore(ChunkStore, Protocol):
+    """A store with slower tiers below its memory: what it is asked for may still be on its way."""
+
+    def lease(self, chunks: Sequence[Chunk], *, arrived: Callable[[Chunk, KVBlock], None] | None = None) -> Lease:
+        """As every store's; ``arrived`` is told of each block as soon as it is here, before the lease is."""
+        ...
+
+    def leading_run(self, chunks: Sequence[Chunk]) -> int:
+        """How many of ``chunks`` a lease would probably hold. Counts nothing."""
+        ...
+
+    def knows_content(self, chunks: Sequence[Chunk]) -> bool:
+        """Whether all of these are probably stored somewhere. Loads nothing."""
+        ...
+
+    def prefetch(self, chunks: Sequence[Chunk]) -> Future[int]:
+        """Bring the leading chunks up into memory, in the background. The result is how many tokens came."""
+        ...
+
+    def flush(self) -> None:
+        """Return once everything put so far is as safe as the tiers make it."""
         ...
 
 

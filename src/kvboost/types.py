@@ -83,7 +83,24 @@ class KVBlock:
     context: bytes = b""
     """What stood before it then: marks of the nearest chunks, in order (see :data:`CONTEXT_MARK_BYTES`)."""
     approx_depth: int = 0
-    """0: computed behind exact KV only. n: behind moved KV whose own approx_depth was n - 1 at most."""
+    """0: computed behind exact KV only. n: behind repositioned KV whose own ``approx_depth`` was n - 1 at most."""
+
+    @classmethod
+    def of(
+        cls, chunk: Chunk, tensors: tuple[torch.Tensor, ...], *, context: bytes, bitwise: bool, key: bytes | None = None
+    ) -> KVBlock:
+        """The block of a chunk where it stands, under its prefix key unless another ``key`` is given."""
+        return cls(
+            key=key or chunk.prefix_key,
+            parent_key=chunk.parent_key,
+            content_key=chunk.content_key,
+            tokens=chunk.tokens,
+            tensors=tensors,
+            nbytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+            bitwise=bitwise,
+            start=chunk.start,
+            context=context,
+        )
 
 
 CONTEXT_MARK_BYTES = 8

@@ -47,11 +47,11 @@ def test_the_smallest_ratio_that_is_good_enough_is_taken(tiny: Tiny, tmp_path: P
     assert loaded == found
     for quality in (0.2, 0.9):
         calibrated = engine_for(engine.model, chunk_size=16, quality=quality, calibration=tmp_path / "c.json")
-        assert calibrated._parts is not None
-        assert calibrated._parts.moving is not None
+        assert calibrated.parts is not None
+        assert calibrated.session.prefiller.approx is not None
         chosen = found.choose(quality)
         assert chosen is not None
-        assert calibrated._parts.moving.repair_settings.ratio == chosen.ratio
+        assert calibrated.session.prefiller.approx.repair_settings.ratio == chosen.ratio
     assert found.choose(0.05) is None, "fourteen prompts cannot show that"
 
 
@@ -75,8 +75,8 @@ def _written(folder: Path, **changes: Any) -> Path:
 
 
 def _fitting(engine: KVBoost) -> dict[str, str]:
-    assert engine._parts is not None
-    return {"weights": engine._parts.weights, "conditions": engine._parts.reader.names.conditions}
+    assert engine.parts is not None
+    return {"weights": engine.parts.weights, "conditions": engine.session.prefiller.names.conditions}
 
 
 def test_a_calibration_belongs_to_one_codec_and_one_kind_of_chunks(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from kvboost import ConfigError, GenerationMode
-from kvboost.approx.documents import groups_in_company
+from kvboost.approx.documents import group_documents
 from tests.approx.test_find import HEAD, QUESTION, engine_for, joined, text
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("prices_as_guessed")
     lengths=st.lists(st.integers(1, 60), max_size=12),
     known=st.sets(st.integers(0, 11)),
     head=st.integers(0, 20),
-    company=st.integers(0, 3),
+    context_documents=st.integers(0, 3),
     most=st.integers(30, 200),
 )
 def test_every_document_comes_once_as_new_and_in_company_where_it_fits(
@@ -31,7 +31,9 @@ def test_every_document_comes_once_as_new_and_in_company_where_it_fits(
     start = list(range(head))
     read: list[int] = []
     missing = [i not in known for i in range(len(documents))]
-    for tokens, ends, new in groups_in_company(documents, missing, head=start, company=company, most_tokens=most):
+    for tokens, ends, new in group_documents(
+        documents, missing, head=start, context_documents=company, max_tokens=most
+    ):
         assert tokens[:head] == start
         parts = [tokens[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
         bodies = parts[1:] if head else parts
@@ -52,7 +54,7 @@ def test_documents_fit_into_later_prompts_and_are_read_once(tiny: Callable[..., 
     assert engine.warm_documents(documents, head=HEAD, progress=False) == 0
     late = text(50, 64)
     assert engine.warm_documents([*documents, late], head=HEAD, progress=False) > 0
-    chunks = engine._parts.reader.names.chunks_of_part(late) if engine._parts else []
+    chunks = engine.session.prefiller.names.chunks_of_part(late) if engine.parts else []
     with engine._store.lease_content(chunks, after=0) as found:
         assert found.blocks[0] is not None
         assert found.blocks[0].start == len(HEAD + documents[4] + documents[5]), "a late document has company too"
@@ -84,8 +86,8 @@ def test_a_document_that_is_too_long_is_left_out_and_said(tiny: Callable[..., An
     documents = [text(30, 90), text(31, 250), text(32, 90)]
     with pytest.warns(UserWarning, match=r"1 of 3 documents do not fit behind the head into the 256"):
         assert engine.warm_documents(documents, head=HEAD, progress=False) > 0
-    assert engine._parts is not None
-    assert [engine._parts.reader.knows(tokens) for tokens in documents] == [True, False, True]
+    assert engine.parts is not None
+    assert [engine.session.prefiller.knows(tokens) for tokens in documents] == [True, False, True]
 
 
 def test_what_is_known_is_not_loaded_to_find_out(tiny: Callable[..., Any], tmp_path: Path) -> None:

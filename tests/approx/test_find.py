@@ -224,8 +224,8 @@ def test_a_model_without_rope_says_why_and_goes_on_exactly(tiny: Tiny) -> None:
 def test_where_computing_is_cheaper_nothing_moves(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(tiny("llama"))
     warm(engine, HEAD, ONE, TWO)
-    assert engine._parts is not None
-    moving = engine._parts.moving
+    assert engine.parts is not None
+    moving = engine.session.prefiller.approx
     assert isinstance(moving, ApproxReuse)
     for _ in range(200):  # a machine on which a forward costs much and a row nothing
         moving.costs.observe_read(forwards=1, rows=100, seconds=1.0)
@@ -278,12 +278,12 @@ def test_what_a_workspace_held_before_cannot_be_seen(
     """Rows not computed yet are masked, but nothing times a masked NaN is still NaN."""
     monkeypatch.setattr("kvboost.approx.recompute._MAX_ROWS", rows_at_once)
     engine = engine_for(tiny("llama"), recompute_strategy=strategy, recompute_ratio=0.3)
-    assert engine._parts is not None
+    assert engine.parts is not None
     warm(engine, HEAD, ONE, TWO)
-    cache, _ = engine._parts.pool.take(rows=500, chain=())
+    cache, _ = engine.session.prefiller.pool.take(rows=500, chain=())
     for slab in cache.slabs:
         slab.fill_(float("nan"))
-    engine._parts.pool.give_back(cache, held=())
+    engine.session.prefiller.pool.give_back(cache, held=())
     found = read(engine, HEAD, TWO, text(9, 70), ONE, text(10, 60), QUESTION)
     assert found.reuse.moved_tokens == len(ONE + TWO)
     assert found.cache is cache, "the test must run on the poisoned workspace"
@@ -310,13 +310,13 @@ def test_a_prompt_that_comes_again_becomes_exact(tiny: Tiny) -> None:
 def test_a_failure_while_moving_is_computed_instead(stage: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     engine = engine_for(model, recompute_ratio=0.3)
-    assert engine._parts is not None
+    assert engine.parts is not None
     warm(engine, HEAD, ONE, TWO)
 
     def failing(*args: Any, **kwargs: Any) -> None:
         raise OSError("out of luck")
 
-    monkeypatch.setattr(engine._parts.moving, stage, failing)
+    monkeypatch.setattr(engine.session.prefiller.approx, stage, failing)
     with pytest.warns(RuntimeWarning, match="out of luck"):
         found = read(engine, HEAD, text(9, 64), TWO, ONE, QUESTION)
     full = read(engine_for(model, quality="exact"), HEAD, text(9, 64), TWO, ONE, QUESTION)
@@ -337,10 +337,10 @@ def test_more_rows_are_computed_where_the_estimate_is_too_high(tiny: Tiny) -> No
     estimate = 0.0
     for rounds in (1, 2, 3):
         engine = engine_for(model, recompute_ratio=0.2)
-        assert engine._parts is not None
-        assert engine._parts.moving is not None
+        assert engine.parts is not None
+        assert engine.session.prefiller.approx is not None
         # For two rounds: nine tenths of what the first one leaves, which the second must undercut.
-        engine._parts.moving._repairer._tolerated = {1: 1e9, 2: 0.9 * estimate, 3: 0.0}[rounds]
+        engine.session.prefiller.approx._repairer._tolerated = {1: 1e9, 2: 0.9 * estimate, 3: 0.0}[rounds]
         warm(engine, HEAD, ONE, TWO)
         found = read(engine, HEAD, TWO, text(9, 64), ONE, QUESTION)
         assert found.reuse.error_estimate is not None
@@ -391,9 +391,9 @@ def test_where_half_is_not_enough_everything_is_computed(tiny: Tiny) -> None:
     model = tiny("llama", num_hidden_layers=6)
     full = read(engine_for(model, quality="exact"), HEAD, TWO, text(9, 64), ONE, QUESTION)
     engine = engine_for(model, recompute_ratio=0.6)
-    assert engine._parts is not None
-    assert engine._parts.moving is not None
-    engine._parts.moving._repairer._tolerated = 0.0
+    assert engine.parts is not None
+    assert engine.session.prefiller.approx is not None
+    engine.session.prefiller.approx._repairer._tolerated = 0.0
     warm(engine, HEAD, ONE, TWO)
     found = read(engine, HEAD, TWO, text(9, 64), ONE, QUESTION)
     assert found.reuse.error_estimate == 0.0

@@ -124,7 +124,7 @@ def _moved(
     end = new + block[0].shape[2]
     cache = SlabCache(layout, capacity=end)
     mover.place(cache, block, old_start=old, new_start=new)
-    return cache.rows(new, end)
+    return cache.span(new, end)
 
 
 def _error(found: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:

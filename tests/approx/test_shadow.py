@@ -25,13 +25,13 @@ def _ask(engine: KVBoost, *parts: list[int]) -> Any:
 
 
 def _ask_until_off(engine: KVBoost) -> None:
-    assert engine._shadow is not None
+    assert engine.parts.shadow is not None
     for seed in range(40):
         if not engine.cache_stats()["non_prefix_reuse"]["allowed"]:
             return
         # Something new in front each time: what stood behind the same text before is computed, not moved.
         assert _ask(engine, HEAD, text(100 + seed, 40), TWO, ONE, QUESTION).reuse.moved_tokens > 0
-        engine._shadow.wait()
+        engine.parts.shadow.wait()
     raise AssertionError("the guard did not act within 40 requests")
 
 
@@ -49,7 +49,7 @@ def test_a_bad_repair_switches_itself_off_and_says_so(tiny: Tiny) -> None:
     """On a random model nothing but a full repair is good enough."""
     engine = engine_for(tiny("llama"), recompute_strategy="none", recompute_ratio=0.0, quality=0.05, shadow_share=1.0)
     warm(engine, HEAD, ONE, TWO)
-    assert engine._shadow is not None
+    assert engine.parts.shadow is not None
     with pytest.warns(RuntimeWarning, match="moved reuse is off from here on"):
         _ask_until_off(engine)
     stats = engine.cache_stats()["non_prefix_reuse"]
@@ -63,11 +63,11 @@ def test_a_bad_repair_switches_itself_off_and_says_so(tiny: Tiny) -> None:
 def test_a_full_repair_stays_on_and_its_bound_sinks(tiny: Tiny) -> None:
     engine = engine_for(tiny("llama"), recompute_ratio=1.0, quality=0.05, shadow_share=1.0)
     warm(engine, HEAD, ONE, TWO)
-    assert engine._shadow is not None
+    assert engine.parts.shadow is not None
     bounds = []
     for seed in range(30):
         _ask(engine, HEAD, text(200 + seed, 40), TWO, ONE, QUESTION)
-        engine._shadow.wait()
+        engine.parts.shadow.wait()
         bounds.append(engine.cache_stats()["non_prefix_reuse"]["differing_at_most"])
     stats = engine.cache_stats()["non_prefix_reuse"]
     assert (stats["allowed"], stats["checked"], stats["differing"]) == (True, 30, 0)
@@ -79,13 +79,13 @@ def test_a_full_repair_stays_on_and_its_bound_sinks(tiny: Tiny) -> None:
 def test_checks_store_nothing_and_exact_requests_are_not_checked(tiny: Tiny) -> None:
     engine = engine_for(tiny("llama"), recompute_ratio=1.0, shadow_share=1.0)
     warm(engine, HEAD, ONE, TWO)
-    assert engine._shadow is not None
+    assert engine.parts.shadow is not None
     _ask(engine, HEAD, ONE, QUESTION)  # a plain prefix
-    engine._shadow.wait()
+    engine.parts.shadow.wait()
     assert engine.cache_stats()["non_prefix_reuse"]["checked"] == 0
     stored = engine.cache_stats()["hot_chunks"]
     assert _ask(engine, HEAD, TWO, ONE, QUESTION).reuse.moved_tokens == len(ONE + TWO)  # keeps nothing itself
-    engine._shadow.wait()
+    engine.parts.shadow.wait()
     assert engine.cache_stats()["non_prefix_reuse"]["checked"] == 1
     assert engine.cache_stats()["hot_chunks"] == stored
     assert engine._store.stats().leased == 0
@@ -96,7 +96,7 @@ def test_without_a_share_nothing_is_checked(tiny: Tiny) -> None:
     engine = engine_for(tiny("llama"))
     warm(engine, HEAD, ONE, TWO)
     _ask(engine, HEAD, TWO, ONE, QUESTION)
-    assert engine._shadow is None
+    assert engine.parts.shadow is None
     assert engine.cache_stats()["non_prefix_reuse"] == {
         "allowed": True,
         "reason": None,
@@ -159,22 +159,22 @@ def test_what_stands_behind_the_end_of_an_answer_is_not_compared(tiny: Tiny, mon
     engine = engine_for(tiny("llama"), recompute_ratio=1.0, shadow_share=1.0)
     warm(engine, HEAD, ONE, TWO)
     kept: list[int] = []
-    likeliest = engine._runner.next_tokens
+    likeliest = engine.parts.runner.next_tokens
     monkeypatch.setattr(
-        engine._runner, "next_tokens", lambda *a, keep: (kept.append(keep), likeliest(*a, keep=keep))[1]
+        engine.parts.runner, "next_tokens", lambda *a, keep: (kept.append(keep), likeliest(*a, keep=keep))[1]
     )
     tokens, ends = joined(HEAD, TWO, ONE, QUESTION)
     engine.generate(tokens, boundaries=ends, max_new_tokens=3, min_new_tokens=3, temperature=0)
-    assert engine._shadow is not None
-    engine._shadow.wait()
+    assert engine.parts.shadow is not None
+    engine.parts.shadow.wait()
     assert kept == [3, 3]
     engine.close()
 
 
 def test_an_engine_with_checks_can_be_forgotten(tiny: Tiny) -> None:
     engine = engine_for(tiny("llama"), shadow_share=1.0)
-    assert engine._shadow is not None
-    thread, gone = engine._shadow._thread, weakref.ref(engine)
+    assert engine.parts.shadow is not None
+    thread, gone = engine.parts.shadow._thread, weakref.ref(engine)
     del engine
     gc.collect()
     assert gone() is None
@@ -184,10 +184,10 @@ def test_an_engine_with_checks_can_be_forgotten(tiny: Tiny) -> None:
 
 def test_moving_may_be_allowed_again(tiny: Tiny) -> None:
     engine = engine_for(tiny("llama"), quality=0.05)
-    assert engine._parts is not None
-    assert engine._parts.moving is not None
+    assert engine.parts is not None
+    assert engine.session.prefiller.approx is not None
     for _ in range(10):
-        engine._parts.moving.guard.observe(True)
+        engine.session.prefiller.approx.guard.observe(True)
     assert "off" in engine.describe()["moved reuse"]
     engine.allow_non_prefix_reuse()
     assert "on: auto" in engine.describe()["moved reuse"]
@@ -198,6 +198,6 @@ def test_a_share_of_answers_is_checked_unless_told_otherwise(tiny: Tiny) -> None
     assert engine_for(tiny("llama"))._shadow is None
     assert engine_for(tiny("llama"), quality=0.05, shadow_share=0.0)._shadow is None
     engine = engine_for(tiny("llama"), quality=0.05)
-    assert engine._shadow is not None
-    assert engine._shadow._share == 0.02
+    assert engine.parts.shadow is not None
+    assert engine.parts.shadow._share == 0.02
     engine.close()

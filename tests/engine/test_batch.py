@@ -27,8 +27,10 @@ def test_each_row_of_a_batch_is_its_own_prompt(family: str, mode: GenerationMode
 def test_a_shared_prefix_is_computed_once(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = KVBoost(tiny("llama"), None, chunk_size=8, chunking="fixed")
     computed: list[int] = []
-    append = engine._runner.append
-    monkeypatch.setattr(engine._runner, "append", lambda t, *a, **k: (computed.append(len(t)), append(t, *a, **k))[1])
+    append = engine.parts.runner.append
+    monkeypatch.setattr(
+        engine.parts.runner, "append", lambda t, *a, **k: (computed.append(len(t)), append(t, *a, **k))[1]
+    )
     prompts = [[*_TEXT[:64], i] for i in range(3, 9)]
     results = engine.generate_batch(prompts, max_new_tokens=2, temperature=0)
     assert sum(computed) == 64, "six prompts, one reading of what they share"

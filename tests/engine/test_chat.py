@@ -32,7 +32,7 @@ def test_the_next_turn_reuses_everything_up_to_the_last_message(engine: KVBoost)
 
 def test_messages_become_boundaries_only_where_they_are_long_enough(engine: KVBoost) -> None:
     short = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 10
-    _, boundaries = engine._encoder.encode_chat(short, min_gap=12, template_kwargs={})
+    _, boundaries = engine.parts.encoder.encode_chat(short, min_gap=12, template_kwargs={})
     assert boundaries
     assert all(b - a >= 12 for a, b in zip([0, *boundaries], boundaries, strict=False))
 

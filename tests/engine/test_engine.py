@@ -47,10 +47,10 @@ def test_ttft_counts_from_the_call(engine: KVBoost, monkeypatch: pytest.MonkeyPa
     """The clock must run while the prompt is encoded, planned and read."""
     from time import sleep
 
-    encode = engine._encoder.encode
-    monkeypatch.setattr(engine._encoder, "encode", lambda prompt: (sleep(0.05), encode(prompt))[1])
-    append = engine._runner.append
-    monkeypatch.setattr(engine._runner, "append", lambda *a, **k: (sleep(0.05), append(*a, **k))[1])
+    encode = engine.parts.encoder.encode
+    monkeypatch.setattr(engine.parts.encoder, "encode", lambda prompt: (sleep(0.05), encode(prompt))[1])
+    append = engine.parts.runner.append
+    monkeypatch.setattr(engine.parts.runner, "append", lambda *a, **k: (sleep(0.05), append(*a, **k))[1])
     result = engine.generate(_TEXT[:40], max_new_tokens=1)
     assert result.ttft_ms >= 100
 

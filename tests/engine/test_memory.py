@@ -51,10 +51,10 @@ def test_a_folder_and_the_model_loaded_from_it_have_the_same_plan(folder: Path, 
 
 
 def test_the_plan_is_what_the_workspaces_take(engine: KVBoost) -> None:
-    assert engine._parts is not None
+    assert engine.parts is not None
     plan = engine.memory_plan(context=300, batch=3)
-    assert plan.kv_reserved == 3 * engine._parts.pool.bytes_for(300)
-    cache, _ = engine._parts.pool.take(rows=300, chain=())
+    assert plan.kv_reserved == 3 * engine.session.prefiller.pool.bytes_for(300)
+    cache, _ = engine.session.prefiller.pool.take(rows=300, chain=())
     assert 3 * cache.nbytes == plan.kv_reserved
 
 
@@ -112,7 +112,7 @@ def test_measured_speeds_come_with_the_options(folder: Path) -> None:
 
 
 def test_a_model_without_reuse_has_no_plan(engine: KVBoost) -> None:
-    engine._parts, engine._refusal = None, "as told"
+    engine.parts, engine.parts.refusal = None, "as told"
     with pytest.raises(ConfigError, match="as told"):
         engine.memory_plan(context=10)
 

@@ -59,7 +59,7 @@ def object_settings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 def found(engine: KVBoost, prompt: list[int], *, there: bool = True) -> int:
     """How much of a prompt is reused. A remote of a busy machine may be out of patience: wait until it is not."""
-    chunks = engine._parts.reader.names.chunks_of_part(prompt)  # type: ignore[union-attr]
+    chunks = engine.session.prefiller.names.chunks_of_part(prompt)  # type: ignore[union-attr]
     tiers = getattr(engine._store, "_tiers", ())
     for _ in range(100):
         if all(tier.is_available and tier.contains([chunks[0].prefix_key]) == [there] for tier in tiers):
@@ -236,7 +236,7 @@ def test_a_workspace_is_never_another_tenants(tiny: Tiny) -> None:
     with engine_for(tiny("llama")) as engine:
         one, other = engine.for_tenant("one"), engine.for_tenant("other")
         one.generate(_LONG, max_new_tokens=1)
-        pools = [view._parts.pool for view in (one, other)]  # type: ignore[union-attr]
+        pools = [view.session.prefiller.pool for view in (one, other)]  # type: ignore[union-attr]
         (kept,) = [cache for cache, _, owner in pools[0]._idle if owner is pools[0]]
         mine = other.prefill(text(3, 100)).cache  # the caller's own: what else lies in it, the caller can read
         assert mine is not kept
@@ -274,11 +274,11 @@ def test_shadow_checks_read_with_the_tenants_own_reader(tiny: Tiny) -> None:
         tokens = [*HEAD, *THREE, *ONE, *TWO, *QUESTION]
         ends = [len(HEAD), len(HEAD + THREE), len(HEAD + THREE + ONE), len(HEAD + THREE + ONE + TWO)]
         assert one.generate(tokens, boundaries=ends, max_new_tokens=2, temperature=0).reuse.moved_tokens > 0
-        assert engine._shadow is not None
-        engine._shadow.wait()
+        assert engine.parts.shadow is not None
+        engine.parts.shadow.wait()
         assert one.cache_stats()["non_prefix_reuse"]["checked"] == 1
         one.close()  # the checks go on for the others
-        assert not engine._shadow._closed
+        assert not engine.parts.shadow._closed
 
 
 def test_a_store_that_was_given_is_shared_by_name_only(tiny: Tiny) -> None:
@@ -314,7 +314,7 @@ _READER = """
 import json, sys
 from tests.approx.test_find import engine_for, text
 from tests.engine.test_tenants import digest, found
-from kvboost.core.prefill import Prefiller
+from kvboost.core.prefiller import Prefiller
 from tests.helpers.models import tiny_model
 Prefiller._observe = lambda self, reading: None  # as in the tests: what loading costs must not decide
 engines = {}

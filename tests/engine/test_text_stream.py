@@ -73,9 +73,11 @@ def test_errors_reach_the_caller(engine: KVBoost) -> None:
 
 def test_closing_during_the_prompt_stops_between_steps(engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
-    append = engine._runner.append
+    append = engine.parts.runner.append
     monkeypatch.setattr(
-        engine._runner, "append", lambda t, *a, **k: (steps.append(len(t)), time.sleep(0.05), append(t, *a, **k))[2]
+        engine.parts.runner,
+        "append",
+        lambda t, *a, **k: (steps.append(len(t)), time.sleep(0.05), append(t, *a, **k))[2],
     )
     stream = engine.stream("A prompt of many steps. " * 20, max_new_tokens=2, temperature=0)
     stream.close()

@@ -68,9 +68,9 @@ def test_rows_survive_growth_and_batch_operations() -> None:
     cache = SlabCache(_UNIFORM, capacity=8)
     _fill(cache, 5)
     before = cache.extract(0, 5)
-    assert cache.in_slabs
+    assert cache.is_poolable
     cache.batch_repeat_interleave(3)
-    assert not cache.in_slabs
+    assert not cache.is_poolable
     cache.reorder_cache(torch.tensor([2, 0, 1]))
     _fill(cache, 400, batch=3)
     assert all(torch.equal(a, b) for a, b in zip(cache.extract(0, 5), before, strict=True))

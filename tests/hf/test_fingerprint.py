@@ -78,7 +78,7 @@ def test_a_replaced_parameter_ends_the_old_hits() -> None:
 def test_weights_changed_during_a_request_store_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     engine = KVBoost(model, None, chunk_size=8, chunking="fixed")
-    append = engine._runner.append
+    append = engine.parts.runner.append
     weight = model.model.layers[0].self_attn.k_proj.weight
 
     def change_meanwhile(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ def test_weights_changed_during_a_request_store_nothing(monkeypatch: pytest.Monk
         return append(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "append", change_meanwhile)
+        patch.setattr(engine.parts.runner, "append", change_meanwhile)
         engine.prefill(_PROMPT)
         engine.generate(_PROMPT, max_new_tokens=1)
     assert engine.cache_stats()["hot_chunks"] == 0

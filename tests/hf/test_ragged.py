@@ -36,7 +36,7 @@ def test_each_sequence_gets_what_it_would_get_alone(family: str, tiny: Callable[
         torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
     for mine, theirs in zip(joint, alone, strict=True):
         assert mine.get_seq_length() == theirs.get_seq_length()
-        for a, b in zip(mine.rows(0, mine.get_seq_length()), theirs.rows(0, mine.get_seq_length()), strict=True):
+        for a, b in zip(mine.span(0, mine.get_seq_length()), theirs.span(0, mine.get_seq_length()), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvboost import CapacityError, ConfigError, GenerationMode, KVBoost
-from kvboost.core.prefill import Prefiller
+from kvboost.core.prefiller import Prefiller
 from kvboost.errors import ClosedError
 from kvboost.scheduler.jobs import Finished, Job, NewToken, RunnerLoad, Sampling, Ticket
 from kvboost.scheduler.runner import BatchRunner
@@ -60,7 +60,7 @@ class Watched:
 
     def __init__(self, engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
         self.did: list[tuple[str, int]] = []
-        runner = engine._runner
+        runner = engine.parts.runner
         append, run_batch = runner.append, runner.run_batch
 
         def reads(tokens: Any, cache: Any, *, logits: bool) -> Any:
@@ -304,8 +304,8 @@ def test_moved_jobs_are_checked_as_other_requests_are(tiny: Callable[..., Any]) 
     settings = {"recompute_strategy": "none", "recompute_ratio": 0.0, "quality": 0.05, "shadow_share": 1.0}
     engine = engine_of(tiny("llama"), force_approx=True, **settings)
     engine.warm(_TEXT[:160])
-    assert engine._shadow is not None
-    shadow = engine._shadow
+    assert engine.parts.shadow is not None
+    shadow = engine.parts.shadow
 
     def ask_until_off() -> None:
         with BatchRunner(engine) as runner:
@@ -353,7 +353,7 @@ def test_what_can_never_fit_and_what_is_too_much_is_refused(
 
 def test_memory_stays_within_its_budget(tiny: Callable[..., Any]) -> None:
     engine = engine_of(tiny("llama"))
-    row = engine._parts.facts.layout.bytes_per_token if engine._parts else 0
+    row = engine.parts.assembly.facts.layout.bytes_per_token if engine.parts else 0
     seen: list[int] = []
     with BatchRunner(engine, kv_bytes=3 * 256 * row) as runner:
         watch = {"constrain": lambda tokens, logits: seen.append(runner.load().cached_bytes)}
@@ -367,7 +367,7 @@ def test_long_answers_grow_and_give_up_their_room_in_turn(
 ) -> None:
     monkeypatch.setattr("kvboost.scheduler.running._ROWS_AHEAD", 32)
     engine = engine_of(tiny("llama"), workspace_bytes=0)
-    row = engine._parts.facts.layout.bytes_per_token if engine._parts else 0
+    row = engine.parts.assembly.facts.layout.bytes_per_token if engine.parts else 0
     # Each begins with 256 rows and comes to need 512; there is room for 768.
     with BatchRunner(engine, kv_bytes=768 * row, patience=10_000) as runner:
         seen: list[RunnerLoad] = []
@@ -480,7 +480,7 @@ def test_a_joint_step_that_fails_is_done_one_by_one(
     with BatchRunner(engine) as runner:
         assert not runner.load().one_by_one
         monkeypatch.setattr(
-            engine._runner, "run_batch", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("no memory"))
+            engine.parts.runner, "run_batch", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("no memory"))
         )
         with pytest.warns(RuntimeWarning, match="one by one"):
             found = run(runner, [job(tokens) for tokens in _PROMPTS])

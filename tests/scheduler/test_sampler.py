@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvboost.errors import ConfigError
 from kvboost.scheduler.jobs import Job, Sampling
-from kvboost.scheduler.sampler import Sampler, check_sampling
+from kvboost.scheduler.sampler import Sampler
 
 _LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.9, -1.0])
 
@@ -112,4 +112,4 @@ def test_log_probabilities_are_the_models_own() -> None:
 )
 def test_settings_nobody_can_sample_with(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        check_sampling(Sampling(**settings), vocab_size=5)
+        Sampling(**settings).check(vocab_size=5)

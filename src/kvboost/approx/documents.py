@@ -1,8 +1,8 @@
-"""Reads documents in company, so that they fit wherever they turn up later.
+"""Prefills documents behind other documents, so that their KV fits wherever they turn up later.
 
-Called by :meth:`KVBoost.warm_documents`. A document read behind the head and a few others is far closer to
-what a later prompt needs than one read alone (docs/results/repair.md). Each group of documents is one prompt;
-the documents that only keep the others company are read, and stored, once more in it.
+Called by :meth:`KVBoost.warm_documents`. A document prefilled behind the head and a few others is far closer to what a
+later prompt needs than one prefilled alone (docs/results/repair.md). Each group of documents is one prompt; the
+documents that only stand before the others are prefilled, and stored, once more in it.
 """
 
 from __future__ import annotations
@@ -12,51 +12,57 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
-from kvboost.engine.assembly import Assembly
+from kvboost.core.prefiller import Prefiller
 
-_MAX_IN_COMPANY = 2048  # tokens read as one prompt
+_MAX_GROUP_TOKENS = 2048  # prefilled as one prompt
 
 
 def warm_documents(
     documents: Sequence[list[int]],
     *,
     head: list[int],
-    company: int,
-    parts: Assembly,
+    context_documents: int,
+    prefiller: Prefiller,
+    max_tokens: int | None,
     warm: Callable[[list[int], list[int]], int],
     progress: bool,
 ) -> int:
-    """Read those documents that are not stored yet, in company. Returns the number of chunks that were new."""
-    limits = [limit for limit in (parts.facts.max_positions, parts.facts.exact_limit) if limit is not None]
-    longest = min(limits, default=None)
-    fitting = [tokens for tokens in documents if longest is None or len(head) + len(tokens) <= longest]
+    """Prefill those documents that are not stored yet, each behind others. Returns how many chunks were new.
+
+    ``max_tokens`` is what the model takes at most; ``warm`` prefills tokens with boundaries.
+    """
+    fitting = [tokens for tokens in documents if max_tokens is None or len(head) + len(tokens) <= max_tokens]
     if len(fitting) < len(documents):
         warnings.warn(
             f"{len(documents) - len(fitting)} of {len(documents)} documents do not fit behind the head into the "
-            f"{longest} tokens that this model reads; they are left out: cut them into parts",
+            f"{max_tokens} tokens that this model takes; they are left out: cut them into parts",
             stacklevel=3,
         )
-    documents = fitting
-    missing = [not parts.reader.knows(tokens) for tokens in documents]
-    groups = groups_in_company(
-        documents, missing, head=head, company=company, most_tokens=min([_MAX_IN_COMPANY, *limits])
-    )
+    missing = [not prefiller.knows(tokens) for tokens in fitting]
+    limit = _MAX_GROUP_TOKENS if max_tokens is None else min(_MAX_GROUP_TOKENS, max_tokens)
     new = 0
     with tqdm(total=sum(missing), unit="doc", desc="reading", disable=not progress, delay=2) as bar:
-        for tokens, ends, count in groups:
+        for tokens, ends, count in group_documents(
+            fitting, missing, head=head, context_documents=context_documents, max_tokens=limit
+        ):
             new += warm(tokens, ends)
             bar.update(count)
     return new
 
 
-def groups_in_company(
-    documents: Sequence[list[int]], missing: Sequence[bool], *, head: Sequence[int], company: int, most_tokens: int
+def group_documents(
+    documents: Sequence[list[int]],
+    missing: Sequence[bool],
+    *,
+    head: Sequence[int],
+    context_documents: int,
+    max_tokens: int,
 ) -> Iterator[tuple[list[int], list[int], int]]:
-    """Prompts that hold each missing document behind ``company`` others: tokens, boundaries, how many are new in it.
+    """Prompts that hold each missing document behind ``context_documents`` others: tokens, boundaries, new documents.
 
-    Each prompt is the head, the ``company`` documents before the new ones (the last ones for the very first), and
-    the missing documents that follow while there is room for ``most_tokens``. Nothing stands twice in one prompt. A
-    document that fits in no company comes alone behind the head, however long it is.
+    Each prompt is the head, the documents before the new ones (the last ones for the very first), and the missing
+    documents that follow, up to ``max_tokens``. Nothing stands twice in one prompt. A document that fits behind no
+    other comes alone behind the head, however long it is.
     """
     count = len(documents)
     index = 0
@@ -64,19 +70,19 @@ def groups_in_company(
         if not missing[index]:
             index += 1
             continue
-        room = most_tokens - len(head) - len(documents[index])
+        left = max_tokens - len(head) - len(documents[index])
         numbers: list[int] = []
-        for back in range(min(company, count - 1), 0, -1):
+        for back in range(min(context_documents, count - 1), 0, -1):
             other = (index - back) % count
-            if len(documents[other]) <= room:
+            if len(documents[other]) <= left:
                 numbers.append(other)
-                room -= len(documents[other])
+                left -= len(documents[other])
         new = [index]
         for following in range(index + 1, count):
-            if not missing[following] or following in numbers or len(documents[following]) > room:
+            if not missing[following] or following in numbers or len(documents[following]) > left:
                 break
             new.append(following)
-            room -= len(documents[following])
+            left -= len(documents[following])
         tokens, ends = list(head), [len(head)] if head else []
         for number in [*numbers, *new]:
             tokens += documents[number]

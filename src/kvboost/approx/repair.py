@@ -1,15 +1,14 @@
-"""Repairs a prompt with moved chunks: asks a strategy for rows, computes them, and estimates what is left wrong.
+"""Repairs a prompt with repositioned chunks: asks a strategy for positions, recomputes them, estimates the rest.
 
-Called by the reader through :class:`kvboost.approx.find.ApproxReuse`. Invariant: afterwards the cache holds
-every row of the prompt before its last step; missing rows are always computed, moved ones as far as chosen.
+Called by :class:`kvboost.approx.find.ApproxReuse`. Invariant: afterwards the cache holds every position of the prompt
+before its last step; missing ones are always computed, repositioned ones as far as chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,34 +16,12 @@ from kvboost.approx.levels import Repair
 from kvboost.approx.recompute import RecomputeRunner
 from kvboost.approx.reposition import KeyRepositioner
 from kvboost.approx.spread import Spread
-from kvboost.extend import ContentLease, RepairSituation, RepairStrategy
-from kvboost.hf.cache import KVChanges
+from kvboost.core.prefill import PrefillState, RepairOutcome
+from kvboost.extend import RepairSituation, RepairStrategy
+from kvboost.hf.cache import KVChanges, SlabCache
 from kvboost.types import Chunk, KVBlock, context_mark
 
-if TYPE_CHECKING:
-    from kvboost.core.prefill import PrefillState
-
-
 _MAX_ASKING = 64  # of the live tokens, the last ones: more would make looking as dear as repairing
-
-
-@dataclass
-class ApproxChunks:
-    """The moved part of one reading."""
-
-    lease: ContentLease
-    blocks: dict[int, KVBlock]
-    """By index of the chunk in the prompt."""
-    expected_seconds: float = 0.0
-    """What looking and repairing were expected to take, as plain steps."""
-    repaired: bool = False
-    recomputed_tokens: int = 0
-    error_estimate: float | None = None
-
-    @property
-    def approx_depth(self) -> int:
-        """Of what is computed behind these chunks."""
-        return 1 + max(block.approx_depth for block in self.blocks.values())
 
 
 class Repairer:
@@ -60,52 +37,51 @@ class Repairer:
         """Whether the live tokens run once over the stale cache before rows are chosen."""
         return bool(self._layers)
 
-    def repair(self, reading: PrefillState, moved: ApproxChunks) -> None:
+    def repair(self, state: PrefillState) -> None:
         """Compute what is missing behind the first moved chunk, and again what the strategy chooses.
 
         Everything up to there must be in the cache. Afterwards it holds the prompt up to its last step.
         """
-        begin, end = reading.plan.untainted_end, reading.plan.steps[-1].start
-        reading.cache.set_length(end)
-        for segment in reading.plan.steps:
+        assert state.spans is not None
+        begin, end = state.plan.approx_start, state.last_step
+        state.cache.set_length(end)
+        for segment in state.plan.steps:
             if begin <= segment.start < end:
                 # Masked until it is computed; but a NaN left by an earlier request would spread through 0 * NaN.
-                reading.cache.wipe(segment.start, segment.end)
-        ground = _Ground.of(reading.chunks, moved.blocks, begin=begin, end=end)
-        attention = self._attention(reading, ground) if self._layers else None
+                state.cache.wipe(segment.start, segment.end)
+        ground = _Ground.of(state.prompt.chunks, state.spans.blocks, begin=begin, end=end)
+        attention = self._attention(state, ground) if self._layers else None
         chooser = _Chooser(self._strategy, self._rows.layer_count, ground, attention, self._ratio)
         chooser.listen_to(self._layers)
         stretches = ground.stretches
-        again = self._compute(reading, ground, chooser.first_rows(), chooser, stretches)
+        again = self._compute(state, ground, chooser.first_rows(), chooser, stretches)
         estimate = chooser.remaining_error()
         if estimate is not None and estimate > self._tolerated and chooser.leaves_many:
             # What was computed is right by now, as far as it can be: it must not change along.
             stretches[ground.begin :][chooser.computed] = -1
             more = chooser.more_rows()
             stretches[more] = ground.stretches[more]
-            again += self._compute(reading, ground, more, chooser, stretches)
+            again += self._compute(state, ground, more, chooser, stretches)
             estimate = chooser.remaining_error()
         if estimate is not None and estimate > self._tolerated:
-            again += self._compute(reading, ground, torch.arange(begin, end), None, None)
+            again += self._compute(state, ground, torch.arange(begin, end), None, None)
             estimate = 0.0
-        moved.recomputed_tokens = round(again)
-        moved.error_estimate = estimate
-        moved.repaired = True
-        reading.clock.lap("repair")
+        state.repaired(RepairOutcome(round(again), estimate))
+        state.clock.lap("repair")
 
-    def _attention(self, reading: PrefillState, ground: _Ground) -> torch.Tensor:
+    def _attention(self, state: PrefillState, ground: _Ground) -> torch.Tensor:
         """Which share of the live tokens' attention goes to each row of the ground."""
         known = torch.ones(ground.end, dtype=torch.bool)
         known[ground.begin :] = ground.is_moved
-        live = reading.tokens[ground.end :][-_MAX_ASKING:]
-        ahead = len(reading.tokens) - ground.end - len(live)
-        seen = self._rows.attention_to(live, reading.cache, known=known, layers=self._layers, ahead=ahead)
-        reading.clock.lap("select")
+        live = state.tokens[ground.end :][-_MAX_ASKING:]
+        ahead = len(state.tokens) - ground.end - len(live)
+        seen = self._rows.attention_to(live, slab_cache(state), known=known, layers=self._layers, ahead=ahead)
+        state.clock.lap("select")
         return seen.mean(dim=0)[ground.begin :].cpu()
 
     def _compute(
         self,
-        reading: PrefillState,
+        state: PrefillState,
         ground: _Ground,
         rows: torch.Tensor,
         chooser: _Chooser | None,
@@ -122,8 +98,8 @@ class Repairer:
         if self._strategy.spreads and stretches is not None and self._ratio < 1.0:
             spread = partial(Spread, self._mover, stretches=stretches)
         _, layer_rows = self._rows.recompute_positions(
-            reading.tokens[: ground.end],
-            reading.cache,
+            state.tokens[: ground.end],
+            slab_cache(state),
             rows,
             logits=False,
             choose=chooser,
@@ -131,6 +107,12 @@ class Repairer:
             spread=spread,
         )
         return layer_rows / self._rows.layer_count - int((~ground.is_moved[rows - ground.begin]).sum())
+
+
+def slab_cache(state: PrefillState) -> SlabCache:
+    """The cache of a prefill that may be repaired: pages are not."""
+    assert isinstance(state.cache, SlabCache)
+    return state.cache
 
 
 @dataclass(frozen=True)
@@ -151,7 +133,7 @@ class _Ground:
         return stretches
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], blocks: dict[int, KVBlock], *, begin: int, end: int) -> _Ground:
+    def of(cls, chunks: Sequence[Chunk], blocks: Mapping[int, KVBlock], *, begin: int, end: int) -> _Ground:
         """The rows ``[begin, end)`` of a prompt with these moved blocks."""
         is_moved = torch.zeros(end - begin, dtype=torch.bool)
         starts = torch.zeros(end - begin, dtype=torch.long)
@@ -163,7 +145,7 @@ class _Ground:
         return cls(begin, end, is_moved, starts, ends)
 
 
-def _stretches(chunks: Sequence[Chunk], blocks: dict[int, KVBlock]) -> list[tuple[int, int]]:
+def _stretches(chunks: Sequence[Chunk], blocks: Mapping[int, KVBlock]) -> list[tuple[int, int]]:
     """First and last chunk of every run that was also one run where it was computed."""
     runs: list[tuple[int, int]] = []
     for index, block in sorted(blocks.items()):

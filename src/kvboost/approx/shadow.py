@@ -1,9 +1,9 @@
-"""Answers a share of moved requests both ways, off their path, and counts how often the answers differ.
+"""Answers a share of approximate requests both ways, off their path, and counts how often the answers differ.
 
-Made by the engine where ``shadow_share`` asks for it. Invariants: no request waits for a check, though a check
-takes its share of the machine; it stores nothing; checks that cannot keep up are dropped. The count feeds a
-bound that holds at any time (:mod:`kvboost.approx.guard`); when it proves that too many answers differ,
-moved reuse switches itself off. Requests made by ``generate``, ``chat`` and ``stream`` are checked.
+Made by the engine where ``shadow_share`` asks for it. Invariants: no request waits for a check, though a check takes
+its share of the machine; it stores nothing; checks that cannot keep up are dropped. The count feeds a bound that
+holds at any time (:mod:`kvboost.approx.guard`); when it proves that too many answers differ, non-prefix reuse
+switches itself off.
 """
 
 from __future__ import annotations
@@ -12,60 +12,64 @@ import queue
 import random
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from kvboost.approx.guard import ReuseGuard
-from kvboost.core.clock import StageClock
-from kvboost.core.prefill import Prefiller
+from kvboost.approx.find import ApproxReuse
+from kvboost.core.prefill import PrefillState
+from kvboost.core.prefiller import Prefiller
 from kvboost.hf.runner import ModelRunner
 from kvboost.types import KVBlock
 
 FIRST_TOKENS = 8  # of an answer are compared: long enough to say something else, short enough to be cheap
-_MAX_WAITING = 2  # each holds its moved blocks, beside the budget of the store
+_MAX_WAITING = 2  # each holds its blocks, beside the budget of the store
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A request that used moved chunks, and how it began to answer."""
+    """A request that used repositioned chunks, and how it began to answer."""
 
     tokens: list[int]
     boundaries: Sequence[int]
     blocks: Mapping[int, KVBlock]
-    """What was moved, by the chunk's index."""
+    """What was repositioned, by the chunk's index."""
     produced: list[int]
-    reader: Prefiller
-    """Who read it: of one tenant."""
+    prefiller: Prefiller
+    """Who prefilled it: of one tenant."""
 
 
 def answers_differ(runner: ModelRunner, request: Answered) -> bool | None:
-    """Whether moved reuse prefers another token than a cold reading, at any of the first tokens produced.
+    """Whether non-prefix reuse prefers another token than a cold prefill, at any of the first tokens produced.
 
-    Both read the prompt and then the same tokens, whatever sampling chose. None if the chunks could not be moved again.
+    Both prefill the prompt and the same tokens, whatever sampling chose. None if the chunks could not be placed again.
     """
-    reader = request.reader
+    prefiller = request.prefiller
     count = min(FIRST_TOKENS, len(request.produced))
     behind = request.produced[: count - 1]
     preferred = []
     for using in (request.blocks, None):
-        with reader.open(
-            request.tokens, boundaries=request.boundaries, new_rows=count, clock=StageClock(), using=using
-        ) as reading:
-            reader.advance_to_last_step(reading)
-            if using is not None and reading.moved is None:
+        with prefiller.open(request.tokens, boundaries=request.boundaries, new_tokens=count, using=using) as state:
+            prefiller.advance_to_last_step(state)
+            if using is not None and state.spans is None:
                 return None
-            rest = [*request.tokens[reading.plan.steps[-1].start :], *behind]
-            preferred.append(runner.next_tokens(rest, reading.cache, keep=count))
+            rest = [*request.tokens[state.last_step :], *behind]
+            preferred.append(runner.next_tokens(rest, state.cache, keep=count))
     return not torch.equal(*preferred)
 
 
 class ShadowChecks:
     """Checks in a thread of their own."""
 
-    def __init__(self, check: Callable[[Answered], bool | None], *, share: float, guard: ReuseGuard) -> None:
-        self._check, self._share, self._guard = check, share, guard
+    def __init__(self, prefiller: Prefiller, *, share: float, model_lock: AbstractContextManager[Any]) -> None:
+        """Checks a ``share`` of what ``prefiller``, and those of other tenants, repositioned."""
+        approx, runner = prefiller.approx, prefiller.runner
+        assert isinstance(approx, ApproxReuse)
+        assert isinstance(runner, ModelRunner)
+        self._guard, self._runner, self._share, self._model_lock = approx.guard, runner, share, model_lock
         self._chance = random.Random()
         self._closed = False
         self._waiting: queue.Queue[Answered | None] = queue.Queue(maxsize=_MAX_WAITING)
@@ -73,12 +77,14 @@ class ShadowChecks:
         self._thread.start()
         self.dropped = 0
 
-    def offer(self, request: Answered) -> None:
-        """Perhaps check this request."""
-        if self._closed or not request.produced or not self._guard.allowed or self._chance.random() >= self._share:
+    def offer(self, prefiller: Prefiller, state: PrefillState, produced: Sequence[int]) -> None:
+        """Perhaps check what was produced behind this prefill."""
+        if self._closed or not produced or not self._guard.allowed or self._chance.random() >= self._share:
             return
+        assert state.spans is not None
+        prompt, blocks = state.prompt, state.spans.blocks
         try:
-            self._waiting.put_nowait(request)
+            self._waiting.put_nowait(Answered(prompt.tokens, prompt.boundaries, blocks, list(produced), prefiller))
         except queue.Full:
             self.dropped += 1  # requests come faster than checks: a smaller share is checked, still by chance
 
@@ -116,7 +122,10 @@ class ShadowChecks:
 
     def _judge(self, request: Answered) -> None:
         try:
-            differ = self._check(request)
+            with self._model_lock:
+                if self._closed:
+                    return
+                differ = answers_differ(self._runner, request)
         except Exception as error:  # noqa: BLE001 - a check nobody waits for must not end the thread
             warnings.warn(f"a shadow check failed and does not count: {error!r}", RuntimeWarning, stacklevel=1)
             return
@@ -124,4 +133,4 @@ class ShadowChecks:
             return
         self._guard.observe(differ)
         if (reason := self._guard.reason) is not None:
-            warnings.warn(f"moved reuse is off from here on: {reason}", RuntimeWarning, stacklevel=1)
+            warnings.warn(f"non-prefix reuse is off from here on: {reason}", RuntimeWarning, stacklevel=1)

@@ -120,7 +120,7 @@ class _Contest:
             done = self.results[name]
             tokens, boundaries = self.prompts[len(done)]
             # The store is frozen, so a beginning that comes again never turns exact: computing it would be in vain.
-            if (parts := self.engines[name]._parts) is not None and parts.moving is not None:
+            if (parts := self.engines[name].parts) is not None and parts.moving is not None:
                 parts.moving.forget()
             done.append(first_token(self.engines[name], tokens, baseline=name == _PLAIN, boundaries=boundaries))
             return done[-1].ttft_ms

@@ -104,7 +104,7 @@ def warm(
                     encoded.append(ids)
             except CapacityError as error:
                 note(f"left out {path}: {error}")
-        new = engine.warm_documents(encoded, head=beginning, company=company)
+        new = engine.warm_documents(encoded, head=beginning, context_documents=company)
         engine.flush()
     tokens = sum(map(len, encoded))
     print(f"{len(encoded)} documents with {tokens} tokens are read; {new} chunks were new.")

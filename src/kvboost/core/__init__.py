@@ -1,1 +1,1 @@
-"""Exact reuse: what is stored of a prompt and how it is prefilled. No transformers."""
+"""Exact reuse: what is stored of a prompt, under which keys, and how the rest of it is prefilled. No transformers."""

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from kvboost.extend import ChunkStore, ContentLease, Lease
-from kvboost.store import MemoryStore, TieredStore
+from kvboost.extend import ChunkStore, ContentLease, LayeredStore, Lease
 from kvboost.types import NOTHING_LOADED, Chunk, KVBlock, LoadReport, PutOutcome
 
 
@@ -24,7 +23,7 @@ def loads_of(lease: Lease | ContentLease) -> LoadReport:
 
 
 class EmptyLease:
-    """The lease of a lookup that failed."""
+    """The lease of a lookup that found nothing, or failed."""
 
     @property
     def blocks(self) -> Sequence[KVBlock]:
@@ -42,6 +41,13 @@ class EmptyLease:
     ) -> None: ...
 
 
+class ReleasedLease(EmptyLease):
+    """A lease whose blocks were copied and are not held any more."""
+
+    def __init__(self, loads: LoadReport) -> None:
+        self.loads = loads
+
+
 class GuardedStore:
     """The part of a store that requests use, with every failure turned into a miss."""
 
@@ -51,9 +57,9 @@ class GuardedStore:
         self.errors = 0
 
     def lease(self, chunks: Sequence[Chunk], *, arrived: Callable[[Chunk, KVBlock], None] | None = None) -> Lease:
-        """As the store's own; nothing is held if it fails. ``arrived`` as :meth:`TieredStore.lease` has it."""
+        """As the store's own; nothing is held if it fails. ``arrived`` as :class:`LayeredStore` has it."""
         try:
-            if isinstance(self._store, TieredStore):
+            if isinstance(self._store, LayeredStore):
                 return self._store.lease(chunks, arrived=arrived)
             return self._store.lease(chunks)
         except Exception as error:  # noqa: BLE001 - whatever a store raises, the request goes on
@@ -62,10 +68,11 @@ class GuardedStore:
 
     def leading_run(self, chunks: Sequence[Chunk]) -> int:
         """How many of ``chunks`` a lease would probably hold, uncounted; all of them, for a store that cannot tell."""
-        if not isinstance(self._store, MemoryStore | TieredStore):
+        count = getattr(self._store, "leading_run", None)
+        if count is None:
             return len(chunks)
         try:
-            return self._store.leading_run(chunks)
+            return int(count(chunks))
         except Exception as error:  # noqa: BLE001 - whatever a store raises, the request goes on
             self._failed(error)
             return 0
@@ -95,7 +102,7 @@ class GuardedStore:
 
     def knows_content(self, chunks: Sequence[Chunk]) -> bool:
         """Whether all of these are probably stored somewhere. Slower tiers are asked, and load nothing."""
-        if isinstance(self._store, TieredStore):
+        if isinstance(self._store, LayeredStore):
             return self._store.knows_content(chunks)
         with self.lease_content(chunks, after=0) as lease:
             return len(lease.blocks) == len(chunks) and all(block is not None for block in lease.blocks)

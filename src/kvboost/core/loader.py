@@ -1,28 +1,27 @@
 """Places stored KV into a cache: what comes from a slow tier while the rest of it is still on its way.
 
-Used by the reader. Invariant: the rows that count in the end are those of the blocks that the lease holds. What was
-placed before the lease was there is placed again unless it is the very same block, and nothing is visible before the
-reader sets the cache's length.
+Used by the prefiller. Invariant: what counts in the end are the blocks that the lease holds. What was placed before the
+lease was there is placed again unless it is the very same block, and nothing is visible before the prefiller sets the
+cache's length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvboost.core.backend import Codec, KVCache
 from kvboost.core.workspaces import WorkspacePool
-from kvboost.hf.cache import SlabCache
-from kvboost.hf.codec import KVCodec
 from kvboost.types import Chunk, KVBlock
 
 
 class KVLoader:
     """The exact chunks of one prompt on their way into a cache. Takes the cache with the first block that comes."""
 
-    def __init__(self, chunks: Sequence[Chunk], *, rows: int, codec: KVCodec, pool: WorkspacePool) -> None:
-        """``chunks`` are those that may be reused; the cache gets room for ``rows``."""
-        self._chunks, self._rows = chunks, rows
+    def __init__(self, chunks: Sequence[Chunk], *, tokens: int, codec: Codec, pool: WorkspacePool) -> None:
+        """``chunks`` are those that may be reused; the cache gets capacity for ``tokens``."""
+        self._chunks, self._tokens = chunks, tokens
         self._codec, self._pool = codec, pool
-        self._cache: SlabCache | None = None
+        self._cache: KVCache | None = None
         self._in_place = 0
         self._placed: dict[bytes, KVBlock] = {}
         self._failed = False
@@ -34,18 +33,18 @@ class KVLoader:
         try:
             if self._cache is None:
                 chain = [chunk.prefix_key for chunk in self._chunks]
-                self._cache, self._in_place = self._pool.take(rows=self._rows, chain=chain)
+                self._cache, self._in_place = self._pool.take(tokens=self._tokens, chain=chain)
             if chunk.start >= (self._chunks[self._in_place - 1].end if self._in_place else 0):
                 self._codec.place(self._cache, chunk.start, block.tensors)
                 self._placed[block.key] = block
         except Exception:  # noqa: BLE001 - raised again by finish(), where it does not look like the store's fault
             self._failed = True
 
-    def finish(self, blocks: Sequence[KVBlock]) -> SlabCache:
-        """The cache with all of ``blocks``, the first of the chunks, in their rows."""
+    def finish(self, blocks: Sequence[KVBlock]) -> KVCache:
+        """The cache with all of ``blocks``, the first of the chunks, in their places."""
         if self._cache is None:
             chain = [block.key for block in blocks]
-            self._cache, self._in_place = self._pool.take(rows=self._rows, chain=chain)
+            self._cache, self._in_place = self._pool.take(tokens=self._tokens, chain=chain)
         for index, (block, chunk) in enumerate(zip(blocks, self._chunks, strict=False)):
             if index >= self._in_place and self._placed.get(block.key) is not block:
                 self._codec.place(self._cache, chunk.start, block.tensors)

@@ -1,6 +1,6 @@
-"""Rotations chunks and what is stored of them into a plan whose segments tile the prompt.
+"""Turns chunks and what is stored of them into a plan whose segments tile the prompt.
 
-Called by the engine once the store has said how many leading chunks it holds. Invariant: every step of
+Called by the prefiller once the store has said how many leading chunks it holds. Invariant: every step of
 a plan is a chunk (or the tail) of the prompt's own grid, so a warm run executes a subset of the steps
 of a cold run, with the same shapes and therefore the same bits.
 """
@@ -10,12 +10,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvboost.types import Chunk
 
 
 class SegmentKind(enum.Enum):
-    """Where a stretch of the prompt gets its KV from."""
+    """Where a segment of the prompt gets its KV from."""
 
     EXACT = "exact"
     APPROX = "approx"
@@ -24,18 +25,18 @@ class SegmentKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One stretch ``[start, end)`` of the prompt. Before the first MOVED one, a FRESH segment is one forward step."""
+    """Tokens ``[start, end)`` of the prompt. Before the first APPROX one, a FRESH segment is one forward step."""
 
     kind: SegmentKind
     start: int
     end: int
     chunk: Chunk | None
-    """The chunk this segment is, or None for the incomplete tail and for several that are read in one step."""
+    """The chunk this segment is, or None for the incomplete tail and for several that are computed in one step."""
 
 
 @dataclass(frozen=True)
 class ReusePlan:
-    """How a prompt will be read. The segments tile ``[0, prompt_tokens)`` and the last one is FRESH."""
+    """How a prompt will be prefilled. The segments tile ``[0, prompt_tokens)`` and the last one is FRESH."""
 
     prompt_tokens: int
     segments: tuple[Segment, ...]
@@ -54,35 +55,47 @@ class ReusePlan:
         if SegmentKind.EXACT in kinds[kinds.count(SegmentKind.EXACT) :]:
             raise ValueError("exact segments stand before all others: they need exactly the same text before them")
 
-    @property
+    @cached_property
     def reused(self) -> tuple[Segment, ...]:
         """The EXACT segments, in order."""
         return tuple(s for s in self.segments if s.kind is SegmentKind.EXACT)
 
-    @property
+    @cached_property
     def moved(self) -> tuple[Segment, ...]:
-        """The MOVED segments, in order."""
+        """The APPROX segments, in order."""
         return tuple(s for s in self.segments if s.kind is SegmentKind.APPROX)
 
-    @property
+    @cached_property
     def steps(self) -> tuple[Segment, ...]:
-        """The FRESH segments, in order: one forward each where nothing was moved before them."""
+        """The FRESH segments, in order: one forward each where nothing approximate stands before them."""
         return tuple(s for s in self.segments if s.kind is SegmentKind.FRESH)
 
-    @property
-    def untainted_end(self) -> int:
-        """Where the first MOVED segment begins: what stands before it is exact, what follows is not."""
+    @cached_property
+    def approx_start(self) -> int:
+        """Where the first APPROX segment begins: what stands before it can be exact, what follows cannot."""
         return self.moved[0].start if self.moved else self.prompt_tokens
 
-    @property
+    @cached_property
     def moved_tokens(self) -> int:
-        """How many prompt tokens are moved from elsewhere."""
+        """How many prompt tokens come from elsewhere, repositioned."""
         return sum(s.end - s.start for s in self.moved)
 
-    @property
+    @cached_property
     def exact_tokens(self) -> int:
         """How many prompt tokens come from the cache as they are."""
         return sum(s.end - s.start for s in self.reused)
+
+    def in_steps_of(self, tokens: int) -> ReusePlan:
+        """The same plan with neighbouring steps joined up to this length, the last one left alone."""
+        segments: list[Segment] = []
+        for segment in self.segments[:-1]:
+            last = segments[-1] if segments else None
+            joins = last is not None and SegmentKind.FRESH is last.kind is segment.kind
+            if last is not None and joins and segment.end - last.start <= tokens:
+                segments[-1] = Segment(SegmentKind.FRESH, last.start, segment.end, None)
+            else:
+                segments.append(segment)
+        return ReusePlan(self.prompt_tokens, (*segments, self.segments[-1]))
 
 
 def reusable_chunks(chunks: Sequence[Chunk], *, prompt_tokens: int) -> Sequence[Chunk]:
@@ -98,15 +111,15 @@ def reusable_chunks(chunks: Sequence[Chunk], *, prompt_tokens: int) -> Sequence[
 
 
 def plan_reuse(
-    chunks: Sequence[Chunk], *, prompt_tokens: int, available: int, moved: Collection[int] = ()
+    chunks: Sequence[Chunk], *, prompt_tokens: int, available: int, approx: Collection[int] = ()
 ) -> ReusePlan:
-    """Reuse the first ``available`` chunks as they are and move those with an index in ``moved``; compute the rest."""
+    """Reuse the first ``available`` chunks as they are, reposition those indexed by ``approx``, compute the rest."""
     usable = len(reusable_chunks(chunks, prompt_tokens=prompt_tokens))
-    if available > usable or any(not available <= index < usable for index in moved):
-        raise ValueError("only chunks behind the exact ones and before the last token can be moved or reused")
+    if available > usable or any(not available <= index < usable for index in approx):
+        raise ValueError("only chunks behind the exact ones and before the last token can be repositioned or reused")
     segments = [
         Segment(
-            SegmentKind.EXACT if i < available else SegmentKind.APPROX if i in moved else SegmentKind.FRESH,
+            SegmentKind.EXACT if i < available else SegmentKind.APPROX if i in approx else SegmentKind.FRESH,
             chunk.start,
             chunk.end,
             chunk,

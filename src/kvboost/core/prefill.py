@@ -1,162 +1,258 @@
-"""Reads a prompt into a cache, skipping the steps whose KV is stored: plan, lease, place, forward, commit.
+"""The state of one prompt on its way into a cache: what is computed, what of it is exact, what is stored.
 
-Used by the engine for every kind of request. Invariants: a step is one chunk of the prompt's own grid or
-its tail, whatever was reused; only KV straight from such a step is committed, and only behind KV that
-came from such steps itself.
+Made by :class:`kvboost.core.prefiller.Prefiller` (or by paging), which alone moves it on. Invariants, checked by every
+transition: ``num_committed <= num_exact <= num_computed <= len(tokens)``; positions ``[0, num_computed)`` are in the
+cache; positions ``[0, num_exact)`` were placed or computed as a cold run computes them, so nothing behind a
+repositioned chunk, and nothing that was computed in another step than its own, is ever exact.
 """
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import Self
 
-import torch
-
-from kvboost.approx.find import ApproxReuse
-from kvboost.approx.repair import ApproxChunks
+from kvboost.core.backend import KVCache
 from kvboost.core.clock import StageClock
-from kvboost.core.costs import CostModel
-from kvboost.core.guarded import EmptyLease, GuardedStore, loads_of
-from kvboost.core.identity import PromptKeys
-from kvboost.core.loader import KVLoader
-from kvboost.core.plan import ReusePlan, SegmentKind, plan_reuse, reusable_chunks
+from kvboost.core.guarded import EmptyLease, loads_of
+from kvboost.core.identity import Snapshot
+from kvboost.core.plan import ReusePlan, plan_reuse, reusable_chunks
 from kvboost.core.workspaces import WorkspacePool
-from kvboost.extend import Lease
-from kvboost.hf.cache import SlabCache
-from kvboost.hf.codec import KVCodec
-from kvboost.hf.runner import ModelRunner
-from kvboost.offload.kv import PagedCache
-from kvboost.types import TOKEN_BYTES, Chunk, KVBlock, LoadReport, PutOutcome, ReuseReport, context_before
+from kvboost.extend import ContentLease, Lease
+from kvboost.types import TOKEN_BYTES, Chunk, KVBlock, LoadReport, ReuseReport
 
 
-@dataclass
-class PrefillState:
-    """A prompt being read. Owns a cache and a lease; close it (or leave its ``with`` block) to return both."""
+@dataclass(frozen=True)
+class ChunkedPrompt:
+    """A prompt cut into chunks, under the keys of one model state."""
 
     tokens: list[int]
     boundaries: Sequence[int]
-    root: bytes
+    snapshot: Snapshot
     chunks: list[Chunk]
-    plan: ReusePlan
-    cache: SlabCache | PagedCache
-    clock: StageClock
-    _codec: KVCodec
-    _lease: Lease
-    _pool: WorkspacePool
-    _tiers: Mapping[str, int]
-    """Tokens of the chunks this reading began with, by the tier they came from."""
-    begins_bitwise: bool
-    """Whether the chunks this reading began with, and what it computes right behind them, have a cold run's bits."""
-    _model_state: Any
-    """The model's state when this reading began: what it computes is kept only if it is still the same."""
-    _exact_rows: int
-    """Rows ``[0, _exact_rows)`` were computed or placed on the prompt's own grid, behind nothing moved."""
-    moved: ApproxChunks | None = None
-    reason: str | None = None
-    """Why nothing could be moved, where that was asked for."""
-    approximate: str | None = None
-    """Which repair strategy had a part in this, where something was moved."""
-    _held_rows: int = 0
-    """Rows that the next owner of the cache may rely on: known only once they were committed."""
-    _committed: int = 0
-    new_chunks: int = 0
-    """Stored so far that the store had not."""
-    _observed: bool = False
-    _detached: bool = field(default=False)
+
+    @property
+    def usable(self) -> Sequence[Chunk]:
+        """The chunks that could come from a store: all that end before the last token."""
+        return reusable_chunks(self.chunks, prompt_tokens=len(self.tokens))
+
+
+@dataclass(frozen=True)
+class ExactHits:
+    """The leading chunks that a prefill begins with."""
+
+    chunks: int = 0
+    bitwise: bool = True
+    """Whether they, and what is computed right behind them, have a cold run's bits."""
+    lease: Lease = field(default_factory=EmptyLease)
+    tiers: Mapping[str, int] = field(default_factory=dict)
+    """Their tokens by the tier they came from."""
+
+
+@dataclass(frozen=True)
+class ApproxSpans:
+    """The chunks of one prompt that stood elsewhere when their KV was computed."""
+
+    strategy: str
+    """Of their repair; named in the report."""
+    blocks: Mapping[int, KVBlock]
+    """By index of the chunk in the prompt."""
+    lease: ContentLease = field(default_factory=EmptyLease)
+    expected_seconds: float = 0.0
+    """What selecting and recomputing were expected to take, as plain steps."""
+
+    @property
+    def depth(self) -> int:
+        """``approx_depth`` of what is computed behind them."""
+        return 1 + max(block.approx_depth for block in self.blocks.values())
+
+
+@dataclass(frozen=True)
+class RepairOutcome:
+    """What a repair did."""
+
+    recomputed_tokens: int
+    error_estimate: float | None
+
+
+class PrefillState:
+    """One prefill. Owns a cache and leases; close it, or leave its ``with`` block, to give them back."""
+
+    def __init__(
+        self,
+        prompt: ChunkedPrompt,
+        cache: KVCache,
+        *,
+        hits: ExactHits,
+        clock: StageClock,
+        pool: WorkspacePool | None = None,
+        paged: bool = False,
+    ) -> None:
+        """The cache holds the chunks of ``hits``. It goes back to ``pool`` at the end; without one it is not kept."""
+        self.prompt, self.hits, self.clock, self.paged = prompt, hits, clock, paged
+        self._cache, self._pool = cache, pool
+        self._plan = plan_reuse(prompt.chunks, prompt_tokens=len(prompt.tokens), available=hits.chunks)
+        self._num_computed = self._num_exact = self._num_committed = self._plan.exact_tokens
+        self._spans: ApproxSpans | None = None
+        self._repair: RepairOutcome | None = None
+        self._reason: str | None = None
+        self._new_chunks = 0
+        self._observed = False
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt."""
+        return self.prompt.tokens
+
+    @property
+    def cache(self) -> KVCache:
+        """Where its KV is."""
+        return self._cache
+
+    @property
+    def plan(self) -> ReusePlan:
+        """Where the KV of each segment comes from."""
+        return self._plan
+
+    @property
+    def spans(self) -> ApproxSpans | None:
+        """What was repositioned, if anything was."""
+        return self._spans
+
+    @property
+    def num_computed(self) -> int:
+        """Prompt tokens whose KV is in the cache."""
+        return self._num_computed
+
+    @property
+    def num_exact(self) -> int:
+        """Leading prompt tokens whose KV is as a cold run computes it."""
+        return self._num_exact
+
+    @property
+    def num_committed(self) -> int:
+        """Leading prompt tokens whose KV is stored under exact keys."""
+        return self._num_committed
+
+    @property
+    def last_step(self) -> int:
+        """Where the step begins that holds the last token."""
+        return self._plan.steps[-1].start
 
     @property
     def bitwise(self) -> bool:
         """Whether everything in the cache has the bits of a cold run."""
-        return self.begins_bitwise and self.moved is None
+        return self.hits.bitwise and self._spans is None
 
     @property
-    def paged(self) -> bool:
-        """Whether its rows lie in pages, of which most are not in memory."""
-        return isinstance(self.cache, PagedCache)
+    def awaits_repair(self) -> bool:
+        """Whether repositioned chunks are placed and not yet repaired."""
+        return self._spans is not None and self._repair is None
 
-    def tainted_at(self, row: int) -> bool:
-        """Whether this row stands behind a moved chunk: then it is never stored under a prefix key."""
-        return row >= self.plan.untainted_end
+    @property
+    def is_repaired(self) -> bool:
+        """Whether repositioned chunks are in the cache, and repaired."""
+        return self._repair is not None
 
-    def report(self) -> ReuseReport:
-        """What was reused."""
-        exact, moved = self.plan.exact_tokens, self.plan.moved_tokens
-        tiers, loads = Counter(self._tiers), loads_of(self._lease)
-        declined, declined_at = loads.declined, dict(loads.declined_at)
-        if self.moved is not None:
-            for_moving = loads_of(self.moved.lease)
-            tiers.update(tokens_by_tier(self.moved.blocks.values(), for_moving))
-            declined += for_moving.declined
-            declined_at |= for_moving.declined_at
-            for segment in self.plan.moved:
-                declined_at.pop(segment.start, None)
-        return ReuseReport(
-            exact_tokens=exact,
-            moved_tokens=moved,
-            recomputed_tokens=self.moved.recomputed_tokens if self.moved else 0,
-            fresh_tokens=len(self.tokens) - exact - moved,
-            bitwise=self.bitwise,
-            timings_ms=self.clock.stages(),
-            reason=self.reason,
-            error_estimate=self.moved.error_estimate if self.moved else None,
-            approximate=self.approximate,
-            tiers=MappingProxyType(dict(tiers)),
-            declined_tokens=sum(declined_at.values()),
-            declined=declined,
-            paged=self.paged,
+    @property
+    def new_chunks(self) -> int:
+        """Blocks stored by this prefill that the store had not."""
+        return self._new_chunks
+
+    # Transitions
+
+    def computed(self, end: int) -> None:
+        """The model has appended the positions up to ``end``; they lie in one step of the plan."""
+        start = self._num_computed
+        step = next((step for step in self._plan.steps if step.start <= start < step.end), None)
+        if self.awaits_repair and start >= self._plan.approx_start:
+            raise AssertionError("positions behind repositioned chunks are computed by their repair")
+        if step is None or not start < end <= step.end:
+            raise AssertionError(f"[{start}, {end}) lies in no step of the plan")
+        if self._cache.get_seq_length() != end:
+            raise AssertionError(f"the cache holds {self._cache.get_seq_length()} positions instead of {end}")
+        # In two parts a step runs other shapes than in a cold run: its bits may differ, and those of all that follows.
+        if self._num_exact == step.start and end == step.end and start == step.start and not self._approx_at(start):
+            self._num_exact = end
+        self._num_computed = end
+
+    def reposition(self, spans: ApproxSpans) -> None:
+        """Chunks that stood elsewhere are part of this prompt from now on; they are placed next."""
+        if self._spans is not None or self._num_computed != self._plan.exact_tokens:
+            raise AssertionError("chunks are repositioned once, before anything is computed")
+        self._plan = plan_reuse(
+            self.prompt.chunks, prompt_tokens=len(self.tokens), available=self.hits.chunks, approx=spans.blocks
         )
+        self._spans = spans
 
-    def block(self, chunk: Chunk, *, key: bytes, context: bytes, approx_depth: int, bitwise: bool = False) -> KVBlock:
-        """A copy of this chunk's rows, ready for a store."""
-        tensors = self._codec.pack(self.cache.rows(chunk.start, chunk.end), start=chunk.start)
-        return KVBlock(
-            key=key,
-            parent_key=None if approx_depth else chunk.parent_key,
-            content_key=chunk.content_key,
-            tokens=chunk.tokens,
-            tensors=tensors,
-            nbytes=sum(t.numel() * t.element_size() for t in tensors),
-            bitwise=bitwise and self._codec.lossless,
-            start=chunk.start,
-            context=context,
-            approx_depth=approx_depth,
-        )
+    def repaired(self, outcome: RepairOutcome) -> None:
+        """Everything up to the last step is in the cache, repositioned or computed."""
+        if not self.awaits_repair or self._num_computed != self._plan.approx_start:
+            raise AssertionError("a repair follows the exact steps before the first repositioned chunk")
+        if self._cache.get_seq_length() != self.last_step:
+            raise AssertionError(f"a repair leaves {self.last_step} positions in the cache")
+        self._repair, self._num_computed = outcome, self.last_step
 
-    def stop_moving(self, reason: str) -> None:
+    def drop_approx(self, reason: str) -> None:
         """Go on as if nothing had been found elsewhere."""
-        if self.moved is not None:
-            self.moved.lease.release()
-        exact = sum(segment.kind is SegmentKind.EXACT for segment in self.plan.segments)
-        self.plan = plan_reuse(self.chunks, prompt_tokens=len(self.tokens), available=exact)
-        self.moved, self.approximate, self.reason = None, None, reason
-        self.cache.set_length(self._exact_rows)
+        if self._spans is None:
+            raise AssertionError("nothing was repositioned")
+        self._spans.lease.release()
+        self._spans = self._repair = None
+        self._plan = plan_reuse(self.prompt.chunks, prompt_tokens=len(self.tokens), available=self.hits.chunks)
+        self._num_computed = self._num_exact
+        self._cache.set_length(self._num_exact)
+        self._reason = reason
 
-    def grow(self, *, rows: int) -> None:
-        """Go on in a cache with room for ``rows``."""
-        length = self.cache.get_seq_length()
-        bigger = self._pool.make(rows=rows)
-        bigger.place(0, self.cache.rows(0, length))
-        bigger.set_length(length)
-        self.cache = bigger
+    def in_steps_of(self, tokens: int) -> None:
+        """Join steps of the plan up to this length, where no bits of a cold run are to be kept."""
+        if self.hits.bitwise or self._num_computed != self._plan.exact_tokens:
+            raise AssertionError("steps are joined before anything is computed, and never for bitwise KV")
+        self._plan = self._plan.in_steps_of(tokens)
 
-    def detach(self) -> SlabCache:
-        """Give the cache away: it will not be pooled, and nobody else will write to it."""
-        self._detached = True
-        return self.cache
+    def committed(self, end: int, *, new: bool) -> None:
+        """The store holds the exact chunk that ends here; ``new`` if it had not."""
+        if not self._num_committed < end <= self._num_exact:
+            raise AssertionError(f"[{self._num_committed}, {end}) is not exact, or was committed before")
+        self._num_committed = end
+        self._new_chunks += new
+
+    def kept(self, count: int) -> None:
+        """So many approximate blocks were stored that the store had not."""
+        self._new_chunks += count
+
+    def observe_once(self) -> bool:
+        """True for the first caller, who learns from the stages' times."""
+        first, self._observed = not self._observed, True
+        return first
+
+    def explain(self, reason: str | None) -> None:
+        """Note why something was not reused, for the report."""
+        self._reason = reason if self._reason is None or reason is None else f"{self._reason}; {reason}"
+
+    def grow(self, cache: KVCache) -> None:
+        """Go on in this cache, which has more capacity."""
+        length = self._cache.get_seq_length()
+        cache.place(0, self._cache.span(0, length))
+        cache.set_length(length)
+        self._cache = cache
+
+    def detach(self) -> KVCache:
+        """Give the cache away: it is not pooled, and nobody else writes to it."""
+        self._pool = None
+        return self._cache
 
     def close(self) -> None:
-        """Release the lease and return the cache to the pool."""
-        self._lease.release()
-        if self.moved is not None:
-            self.moved.lease.release()
-        if not self._detached:
-            self._detached = True
-            held = [c.prefix_key for c in self.chunks if c.end <= self._held_rows]
-            self._pool.give_back(self.cache, held=held)
+        """Release the leases and return the cache to the pool."""
+        self.hits.lease.release()
+        if self._spans is not None:
+            self._spans.lease.release()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            held = self._num_committed if self.hits.bitwise else 0
+            pool.give_back(self._cache, held=[c.prefix_key for c in self.prompt.chunks if c.end <= held])
 
     def __enter__(self) -> Self:
         return self
@@ -166,6 +262,37 @@ class PrefillState:
     ) -> None:
         self.close()
 
+    def report(self) -> ReuseReport:
+        """What was reused."""
+        exact, moved = self._plan.exact_tokens, self._plan.moved_tokens
+        tiers, loads = Counter(self.hits.tiers), loads_of(self.hits.lease)
+        declined, declined_at = loads.declined, dict(loads.declined_at)
+        if self._spans is not None:
+            more = loads_of(self._spans.lease)
+            tiers.update(tokens_by_tier(self._spans.blocks.values(), more))
+            declined += more.declined
+            declined_at |= more.declined_at
+            for segment in self._plan.moved:
+                declined_at.pop(segment.start, None)
+        return ReuseReport(
+            exact_tokens=exact,
+            moved_tokens=moved,
+            recomputed_tokens=self._repair.recomputed_tokens if self._repair else 0,
+            fresh_tokens=len(self.tokens) - exact - moved,
+            bitwise=self.bitwise,
+            timings_ms=self.clock.stages(),
+            reason=self._reason,
+            error_estimate=self._repair.error_estimate if self._repair else None,
+            approximate=self._spans.strategy if self._spans else None,
+            tiers=MappingProxyType(dict(tiers)),
+            declined_tokens=sum(declined_at.values()),
+            declined=declined,
+            paged=self.paged,
+        )
+
+    def _approx_at(self, position: int) -> bool:
+        return position >= self._plan.approx_start
+
 
 def tokens_by_tier(blocks: Iterable[KVBlock], loads: LoadReport) -> Counter[str]:
     """How many tokens of a lease's blocks came from which tier."""
@@ -173,242 +300,3 @@ def tokens_by_tier(blocks: Iterable[KVBlock], loads: LoadReport) -> Counter[str]
     for block in blocks:
         tokens[loads.tiers.get(block.key, "memory")] += len(block.tokens) // TOKEN_BYTES
     return tokens
-
-
-class RequestCancelled(Exception):
-    """The caller closed the stream; nobody waits for the result."""
-
-
-class Prefiller:
-    """Reads prompts with one model, one store and one chunker."""
-
-    def __init__(
-        self,
-        *,
-        runner: ModelRunner,
-        names: PromptKeys,
-        codec: KVCodec,
-        store: GuardedStore,
-        pool: WorkspacePool,
-        costs: CostModel,
-        moving: ApproxReuse | None = None,
-        move_refusal: str | None = None,
-    ) -> None:
-        self._runner = runner
-        self.names = names
-        self._codec = codec
-        self._store = store
-        self._pool = pool
-        self._costs = costs
-        self._moving = moving
-        self._move_refusal = move_refusal
-
-    def over(self, store: GuardedStore, pool: WorkspacePool, *, moving: ApproxReuse | None = None) -> Prefiller:
-        """A reader of the same prompts over another store."""
-        return Prefiller(
-            runner=self._runner,
-            names=self.names,
-            codec=self._codec,
-            store=store,
-            pool=pool,
-            costs=moving.costs if moving is not None else CostModel(),
-            moving=moving,
-        )
-
-    def for_tenant(
-        self, names: PromptKeys, store: GuardedStore, pool: WorkspacePool, moving: ApproxReuse | None
-    ) -> Prefiller:
-        """A reader of another tenant's prompts: what is not given here is shared."""
-        other = copy.copy(self)
-        other.names, other._store, other._pool, other._moving = names, store, pool, moving
-        return other
-
-    def open(
-        self,
-        tokens: list[int],
-        *,
-        boundaries: Sequence[int],
-        new_rows: int,
-        clock: StageClock,
-        move: bool = False,
-        using: Mapping[int, KVBlock] | None = None,
-    ) -> PrefillState:
-        """Plan the prompt and place all stored KV; ``new_rows`` is room for tokens to come.
-
-        With ``move``, chunks that stand elsewhere are used too, where that pays; ``using`` names them by the
-        chunk's index instead, to read a prompt once more as it was read before.
-        """
-        state = self.names.model_state()
-        root = self.names.root(state)
-        chunks = self.names.chunks(root, tokens, boundaries)
-        clock.lap("plan")
-        usable = reusable_chunks(chunks, prompt_tokens=len(tokens))
-        placing = KVLoader(usable, rows=len(tokens) + new_rows, codec=self._codec, pool=self._pool)
-        lease = self._store.lease(usable, arrived=placing.arrived)
-        moved: ApproxChunks | None = None
-        reason = self._move_refusal if move else None
-        try:
-            blocks = lease.blocks
-            if using is not None:
-                blocks = blocks[: min(using)]
-                moved = ApproxChunks(EmptyLease(), dict(using))
-            elif move and self._moving is not None:
-                moved, reason = self._moving.find(usable, available=len(blocks), prompt_tokens=len(tokens))
-            plan = plan_reuse(
-                chunks, prompt_tokens=len(tokens), available=len(blocks), moved=moved.blocks if moved else ()
-            )
-            clock.lap("lease")
-            cache = placing.finish(blocks)
-            cache.set_length(plan.exact_tokens)
-            clock.lap("place")
-            if moved is not None and self._moving is not None:
-                try:
-                    self._moving.place(cache, chunks, moved)
-                except Exception as error:  # noqa: BLE001 - a cache may only help: what cannot be moved is computed
-                    reason = self._moving.failed(error)
-                    moved.lease.release()
-                    moved = None
-                    plan = plan_reuse(chunks, prompt_tokens=len(tokens), available=len(blocks))
-                clock.lap("move")
-        except BaseException:
-            lease.release()
-            if moved is not None:
-                moved.lease.release()
-            raise
-        return PrefillState(
-            tokens=tokens,
-            boundaries=boundaries,
-            root=root,
-            chunks=chunks,
-            plan=plan,
-            cache=cache,
-            clock=clock,
-            _codec=self._codec,
-            _lease=lease,
-            _pool=self._pool,
-            _tiers=tokens_by_tier(blocks, loads_of(lease)),
-            begins_bitwise=all(block.bitwise for block in blocks),
-            _model_state=state,
-            _exact_rows=plan.exact_tokens,
-            _committed=len(blocks),
-            moved=moved,
-            reason=reason,
-            approximate=self._moving.repair_settings.strategy.name if moved is not None and self._moving else None,
-        )
-
-    def usable_chunks(self, tokens: list[int], boundaries: Sequence[int]) -> Sequence[Chunk]:
-        """The chunks of a prompt that could come from a store."""
-        return reusable_chunks(self.names.chunks(self.names.root(), tokens, boundaries), prompt_tokens=len(tokens))
-
-    def why_not_moved(self) -> str | None:
-        """What keeps chunks from being moved at all, if anything does."""
-        return self._moving.guard.reason if self._moving is not None else self._move_refusal
-
-    def knows(self, tokens: list[int]) -> bool:
-        """Whether every chunk of this text, cut on its own, is stored somewhere."""
-        return self._store.knows_content(self.names.chunks_of_part(tokens))
-
-    def advance(self, reading: PrefillState, *, to: int, cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Run the steps that begin before row ``to``; the last one may be cut short there."""
-        self._run_steps(reading, to=min(to, reading.plan.untainted_end), cancelled=cancelled)
-        if reading.moved is not None and not reading.moved.repaired and to >= reading.plan.steps[-1].start:
-            reading.clock.lap("prefill")
-            self._repair(reading)
-        self._run_steps(reading, to=to, cancelled=cancelled)
-        reading.clock.lap("prefill")
-
-    def _run_steps(self, reading: PrefillState, *, to: int, cancelled: Callable[[], bool]) -> None:
-        """Run what is missing of the steps that begin before row ``to``."""
-        for step in reading.plan.steps:
-            if step.start >= to:
-                break
-            if step.start < reading.cache.get_seq_length():
-                continue  # done, or computed by the repair
-            if cancelled():
-                raise RequestCancelled
-            end = min(step.end, to)
-            self._runner.append(reading.tokens[step.start : end], reading.cache, logits=False)
-            if end == step.end and not reading.tainted_at(step.start):
-                reading._exact_rows = end
-            if reading.paged:
-                self.commit(reading)  # while most of these rows are in memory
-
-    def _repair(self, reading: PrefillState) -> None:
-        """Fill the rows between the first moved chunk and the last step; if that fails, compute them after all."""
-        assert self._moving is not None
-        assert reading.moved is not None
-        try:
-            self._moving.repair(reading, reading.moved)
-        except Exception as error:  # noqa: BLE001 - a cache may only help: what cannot be repaired is computed
-            reading.stop_moving(self._moving.failed(error))
-
-    def advance_to_last_step(self, reading: PrefillState, *, cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Run every step but the one that holds the last token."""
-        self.advance(reading, to=reading.plan.steps[-1].start, cancelled=cancelled)
-
-    def finish(self, reading: PrefillState) -> torch.Tensor:
-        """Run the last step and return the last token's logits, [vocab]."""
-        last = reading.plan.steps[-1]
-        logits = self._runner.append(reading.tokens[last.start :], reading.cache, logits=True)
-        assert logits is not None
-        if not reading.tainted_at(last.start):
-            reading._exact_rows = last.end
-        reading.clock.lap("first_token")
-        return logits
-
-    def commit(self, reading: PrefillState) -> None:
-        """Store every chunk computed since the last commit."""
-        self._observe(reading)
-        if not self._model_unchanged(reading):
-            return
-        # Before the first moved chunk a reading is as exact as the chunks it began with.
-        if reading.begins_bitwise:
-            reading._held_rows = reading._exact_rows
-        new = self._store_chunks(reading, reading.chunks, rows=reading._exact_rows, bitwise=reading.begins_bitwise)
-        if reading.moved is not None and self._moving is not None:
-            new += self._moving.keep(reading, reading.moved)
-        reading.new_chunks += new
-
-    def commit_decoded(self, reading: PrefillState, generated: Sequence[int]) -> int:
-        """Store the chunks that decoding completed, marked as not bitwise. The last token has no KV yet."""
-        if reading.moved is not None or reading.paged or not self._model_unchanged(reading):
-            return 0  # behind moved chunks everything is tainted; what lies in pages would have to be read once more
-        rows = reading.cache.get_seq_length()
-        chunks = self.names.chunks(reading.root, [*reading.tokens, *generated][:rows], reading.boundaries)
-        return self._store_chunks(reading, chunks, rows=rows, bitwise=False)
-
-    def _observe(self, reading: PrefillState) -> None:
-        """Learn what this reading took, once its first token exists."""
-        stages = reading.clock.stages()
-        if reading._observed or reading.paged or "first_token" not in stages:
-            return
-        reading._observed = True
-        costs = self._costs
-        if reading.moved is not None:
-            costs.observe_move(rows=reading.plan.moved_tokens, seconds=stages["move"] / 1000.0)
-            if reading.moved.expected_seconds:
-                took = (stages.get("select", 0.0) + stages["repair"]) / 1000.0
-                costs.observe_repair(expected=reading.moved.expected_seconds, seconds=took)
-        elif reading.reason is None or "move" not in stages:
-            seconds = (stages.get("prefill", 0.0) + stages["first_token"]) / 1000.0
-            rows = len(reading.tokens) - reading.plan.exact_tokens
-            costs.observe_read(forwards=len(reading.plan.steps), rows=rows, seconds=seconds)
-
-    def _model_unchanged(self, reading: PrefillState) -> bool:
-        """Rows computed while the weights changed are neither the old model's nor the new one's."""
-        return bool(self.names.model_state() == reading._model_state)
-
-    def _store_chunks(self, reading: PrefillState, chunks: Sequence[Chunk], *, rows: int, bitwise: bool) -> int:
-        new = 0
-        for chunk in chunks[reading._committed :]:
-            if chunk.end > rows:
-                break
-            context = context_before(chunks, reading._committed)
-            block = reading.block(chunk, key=chunk.prefix_key, context=context, approx_depth=0, bitwise=bitwise)
-            outcome = self._store.put(block)
-            if outcome is PutOutcome.REFUSED:
-                break  # what follows could not be reached without it
-            new += outcome is PutOutcome.STORED
-            reading._committed += 1
-        self._store.used([chunk.prefix_key for chunk in chunks[: reading._committed]])
-        return new

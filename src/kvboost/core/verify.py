@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from kvboost.core.clock import StageClock
-from kvboost.core.prefill import Prefiller
-from kvboost.core.workspaces import WorkspacePool
+from kvboost.core.prefiller import Prefiller
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -20,24 +16,23 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def warm_equals_cold(make_reader: Callable[[WorkspacePool], Prefiller], pool: WorkspacePool, tokens: list[int]) -> bool:
-    """Read ``tokens`` cold, then with KV copied from a store, then with KV in place; compare. False without reuse."""
-    reader = make_reader(pool)
-    cold_logits, cold_rows, _ = _read(reader, tokens)
+def warm_equals_cold(prefiller: Prefiller, tokens: list[int]) -> bool:
+    """Prefill ``tokens`` cold, then with KV from a store, then with KV in place; compare. False without reuse."""
+    cold_logits, cold_kv, _ = _prefill(prefiller, tokens)
     for drop_workspaces in (True, False):
         if drop_workspaces:
-            pool.clear()
-        logits, rows, reused = _read(reader, tokens)
+            prefiller.pool.clear()
+        logits, kv, reused = _prefill(prefiller, tokens)
         if reused == 0 or not same_bits(cold_logits, logits):
             return False
-        if not all(same_bits(cold, warm) for cold, warm in zip(cold_rows, rows, strict=True)):
+        if not all(same_bits(cold, warm) for cold, warm in zip(cold_kv, kv, strict=True)):
             return False
     return True
 
 
-def _read(reader: Prefiller, tokens: list[int]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], int]:
-    with reader.open(tokens, boundaries=(), new_rows=0, clock=StageClock()) as reading:
-        reader.advance_to_last_step(reading)
-        logits = reader.finish(reading)
-        reader.commit(reading)
-        return logits, reading.cache.extract(0, len(tokens)), reading.plan.exact_tokens
+def _prefill(prefiller: Prefiller, tokens: list[int]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], int]:
+    with prefiller.open(tokens) as state:
+        prefiller.advance_to_last_step(state)
+        logits = prefiller.finish(state)
+        prefiller.commit(state)
+        return logits, state.cache.extract(0, len(tokens)), state.plan.exact_tokens

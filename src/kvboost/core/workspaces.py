@@ -1,74 +1,98 @@
 """A small pool of caches, so that a request neither faults in fresh memory nor copies what is still in place.
 
-Used by the reader. A workspace that comes back remembers which chunks it holds; a request that begins
-with the same chunks gets it and copies only the rest. Invariants: a workspace has one owner at a time; one that a
-tenant used is never another's, as what it held still lies in its rows.
+Used by the prefiller. A workspace that comes back remembers which chunks it holds; a request that begins with the same
+chunks gets it and copies only the rest. Invariants: a workspace has one owner at a time; one that a tenant used is
+never another's, as that tenant's KV still lies in it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from kvboost.capacity import MAX_IDLE, request_bytes, workspace_rows
-from kvboost.hf.cache import KVLayout, SlabCache
+from kvboost.core.backend import KVCache
+
+MakeCache = Callable[[int], KVCache]
+"""Makes a cache with capacity for so many tokens."""
+
+
+@dataclass
+class _Idle:
+    """A workspace that waits for its next request."""
+
+    cache: KVCache
+    held: tuple[bytes, ...]
+    """Keys of the chunks that lie at its beginning."""
+    owner: WorkspacePool
+
+
+@dataclass
+class _Shelf:
+    """The idle workspaces of all tenants of an engine."""
+
+    capacity_bytes: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    idle: list[_Idle] = field(default_factory=list)  # last: most recently used
+
+    @property
+    def nbytes(self) -> int:
+        return sum(workspace.cache.nbytes for workspace in self.idle)
 
 
 class WorkspacePool:
-    """Idle caches of one layout, at most ``capacity_bytes`` of them."""
+    """Idle caches of one model and one tenant, at most ``capacity_bytes`` of them over all tenants."""
 
-    def __init__(self, layout: KVLayout, *, capacity_bytes: int) -> None:
-        self._layout = layout
-        self._capacity = capacity_bytes
-        self._lock = threading.Lock()
-        self._idle: list[tuple[SlabCache, tuple[bytes, ...], WorkspacePool]] = []  # last: most recently used
+    def __init__(
+        self, make: MakeCache, *, bytes_per_token: int, capacity_bytes: int = 0, shelf: _Shelf | None = None
+    ) -> None:
+        self._make, self._bytes_per_token = make, bytes_per_token
+        self._shelf = shelf or _Shelf(capacity_bytes)
 
-    def beside(self) -> WorkspacePool:
-        """Another tenant's pool: the same room, and nothing in common otherwise."""
-        other = WorkspacePool(self._layout, capacity_bytes=self._capacity)
-        other._lock, other._idle = self._lock, self._idle
-        return other
+    def for_tenant(self) -> WorkspacePool:
+        """Another tenant's pool: the same capacity, and no workspace in common."""
+        return WorkspacePool(self._make, bytes_per_token=self._bytes_per_token, shelf=self._shelf)
 
     @property
     def idle_bytes(self) -> int:
         """Memory held by idle workspaces, of all tenants."""
-        with self._lock:
-            return self._bytes()
+        with self._shelf.lock:
+            return self._shelf.nbytes
 
-    def bytes_for(self, rows: int) -> int:
-        """What a new cache with room for ``rows`` takes."""
-        return request_bytes(rows, kv_per_token=self._layout.bytes_per_token)
+    def bytes_for(self, tokens: int) -> int:
+        """What a new cache with capacity for ``tokens`` takes."""
+        return request_bytes(tokens, kv_per_token=self._bytes_per_token)
 
-    def take(self, *, rows: int, chain: Sequence[bytes]) -> tuple[SlabCache, int]:
-        """A cache with room for ``rows``, and how many leading chunks of ``chain`` it already holds."""
-        with self._lock:
-            fitting = [i for i, (cache, _, owner) in enumerate(self._idle) if owner is self and cache.capacity >= rows]
+    def take(self, *, tokens: int, chain: Sequence[bytes]) -> tuple[KVCache, int]:
+        """A cache with capacity for ``tokens``, and how many leading chunks of ``chain`` it already holds."""
+        with self._shelf.lock:
+            idle = self._shelf.idle
+            fitting = [w for w in idle if w.owner is self and w.cache.capacity >= tokens]
             if fitting:
-                best = max(fitting, key=lambda i: (_common(self._idle[i][1], chain), -self._idle[i][0].capacity))
-                cache, held, _ = self._idle.pop(best)
-                return cache, _common(held, chain)
-        return self.make(rows=rows), 0
+                best = max(fitting, key=lambda w: (_common(w.held, chain), -w.cache.capacity))
+                idle[:] = [workspace for workspace in idle if workspace is not best]
+                return best.cache, _common(best.held, chain)
+        return self.make(tokens=tokens), 0
 
-    def make(self, *, rows: int) -> SlabCache:
-        """A new cache with room for ``rows``."""
-        return SlabCache(self._layout, capacity=workspace_rows(rows))
+    def make(self, *, tokens: int) -> KVCache:
+        """A new cache with capacity for ``tokens``."""
+        return self._make(workspace_rows(tokens))
 
-    def give_back(self, cache: SlabCache, *, held: Sequence[bytes]) -> None:
-        """Return a cache whose leading rows are exactly the chunks named by ``held``."""
-        if not cache.in_slabs or cache.nbytes > self._capacity:
+    def give_back(self, cache: KVCache, *, held: Sequence[bytes]) -> None:
+        """Return a cache that begins with exactly the chunks named by ``held``."""
+        shelf = self._shelf
+        if not cache.is_poolable or cache.nbytes > shelf.capacity_bytes:
             return
-        with self._lock:
-            self._idle.append((cache, tuple(held), self))
-            while len(self._idle) > MAX_IDLE or self._bytes() > self._capacity:
-                self._idle.pop(0)
+        with shelf.lock:
+            shelf.idle.append(_Idle(cache, tuple(held), self))
+            while len(shelf.idle) > MAX_IDLE or shelf.nbytes > shelf.capacity_bytes:
+                shelf.idle.pop(0)
 
     def clear(self) -> None:
         """Drop every idle workspace of this tenant."""
-        with self._lock:
-            self._idle[:] = [kept for kept in self._idle if kept[2] is not self]
-
-    def _bytes(self) -> int:
-        return sum(cache.nbytes for cache, _, _ in self._idle)
+        with self._shelf.lock:
+            self._shelf.idle[:] = [workspace for workspace in self._shelf.idle if workspace.owner is not self]
 
 
 def _common(held: Sequence[bytes], chain: Sequence[bytes]) -> int:

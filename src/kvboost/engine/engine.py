@@ -1,44 +1,113 @@
-"""The public engine. Reads as one line of verbs: plan, lease, place, forward, decode, commit."""
+"""The public engine: one verb after another, each a screen at most."""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
-from kvboost.approx.calibrate import calibrate
-from kvboost.approx.calibration import Calibration
-from kvboost.approx.documents import warm_documents
-from kvboost.approx.shadow import Answered
+from kvboost.capacity import MemoryPlan
+from kvboost.config import EngineConfig, parse_bytes
+from kvboost.core.backend import NoApprox
 from kvboost.core.clock import StageClock
-from kvboost.core.prefill import Prefiller, PrefillState
-from kvboost.engine.decoding import Request
-from kvboost.engine.life import EngineLife
+from kvboost.core.session import Session
+from kvboost.engine.assembly import check_settings
+from kvboost.engine.generation import Request, prefill_only, warm
+from kvboost.engine.memory import engine_plan, memory_available, resident_bytes, shortfall, workload
+from kvboost.engine.parts import EngineParts
+from kvboost.engine.stats import cache_stats, describe, verify
 from kvboost.engine.text_stream import PieceStream, PieceStreamer
-from kvboost.errors import CapacityError, ConfigError
-from kvboost.extend import Streamer
-from kvboost.hf.draft import Draft
-from kvboost.hf.generate import sampling_arguments, sequences_per_prompt
+from kvboost.errors import ConfigError
+from kvboost.extend import ChunkStore, LayeredStore, Streamer
+from kvboost.hf.loading import load_model
 from kvboost.hf.prompt import Messages, Prompt
-from kvboost.hf.speculation import speculates
-from kvboost.offload.kv.prefill import Pages
-from kvboost.store import TieredStore
-from kvboost.types import GenerationMode, GenerationResult, PrefillResult, ReuseReport
+from kvboost.hf.shape import shape_of, weights_of
+from kvboost.store import MemoryStore, TieredStore
+from kvboost.types import CacheStats, GenerationMode, GenerationResult, HotChunk, PrefillResult
 
-_ROWS_BEHIND_PREFILL = 64  # room in a cache that is given away
-_MAX_ROWS_AHEAD = 1024  # room made for a reply in advance; a longer one grows the cache as it comes
-_NO_DRAFT = "it ran without the engine's draft, as pages take no tokens back"
+if TYPE_CHECKING:
+    from kvboost.approx.calibration import Calibration
+
+_REUSE = GenerationMode.CHUNK_KV_REUSE
 
 
-class KVBoost(EngineLife):
+class KVBoost:
     """A Transformers model that remembers what it has read.
 
     Thread-safe: many threads may call one engine. Settings are keyword arguments, the
     fields of :class:`kvboost.EngineConfig`. ``model`` and ``tokenizer`` stay the Transformers objects they are.
     """
+
+    def __init__(self, model: Any, tokenizer: Any = None, *, store: ChunkStore | None = None, **settings: Any) -> None:
+        """Wrap a loaded model. ``tokenizer`` may be None if prompts are always token ids."""
+        try:
+            config = EngineConfig(**settings)
+        except TypeError as error:
+            raise ConfigError(f"unknown setting: {error}") from error
+        parts = EngineParts(model, tokenizer, config=config, store=store)
+        self._bind(parts, config, parts.assembly.session if parts.assembly is not None else None, root=None)
+
+    def _bind(self, parts: EngineParts, config: EngineConfig, session: Session | None, root: Self | None) -> None:
+        self.model, self.tokenizer, self.config = parts.model, parts.tokenizer, config
+        self.parts, self.session = parts, session
+        """Internals, for the scheduler and the server: they may change with any version."""
+        self._store: ChunkStore = session.store if session is not None else parts.given_store or MemoryStore(0)
+        self._root = root
+        """The engine this one is a tenant's view of."""
+        self._views: dict[str, Self] = {}
+        self._views_lock = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str,
+        *,
+        dtype: Any = "auto",
+        device: str | None = None,
+        store: ChunkStore | None = None,
+        weight_budget: int | str | None = None,
+        weight_dir: str | Path | None = None,
+        **settings_and_model_kwargs: Any,
+    ) -> Self:
+        """Load a model and its tokenizer, and wrap them.
+
+        Args:
+            name_or_path: A folder or a hub name, as Transformers takes it.
+            dtype: Passed to Transformers; ``"auto"`` takes the checkpoint's own.
+            device: Where to put the model; the accelerator if there is one, else the CPU.
+            store: Keep chunks here instead of in a memory store of the engine's own.
+            weight_budget: Keep at most this many bytes of weights in memory, such as ``"6GB"``: the layers that do
+                not fit are read from disk in every step, while others compute. The answers stay the same to the bit.
+            weight_dir: Where the layers' files for that are made, once, as large as the model; beside the
+                checkpoint if left out.
+            **settings_and_model_kwargs: The engine's settings, by the names of :class:`kvboost.EngineConfig`, which
+                says what each does; everything else goes to ``AutoModelForCausalLM.from_pretrained``.
+        """
+        names = {field.name for field in dataclasses.fields(EngineConfig)}
+        settings = {name: value for name, value in settings_and_model_kwargs.items() if name in names}
+        model_kwargs = {name: value for name, value in settings_and_model_kwargs.items() if name not in names}
+        for name in model_kwargs:
+            if near := difflib.get_close_matches(name, names, n=1, cutoff=0.8):
+                raise ConfigError(f"{name} is not a setting; did you mean {near[0]}?")
+        check_settings(EngineConfig(**settings))  # a bad one should not cost the user a model load
+        model, tokenizer = load_model(
+            name_or_path,
+            dtype=dtype,
+            device=device,
+            model_kwargs=model_kwargs,
+            weight_budget=parse_bytes(weight_budget, name="weight_budget") if weight_budget is not None else None,
+            weight_dir=weight_dir,
+        )
+        return cls(model, tokenizer, store=store, **settings)
+
+    # Reading
 
     def warm(self, prompt: Prompt, *, boundaries: Sequence[int] = ()) -> int:
         """Read ``prompt`` and keep its KV. Returns the number of chunks that were new.
@@ -46,15 +115,12 @@ class KVBoost(EngineLife):
         Tokens behind the last chunk boundary are not kept: how they round depends on what follows them.
         """
         clock = StageClock()
-        tokens = self._encoder.encode(prompt)
-        reader, _ = self._reader_for(tokens, GenerationMode.CHUNK_KV_REUSE)
-        if reader is None:
+        tokens = self.parts.encoder.encode(prompt)
+        session, _ = self._session_for(tokens, GenerationMode.PREFIX_CACHE)
+        if session is None:
             return 0
-        with self._model_lock, self._open(reader, tokens, boundaries=boundaries, new_rows=0, clock=clock) as reading:
-            complete = reading.chunks[-1].end if reading.chunks else 0
-            reader.advance(reading, to=complete)
-            reader.commit(reading)
-            return reading.new_chunks
+        with self.parts.model_lock:
+            return warm(session, tokens, boundaries=boundaries, clock=clock)
 
     def prefetch(self, prompt: Prompt, *, boundaries: Sequence[int] = ()) -> Future[int]:
         """Bring what slower tiers have of the beginning of ``prompt`` up into memory, in the background.
@@ -63,51 +129,64 @@ class KVBoost(EngineLife):
         or under way. Returns at once; the future's result is how many tokens came up, and ``cancel()`` takes one back
         that has not begun. Nothing is computed, and nothing is held: memory that is full of other things lets it go.
         """
-        tokens = self._encoder.encode(prompt)
-        reader, _ = self._reader_for(tokens, GenerationMode.PREFIX_CACHE)
-        if reader is None or not isinstance(self._store, TieredStore):
-            nothing: Future[int] = Future()
-            nothing.set_result(0)
-            return nothing
-        return self._store.prefetch(reader.usable_chunks(tokens, boundaries))
+        tokens = self.parts.encoder.encode(prompt)
+        session, _ = self._session_for(tokens, GenerationMode.PREFIX_CACHE)
+        if session is not None:
+            return session.prefetch(tokens, boundaries)
+        nothing: Future[int] = Future()
+        nothing.set_result(0)
+        return nothing
 
     def prefill(
-        self,
-        prompt: Prompt,
-        *,
-        mode: GenerationMode = GenerationMode.CHUNK_KV_REUSE,
-        boundaries: Sequence[int] = (),
+        self, prompt: Prompt, *, mode: GenerationMode = _REUSE, boundaries: Sequence[int] = ()
     ) -> PrefillResult:
         """Read ``prompt`` and stop before the first new token. The returned cache is the caller's own."""
         clock = StageClock()
-        tokens = self._encoder.encode(prompt)
+        tokens = self.parts.encoder.encode(prompt)
         clock.lap("encode")
-        reader, reason = self._reader_for(tokens, mode)
-        self._check_budget(len(tokens) + _ROWS_BEHIND_PREFILL, why="prefill() gives all of it away: use generate()")
-        if reader is None:
-            with self._model_lock:
-                logits, cache = self._runner.read_whole(tokens)
-            clock.lap("first_token")
-            report = ReuseReport(0, 0, 0, len(tokens), bitwise=True, timings_ms=clock.stages(), reason=reason)
-            return PrefillResult(logits, cache, report)
-        move = mode is GenerationMode.CHUNK_KV_REUSE
-        with (
-            self._model_lock,
-            reader.open(
-                tokens, boundaries=boundaries, new_rows=_ROWS_BEHIND_PREFILL, clock=clock, move=move
-            ) as reading,
-        ):
-            reader.advance_to_last_step(reading)
-            logits = reader.finish(reading)
-            reader.commit(reading)
-            clock.lap("commit")
-            return PrefillResult(logits, reading.detach(), reading.report())
+        session, reason = self._session_for(tokens, mode)
+        with self.parts.model_lock:
+            if session is None:
+                return self.parts.generator.prefill_plain(tokens, clock, reason=reason)
+            return prefill_only(session, tokens, boundaries=boundaries, clock=clock, approx=mode is _REUSE)
+
+    def warm_documents(
+        self,
+        documents: Iterable[Prompt],
+        *,
+        head: Prompt | None = None,
+        context_documents: int = 2,
+        key: Callable[[Prompt], Any] | None = None,
+        progress: bool = True,
+    ) -> int:
+        """Read documents so that they can be reused anywhere in later prompts. Returns how many chunks were new.
+
+        Each is read behind ``head`` (the beginning your prompts share, such as the system prompt) and
+        ``context_documents`` other documents: its neighbours, or with ``key`` those whose keys sort next to its own.
+        Documents whose text is already stored are skipped, so a run that was broken off goes on where it stopped.
+        """
+        session = self._session_with_approx("documents are read for non-prefix reuse, which this engine does not do")
+        from kvboost.approx.documents import warm_documents
+
+        assert self.parts.assembly is not None
+        ordered = documents if key is None else sorted(documents, key=key)
+        return warm_documents(
+            [self.parts.encoder.encode_part(document) for document in ordered],
+            head=self.parts.encoder.encode(head) if head is not None else [],
+            context_documents=context_documents,
+            prefiller=session.prefiller,
+            max_tokens=self.parts.assembly.max_tokens,
+            warm=lambda tokens, ends: self.warm(tokens, boundaries=ends),
+            progress=progress,
+        )
+
+    # Generating
 
     def generate(
         self,
         prompt: Prompt,
         *,
-        mode: GenerationMode = GenerationMode.CHUNK_KV_REUSE,
+        mode: GenerationMode = _REUSE,
         boundaries: Sequence[int] = (),
         max_new_tokens: int | None = None,
         temperature: float | None = None,
@@ -125,16 +204,17 @@ class KVBoost(EngineLife):
         and the result says so.
         """
         clock = StageClock()
-        tokens = self._encoder.encode(prompt)
+        tokens = self.parts.encoder.encode(prompt)
         clock.lap("encode")
-        request = self._request(tokens, boundaries, max_new_tokens, temperature, streamer, generate_kwargs)
-        return self._generate(tokens, mode, request, clock, draft=self._draft)
+        options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "temperature": temperature}
+        request = self.parts.generator.request(tokens, options, boundaries=boundaries, streamer=streamer)
+        return self._generate(tokens, mode, request, clock)
 
     def stream(
         self,
         prompt: Prompt,
         *,
-        mode: GenerationMode = GenerationMode.CHUNK_KV_REUSE,
+        mode: GenerationMode = _REUSE,
         boundaries: Sequence[int] = (),
         max_new_tokens: int | None = None,
         temperature: float | None = None,
@@ -142,25 +222,26 @@ class KVBoost(EngineLife):
     ) -> PieceStream:
         """Like :meth:`generate`, piece by piece. The last piece carries the result; closing the stream stops it."""
         clock = StageClock()
-        tokens = self._encoder.encode(prompt)
+        tokens = self.parts.encoder.encode(prompt)
         clock.lap("encode")
         if "streamer" in generate_kwargs:
             raise ConfigError("stream() is the streamer; leave streamer out, or use generate()")
         # Bad arguments are reported here, by the call, rather than by the first piece.
-        request = self._request(tokens, boundaries, max_new_tokens, temperature, None, generate_kwargs)
+        options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "temperature": temperature}
+        request = self.parts.generator.request(tokens, options, boundaries=boundaries)
 
-        def run(emit: Any, cancelled: Any) -> GenerationResult:
-            streamer = PieceStreamer(self._encoder.decode, emit)
-            live = Request(request.boundaries, {**request.arguments, "streamer": streamer}, cancelled)
-            return self._generate(tokens, mode, live, clock, draft=self._draft)
+        def run(emit: Any, cancelled: Callable[[], bool]) -> GenerationResult:
+            streamer = PieceStreamer(self.parts.encoder.decode, emit)
+            live = replace(request, arguments={**request.arguments, "streamer": streamer}, cancelled=cancelled)
+            return self._generate(tokens, mode, live, clock)
 
-        return PieceStream(run)
+        return PieceStream(run, clock)
 
     def chat(
         self,
         messages: Messages,
         *,
-        mode: GenerationMode = GenerationMode.CHUNK_KV_REUSE,
+        mode: GenerationMode = _REUSE,
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         streamer: Streamer | None = None,
@@ -169,18 +250,19 @@ class KVBoost(EngineLife):
     ) -> GenerationResult:
         """Answer a chat, through the tokenizer's template. The ends of messages are chunk boundaries."""
         clock = StageClock()
-        tokens, boundaries = self._encoder.encode_chat(
-            messages, min_gap=self._chunker.min_tokens, template_kwargs=template_kwargs or {}
+        tokens, boundaries = self.parts.encoder.encode_chat(
+            messages, min_gap=self.parts.chunker.min_tokens, template_kwargs=template_kwargs or {}
         )
         clock.lap("encode")
-        request = self._request(tokens, boundaries, max_new_tokens, temperature, streamer, generate_kwargs)
-        return self._generate(tokens, mode, request, clock, draft=self._draft)
+        options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "temperature": temperature}
+        request = self.parts.generator.request(tokens, options, boundaries=boundaries, streamer=streamer)
+        return self._generate(tokens, mode, request, clock)
 
     def generate_batch(
         self,
         prompts: Sequence[Prompt],
         *,
-        mode: GenerationMode = GenerationMode.CHUNK_KV_REUSE,
+        mode: GenerationMode = _REUSE,
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         **generate_kwargs: Any,
@@ -193,59 +275,36 @@ class KVBoost(EngineLife):
         clock = StageClock()
         if not prompts:
             return []
-        encoded = [self._encoder.encode(prompt) for prompt in prompts]
+        encoded = [self.parts.encoder.encode(prompt) for prompt in prompts]
         clock.lap("encode")
         longest = max(encoded, key=len)
-        request = self._request(longest, (), max_new_tokens, temperature, None, generate_kwargs)
-        if len(prompts) > 1 and speculates(self.model, request.arguments):
-            raise ConfigError(
-                "a draft proposes for one prompt at a time; leave it out of the batch (prompt_lookup_num_tokens=None "
-                "if it is the model's generation_config that asks for it), or use generate()"
-            )
-        copies = sequences_per_prompt(self.model, request.arguments)
-        if self._too_small(len(longest) + request.max_new_tokens, sequences=copies * len(prompts)) is not None:
-            return [self._generate(tokens, mode, request, StageClock(), draft=None) for tokens in encoded]
-        reader, reason = self._reader_for(longest, mode, request)
-        if reader is None or self._parts is None:
-            with self._model_lock:
-                return self._decoder.batch_without_cache(encoded, request, clock, reason=reason)
+        generator = self.parts.generator
+        options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "temperature": temperature}
+        request = generator.request(longest, options)
+        generator.check_batch(request, len(encoded))
+        if self.session is not None and not generator.batch_fits(self.session, encoded, request):
+            return [self._generate(tokens, mode, request, StageClock(), draft=False) for tokens in encoded]
+        session, reason = self._session_for(longest, mode, request)
+        with self.parts.model_lock:
+            if session is None:
+                return generator.plain(encoded, request, clock, reason=reason)
+            return generator.batch(session, encoded, request, clock, approx=mode is _REUSE)
 
-        move = mode is GenerationMode.CHUNK_KV_REUSE
+    def _generate(
+        self, tokens: list[int], mode: GenerationMode, request: Request, clock: StageClock, *, draft: bool = True
+    ) -> GenerationResult:
+        generator, reuse = self.parts.generator, mode is not GenerationMode.BASELINE
+        if draft and reuse and self.parts.draft is not None:
+            request = generator.with_draft(request, self.parts.draft, self.session, tokens)
+        session, reason = self._session_for(tokens, mode, request)
+        if session is None:
+            generator.check_plain(self.session, tokens, request, reason)
+            with self.parts.model_lock:
+                return generator.plain([tokens], request, clock, reason=reason)[0]
+        with self.parts.model_lock:
+            return generator.reuse(session, tokens, request, clock, approx=mode is _REUSE)
 
-        def read(tokens: list[int]) -> tuple[PrefillState, Prefiller]:
-            return reader.open(tokens, boundaries=(), new_rows=0, clock=clock, move=move), reader
-
-        layout = self._parts.facts.layout
-        with self._model_lock:
-            return self._decoder.batch(encoded, read=read, layout=layout, request=request, clock=clock)
-
-    def warm_documents(
-        self,
-        documents: Iterable[Prompt],
-        *,
-        head: Prompt | None = None,
-        company: int = 2,
-        key: Callable[[Prompt], Any] | None = None,
-        progress: bool = True,
-    ) -> int:
-        """Read documents so that they can be moved into later prompts. Returns the number of chunks that were new.
-
-        Each is read behind ``head`` (the beginning your prompts share, such as the system prompt) and ``company``
-        other documents: its neighbours, or with ``key`` those whose keys sort next to its own. Documents whose
-        text is already stored are skipped, so a run that was broken off goes on where it stopped.
-        """
-        if self._parts is None or self._parts.moving is None:
-            reason = self._parts.reader.why_not_moved() if self._parts else self._refusal
-            raise ConfigError(f"documents are read to be moved, which this engine does not do ({reason or 'as asked'})")
-        ordered = documents if key is None else sorted(documents, key=key)
-        return warm_documents(
-            [self._encoder.encode_part(document) for document in ordered],
-            head=self._encoder.encode(head) if head is not None else [],
-            company=company,
-            parts=self._parts,
-            warm=lambda tokens, ends: self.warm(tokens, boundaries=ends),
-            progress=progress,
-        )
+    # Measuring
 
     def calibrate(
         self,
@@ -255,105 +314,197 @@ class KVBoost(EngineLife):
         save_to: str | Path | None = None,
         progress: bool = True,
     ) -> Calibration:
-        """Measure how many rows must be computed again, on prompts as your traffic has them, in their order.
+        """Measure how many positions must be recomputed, on prompts as your traffic has them, in their order.
 
-        Each prompt is read whole and, where earlier ones left text that turns up in it, with moved chunks at
+        Each prompt is read whole and, where earlier ones left text that turns up in it, with repositioned chunks at
         several ratios. ``boundaries`` are each prompt's, as :meth:`generate` takes them. Give the file written to
         ``save_to`` to new engines as ``calibration``: each takes the smallest ratio shown to keep within its quality.
         """
-        if self._parts is None or self._parts.moving is None:
-            reason = self._parts.reader.why_not_moved() if self._parts else self._refusal
-            raise ConfigError(f"nothing to calibrate: this engine moves no chunks ({reason or 'quality is exact'})")
-        encoded = [self._encoder.encode(prompt) for prompt in prompts]
+        session = self._session_with_approx("nothing to calibrate: this engine does no non-prefix reuse")
+        from kvboost.approx.calibrate import calibrate
+
+        assert self.parts.assembly is not None
+        encoded = [self.parts.encoder.encode(prompt) for prompt in prompts]
         ends = boundaries if boundaries is not None else [()] * len(encoded)
         if len(ends) != len(encoded):
             raise ConfigError(f"{len(ends)} lists of boundaries for {len(encoded)} prompts; give one for each")
-        with self._model_lock:
-            result = calibrate(encoded, boundaries=ends, parts=self._parts, progress=progress)
+        with self.parts.model_lock:
+            result = calibrate(
+                list(zip(encoded, ends, strict=True)),
+                prefiller=session.prefiller,
+                weights=self.parts.assembly.weights,
+                cache_bytes=int(self.config.cache_bytes),
+                progress=progress,
+            )
         if save_to is not None:
             result.save(save_to)
         return result
 
-    def _generate(
-        self, tokens: list[int], mode: GenerationMode, request: Request, clock: StageClock, *, draft: Draft | None
-    ) -> GenerationResult:
-        rows = len(tokens) + request.max_new_tokens
-        drafted = request.arguments
-        if draft is not None and mode is not GenerationMode.BASELINE:
-            drafted = draft.added_to(request.arguments, model=self.model, prompt_tokens=len(tokens))
-        left_out = drafted is not request.arguments and self._too_small(rows) is not None
-        if not left_out:
-            request = replace(request, arguments=drafted)
-        reader, reason = self._reader_for(tokens, mode, request)
-        copies = sequences_per_prompt(self.model, request.arguments)
-        if speculates(self.model, request.arguments):
-            self._check_budget(rows, why="a draft takes tokens back, which pages do not")
-        if reader is None or copies > 1:
-            why = "there are several sequences of it" if copies > 1 else reason or "mode BASELINE keeps all of it"
-            self._check_budget(rows, sequences=copies, why=why)
-        if reader is None:
-            with self._model_lock:
-                return self._decoder.without_cache(tokens, request, clock, reason=reason)
-        new, move = request.max_new_tokens, mode is GenerationMode.CHUNK_KV_REUSE
-        with (
-            self._model_lock,
-            self._open(reader, tokens, boundaries=request.boundaries, new_rows=new, clock=clock, move=move) as reading,
-        ):
-            if left_out:
-                reading.reason = f"{reading.reason}; {_NO_DRAFT}"
-            result = self._decoder.with_cache(reading, reader, request, keep_decoded=self.config.reuse_generated)
-            if self._shadow is not None and reading.moved is not None:
-                blocks, produced = reading.moved.blocks, list(result.token_ids)
-                self._shadow.offer(Answered(tokens, request.boundaries, blocks, produced, reader))
-        return result
+    def verify_correctness(self, prompt: Prompt | None = None) -> bool:
+        """Whether a warm run of ``prompt`` equals a cold one to the last bit, logits and KV.
 
-    def _open(
-        self,
-        reader: Prefiller,
-        tokens: list[int],
-        *,
-        boundaries: Sequence[int],
-        new_rows: int,
-        clock: StageClock,
-        move: bool = False,
-    ) -> AbstractContextManager[PrefillState]:
-        """The prompt as far as it is stored: in one cache, or in pages if that would take more than ``kv_bytes``."""
-        if (pages := self._too_small(len(tokens) + new_rows)) is not None:
-            return pages.read(reader, tokens, boundaries=boundaries, clock=clock)
-        rows = min(new_rows, _MAX_ROWS_AHEAD)
-        return reader.open(tokens, boundaries=boundaries, new_rows=rows, clock=clock, move=move)
+        Runs with a store of its own beside the engine's, which stays as it is and is not checked. False if
+        nothing was reused, so that it cannot pass without having compared anything.
+        """
+        if self.session is None or self.parts.assembly is None:
+            return False
+        with self.parts.model_lock:
+            return verify(self.session, self.parts, self.encode(prompt) if prompt is not None else None)
 
-    def _too_small(self, rows: int, *, sequences: int = 1) -> Pages | None:
-        """The engine's pages, if the budget does not hold so many rows without them."""
-        pages = self._parts.pages if self._parts is not None else None
-        return pages if pages is not None and not pages.hold(rows, sequences=sequences) else None
+    def memory_plan(self, *, context: int, batch: int = 1, stored_tokens: int | None = None) -> MemoryPlan:
+        """The peak memory of ``batch`` requests side by side with ``context`` tokens each, prompt and answer.
 
-    def _check_budget(self, rows: int, *, sequences: int = 1, why: str) -> None:
-        """For what cannot be paged: raises CapacityError if it takes more than the budget."""
-        if (pages := self._too_small(rows, sequences=sequences)) is not None:
-            raise pages.refuse(rows, why)
+        Counts all caches as full, as they are after a while, unless ``stored_tokens`` says how many tokens have been
+        kept. What the process holds beside weights and caches is measured. ``kvboost doctor`` plans without loading.
+        A draft and its KV come on top.
+        """
+        session, assembly = self.session, self.parts.assembly
+        if session is None or assembly is None:
+            raise ConfigError(f"there is no plan for a model whose KV is not known ({self.parts.refusal})")
+        held = self._store.stats().bytes + session.prefiller.pool.idle_bytes
+        layout = assembly.facts.layout
+        work = workload(self.config, context=context, batch=batch, layout=layout, stored_tokens=stored_tokens)
+        return engine_plan(shape_of(self.model, layout), weights_of(self.model), work, held=held)
 
-    def _request(
-        self,
-        tokens: list[int],
-        boundaries: Sequence[int],
-        max_new_tokens: int | None,
-        temperature: float | None,
-        streamer: Streamer | None,
-        extra: dict[str, Any],
-    ) -> Request:
-        limit = self._parts.facts.max_positions if self._parts else None
-        if limit is not None:
-            room = limit - len(tokens)
-            if room < 1:
-                raise CapacityError(
-                    f"the prompt fills all {limit} positions of this model, so there is no room for a reply; shorten it"
-                )
-        arguments = sampling_arguments(
-            prompt_tokens=len(tokens), max_new_tokens=max_new_tokens, temperature=temperature, extra=extra
-        )
-        if limit is not None:
-            arguments["max_new_tokens"] = min(arguments["max_new_tokens"], room)
-        if streamer is not None:
-            arguments["streamer"] = streamer
-        return Request(boundaries, arguments, cancelled=lambda: False)
+    def memory_shortfall(self, kv_bytes: int) -> str | None:
+        """What does not fit into memory if requests hold ``kv_bytes`` and all caches are full; None if it fits."""
+        assembly = self.parts.assembly
+        assert assembly is not None
+        longest = min(kv_bytes // assembly.facts.layout.bytes_per_token, assembly.facts.max_positions or kv_bytes)
+        device = self.parts.runner.device.type
+        headroom = memory_available(device) + (resident_bytes() if device == "cpu" else 0)
+        return shortfall(self.memory_plan(context=max(1, longest)), kv_bytes=kv_bytes, room=headroom)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids that ``prompt`` stands for, checked as every call checks them."""
+        return self.parts.encoder.encode(prompt)
+
+    def join(self, parts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
+        """A prompt of these parts and where each but the last ends, to be given as ``boundaries``.
+
+        Each part has the same token ids in every prompt, as :meth:`warm_documents` reads them: so it is found again
+        wherever it stands.
+        """
+        return self.parts.encoder.join(parts)
+
+    def cache_stats(self) -> CacheStats:
+        """What the cache holds and how often it helped. Hits and misses count chunks asked for."""
+        return cache_stats(self._store.stats(), session=self.session, refusal=self.parts.refusal)
+
+    def hottest_chunks(self, limit: int = 10) -> list[HotChunk]:
+        """The chunks in memory that were used most often; none if the store does not count."""
+        return self._store.hottest(limit) if isinstance(self._store, MemoryStore | TieredStore) else []
+
+    def describe(self) -> dict[str, str]:
+        """What this engine can do with its model, and why not more; what ``kvboost doctor`` prints."""
+        return describe(self.parts, self.session)
+
+    def allow_non_prefix_reuse(self) -> None:
+        """Forget what the shadow checks counted, and reposition chunks again if they had put an end to it."""
+        if self.session is not None:
+            self.session.prefiller.approx.allow()
+
+    # Tenants and the end
+
+    def for_tenant(self, tenant: str) -> Self:
+        """This engine for another tenant, who finds nothing of what the others read, in no tier.
+
+        It shares the model, the memory's budget and all connections, takes a few milliseconds to make and is the same
+        object for every call. It may be closed by itself and is closed with this engine.
+        """
+        root = self._root or self
+        if not isinstance(tenant, str):
+            raise ConfigError(f"tenant={tenant!r} is no name; give a text")
+        self.parts.check_open()
+        if tenant == root.config.tenant:
+            return root
+        with root._views_lock:
+            if tenant not in root._views:
+                view = type(self).__new__(type(self))
+                assembly = self.parts.assembly
+                session = assembly.open_session(tenant) if assembly is not None else None
+                view._bind(self.parts, replace(root.config, tenant=tenant), session, root=root)
+                root._views[tenant] = view
+            return root._views[tenant]
+
+    def views(self) -> list[Self]:
+        """This engine and what :meth:`for_tenant` made of it that is still open."""
+        root = self._root or self
+        with root._views_lock:
+            return [root, *root._views.values()]
+
+    def purge_tenant(self, tenant: str) -> None:
+        """Remove everything that was kept for a tenant, of whatever model, from every tier. Let its requests end first.
+
+        Raises StoreError if a tier could not be asked. What other processes hold in memory, they purge themselves.
+        """
+        root = self._root or self
+        with root._views_lock:
+            was_open = tenant == root.config.tenant or tenant in root._views
+        self.parts.check_purge()
+        view = root.for_tenant(tenant)
+        view.clear()
+        if not was_open:
+            view.close()
+        self.parts.purge(tenant)
+
+    def flush(self) -> None:
+        """Return once everything kept so far, for all tenants, is as safe as the tiers below the memory make it."""
+        for view in self.views() if self._root is None else [self]:
+            if isinstance(view._store, LayeredStore):
+                view._store.flush()
+
+    def clear(self) -> None:
+        """Forget everything that was read for this tenant, in every tier. A store that was given forgets all."""
+        if self._root is not None and not self.parts.owns_store:
+            raise ConfigError("the store was given to the engine and is shared by all tenants; clear it there")
+        self._store.clear()
+        if self.session is not None:
+            self.session.clear()
+
+    def close(self) -> None:
+        """Release the cache. The model stays usable, the engine does not. A store that was given is left alone."""
+        if self._closed:
+            return  # what it shares may be in use
+        self._closed = True
+        if self._root is not None:
+            with self._root._views_lock:
+                self._root._views.pop(self.config.tenant, None)
+        else:
+            for view in self.views()[1:]:
+                view.close()
+            self.parts.close()
+        if self.session is not None:
+            self.session.prefiller.pool.clear()
+        if self.parts.owns_store:
+            self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _session_for(
+        self, tokens: list[int], mode: GenerationMode, request: Request | None = None
+    ) -> tuple[Session | None, str | None]:
+        """The session that this prompt can use; None if it cannot, and why."""
+        if self._closed:
+            raise ConfigError("this engine was closed; make a new one around the model")
+        if mode is GenerationMode.BASELINE:
+            return None, None
+        if self.session is None:
+            return None, self.parts.refusal
+        reason = self.session.refusal(len(tokens))
+        if reason is None and request is not None:
+            reason = self.parts.generator.why_not_resumed(request)
+        return (self.session, None) if reason is None else (None, reason)
+
+    def _session_with_approx(self, otherwise: str) -> Session:
+        """The session, or ConfigError if it repositions nothing."""
+        approx = self.session.prefiller.approx if self.session is not None else NoApprox(self.parts.refusal)
+        if self.session is None or isinstance(approx, NoApprox):
+            raise ConfigError(f"{otherwise} ({approx.reason or 'quality is exact'})")
+        return self.session

@@ -29,7 +29,7 @@ from kvboost.core.chunking import make_chunker
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.loading import load_tokenizer_of
 from kvboost.hf.shape import ModelOnDisk, model_on_disk, stored_bytes_per_token
-from kvboost.offload.kv.prefill import STEP_TOKENS, block_tokens_for
+from kvboost.offload.kv.prefill import STEP_TOKENS, page_tokens_for
 from kvboost.offload.rates import measure_rates
 
 _CONTEXT = 4096
@@ -64,7 +64,7 @@ def workload(
     pages: dict[str, int] = {}
     if config.kv_bytes is not None:
         budget = int(config.kv_bytes)
-        pages = {"kv_bytes": budget, "block_tokens": block_tokens_for(layout, budget)}
+        pages = {"kv_bytes": budget, "block_tokens": page_tokens_for(layout, budget)}
         if request_bytes(context, kv_per_token=layout.bytes_per_token) > budget:
             step_rows = STEP_TOKENS
     return Workload(

@@ -1,7 +1,7 @@
 """Holds the chunks of chosen prompts against eviction, until they are let go.
 
-Used by the server for its admin. Invariants: pinned chunks take half of the memory store at most, so that others always
-have room; a pin holds leases like any reader, and nothing else.
+Used by the server for its admin. Invariants: pinned chunks take half of the memory store at most, so that others
+always fit; a pin holds leases like any request, and nothing else.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Pin:
 class Pins:
     """The pins of one engine. Thread-safe."""
 
-    def __init__(self, engine: KVBoost, *, most_share: float = 0.5) -> None:
+    def __init__(self, engine: KVBoost, *, max_share: float = 0.5) -> None:
         self._engine = engine
-        self._most_share = most_share
+        self._max_share = max_share
         self._lock = threading.Lock()
         self._pins: dict[str, tuple[Pin, Lease]] = {}
 
@@ -42,11 +42,11 @@ class Pins:
 
         Raises ConfigError if nothing is, and CapacityError if all pins together would take too much.
         """
-        parts = (self._engine.for_tenant(tenant) if tenant else self._engine)._parts
-        if parts is None:
+        session = (self._engine.for_tenant(tenant) if tenant else self._engine).session
+        if session is None:
             raise ConfigError("this engine keeps nothing, so nothing can be pinned")
-        names = parts.reader.names
-        lease = parts.guarded.lease(names.chunks(names.root(), tokens, boundaries))
+        prefiller = session.prefiller
+        lease = prefiller.store.lease(prefiller.chunk(list(tokens), boundaries).chunks)
         blocks = lease.blocks
         if not blocks:
             lease.release()
@@ -58,15 +58,15 @@ class Pins:
             blocks[-1].start + len(blocks[-1].tokens) // TOKEN_BYTES,
             sum(block.nbytes for block in blocks),
         )
-        most = int(self._most_share * parts.store.stats().capacity_bytes)
+        limit = int(self._max_share * session.store.stats().capacity_bytes)
         with self._lock:
             held = sum(other.nbytes for other, _ in self._pins.values())
-            if held + pin.nbytes <= most:
+            if held + pin.nbytes <= limit:
                 self._pins[pin.id] = (pin, lease)
                 return pin
         lease.release()
         raise CapacityError(
-            f"pins may hold {most:,} bytes, {held:,} are held and this one needs {pin.nbytes:,}; unpin something"
+            f"pins may hold {limit:,} bytes, {held:,} are held and this one needs {pin.nbytes:,}; unpin something"
         )
 
     def remove(self, id: str) -> bool:

@@ -1,68 +1,75 @@
-"""What the engine tells about itself: counters, and what its model allows."""
+"""What the engine tells about itself: counters, what its model allows, and whether warm equals cold."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from kvboost.engine.assembly import Assembly
+from kvboost.core.backend import NoApprox
+from kvboost.core.guarded import GuardedStore
+from kvboost.core.session import Session
+from kvboost.core.verify import warm_equals_cold
+from kvboost.engine.parts import EngineParts
 from kvboost.offload.weights import describe_weights
-from kvboost.types import CacheStats, NonPrefixReuseStats, StoreStats
+from kvboost.store import MemoryStore
+from kvboost.types import CacheStats, StoreStats
 
 
-def cache_stats(stats: StoreStats, *, parts: Assembly | None, refusal: str | None) -> CacheStats:
+def cache_stats(stats: StoreStats, *, session: Session | None, refusal: str | None) -> CacheStats:
     """The store's counters and what the engine adds. Hits and misses count chunks asked for."""
     asked = stats.hits + stats.misses
-    moved = parts.moving.moved_chunks if parts and parts.moving else 0
+    prefiller = session.prefiller if session is not None else None
+    approx = prefiller.approx if prefiller is not None else NoApprox(refusal)
+    repositioned = approx.repositioned_chunks
     return CacheStats(
         hot_chunks=stats.chunks,
         hot_memory_mb=stats.bytes / 1e6,
         cache_hits=stats.hits,
-        approximate_hits=moved,
-        cache_misses=stats.misses - moved,
-        hit_rate=(stats.hits + moved) / asked if asked else 0.0,
+        approximate_hits=repositioned,
+        cache_misses=stats.misses - repositioned,
+        hit_rate=(stats.hits + repositioned) / asked if asked else 0.0,
         exact_hit_rate=stats.hits / asked if asked else 0.0,
         evictions=stats.evictions,
-        store_errors=parts.guarded.errors if parts else 0,
+        store_errors=prefiller.store.errors if prefiller is not None else 0,
         bytes_by_tier={tier.tier: tier.bytes for tier in (stats, *stats.below)},
-        non_prefix_reuse=_moved_reuse(parts, refusal),
-        workspace_bytes=parts.pool.idle_bytes if parts else 0,
+        non_prefix_reuse=approx.stats(),
+        workspace_bytes=prefiller.pool.idle_bytes if prefiller is not None else 0,
         leased_chunks=stats.leased,
     )
 
 
-def _moved_reuse(parts: Assembly | None, refusal: str | None) -> NonPrefixReuseStats:
-    moving = parts.moving if parts else None
-    if moving is None:
-        reason = parts.reader.why_not_moved() if parts else refusal
-        return NonPrefixReuseStats(allowed=False, reason=reason, checked=0, differing=0, differing_at_most=1.0)
-    bound = moving.guard.bound
-    return NonPrefixReuseStats(
-        allowed=moving.guard.allowed,
-        reason=moving.guard.reason,
-        checked=bound.checked,
-        differing=bound.disagreements,
-        differing_at_most=bound.upper,
-    )
-
-
-def describe(model: Any, *, parts: Assembly | None, refusal: str | None) -> dict[str, str]:
+def describe(parts: EngineParts, session: Session | None) -> dict[str, str]:
     """What can be reused with this model, and why not more."""
+    model = parts.model
     told = {"model": str(model.config.model_type), "device": str(model.device), "dtype": str(model.dtype)}
     told["weights"] = describe_weights(model)
-    if parts is None:
-        return {**told, "exact reuse": f"off: {refusal}", "moved reuse": "off: it needs exact reuse"}
-    facts = parts.facts
-    limit = f"up to {facts.exact_limit} tokens: {facts.exact_limit_reason}" if facts.exact_limit is not None else "on"
-    told |= {"longest prompt": str(facts.max_positions or "no limit"), "exact reuse": limit}
-    told["bytes per token"] = str(facts.layout.bytes_per_token)
-    if parts.pages is not None:
-        told["KV of a request"] = (
-            f"at most {parts.pages.budget} bytes; more goes to pages of {parts.pages.block_tokens} tokens"
-        )
-    moving = parts.moving
-    if moving is None or not moving.guard.allowed:
-        told["moved reuse"] = f"off: {parts.reader.why_not_moved() or 'as asked'}"
+    if session is None or parts.assembly is None:
+        told |= {"exact reuse": f"off: {parts.refusal}", "non-prefix reuse": "off: it needs exact reuse"}
     else:
-        repair = moving.repair_settings
-        told["moved reuse"] = f"on: {repair.strategy.name}, {repair.ratio:.0%} of the rows computed again"
+        told |= _describe_reuse(parts, session)
+    return told if parts.draft is None else {**told, "draft": parts.draft.name}
+
+
+def _describe_reuse(parts: EngineParts, session: Session) -> dict[str, str]:
+    assert parts.assembly is not None
+    facts, budget = parts.assembly.facts, session.budget
+    limit = f"up to {facts.exact_limit} tokens: {facts.exact_limit_reason}" if facts.exact_limit is not None else "on"
+    told = {"longest prompt": str(facts.max_positions or "no limit"), "exact reuse": limit}
+    told["bytes per token"] = str(facts.layout.bytes_per_token)
+    if budget.limit is not None:
+        paged = f"more goes to pages of {budget.paging.page_tokens} tokens" if budget.paging else "more is refused"
+        told["KV of a request"] = f"at most {budget.limit} bytes; {paged}"
+    told["non-prefix reuse"] = session.prefiller.approx.describe()
     return told
+
+
+def verify(session: Session, parts: EngineParts, prompt: list[int] | None) -> bool:
+    """Whether a warm run of a prompt, or of a made-up one, equals a cold run to the last bit."""
+    assert parts.assembly is not None
+    config, vocab = parts.config, parts.model.get_input_embeddings().weight.shape[0]
+    if prompt is None:
+        made_up = [(i * 7919 + i * i) % vocab for i in range(config.chunk_size * 5 + 1)]
+        prompt = parts.encoder.encode(made_up[: parts.assembly.max_tokens])
+    store = MemoryStore(2 * len(prompt) * parts.assembly.facts.layout.bytes_per_token)
+    prefiller = session.prefiller.exact_over(GuardedStore(store))
+    try:
+        return warm_equals_cold(prefiller, prompt)
+    finally:
+        prefiller.pool.clear()

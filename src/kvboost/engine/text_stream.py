@@ -5,8 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+from kvboost.core.clock import StageClock
 from kvboost.types import GenerationResult, StreamPiece
 
 _HELD_BACK = "�"  # the replacement character: a multi-byte character is not complete yet
@@ -57,7 +59,9 @@ class PieceStream(Iterator[StreamPiece]):
     Closing it, or dropping it, cancels the run at its next step or token.
     """
 
-    def __init__(self, run: Callable[[Callable[[StreamPiece], None], Callable[[], bool]], GenerationResult]) -> None:
+    def __init__(
+        self, run: Callable[[Callable[[StreamPiece], None], Callable[[], bool]], GenerationResult], clock: StageClock
+    ) -> None:
         pieces: queue.SimpleQueue[StreamPiece | BaseException] = queue.SimpleQueue()
         cancel = threading.Event()
 
@@ -68,6 +72,8 @@ class PieceStream(Iterator[StreamPiece]):
                 pieces.put(error)
 
         self._pieces, self._cancel, self._finished = pieces, cancel, False
+        self._clock = clock
+        self._ttft_ms: float | None = None
         self._worker = threading.Thread(target=work, name="kvboost-stream", daemon=True)
         self._worker.start()
 
@@ -78,8 +84,11 @@ class PieceStream(Iterator[StreamPiece]):
         if isinstance(piece, BaseException):
             self.close()
             raise piece
+        if self._ttft_ms is None:
+            self._ttft_ms = self._clock.elapsed_ms  # a token that nobody was handed is of no use yet
         if piece.result is not None:
             self.close()
+            return replace(piece, result=replace(piece.result, ttft_ms=self._ttft_ms))
         return piece
 
     def close(self) -> None:

@@ -204,7 +204,7 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return sum(slab.numel() * slab.element_size() for slab, _ in self._slabs)
 
     @property
-    def in_slabs(self) -> bool:
+    def is_poolable(self) -> bool:
         """Whether every layer still lives in its slab (no growth, no batch operation since)."""
         return all(
             self.layers[slot // 2].key_store.data_ptr() == slab[index].data_ptr()
@@ -228,9 +228,9 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
         for slab, _ in self._slabs:
             slab[:, :, :, start:end].zero_()
 
-    def rows(self, start: int, end: int) -> tuple[torch.Tensor, ...]:
+    def span(self, start: int, end: int) -> tuple[torch.Tensor, ...]:
         """Rows ``[start, end)`` of sequence 0 as :meth:`place` takes them: views where they can be."""
-        if self.in_slabs:
+        if self.is_poolable:
             return tuple(slab[:, 0, :, start:end] for slab, _ in self._slabs)
         return tuple(
             torch.stack([self._slot_store(slot)[0, :, start:end] for slot in slots]) for _, slots in self._slabs
@@ -238,7 +238,7 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def extract(self, start: int, end: int) -> tuple[torch.Tensor, ...]:
         """Copies of rows ``[start, end)`` of sequence 0, which share no memory with this cache."""
-        return tuple(view.clone(memory_format=torch.contiguous_format) for view in self.rows(start, end))
+        return tuple(view.clone(memory_format=torch.contiguous_format) for view in self.span(start, end))
 
     def _slot_store(self, slot: int) -> torch.Tensor:
         layer = self.layers[slot // 2]

@@ -56,22 +56,21 @@ class _AfterEachToken(StoppingCriteria):  # type: ignore[misc]  # transformers i
         return torch.full((input_ids.shape[0],), self._callback(), dtype=torch.bool, device=input_ids.device)
 
 
-def sampling_arguments(
-    *, prompt_tokens: int, max_new_tokens: int | None, temperature: float | None, extra: dict[str, Any]
-) -> dict[str, Any]:
+def sampling_arguments(*, prompt_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
     """Arguments for ``generate``. ``temperature=0`` means greedy; any other temperature means sampling.
 
     Without ``max_new_tokens`` the caller's ``max_length`` or generation config decides, else 64 tokens.
     """
     for name in _RESERVED:
-        if name in extra:
+        if name in options:
             raise ConfigError(f"{name} is prepared by the engine; leave it out (give the prompt itself instead)")
-    extra = dict(extra)
+    arguments = dict(options)
+    max_new_tokens, temperature = (arguments.pop(name, None) for name in ("max_new_tokens", "temperature"))
     if max_new_tokens is None:
-        max_new_tokens = _length_asked_for(extra, prompt_tokens)
+        max_new_tokens = _length_asked_for(arguments, prompt_tokens)
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1; use prefill() to only read a prompt")
-    arguments = dict(extra, max_new_tokens=max_new_tokens)
+    arguments["max_new_tokens"] = max_new_tokens
     if temperature is not None:
         if temperature < 0:
             raise ConfigError(f"temperature={temperature} is negative; use 0 for greedy decoding")

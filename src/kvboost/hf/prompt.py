@@ -1,4 +1,4 @@
-"""Rotations what a user gives (text, token ids, chat messages) into token ids and boundaries."""
+"""Turns what a user gives (text, token ids, chat messages) into token ids and boundaries."""
 
 from __future__ import annotations
 
@@ -43,6 +43,17 @@ class PromptEncoder:
             ids = self._need_tokenizer()(part, add_special_tokens=False)["input_ids"]
             return self._checked([int(i) for i in ids])
         return self.encode(part)
+
+    def join(self, parts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
+        """Token ids of a prompt of these parts, and where each but the last ends."""
+        if not parts:
+            raise ConfigError("a prompt needs a part at least; give the texts it is made of")
+        tokens = self.encode(parts[0])
+        ends = []
+        for part in parts[1:]:
+            ends.append(len(tokens))
+            tokens += self.encode_part(part)
+        return tokens, ends
 
     def encode_chat(
         self, messages: Messages, *, min_gap: int, template_kwargs: Mapping[str, Any]

@@ -63,9 +63,7 @@ class _RaggedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
 class _Step(TorchFunctionMode):
     """One decode step: where every sequence's rows lie, layer by layer, and the attention over them."""
 
-    def __init__(
-        self, caches: Sequence[SlabCache], windows: Sequence[int | None], shared: Sequence[SharedStart]
-    ) -> None:
+    def __init__(self, caches: Sequence[Any], windows: Sequence[int | None], shared: Sequence[SharedStart]) -> None:
         super().__init__()
         self._windows = windows
         self._lengths = [cache.get_seq_length() for cache in caches]
@@ -173,14 +171,16 @@ class RaggedRunner:
 
     @torch.no_grad()
     def decode(
-        self, tokens: Sequence[int], caches: Sequence[SlabCache], *, shared: Sequence[SharedStart] = ()
+        self, tokens: Sequence[int], caches: Sequence[Any], *, shared: Sequence[SharedStart] = ()
     ) -> torch.Tensor:
         """Compute one more token of every sequence behind its own cache. Returns their logits [batch, vocab].
 
         Every cache needs room for one more row. ``shared`` names sequences whose first rows are the same.
         """
         lengths = [cache.get_seq_length() for cache in caches]
-        if any(not cache.in_slabs or cache.capacity <= length for cache, length in zip(caches, lengths, strict=True)):
+        if any(
+            not cache.is_poolable or cache.capacity <= length for cache, length in zip(caches, lengths, strict=True)
+        ):
             raise ValueError("a joint step needs caches with room for one more row")
         worth = [start for start in shared if start.rows * (len(start.members) - 1) >= _FEWEST_SAVED]
         step = _Step(caches, self._windows, worth if self._runner.device.type == "cpu" else ())

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from kvboost.hf.cache import SlabCache
-
 
 class ModelRunner:
     """Forward passes of one causal language model."""
@@ -32,7 +30,7 @@ class ModelRunner:
         return device
 
     @torch.no_grad()
-    def append(self, tokens: Sequence[int] | torch.Tensor, cache: SlabCache, *, logits: bool) -> torch.Tensor | None:
+    def append(self, tokens: Sequence[int] | torch.Tensor, cache: Any, *, logits: bool) -> torch.Tensor | None:
         """Compute ``tokens`` behind what the cache holds. Returns the last token's logits [vocab], if asked.
 
         The stock path of the model: its own mask and its own attention kernel.
@@ -48,7 +46,7 @@ class ModelRunner:
         return output.logits[0, -1], output.past_key_values
 
     @torch.no_grad()
-    def next_tokens(self, tokens: Sequence[int], cache: SlabCache | None, *, keep: int) -> torch.Tensor:
+    def next_tokens(self, tokens: Sequence[int], cache: Any, *, keep: int) -> torch.Tensor:
         """The likeliest token behind each of the last ``keep`` of ``tokens``, [keep]; without a cache, from scratch."""
         ids = torch.as_tensor(tokens, device=self.device).view(1, -1)
         wanted = {"logits_to_keep": keep} if self._takes_logits_to_keep else {}
@@ -57,7 +55,7 @@ class ModelRunner:
         ).logits
         return logits[0, -keep:].argmax(dim=-1)
 
-    def run(self, ids: torch.Tensor, cache: SlabCache, *, logits: bool, **inputs: Any) -> torch.Tensor | None:
+    def run(self, ids: torch.Tensor, cache: Any, *, logits: bool, **inputs: Any) -> torch.Tensor | None:
         """One forward of ``ids`` [1, tokens] over ``cache``. Returns the last token's logits [vocab], if asked."""
         if not logits:
             self._decoder(input_ids=ids, past_key_values=cache, use_cache=True, **inputs)

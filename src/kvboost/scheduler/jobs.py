@@ -1,4 +1,4 @@
-"""What a server hands to whoever runs the model, and what it gets back: the seam between HTTP and scheduling.
+"""What a server hands to whoever runs the model, and what it gets back: the boundary between HTTP and scheduling.
 
 Made by :mod:`kvboost.serve`, run by a :class:`JobRunner`. Invariant: after ``submit`` every ticket ends, with
 :class:`Finished` as its last event, whatever happens to the job.
@@ -6,26 +6,32 @@ Made by :mod:`kvboost.serve`, run by a :class:`JobRunner`. Invariant: after ``su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
+from kvboost.config import EngineConfig
+from kvboost.core.prefill import PrefillState
+from kvboost.core.prefiller import Prefiller
+from kvboost.core.session import Session
+from kvboost.hf.cache import KVLayout
+from kvboost.hf.runner import ModelRunner
+from kvboost.hf.sampling import Constraint, Sampling
 from kvboost.types import ReuseReport
 
-if TYPE_CHECKING:
-    import torch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is drawn. The defaults are greedy decoding."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+__all__ = [
+    "BatchEngine",
+    "Constraint",
+    "Finished",
+    "Job",
+    "JobRunner",
+    "ModelParts",
+    "NewToken",
+    "RunnerLoad",
+    "Sampling",
+    "Ticket",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +41,14 @@ class Job:
     token_ids: tuple[int, ...]
     max_new_tokens: int
     may_shorten: bool = False
-    """Take fewer new tokens where there is no room for so many; otherwise such a job is refused."""
-    sampling: Sampling = Sampling()
+    """Take fewer new tokens where there is no capacity for so many; otherwise such a job is refused."""
+    sampling: Sampling = field(default_factory=Sampling)
     boundaries: tuple[int, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     """Ends the job; the token itself is reported as its last."""
     top_logprobs: int | None = None
     """None for no log-probabilities, 0 for the chosen token's only."""
-    constrain: Callable[[list[int], torch.Tensor], None] | None = None
-    """Given the new tokens so far and the next one's logits (vocabulary,), forbids tokens in place."""
+    constrain: Constraint | None = None
     tenant: str = ""
 
 
@@ -111,4 +116,46 @@ class JobRunner(Protocol):
 
     def close(self) -> None:
         """Cancel what runs, end every ticket and let go of everything."""
+        ...
+
+
+class ModelParts(Protocol):
+    """What runs side by side with other requests of an engine has to share with them."""
+
+    runner: ModelRunner
+    model_lock: AbstractContextManager[Any]
+    refusal: str | None
+
+    @property
+    def layout(self) -> KVLayout | None:
+        """Of the model's KV; None for a model without reuse."""
+        ...
+
+    def offer_check(self, prefiller: Prefiller, state: PrefillState, produced: Sequence[int]) -> None:
+        """Perhaps answer a request once more without repositioned chunks."""
+        ...
+
+
+class BatchEngine(Protocol):
+    """An engine as a runner of jobs uses it; :class:`kvboost.KVBoost` is one."""
+
+    config: EngineConfig
+    session: Session | None
+    model: Any
+
+    @property
+    def parts(self) -> ModelParts:
+        """What its tenants share."""
+        ...
+
+    def for_tenant(self, tenant: str) -> Self:
+        """The same for another tenant."""
+        ...
+
+    def encode(self, prompt: Any) -> list[int]:
+        """Token ids, checked."""
+        ...
+
+    def memory_shortfall(self, kv_bytes: int) -> str | None:
+        """What does not fit into memory with so much KV and all caches full; None if it fits."""
         ...

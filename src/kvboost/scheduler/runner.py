@@ -12,24 +12,25 @@ import logging
 import threading
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 import torch
 
-from kvboost.config import parse_bytes
-from kvboost.core.plan import reusable_chunks
-from kvboost.engine.engine import KVBoost
-from kvboost.engine.memory import memory_available, resident_bytes, shortfall
+from kvboost.core.session import Session
 from kvboost.errors import ClosedError, ConfigError, UnsupportedModelError
 from kvboost.hf.ragged import RaggedRunner, SharedStart, probe_ragged
 from kvboost.scheduler.admission import checked_job
-from kvboost.scheduler.jobs import Finished, Job, RunnerLoad, Ticket
+from kvboost.scheduler.jobs import BatchEngine, Finished, Job, RunnerLoad, Ticket
 from kvboost.scheduler.queue import Limits, Scheduler
 from kvboost.scheduler.running import JobTicket, RunningJob
 from kvboost.scheduler.sharing import shared_starts
 
 _CHUNKS_REPAIRED_AT_ONCE = 2  # of the chunk budget, beside other jobs: about half of those rows are computed
+
+DEFAULT_KV_BYTES = 2 * 2**30
+"""KV that running jobs may come to hold together, for an engine without ``kv_bytes``."""
 
 _log = logging.getLogger("kvboost.engine")
 
@@ -37,12 +38,14 @@ _log = logging.getLogger("kvboost.engine")
 class BatchRunner:
     """Continuous batching over one engine.
 
+    Running jobs hold the engine's ``kv_bytes`` of KV together at most, 2 GiB if it has no such setting; its idle
+    workspaces come on top.
+
     Args:
-        engine: Whose model and cache are used. Others may go on using it; they take turns by the CPU's leave.
+        engine: Whose model and cache are used. Others may go on using it; they take turns.
         max_running: Jobs that are read and decoded side by side.
         max_waiting: Jobs that may wait; one more is refused with BusyError, unless its tenant has less than an even
             share of them.
-        kv_bytes: KV that running jobs may come to hold together. The engine's idle workspaces come on top.
         chunk_budget: Prompt tokens read between two decode steps; at least one chunk is. The engine's chunk size
             if left out.
         patience: Steps after which a waiting job is passed by nobody, and tokens after which a running one may have
@@ -54,11 +57,10 @@ class BatchRunner:
 
     def __init__(
         self,
-        engine: KVBoost,
+        engine: BatchEngine,
         *,
         max_running: int = 16,
         max_waiting: int = 256,
-        kv_bytes: int | str = "2GiB",
         chunk_budget: int | None = None,
         patience: int = 256,
         deterministic: bool = False,
@@ -68,8 +70,9 @@ class BatchRunner:
                 raise ConfigError(f"{name}={value} must be at least 1")
         if chunk_budget is not None and chunk_budget < 1:
             raise ConfigError(f"chunk_budget={chunk_budget} must be at least 1 token")
-        if engine._parts is None:
-            raise ConfigError(f"jobs cannot be batched with this model ({engine._refusal}); use engine.generate")
+        session, layout = engine.session, engine.parts.layout
+        if session is None or layout is None:
+            raise ConfigError(f"jobs cannot be batched with this model ({engine.parts.refusal}); use engine.generate")
         if deterministic and (engine.config.reuse_generated or engine.config.kv_cache_bits != 16):
             raise ConfigError(
                 "deterministic needs an engine with reuse_generated=False and kv_cache_bits=16: otherwise an answer "
@@ -81,12 +84,13 @@ class BatchRunner:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._engine, self._parts = engine, engine._parts
+        self._engine, self._parts = engine, engine.parts
+        self._bytes_for = session.budget.bytes_for
         self._deterministic = deterministic
         limits = Limits(
             max_running=max_running,
             max_waiting=max_waiting,
-            kv_bytes=parse_bytes(kv_bytes, name="kv_bytes"),
+            kv_bytes=session.budget.limit or DEFAULT_KV_BYTES,
             chunk_budget=chunk_budget or engine.config.chunk_size,
             patience=patience,
         )
@@ -96,8 +100,8 @@ class BatchRunner:
         """Why new tokens are computed job by job, if they are."""
         if not deterministic:
             try:
-                with engine._model_lock:
-                    self._ragged = probe_ragged(self._parts.runner, self._parts.facts.layout)
+                with self._parts.model_lock:
+                    self._ragged = probe_ragged(self._parts.runner, layout)
             except UnsupportedModelError as error:
                 self.single_decode_reason = str(error)
                 _log.warning("jobs are decoded one by one: %s", error)
@@ -118,15 +122,14 @@ class BatchRunner:
         Raises CapacityError for one that can never fit, BusyError if too many wait, ClosedError if none is taken any
         more.
         """
-        engine = self.engine_for(job.tenant)
-        limits = self._scheduler.limits
-        reader, job = checked_job(job, engine, parts=self._parts, vocab_size=self._vocab_size, kv_bytes=limits.kv_bytes)
-        state = reader.names.model_state()
-        chunks = reader.names.chunks(reader.names.root(state), job.token_ids, job.boundaries)
-        chain = [chunk.prefix_key for chunk in reusable_chunks(chunks, prompt_tokens=len(job.token_ids))]
+        session = self.session_for(job.tenant)
+        job = replace(job, token_ids=tuple(self._engine.encode(job.token_ids)))
+        job = checked_job(job, session, vocab_size=self._vocab_size, kv_bytes=self._scheduler.limits.kv_bytes)
+        tokens = list(job.token_ids)
+        chain = [chunk.prefix_key for chunk in session.prefiller.chunk(tokens, job.boundaries).usable]
         ticket = JobTicket(self._wake)
-        running = RunningJob(job, reader=reader, ticket=ticket, device=self._parts.runner.device)
-        nbytes, peak = (self._parts.pool.bytes_for(rows) for rows in (running.rows, running.most_rows))
+        running = RunningJob(job, session=session, ticket=ticket, device=self._parts.runner.device)
+        nbytes, peak = (self._bytes_for(count) for count in (running.tokens, running.max_tokens))
         try:
             with self._changed:
                 if self._closing:
@@ -140,26 +143,23 @@ class BatchRunner:
         try:
             # Slower tiers load while the job waits, so that the model's thread need not wait for them. Not for a job
             # that was refused; one that was opened meanwhile loads for itself.
-            running.fetching = engine.prefetch(job.token_ids, boundaries=job.boundaries)
+            running.prefetching = session.prefetch(tokens, job.boundaries)
             if running.is_open:
-                running.fetching.cancel()
+                running.prefetching.cancel()
         except BaseException:
             ticket.cancel()
             raise
         return ticket
 
-    def engine_for(self, tenant: str) -> KVBoost:
-        """Whose names, store and workspaces a tenant's jobs use; the engine's own for those that name none."""
-        return self._engine.for_tenant(tenant) if tenant else self._engine
+    def session_for(self, tenant: str) -> Session:
+        """Whose keys, store and workspaces a tenant's jobs use; the engine's own for those that name none."""
+        session = (self._engine.for_tenant(tenant) if tenant else self._engine).session
+        assert session is not None
+        return session
 
     def shortfall(self) -> str | None:
         """What does not fit into memory if all that may be admitted is, and all caches are full; None if it fits."""
-        engine, kv_bytes = self._engine, self._scheduler.limits.kv_bytes
-        facts = self._parts.facts
-        longest = max(1, min(kv_bytes // facts.layout.bytes_per_token, facts.max_positions or kv_bytes))
-        device = self._parts.runner.device.type
-        room = memory_available(device) + (resident_bytes() if device == "cpu" else 0)
-        return shortfall(engine.memory_plan(context=longest), kv_bytes=kv_bytes, room=room)
+        return self._engine.memory_shortfall(self._scheduler.limits.kv_bytes)
 
     def load(self) -> RunnerLoad:
         """What is running and waiting."""
@@ -196,7 +196,7 @@ class BatchRunner:
     def _work(self) -> None:
         try:
             while self._wait_for_work():
-                with self._engine._model_lock:
+                with self._parts.model_lock:
                     self._step()
         except BaseException as failure:
             self._failure = f"the runner failed and takes no more jobs: {failure!r}"
@@ -257,7 +257,7 @@ class BatchRunner:
             job = self._jobs.get(number)
             if job is None or not job.is_open or not job.must_grow:
                 continue
-            wanted, sent_back = self._parts.pool.bytes_for(job.rows), -1
+            wanted, sent_back = self._bytes_for(job.tokens), -1
             while sent_back != number:
                 with self._lock:
                     if self._scheduler.grow(number, wanted):
@@ -281,7 +281,7 @@ class BatchRunner:
                 job, alone = self._jobs[number], self._scheduler.running == 1
             try:
                 self._open(number, job, alone=alone)
-                used += self._scheduler.cost_of_placing(job.reading.plan.exact_tokens)
+                used += self._scheduler.cost_of_placing(job.state.plan.exact_tokens)
             except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
                 self._failed(number, error)
         return used
@@ -289,8 +289,8 @@ class BatchRunner:
     def _open(self, number: int, job: RunningJob, *, alone: bool) -> None:
         budget = self._scheduler.limits.chunk_budget
         job.open(
-            move=not self._deterministic,
-            most_repaired=None if alone else _CHUNKS_REPAIRED_AT_ONCE * budget,
+            approx=not self._deterministic,
+            max_repaired=None if alone else _CHUNKS_REPAIRED_AT_ONCE * budget,
         )
         with self._lock:
             self._scheduler.opened(
@@ -314,7 +314,7 @@ class BatchRunner:
                 continue
             used += job.steps_left()[0]
             try:
-                logits = job.read_on()
+                logits = job.prefill_on()
                 if logits is not None:
                     job.begin(logits)
                 with self._lock:
@@ -345,7 +345,7 @@ class BatchRunner:
             numbers = [number for number, _ in jobs]
             if self._together[0] != numbers:
                 self._together = (numbers, shared_starts([job for _, job in jobs]))
-            tokens, caches = [job.next_input for _, job in jobs], [job.reading.cache for _, job in jobs]
+            tokens, caches = [job.next_input for _, job in jobs], [job.state.cache for _, job in jobs]
             return ragged.decode(tokens, caches, shared=self._together[1])
         except Exception as error:  # noqa: BLE001 - it may be one job's: each is tried alone, and who fails again ends
             self._ragged, self.single_decode_reason = None, f"a joint step failed: {error!r}"
@@ -356,7 +356,7 @@ class BatchRunner:
     def _take(self, number: int, job: RunningJob, logits: torch.Tensor | None) -> None:
         try:
             if logits is None:
-                logits = self._parts.runner.append([job.next_input], job.reading.cache, logits=True)
+                logits = self._parts.runner.append([job.next_input], job.state.cache, logits=True)
                 assert logits is not None
             if job.take(logits) is not None:
                 with self._lock:
@@ -370,8 +370,7 @@ class BatchRunner:
         if reason is not None:
             if self._engine.config.reuse_generated:
                 job.keep_decoded()
-            if self._engine._shadow is not None:
-                job.offer_to(self._engine._shadow)
+            self._parts.offer_check(job.prefiller, job.state, job.drawn)
             self._end(number, reason)
 
     def _failed(self, number: int, error: Exception) -> None:

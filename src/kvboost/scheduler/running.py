@@ -1,4 +1,4 @@
-"""One job while it runs: its reading, its sampler, and what of it has been computed.
+"""One job while it runs: its prefill, its sampler, and what of it has been computed.
 
 Used by the batching, on its thread only. Invariant: ``close`` gives back the lease and the cache, whatever happened.
 """
@@ -12,13 +12,12 @@ from concurrent.futures import Future
 
 import torch
 
-from kvboost.approx.shadow import Answered, ShadowChecks
 from kvboost.core.clock import StageClock
-from kvboost.core.plan import reusable_chunks
-from kvboost.core.prefill import Prefiller, PrefillState
+from kvboost.core.prefill import PrefillState
+from kvboost.core.session import Session
 from kvboost.scheduler.jobs import Finished, Job, NewToken
 from kvboost.scheduler.sampler import Sampler
-from kvboost.types import Chunk, ReuseReport
+from kvboost.types import ReuseReport
 
 
 class JobTicket:
@@ -52,133 +51,137 @@ class JobTicket:
         self._events.put(event)
 
 
-_ROWS_AHEAD = 256  # room made for an answer to begin with; then twice as much, and so on
+_TOKENS_AHEAD = 256  # capacity made for an answer to begin with; then twice as much, and so on
 
 
 class RunningJob:
     """A job from ``submit`` to its end."""
 
-    def __init__(self, job: Job, *, reader: Prefiller, ticket: JobTicket, device: torch.device) -> None:
+    def __init__(self, job: Job, *, session: Session, ticket: JobTicket, device: torch.device) -> None:
         self.job = job
         self.ticket = ticket
-        self.reader = reader
+        self.prefiller = session.prefiller
         self._since_submit = self._clock = StageClock()
         self._sampler = Sampler(job, device=device)
-        self._reading: PrefillState | None = None
+        self._state: PrefillState | None = None
         self._report: ReuseReport | None = None
         self._fed = 0
         """New tokens that stand in the cache. The others are computed next, one per step, known or not."""
         self._first_token_seconds: float | None = None
-        self._rows_ahead = min(_ROWS_AHEAD, job.max_new_tokens)
-        self.fetching: Future[int] | None = None
+        self._tokens_ahead = min(_TOKENS_AHEAD, job.max_new_tokens)
+        self.prefetching: Future[int] | None = None
         """What slower tiers bring up meanwhile."""
 
     @property
-    def reading(self) -> PrefillState:
-        """The open reading."""
-        assert self._reading is not None
-        return self._reading
+    def state(self) -> PrefillState:
+        """The open prefill."""
+        assert self._state is not None
+        return self._state
 
     @property
     def is_open(self) -> bool:
         """Whether it holds a cache."""
-        return self._reading is not None
+        return self._state is not None
 
     @property
     def cached_bytes(self) -> int:
         """Bytes of its cache. Any thread may ask."""
-        reading = self._reading
-        return reading.cache.nbytes if reading is not None else 0
+        state = self._state
+        return state.cache.nbytes if state is not None else 0
 
     @property
-    def rows(self) -> int:
-        """How many rows there must be room for, as long as it does not grow."""
-        return len(self.job.token_ids) + self._rows_ahead
+    def tokens(self) -> int:
+        """How many tokens there must be capacity for, as long as it does not grow."""
+        return len(self.job.token_ids) + self._tokens_ahead
 
     @property
-    def most_rows(self) -> int:
+    def max_tokens(self) -> int:
         """How many there may come to be."""
         return len(self.job.token_ids) + self.job.max_new_tokens
 
     @property
     def must_grow(self) -> bool:
-        """Whether there is no room for one more row; then ``rows`` says how many are wanted."""
-        cache = self.reading.cache
+        """Whether its cache is full; then ``tokens`` says how many are wanted."""
+        cache = self.state.cache
         if cache.get_seq_length() < cache.capacity:
             return False
-        while self.rows <= cache.capacity and self._rows_ahead < self.job.max_new_tokens:
-            self._rows_ahead = min(2 * self._rows_ahead, self.job.max_new_tokens)
+        while self.tokens <= cache.capacity and self._tokens_ahead < self.job.max_new_tokens:
+            self._tokens_ahead = min(2 * self._tokens_ahead, self.job.max_new_tokens)
         return True
 
     def grow(self) -> None:
-        """Make that room."""
-        self.reading.grow(rows=self.rows)
+        """Go on in a larger cache."""
+        self.state.grow(self.prefiller.pool.make(tokens=self.tokens))
 
-    def open(self, *, move: bool, most_repaired: int | None) -> None:
-        """Plan the prompt and place what is stored. More than ``most_repaired`` rows are not repaired in one go."""
+    def open(self, *, approx: bool, max_repaired: int | None) -> None:
+        """Place what is stored. More than ``max_repaired`` positions are not repaired in one go."""
         if self._report is not None:
-            self._clock = StageClock()  # read again after a preemption: what that takes is counted on its own
-        if self.fetching is not None:
-            self.fetching.cancel()  # what has not begun is not needed any more
+            self._clock = StageClock()  # prefilled again after a preemption: what that takes is counted on its own
+        if self.prefetching is not None:
+            self.prefetching.cancel()  # what has not begun is not needed any more
         self._clock.lap("waiting")
-        tokens = list(self.job.token_ids)
-        reading = self.reader.open(
-            tokens, boundaries=self.job.boundaries, new_rows=self._rows_ahead, clock=self._clock, move=move
+        state = self.prefiller.open(
+            list(self.job.token_ids),
+            boundaries=self.job.boundaries,
+            new_tokens=self._tokens_ahead,
+            clock=self._clock,
+            approx=approx,
         )
-        self._reading = reading
-        if reading.moved is not None and most_repaired is not None:
-            rows = reading.plan.steps[-1].start - reading.plan.untainted_end
-            if rows > most_repaired:
-                reading.stop_moving(
-                    f"repairing {rows} tokens at once would hold up the other jobs, so they were computed"
-                )
+        self._state = state
+        repaired = state.last_step - state.plan.approx_start
+        if state.awaits_repair and max_repaired is not None and repaired > max_repaired:
+            state.drop_approx(
+                f"repairing {repaired} tokens at once would hold up the other jobs, so they were computed"
+            )
 
     def steps_left(self) -> list[int]:
-        """Rows of the steps this prompt still needs, in order; a repair counts as one."""
-        reading = self.reading
-        done = reading.cache.get_seq_length()
-        if done >= len(reading.tokens):
+        """Tokens of the steps this prompt still needs, in order; a repair counts as one."""
+        state = self.state
+        if state.num_computed >= len(state.tokens):
             return []
-        plan, last = reading.plan, reading.plan.steps[-1]
-        exact = [s.end - s.start for s in plan.steps if done <= s.start < min(plan.untainted_end, last.start)]
-        repair = last.start - plan.untainted_end if reading.moved is not None and not reading.moved.repaired else 0
-        return [*exact, *([repair] if repair else []), last.end - last.start]
+        plan, last = state.plan, state.last_step
+        exact = [
+            step.end - step.start
+            for step in plan.steps
+            if state.num_computed <= step.start < min(plan.approx_start, last)
+        ]
+        repair = [last - plan.approx_start] if state.awaits_repair else []
+        return [*exact, *repair, len(state.tokens) - last]
 
     def chunks_at_hand(self) -> int:
         """Leading chunks that are stored, or were offered to the store."""
-        done = self.reading.cache.get_seq_length()
-        return sum(chunk.end <= min(done, self.reading.plan.untainted_end) for chunk in self._shareable())
+        end = min(self.state.num_computed, self.state.plan.approx_start)
+        return sum(chunk.end <= end for chunk in self.state.prompt.usable)
 
     def chunks_provided(self) -> int:
-        """Leading chunks that will be, once the prompt is read: none behind a moved one."""
-        return sum(chunk.end <= self.reading.plan.untainted_end for chunk in self._shareable())
+        """Leading chunks that will be, once the prompt is prefilled: none behind a repositioned one."""
+        return sum(chunk.end <= self.state.plan.approx_start for chunk in self.state.prompt.usable)
 
-    def read_on(self) -> torch.Tensor | None:
+    def prefill_on(self) -> torch.Tensor | None:
         """Run the next step. Returns the logits of the last one, [vocab]."""
-        reading, reader = self.reading, self.reader
+        state, prefiller = self.state, self.prefiller
         self._clock.lap("waiting")
-        left = self.steps_left()
-        if len(left) == 1:
-            return reader.finish(reading)
-        done, last = reading.cache.get_seq_length(), reading.plan.steps[-1]
-        following = [s.end for s in reading.plan.steps if done <= s.start < reading.plan.untainted_end]
-        # Behind moved chunks everything but the last step is one repair.
-        reader.advance(reading, to=min(following[0], last.start) if following else last.start)
-        reader.commit(reading)  # at once: others may wait for it
+        if len(self.steps_left()) == 1:
+            return prefiller.finish(state)
+        plan, done = state.plan, state.num_computed
+        following = [step.end for step in plan.steps if done <= step.start < plan.approx_start]
+        # Behind repositioned chunks everything but the last step is one repair.
+        prefiller.advance(state, to=min(following[0], state.last_step) if following else state.last_step)
+        prefiller.commit(state)  # at once: others may wait for it
         self._clock.lap("commit")
         return None
 
     def begin(self, logits: torch.Tensor) -> NewToken | None:
-        """The first new token, once the prompt is read; None if it was drawn before a preemption."""
+        """The first new token, once the prompt is prefilled; None if it was drawn before a preemption."""
         token = None
         if not self._sampler.drawn:
-            token = self._draw(logits)
+            token = self._sampler.draw(logits)
             self._first_token_seconds = self._since_submit.elapsed_ms / 1000.0
             self.ticket.put(token)
-        self.reader.commit(self.reading)
+        self.prefiller.commit(self.state)
         self._clock.lap("commit")
         if self._report is None:
-            self._report = self.reading.report()
+            self._report = self.state.report()
         self._fed = 0
         return token
 
@@ -192,9 +195,14 @@ class RunningJob:
         self._fed += 1
         if self._fed < len(self._sampler.drawn):
             return None
-        token = self._draw(logits)
+        token = self._sampler.draw(logits)
         self.ticket.put(token)
         return token
+
+    @property
+    def drawn(self) -> list[int]:
+        """The new tokens."""
+        return self._sampler.drawn
 
     @property
     def end(self) -> str | None:
@@ -207,38 +215,25 @@ class RunningJob:
     def finished(self, reason: str, *, error: str | None = None) -> Finished:
         """The last event."""
         report = self._report
-        if report is None and self._reading is not None and self._sampler.drawn:
-            report = self._reading.report()
+        if report is None and self._state is not None and self._sampler.drawn:
+            report = self._state.report()
         return Finished(reason, report, self._first_token_seconds, error)  # type: ignore[arg-type]
 
     def keep_decoded(self) -> None:
         """Offer the KV of the new tokens to the store."""
-        self.reader.commit_decoded(self.reading, self._sampler.drawn)
-
-    def offer_to(self, shadow: ShadowChecks) -> None:
-        """Perhaps answer this once more without moved chunks, as other requests are."""
-        moved = self.reading.moved
-        if moved is not None and moved.repaired:
-            tokens, boundaries = list(self.job.token_ids), self.job.boundaries
-            shadow.offer(Answered(tokens, boundaries, moved.blocks, list(self._sampler.drawn), self.reader))
+        self.prefiller.commit_decoded(self.state, self._sampler.drawn)
 
     def close(self) -> None:
         """Give everything back. It may be opened again."""
-        if self.fetching is not None:
-            self.fetching.cancel()
-        if self._reading is not None:
-            reading, self._reading = self._reading, None
-            reading.close()
+        if self.prefetching is not None:
+            self.prefetching.cancel()
+        if self._state is not None:
+            state, self._state = self._state, None
+            state.close()
 
     def shared_chain(self) -> Sequence[tuple[bytes, int]]:
-        """Keys and ends of the leading chunks whose rows any other job with the same keys holds too, bit for bit."""
-        if not self.reading.begins_bitwise:
+        """Keys and ends of the leading chunks whose KV any other job with the same keys holds too, bit for bit."""
+        if not self.state.hits.bitwise:
             return ()
-        end = self.reading.plan.untainted_end
-        return [(chunk.prefix_key, chunk.end) for chunk in self._shareable() if chunk.end <= end]
-
-    def _draw(self, logits: torch.Tensor) -> NewToken:
-        return self._sampler.draw(logits)
-
-    def _shareable(self) -> Sequence[Chunk]:
-        return reusable_chunks(self.reading.chunks, prompt_tokens=len(self.reading.tokens))
+        end = self.state.plan.approx_start
+        return [(chunk.prefix_key, chunk.end) for chunk in self.state.prompt.usable if chunk.end <= end]

@@ -73,13 +73,12 @@ def main(
         raise ConfigError(f"unknown limit: {error}") from error
     with (
         KVBoost.from_pretrained(
-            settings.model, dtype=settings.dtype, device=settings.device, **settings.engine
+            settings.model, dtype=settings.dtype, device=settings.device, kv_bytes=settings.kv_bytes, **settings.engine
         ) as engine,
         BatchRunner(
             engine,
             max_running=settings.max_running,
             max_waiting=settings.max_waiting,
-            kv_bytes=settings.kv_bytes,
             deterministic=settings.deterministic,
         ) as runner,
     ):

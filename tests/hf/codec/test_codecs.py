@@ -207,8 +207,8 @@ def test_a_models_rows_go_through_and_move(bits: int, family: str, tiny: Callabl
     model = tiny(family)
     cache = KVBoost(model, None, chunk_size=8, quality="exact").prefill(list(range(3, 43))).cache
     codec = codec_for(bits, cache.layout)
-    tensors = codec.unpack(codec.pack(cache.rows(8, 40), start=8))
-    for one, other in zip(tensors, cache.rows(8, 40), strict=True):
+    tensors = codec.unpack(codec.pack(cache.span(8, 40), start=8))
+    for one, other in zip(tensors, cache.span(8, 40), strict=True):
         assert (one - other).square().mean().sqrt() <= 0.12 * other.square().mean().sqrt()
     if family != "gpt2":  # learned positions do not move, and need not
         probe_reposition(model, cache.layout).place(cache, tensors, old_start=8, new_start=60)

@@ -125,8 +125,8 @@ def test_stored_rows_are_those_of_the_pages() -> None:
     with engine_of() as engine:
         assert engine.warm(_PROMPT) == 25
         assert engine.warm(_PROMPT) == 0
-        plain_rows = engine._runner.read_whole(_PROMPT)[1]
-        chunks = engine._parts.reader.usable_chunks(_PROMPT, ()) if engine._parts else ()
+        plain_rows = engine.parts.runner.read_whole(_PROMPT)[1]
+        chunks = engine.session.prefiller.usable_chunks(_PROMPT, ()) if engine.parts else ()
         with engine._store.lease(paged._paged_names(chunks)) as lease:
             assert [block.bitwise for block in lease.blocks] == [False] * 24
             for chunk, block in zip(chunks, lease.blocks, strict=True):

@@ -140,8 +140,8 @@ def test_answers_without_a_number_get_what_there_is_room_for(
     start_server: Callable[..., Running], make_engine: Callable[..., KVBoost]
 ) -> None:
     engine = make_engine()
-    assert engine._parts is not None
-    bytes_for = engine._parts.pool.bytes_for
+    assert engine.parts is not None
+    bytes_for = engine.session.prefiller.pool.bytes_for
     most = max(rows for rows in range(500) if bytes_for(rows) <= bytes_for(200))
     runner = BatchRunner(engine, kv_bytes=bytes_for(most))
     running = start_server(engine, runner=runner, limits=Limits(new_tokens=1000))

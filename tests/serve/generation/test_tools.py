@@ -171,7 +171,7 @@ def test_the_official_client_gets_calls_and_gives_results(
 ) -> None:
     engine = make_engine()
     engine.tokenizer = _tokenizer("<tool_call>")
-    engine._encoder._tokenizer = engine.tokenizer
+    engine.parts.encoder._tokenizer = engine.tokenizer
     runner = _Recorded(engine.tokenizer, _QWEN_TWO)
     running = start_server(engine, runner=runner)
     asked: dict[str, Any] = {

@@ -34,7 +34,7 @@ class KVCodec(Protocol):
         ...
 
     def pack(self, tensors: Sequence[torch.Tensor], *, start: int) -> tuple[torch.Tensor, ...]:
-        """The tensors to store, for rows as :meth:`SlabCache.rows` gives them. ``start``: where they stood."""
+        """The tensors to store, for rows as :meth:`SlabCache.span` gives them. ``start``: where they stood."""
         ...
 
     def place(self, cache: SlabCache, start: int, packed: Sequence[torch.Tensor], *, row: int = 0) -> None:

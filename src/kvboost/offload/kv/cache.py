@@ -89,12 +89,12 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return self._pager.ledger
 
     def place(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Append a block's tensors, as :meth:`SlabCache.rows` gives them, [slots, heads, tokens, dim] each."""
+        """Append a block's tensors, as :meth:`SlabCache.span` gives them, [slots, heads, tokens, dim] each."""
         slots = self._by_slot(tensors)
         for layer, keys, values in zip(self.layers, slots[::2], slots[1::2], strict=True):
             layer.append(keys, values)
 
-    def rows(self, start: int, end: int) -> tuple[torch.Tensor, ...]:
+    def span(self, start: int, end: int) -> tuple[torch.Tensor, ...]:
         """Copies of rows ``[start, end)`` as :meth:`place` takes them, outside the budget."""
         copies = tuple(
             torch.empty(len(slots), spec.heads, end - start, spec.dim, dtype=spec.dtype, device=spec.device)

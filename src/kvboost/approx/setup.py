@@ -1,0 +1,75 @@
+"""From an engine's settings to its non-prefix reuse: what quality and calibration ask for, tried out on the model.
+
+Called by the engine when it is assembled, and by nobody else: without this package an engine reuses exactly only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvboost.approx.calibration import Calibration
+from kvboost.approx.find import ApproxReuse, probe_approx
+from kvboost.approx.levels import Repair, choose_repair, tolerated_share
+from kvboost.config import EngineConfig
+from kvboost.core.backend import NoApprox, NonPrefixReuse
+from kvboost.core.prefiller import Prefiller
+from kvboost.errors import ConfigError, UnsupportedModelError
+from kvboost.hf.cache import KVLayout
+from kvboost.hf.runner import ModelRunner
+
+
+def check_approx_settings(config: EngineConfig) -> None:
+    """Raise ConfigError for settings that cannot work with any model."""
+    choose_repair(config, Calibration.load(config.calibration) if config.calibration is not None else None)
+
+
+@dataclass(frozen=True)
+class ApproxSettings:
+    """How repositioned chunks are to be repaired."""
+
+    repair: Repair | None
+    """None if none may be used."""
+    refusal: str | None = None
+    """Why, if that is not what was asked for."""
+
+    @property
+    def recomputed_share(self) -> float:
+        """Of repositioned tokens, those that will be recomputed."""
+        return self.repair.ratio if self.repair is not None else 0.0
+
+    def reuse(self, prefiller: Prefiller, runner: ModelRunner, layout: KVLayout, *, force: bool) -> NonPrefixReuse:
+        """Non-prefix reuse over the store of ``prefiller``, or nothing and why."""
+        if self.repair is None:
+            return NoApprox(self.refusal)
+        try:
+            model = probe_approx(runner, layout, prefiller.codec, self.repair)
+        except UnsupportedModelError as error:
+            return NoApprox(str(error))
+        except Exception as error:  # noqa: BLE001 - exact reuse was shown to work and goes on, whatever trips here
+            return NoApprox(f"trying whether this model's keys can be repositioned failed: {error!r}")
+        return ApproxReuse(prefiller.store, model=model, repair=self.repair, costs=prefiller.costs, force=force)
+
+
+def approx_settings(config: EngineConfig, *, weights: str, conditions: str) -> ApproxSettings:
+    """What the settings ask for of a model with these weights, codec and chunks."""
+    if config.calibration is None:
+        return ApproxSettings(choose_repair(config))
+    calibration = Calibration.load(config.calibration)
+    if calibration.weights != weights:
+        raise ConfigError(
+            f"calibration={str(config.calibration)!r} was made with another model's weights; "
+            "run `kvboost calibrate` for this one, or leave calibration out"
+        )
+    if calibration.conditions != conditions:
+        raise ConfigError(
+            f"calibration={str(config.calibration)!r} was made for {calibration.conditions!r}, and these settings are "
+            f"{conditions!r}; calibrate again with them, or leave calibration out"
+        )
+    repair = choose_repair(config, calibration)
+    if repair is not None or config.quality == "exact":
+        return ApproxSettings(repair)
+    return ApproxSettings(
+        None,
+        f"the calibration shows no ratio that changes at most {tolerated_share(config):.3g} of the answers "
+        f"(the best is {calibration.best_share:.3g})",
+    )

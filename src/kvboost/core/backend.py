@@ -1,0 +1,243 @@
+"""What exact reuse needs of a model, as Protocols: a cache, a codec, a runner, and what may hook into a prefill.
+
+Implemented by :mod:`kvboost.hf` (cache, codec, runner), :mod:`kvboost.approx` (:class:`NonPrefixReuse`) and
+:mod:`kvboost.offload.kv` (:class:`KVPaging`). Invariant: core imports none of them, and works without the last two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvboost.types import Chunk, KVBlock, NonPrefixReuseStats
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvboost.core.clock import StageClock
+    from kvboost.core.guarded import GuardedStore
+    from kvboost.core.prefill import ApproxSpans, PrefillState
+    from kvboost.core.prefiller import Prefiller
+
+
+class KVCache(Protocol):
+    """The keys and values of one sequence, as a model writes and reads them."""
+
+    @property
+    def capacity(self) -> int:
+        """Positions it can hold without growing."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes."""
+        ...
+
+    @property
+    def is_poolable(self) -> bool:
+        """Whether another request may use it after this one: its storage is still the one it was made with."""
+        ...
+
+    def get_seq_length(self) -> int:
+        """Positions it holds."""
+        ...
+
+    def set_length(self, length: int) -> None:
+        """Declare positions ``[0, length)`` to be the sequence so far."""
+        ...
+
+    def place(self, start: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy a block's tensors to the positions from ``start`` on."""
+        ...
+
+    def span(self, start: int, end: int) -> tuple[torch.Tensor, ...]:
+        """Positions ``[start, end)`` as :meth:`place` takes them: views where they can be."""
+        ...
+
+    def extract(self, start: int, end: int) -> tuple[torch.Tensor, ...]:
+        """Copies of positions ``[start, end)``."""
+        ...
+
+    def wipe(self, start: int, end: int) -> None:
+        """Set positions ``[start, end)`` to zero."""
+        ...
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence ``repeats`` times, as beams need it."""
+        ...
+
+
+class Codec(Protocol):
+    """Packs KV for a store and unpacks it into caches."""
+
+    @property
+    def name(self) -> str:
+        """Goes into the fingerprint: blocks of different codecs never mix."""
+        ...
+
+    @property
+    def lossless(self) -> bool:
+        """Whether unpacking gives back the same bits."""
+        ...
+
+    def pack(self, tensors: Sequence[torch.Tensor], *, start: int) -> tuple[torch.Tensor, ...]:
+        """The tensors to store, for a span that began at ``start``."""
+        ...
+
+    def place(self, cache: Any, start: int, packed: Sequence[torch.Tensor]) -> None:
+        """Unpack into the positions of ``cache`` from ``start`` on."""
+        ...
+
+    def unpack(self, packed: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The block's tensors as the model had them."""
+        ...
+
+
+class Runner(Protocol):
+    """Forward passes of one model."""
+
+    def append(self, tokens: Sequence[int], cache: Any, *, logits: bool) -> torch.Tensor | None:
+        """Compute ``tokens`` behind what the cache holds. Returns the last token's logits [vocab], if asked."""
+        ...
+
+
+class NonPrefixReuse(Protocol):
+    """Reuse of chunks that stood elsewhere. What it leaves in a cache is approximate, from the first chunk on."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why nothing is reused so, if nothing is."""
+        ...
+
+    def find(
+        self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int
+    ) -> tuple[ApproxSpans | None, str | None]:
+        """The chunks behind the first ``available`` that are worth repositioning here, or None and why not."""
+        ...
+
+    def replay(self, blocks: Mapping[int, KVBlock]) -> ApproxSpans:
+        """The spans of a prompt that was prefilled with these blocks before."""
+        ...
+
+    def place(self, state: PrefillState) -> None:
+        """Copy the repositioned chunks of ``state`` into its cache."""
+        ...
+
+    def repair(self, state: PrefillState) -> None:
+        """Fill the cache up to the last step, and call :meth:`PrefillState.repaired`."""
+        ...
+
+    def keep(self, state: PrefillState) -> int:
+        """Store what was computed behind approximate KV, marked as such. Returns how many blocks were new."""
+        ...
+
+    def observe(self, state: PrefillState) -> None:
+        """Learn from the stages of a prefill whose first token exists."""
+        ...
+
+    def failed(self, error: Exception) -> str:
+        """Placing or repairing raised: count it and say why this prompt is computed instead."""
+        ...
+
+    def forget(self) -> None:
+        """The store was cleared."""
+        ...
+
+    def for_tenant(self, store: GuardedStore) -> NonPrefixReuse:
+        """The same over another tenant's store."""
+        ...
+
+    def stats(self) -> NonPrefixReuseStats:
+        """How it fares."""
+        ...
+
+    @property
+    def repositioned_chunks(self) -> int:
+        """Chunks repositioned so far."""
+        ...
+
+    def describe(self) -> str:
+        """On or off, and how or why, in a line."""
+        ...
+
+    def allow(self) -> None:
+        """Go on although a check had put an end to it."""
+        ...
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        ...
+
+
+class NoApprox:
+    """Exact reuse only."""
+
+    repositioned_chunks = 0
+
+    def __init__(self, reason: str | None = None) -> None:
+        """``reason`` says what stands in the way, where it was not asked for."""
+        self.reason = reason
+
+    def find(
+        self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int
+    ) -> tuple[ApproxSpans | None, str | None]:
+        """Nothing."""
+        return None, self.reason
+
+    def replay(self, blocks: Mapping[int, KVBlock]) -> ApproxSpans:
+        """Cannot be asked for."""
+        raise AssertionError("a prompt without repositioned chunks has none to replay")
+
+    def place(self, state: PrefillState) -> None:
+        """Nothing to place."""
+
+    def repair(self, state: PrefillState) -> None:
+        """Nothing to repair."""
+
+    def keep(self, state: PrefillState) -> int:
+        """Nothing to keep."""
+        return 0
+
+    def observe(self, state: PrefillState) -> None:
+        """Nothing to learn."""
+
+    def failed(self, error: Exception) -> str:
+        """Cannot fail."""
+        raise AssertionError("nothing was repositioned") from error
+
+    def forget(self) -> None:
+        """Nothing to forget."""
+
+    def for_tenant(self, store: GuardedStore) -> NonPrefixReuse:
+        """The same for everybody."""
+        return self
+
+    def stats(self) -> NonPrefixReuseStats:
+        """Off."""
+        return NonPrefixReuseStats(allowed=False, reason=self.reason, checked=0, differing=0, differing_at_most=1.0)
+
+    def describe(self) -> str:
+        """Off, and why."""
+        return f"off: {self.reason or 'as asked'}"
+
+    def allow(self) -> None:
+        """Nothing to allow."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class KVPaging(Protocol):
+    """Requests whose KV is more than memory holds for them."""
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens in a page."""
+        ...
+
+    def open(
+        self, prefiller: Prefiller, tokens: list[int], *, boundaries: Sequence[int], clock: StageClock
+    ) -> AbstractContextManager[PrefillState]:
+        """A prefill into pages, with what is stored of the prompt in them. They end with the ``with`` block."""
+        ...

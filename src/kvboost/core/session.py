@@ -1,0 +1,90 @@
+"""One tenant's way to a model: who prefills its prompts, where their KV is stored, and what limits its requests.
+
+Made by the engine, used by it and by the scheduler. Invariant: both admit, refuse and page by what is said here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvboost.core.backend import KVPaging
+from kvboost.core.prefiller import Prefiller
+from kvboost.errors import CapacityError
+from kvboost.extend import ChunkStore, LayeredStore
+
+
+class SequenceLimits(Protocol):
+    """How long a model's sequences may get."""
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence the model was made for; None if it has no limit."""
+        ...
+
+    @property
+    def exact_limit(self) -> int | None:
+        """Longer prompts are computed without reuse; None if there is no such limit."""
+        ...
+
+    @property
+    def exact_limit_reason(self) -> str | None:
+        """Why."""
+        ...
+
+
+@dataclass(frozen=True)
+class KVBudget:
+    """How much KV requests may hold in memory, and what becomes of one that needs more."""
+
+    bytes_for: Callable[[int], int]
+    """What the cache of a sequence of so many tokens takes."""
+    limit: int | None = None
+    paging: KVPaging | None = None
+    unpaged: str | None = None
+    """Why there is no paging, where there is a limit without it."""
+
+    def fits(self, tokens: int, *, sequences: int = 1) -> bool:
+        """Whether the caches of sequences of this length stay within the limit."""
+        return self.limit is None or self.bytes_for(tokens) * sequences <= self.limit
+
+    def check(self, tokens: int, *, sequences: int = 1, why: str) -> None:
+        """Raise CapacityError for what takes more than the limit; ``why`` says what stands in the way of paging."""
+        if not self.fits(tokens, sequences=sequences):
+            raise CapacityError(
+                f"the KV of {tokens} tokens, prompt and new ones, takes more than kv_bytes={self.limit} bytes, "
+                f"and {why}; shorten it, lower max_new_tokens, or raise kv_bytes"
+            )
+
+
+@dataclass(frozen=True)
+class Session:
+    """The parts of one engine that belong to one tenant."""
+
+    tenant: str
+    store: ChunkStore
+    prefiller: Prefiller
+    limits: SequenceLimits
+    budget: KVBudget
+    keeps_decoded: bool = False
+    """Whether KV made by decoding is stored too."""
+
+    def clear(self) -> None:
+        """Drop what is remembered beside the store."""
+        self.prefiller.pool.clear()
+        self.prefiller.approx.forget()
+
+    def refusal(self, tokens: int) -> str | None:
+        """Why a prompt of this length cannot reuse anything; None if it can."""
+        limit = self.limits.exact_limit
+        return self.limits.exact_limit_reason if limit is not None and tokens > limit else None
+
+    def prefetch(self, tokens: list[int], boundaries: Sequence[int]) -> Future[int]:
+        """Bring what slower tiers have of a prompt's beginning up into memory, in the background."""
+        if self.refusal(len(tokens)) is None and isinstance(self.store, LayeredStore):
+            return self.store.prefetch(self.prefiller.chunk(tokens, boundaries).usable)
+        nothing: Future[int] = Future()
+        nothing.set_result(0)
+        return nothing

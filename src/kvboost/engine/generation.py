@@ -1,0 +1,266 @@
+"""Generations: prefill the prompt up to its last step, then let Transformers run that step and decode.
+
+Used by the engine for single and batched requests. The time of the first token is taken when the first token exists;
+committing new chunks comes after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvboost.core.clock import StageClock
+from kvboost.core.prefill import PrefillState
+from kvboost.core.prefiller import Prefiller
+from kvboost.core.session import Session
+from kvboost.engine.decoding import Decoder, FirstToken
+from kvboost.errors import CapacityError, ConfigError
+from kvboost.extend import Streamer
+from kvboost.hf.cache import SlabCache
+from kvboost.hf.draft import Draft
+from kvboost.hf.generate import reads_prompt_again, sampling_arguments, sequences_per_prompt
+from kvboost.hf.prompt import PromptEncoder
+from kvboost.hf.runner import ModelRunner
+from kvboost.hf.speculation import speculates
+from kvboost.types import GenerationResult, PrefillResult, ReuseReport
+
+_CAPACITY_BEHIND_PREFILL = 64  # tokens, in a cache that is given away
+_MAX_TOKENS_AHEAD = 1024  # capacity for a reply made in advance; a longer one grows the cache as it comes
+_NO_DRAFT = "it ran without the engine's draft, as pages take no tokens back"
+
+
+OfferCheck = Callable[[Prefiller, PrefillState, Sequence[int]], None]
+"""Told of a prefill and the tokens produced behind it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to generate, and who watches."""
+
+    boundaries: Sequence[int]
+    arguments: dict[str, Any]
+    cancelled: Callable[[], bool] = lambda: False
+    note: str | None = None
+    """Something that the report of its reuse says."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens to keep capacity for behind the prompt."""
+        return int(self.arguments["max_new_tokens"])
+
+
+def warm(session: Session, tokens: list[int], *, boundaries: Sequence[int], clock: StageClock) -> int:
+    """Prefill the complete chunks of a prompt and keep them. Returns how many were new."""
+    prefiller = session.prefiller
+    with open_prefill(session, tokens, boundaries=boundaries, clock=clock) as state:
+        prefiller.advance(state, to=state.prompt.chunks[-1].end if state.prompt.chunks else 0)
+        prefiller.commit(state)
+        return state.new_chunks
+
+
+def prefill_only(
+    session: Session, tokens: list[int], *, boundaries: Sequence[int], clock: StageClock, approx: bool
+) -> PrefillResult:
+    """Prefill a prompt and give its cache away."""
+    prefiller, extra = session.prefiller, _CAPACITY_BEHIND_PREFILL
+    session.budget.check(len(tokens) + extra, why="prefill() gives all of it away: use generate()")
+    with prefiller.open(tokens, boundaries=boundaries, new_tokens=extra, clock=clock, approx=approx) as state:
+        prefiller.advance_to_last_step(state)
+        logits = prefiller.finish(state)
+        prefiller.commit(state)
+        clock.lap("commit")
+        return PrefillResult(logits, state.detach(), state.report())
+
+
+def open_prefill(
+    session: Session,
+    tokens: list[int],
+    *,
+    boundaries: Sequence[int],
+    clock: StageClock,
+    new_tokens: int = 0,
+    approx: bool = False,
+) -> AbstractContextManager[PrefillState]:
+    """The prompt as far as it is stored: in one cache, or in pages if that would take more than ``kv_bytes``."""
+    budget, prefiller = session.budget, session.prefiller
+    if not budget.fits(len(tokens) + new_tokens):
+        if budget.paging is None:
+            budget.check(len(tokens) + new_tokens, why=f"this model's KV cannot be paged ({budget.unpaged})")
+        else:
+            return budget.paging.open(prefiller, tokens, boundaries=boundaries, clock=clock)
+    ahead = min(new_tokens, _MAX_TOKENS_AHEAD)
+    return prefiller.open(tokens, boundaries=boundaries, new_tokens=ahead, clock=clock, approx=approx)
+
+
+class Generator:
+    """Generates with one model."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        encoder: PromptEncoder,
+        tokenizer: Any,
+        runner: ModelRunner,
+        offer_check: OfferCheck,
+        max_positions: int | None,
+    ) -> None:
+        """``offer_check`` is told of every answer, and may check it if repositioned chunks had a part in it."""
+        self._model, self._runner, self._max_positions = model, runner, max_positions
+        self._offer_check = offer_check
+        self._decoder = Decoder(model, encoder=encoder, tokenizer=tokenizer, device=runner.device)
+
+    def request(
+        self,
+        tokens: list[int],
+        options: dict[str, Any],
+        *,
+        boundaries: Sequence[int] = (),
+        streamer: Streamer | None = None,
+    ) -> Request:
+        """A request with checked arguments. Raises CapacityError where there is no position left for a reply."""
+        limit = self._max_positions
+        if limit is not None and limit <= len(tokens):
+            raise CapacityError(
+                f"the prompt fills all {limit} positions of this model, so none is left for a reply; shorten it"
+            )
+        arguments = sampling_arguments(prompt_tokens=len(tokens), options=options)
+        if limit is not None:
+            arguments["max_new_tokens"] = min(arguments["max_new_tokens"], limit - len(tokens))
+        if streamer is not None:
+            arguments["streamer"] = streamer
+        return Request(boundaries, arguments)
+
+    def why_not_resumed(self, request: Request) -> str | None:
+        """Why Transformers cannot go on from a cache with these arguments; None if it can."""
+        return reads_prompt_again(self._model, request.arguments)
+
+    def with_draft(self, request: Request, draft: Draft, session: Session | None, tokens: list[int]) -> Request:
+        """The request with the engine's draft, unless its KV goes into pages."""
+        drafted = draft.added_to(request.arguments, model=self._model, prompt_tokens=len(tokens))
+        if drafted is request.arguments:
+            return request
+        if session is not None and not session.budget.fits(len(tokens) + request.max_new_tokens):
+            return replace(request, note=_NO_DRAFT)
+        return replace(request, arguments=drafted)
+
+    def check_plain(self, session: Session | None, tokens: list[int], request: Request, reason: str | None) -> None:
+        """Raise CapacityError for a request without reuse whose KV is more than ``kv_bytes``."""
+        if session is not None:
+            total, copies = len(tokens) + request.max_new_tokens, self._copies(request)
+            why = "there are several sequences of it" if copies > 1 else reason or "mode BASELINE keeps all of it"
+            session.budget.check(total, sequences=copies, why=why)
+
+    def check_batch(self, request: Request, prompts: int) -> None:
+        """Raise ConfigError for a batch that nobody can decode together."""
+        if prompts > 1 and speculates(self._model, request.arguments):
+            raise ConfigError(
+                "a draft proposes for one prompt at a time; leave it out of the batch (prompt_lookup_num_tokens=None "
+                "if it is the model's generation_config that asks for it), or use generate()"
+            )
+
+    def batch_fits(self, session: Session, prompts: Sequence[list[int]], request: Request) -> bool:
+        """Whether the KV of all prompts and replies together stays within ``kv_bytes``."""
+        longest = max(len(tokens) for tokens in prompts)
+        sequences = self._copies(request) * len(prompts)
+        return session.budget.fits(longest + request.max_new_tokens, sequences=sequences)
+
+    def plain(
+        self, prompts: Sequence[list[int]], request: Request, clock: StageClock, *, reason: str | None
+    ) -> list[GenerationResult]:
+        """Plain Transformers, left-padded."""
+        watch = FirstToken(clock, cancelled=request.cancelled)
+        reports = [ReuseReport(0, 0, 0, len(tokens), bitwise=True, reason=reason) for tokens in prompts]
+        return self._decoder.run(prompts, None, request.arguments, watch, reports)
+
+    def prefill_plain(self, tokens: list[int], clock: StageClock, *, reason: str | None) -> PrefillResult:
+        """Plain Transformers, up to the first new token."""
+        logits, cache = self._runner.read_whole(tokens)
+        clock.lap("first_token")
+        report = ReuseReport(0, 0, 0, len(tokens), bitwise=True, timings_ms=clock.stages(), reason=reason)
+        return PrefillResult(logits, cache, report)
+
+    def reuse(
+        self, session: Session, tokens: list[int], request: Request, clock: StageClock, *, approx: bool
+    ) -> GenerationResult:
+        """Prefill with what is stored, decode, and keep what is new."""
+        total, copies, budget = len(tokens) + request.max_new_tokens, self._copies(request), session.budget
+        if speculates(self._model, request.arguments):
+            budget.check(total, why="a draft takes tokens back, which pages do not")
+        if copies > 1:
+            budget.check(total, sequences=copies, why="there are several sequences of it")
+        with open_prefill(
+            session,
+            tokens,
+            boundaries=request.boundaries,
+            clock=clock,
+            new_tokens=request.max_new_tokens,
+            approx=approx,
+        ) as state:
+            if request.note is not None:
+                state.explain(request.note)
+            result = self._decode(session, state, request, copies)
+            self._offer_check(session.prefiller, state, result.token_ids)
+        return result
+
+    def _decode(self, session: Session, state: PrefillState, request: Request, copies: int) -> GenerationResult:
+        prefiller = session.prefiller
+        prefiller.advance_to_last_step(state, cancelled=request.cancelled)
+        if copies > 1:
+            prefiller.commit(state)  # before the cache is multiplied
+            state.cache.batch_repeat_interleave(copies)
+        watch = FirstToken(state.clock, cancelled=request.cancelled, then=lambda: prefiller.commit(state))
+        result = self._decoder.run([state.tokens], state.cache, request.arguments, watch, [state.report()])[0]
+        if getattr(result.raw, "past_key_values", None) is state.cache:
+            if state.paged:  # its pages end with the request
+                result = replace(result, raw=replace(result.raw, past_key_values=None))
+            else:
+                state.detach()  # the caller has it now: nobody else may write to it
+        if session.keeps_decoded and copies == 1:
+            prefiller.commit_decoded(state, result.token_ids)
+        return replace(result, reuse=state.report())
+
+    def batch(
+        self,
+        session: Session,
+        prompts: Sequence[list[int]],
+        request: Request,
+        clock: StageClock,
+        *,
+        approx: bool,
+    ) -> list[GenerationResult]:
+        """Generate for all prompts together. Each is prefilled alone, so shared prefixes are computed once.
+
+        The prompts stand right-aligned in one cache, padding in front; the last token of each is left to
+        the joint forward, where the attention mask hides the padding.
+        """
+        prefiller, longest = session.prefiller, max(len(tokens) for tokens in prompts)
+        ahead = min(request.max_new_tokens, _MAX_TOKENS_AHEAD)  # longer replies grow the cache as they come
+        joint: SlabCache | None = None
+        reports: list[ReuseReport] = []
+        states: list[PrefillState] = []
+        for index, tokens in enumerate(prompts):
+            with prefiller.open(tokens, clock=clock, approx=approx) as state:
+                known = len(tokens) - 1
+                prefiller.advance(state, to=known)
+                prefiller.commit(state)
+                assert isinstance(state.cache, SlabCache)
+                if joint is None:
+                    joint = SlabCache(state.cache.layout, capacity=longest + ahead, batch=len(prompts))
+                joint.place(longest - len(tokens), state.cache.span(0, known), row=index)
+                reports.append(replace(state.report(), timings_ms={}))
+                states.append(state)
+        assert joint is not None
+        joint.set_length(longest - 1)
+        if (copies := self._copies(request)) > 1:
+            joint.batch_repeat_interleave(copies)
+        watch = FirstToken(clock, cancelled=request.cancelled)
+        results = self._decoder.run(prompts, joint, request.arguments, watch, reports)
+        for state, result in zip(states, results, strict=True):
+            self._offer_check(prefiller, state, result.token_ids)
+        return results
+
+    def _copies(self, request: Request) -> int:
+        return sequences_per_prompt(self._model, request.arguments)

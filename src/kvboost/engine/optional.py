@@ -1,0 +1,69 @@
+"""The packages an engine works without: non-prefix reuse and KV paging.
+
+Asked by the assembly. Invariant: with ``kvboost.approx`` or ``kvboost.offload.kv`` deleted, exact reuse goes on and
+what is missing is said. They are imported only where a setting asks for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvboost.config import EngineConfig
+from kvboost.core.backend import KVPaging, NoApprox, NonPrefixReuse
+from kvboost.core.prefiller import Prefiller
+from kvboost.errors import ConfigError
+from kvboost.hf.cache import KVLayout
+from kvboost.hf.runner import ModelRunner
+
+
+class ApproxSettings(Protocol):
+    """What the settings ask for of non-prefix reuse."""
+
+    @property
+    def recomputed_share(self) -> float:
+        """Of repositioned tokens, those that will be recomputed."""
+        ...
+
+    def reuse(self, prefiller: Prefiller, runner: ModelRunner, layout: KVLayout, *, force: bool) -> NonPrefixReuse:
+        """Non-prefix reuse for this model, or nothing and why."""
+        ...
+
+
+@dataclass(frozen=True)
+class _ExactOnly:
+    reason: str | None
+    recomputed_share = 0.0
+
+    def reuse(self, prefiller: Prefiller, runner: ModelRunner, layout: KVLayout, *, force: bool) -> NonPrefixReuse:
+        return NoApprox(self.reason)
+
+
+def approx_settings(config: EngineConfig, *, weights: str, conditions: str) -> ApproxSettings:
+    """What the settings ask for of a model with these weights, codec and chunks."""
+    if config.quality == "exact" and config.calibration is None:
+        return _ExactOnly(None)
+    try:
+        from kvboost.approx import setup
+    except ModuleNotFoundError as error:
+        return _ExactOnly(f"the package {error.name} is not installed")
+    return setup.approx_settings(config, weights=weights, conditions=conditions)
+
+
+def check_approx_settings(config: EngineConfig) -> None:
+    """Raise ConfigError for settings that cannot work with any model."""
+    try:
+        from kvboost.approx import setup
+    except ModuleNotFoundError:
+        return  # said when the engine is made
+    setup.check_approx_settings(config)
+
+
+def make_paging(model: Any, *, budget: int, directory: Path | None) -> tuple[KVPaging | None, str | None]:
+    """Pages for this model, or None and why its requests cannot be paged."""
+    try:
+        from kvboost.offload.kv import prefill
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"kv_bytes needs the package {error.name}, which is not installed; leave it out") from error
+    return prefill.make_paging(model, budget=budget, directory=directory)

@@ -1,0 +1,129 @@
+"""What an engine and the views of its tenants share: the model, what was found out about it, and who generates.
+
+Made by :class:`kvboost.KVBoost`. Invariant: what is made here is let go of by ``close``, which the engine
+calls last, after its views.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from kvboost.config import EngineConfig
+from kvboost.core.chunking import make_chunker
+from kvboost.core.prefill import PrefillState
+from kvboost.core.prefiller import Prefiller
+from kvboost.engine.assembly import Assembly, assemble
+from kvboost.engine.generation import Generator
+from kvboost.errors import ConfigError, UnsupportedModelError
+from kvboost.extend import ChunkStore
+from kvboost.hf.cache import KVLayout
+from kvboost.hf.draft import Draft, make_draft
+from kvboost.hf.prompt import PromptEncoder
+from kvboost.hf.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from kvboost.approx.shadow import ShadowChecks
+
+
+class EngineParts:
+    """The parts of one engine that do not belong to a tenant. Thread-safe."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, config: EngineConfig, store: ChunkStore | None) -> None:
+        if model.training:
+            raise ConfigError("the model is in training mode, where dropout changes every answer; call model.eval()")
+        self.model, self.tokenizer, self.config = model, tokenizer, config
+        self.given_store = store
+        self.draft: Draft | None = None
+        if config.draft is not None:
+            self.draft = make_draft(config.draft, model=model, tokenizer=tokenizer)
+        self.runner = ModelRunner(model)
+        self.chunker = make_chunker(config.chunking, size=config.chunk_size)
+        self.assembly, self.refusal = self._assemble(store)
+        facts = self.assembly.facts if self.assembly is not None else None
+        # Length-dependent RoPE keeps its frequencies on the module: requests of different lengths must take turns.
+        takes_turns = facts is not None and facts.exact_limit is not None
+        self.model_lock: AbstractContextManager[Any] = threading.RLock() if takes_turns else nullcontext()
+        self.encoder = PromptEncoder(
+            tokenizer,
+            max_tokens=facts.max_positions if facts is not None else None,
+            vocab_size=model.get_input_embeddings().weight.shape[0],
+        )
+        self.shadow = self._shadow_checks()
+        self.generator = Generator(
+            model,
+            encoder=self.encoder,
+            tokenizer=tokenizer,
+            runner=self.runner,
+            offer_check=self.offer_check,
+            max_positions=facts.max_positions if facts is not None else None,
+        )
+        self.closed = False
+
+    def _assemble(self, store: ChunkStore | None) -> tuple[Assembly | None, str | None]:
+        try:
+            return assemble(self.runner, config=self.config, chunker=self.chunker, store=store), None
+        except UnsupportedModelError as error:
+            if self.config.strict:
+                raise
+            if self.config.kv_bytes is not None:
+                raise ConfigError(f"kv_bytes does not work with this model ({error}); leave it out") from error
+            warnings.warn(f"running without reuse: {error}", stacklevel=4)
+            return None, str(error)
+
+    def _shadow_checks(self) -> ShadowChecks | None:
+        if self.config.checked_share <= 0.0 or self.assembly is None:
+            return None
+        if not self.assembly.session.prefiller.approx.stats()["allowed"]:
+            return None
+        from kvboost.approx.shadow import ShadowChecks
+
+        shadow = ShadowChecks(
+            self.assembly.session.prefiller, share=self.config.checked_share, model_lock=self.model_lock
+        )
+        weakref.finalize(self, shadow.stop)
+        return shadow
+
+    @property
+    def layout(self) -> KVLayout | None:
+        """Of the model's KV; None for a model without reuse."""
+        return self.assembly.facts.layout if self.assembly is not None else None
+
+    def offer_check(self, prefiller: Prefiller, state: PrefillState, produced: Sequence[int]) -> None:
+        """Perhaps answer a request once more without its repositioned chunks."""
+        if self.shadow is not None and state.is_repaired:
+            self.shadow.offer(prefiller, state, produced)
+
+    @property
+    def owns_store(self) -> bool:
+        """Whether the engine made its store itself, and closes it."""
+        return self.given_store is None
+
+    def check_purge(self) -> None:
+        """Raise ConfigError where tenants cannot be told apart."""
+        if self.assembly is not None and self.assembly.stores is None:
+            raise ConfigError(
+                "the store was given to this engine, which cannot tell tenants apart in it; remove them there"
+            )
+
+    def purge(self, tenant: str) -> None:
+        """Remove a tenant from every tier below the memory."""
+        if self.assembly is not None and self.assembly.stores is not None:
+            self.assembly.stores.purge(tenant)
+
+    def check_open(self) -> None:
+        """Raise ConfigError once the engine was closed."""
+        if self.closed:
+            raise ConfigError("this engine was closed; make a new one around the model")
+
+    def close(self) -> None:
+        """End the checks and leave the model as it was."""
+        self.closed = True
+        if self.shadow is not None:
+            self.shadow.close()
+        if self.assembly is not None:
+            self.assembly.close()

@@ -1,0 +1,98 @@
+"""From sampling settings to Transformers' logits processors: one sampling path for ``generate`` and for batches.
+
+Used by :mod:`kvboost.scheduler.sampler`, where ``model.generate`` cannot be. Invariant: what Transformers has a
+processor for is done by that processor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from kvboost.errors import ConfigError
+
+Constraint = Callable[[list[int], torch.Tensor], None]
+"""Given the new tokens so far and the next one's logits [vocab], forbids tokens in place."""
+_MIN_TEMPERATURE = 1e-6  # less is the likeliest token all the same, and 0 in float32
+_MIN_TOP_P = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn. The defaults are greedy decoding."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    def check(self, *, vocab_size: int) -> None:
+        """Raise ConfigError for settings nobody can sample with."""
+        if not 0.0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature={self.temperature} cannot be used; give 0 for greedy decoding, or 0.7")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p={self.top_p} is not in (0, 1]; give 1 to allow every token")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"{name}={getattr(self, name)} is not a number; give 0 for none")
+        for token, bias in self.logit_bias.items():
+            if not 0 <= token < vocab_size or math.isnan(bias):
+                raise ConfigError(
+                    f"logit_bias {token}: {bias} is not a token of this model (0..{vocab_size - 1}) and a number"
+                )
+
+
+def logits_processors(sampling: Sampling, constraint: Constraint | None) -> LogitsProcessorList:
+    """What scores [1, vocab] go through before a token is drawn, given the new tokens so far [1, n]."""
+    processors = LogitsProcessorList()
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        processors.append(_CountPenalty(sampling.presence_penalty, sampling.frequency_penalty))
+    if sampling.logit_bias:
+        bias = {(int(token),): float(value) for token, value in sampling.logit_bias.items()}
+        processors.append(SequenceBiasLogitsProcessor(bias))
+    if constraint is not None:
+        processors.append(_Constrained(constraint))
+    if sampling.temperature > 0.0:
+        processors.append(TemperatureLogitsWarper(max(float(sampling.temperature), _MIN_TEMPERATURE)))
+        if sampling.top_p < 1.0:
+            processors.append(TopPLogitsWarper(max(float(sampling.top_p), _MIN_TOP_P)))
+    return processors
+
+
+class _CountPenalty(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped
+    """OpenAI's presence and frequency penalties, over the new tokens; Transformers has none of them."""
+
+    def __init__(self, presence: float, frequency: float) -> None:
+        self._presence, self._frequency = presence, frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not input_ids.shape[1]:
+            return scores
+        ids, counts = torch.unique(input_ids[0], return_counts=True)
+        scores = scores.clone()
+        scores[0, ids] -= self._presence + self._frequency * counts.to(scores.dtype)
+        return scores
+
+
+class _Constrained(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped
+    """Forbids what a grammar does not allow."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self._constraint = constraint
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        self._constraint(input_ids[0].tolist(), scores[0])
+        return scores
