@@ -249,13 +249,13 @@ def streamed(args: argparse.Namespace) -> dict[str, Any]:
     ) as engine:
         streamer = streamer_of(engine.model)
         assert streamer is not None
-        assert streamer.plan.peak_bytes <= args.budget
+        assert streamer.memory.in_memory <= args.budget
         bare = [streamer.link_bandwidth()]
         before = streamer.stats()
         told = decode(engine.model, args.tokens)
         after = streamer.stats()
         bare.append(streamer.link_bandwidth())
-        per_pass = streamer.plan.streamed_bytes
+        per_pass = streamer.memory.streamed
         waited = (after.waited_seconds - before.waited_seconds) / told["seconds"] * args.tokens / (args.tokens + 1)
         return {
             "name": "kvboost, streamed",

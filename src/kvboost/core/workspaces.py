@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvboost.capacity import MAX_IDLE, request_bytes, workspace_rows
+from kvboost.capacity import MAX_IDLE, request_bytes, workspace_capacity
 from kvboost.hf.cache import KVLayout, SlabCache
 
 
@@ -51,7 +51,7 @@ class WorkspacePool:
 
     def make(self, *, rows: int) -> SlabCache:
         """A new cache with room for ``rows``."""
-        return SlabCache(self._layout, capacity=workspace_rows(rows))
+        return SlabCache(self._layout, capacity=workspace_capacity(rows))
 
     def give_back(self, cache: SlabCache, *, held: Sequence[bytes]) -> None:
         """Return a cache whose leading rows are exactly the chunks named by ``held``."""

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from kvboost.approx.shadow import Answered, ShadowChecks, answers_differ
-from kvboost.capacity import MemoryPlan
+from kvboost.capacity import MemoryEstimate
 from kvboost.config import EngineConfig, parse_bytes
 from kvboost.core.chunking import make_chunker
 from kvboost.core.guarded import GuardedStore
@@ -26,17 +26,19 @@ from kvboost.core.verify import warm_equals_cold
 from kvboost.core.workspaces import WorkspacePool
 from kvboost.engine.assembly import Assembly, assemble, check_settings
 from kvboost.engine.decoding import Decoder, Request
-from kvboost.engine.memory import engine_plan, workload
+from kvboost.engine.memory import estimate_loaded, workload
 from kvboost.engine.stats import cache_stats, describe
 from kvboost.engine.tenants import TenantViews, purge_tenant
 from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.extend import ChunkStore
 from kvboost.hf.draft import Draft, make_draft
 from kvboost.hf.generate import reads_prompt_again
-from kvboost.hf.loading import load_model
+from kvboost.hf.loading import ModelSource
 from kvboost.hf.prompt import Prompt, PromptEncoder
 from kvboost.hf.runner import ModelRunner
-from kvboost.hf.shape import shape_of, weights_of
+from kvboost.hf.shape import shape_of
+from kvboost.hf.weights import weights_of
+from kvboost.offload.weights import load_model
 from kvboost.store import MemoryStore, TieredStore
 from kvboost.types import CacheStats, GenerationMode, HotChunk
 
@@ -129,10 +131,7 @@ class EngineLife:
                 raise ConfigError(f"{name} is not a setting; did you mean {near[0]}?")
         check_settings(EngineConfig(**settings))  # a bad one should not cost the user a model load
         model, tokenizer = load_model(
-            name_or_path,
-            dtype=dtype,
-            device=device,
-            model_kwargs=model_kwargs,
+            ModelSource(name_or_path, dtype=dtype, device=device, model_kwargs=model_kwargs),
             weight_budget=parse_bytes(weight_budget, name="weight_budget") if weight_budget is not None else None,
             weight_dir=weight_dir,
         )
@@ -195,15 +194,15 @@ class EngineLife:
         told = describe(self.model, parts=self._parts, refusal=self._refusal)
         return told if self._draft is None else {**told, "draft": self._draft.name}
 
-    def memory_plan(self, *, context: int, batch: int = 1, stored_tokens: int | None = None) -> MemoryPlan:
+    def estimate_memory(self, *, context: int, batch: int = 1, stored_tokens: int | None = None) -> MemoryEstimate:
         """The peak memory of ``batch`` requests side by side with ``context`` tokens each, prompt and answer.
 
         Counts all caches as full, as they are after a while, unless ``stored_tokens`` says how many tokens have been
-        kept. What the process holds beside weights and caches is measured. ``kvboost doctor`` plans without loading.
-        A draft and its KV come on top.
+        kept. What the process holds beside weights and caches is measured. A draft and its KV come on top.
+        ``kvboost doctor`` estimates without loading.
         """
         if self._parts is None:
-            raise ConfigError(f"there is no plan for a model whose KV is not known ({self._refusal})")
+            raise ConfigError(f"the memory of a model whose KV is not known cannot be estimated ({self._refusal})")
         layout, pool = self._parts.facts.layout, self._parts.pool
         work = workload(
             self.config,
@@ -213,7 +212,7 @@ class EngineLife:
             stored_tokens=stored_tokens,
         )
         held = self._store.stats().bytes + pool.idle_bytes
-        return engine_plan(shape_of(self.model, layout), weights_of(self.model), work, held=held)
+        return estimate_loaded(shape_of(self.model, layout), weights_of(self.model), work, held=held)
 
     def verify_correctness(self, prompt: Prompt | None = None) -> bool:
         """Whether a warm run of ``prompt`` equals a cold one to the last bit, logits and KV.

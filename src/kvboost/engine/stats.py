@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvboost.engine.assembly import Assembly
-from kvboost.offload.weights import describe_weights
+from kvboost.hf.weights import describe_weights
 from kvboost.types import CacheStats, NonPrefixReuseStats, StoreStats
 
 

@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from kvboost.errors import ConfigError
 from kvboost.hf.generate import reads_prompt_again, sequences_per_prompt
-from kvboost.hf.loading import load_model
+from kvboost.hf.loading import ModelSource, load_resident, load_tokenizer
 from kvboost.hf.speculation import ASSISTANTS, speculates
 
 PROMPT_LOOKUP = "prompt-lookup"
@@ -55,12 +55,13 @@ def make_draft(given: Any, *, model: Any, tokenizer: Any) -> Draft:
         return Draft(PROMPT_LOOKUP, {"prompt_lookup_num_tokens": _LOOKED_UP})
     if isinstance(given, str | Path):
         name = str(given)
-        given, its_tokenizer = load_model(name, dtype="auto", device=str(model.device), model_kwargs={})
-        if tokenizer is not None and tokenizer.get_vocab() != its_tokenizer.get_vocab():
+        source = ModelSource(name, device=str(model.device))
+        if tokenizer is not None and tokenizer.get_vocab() != load_tokenizer(source).get_vocab():
             raise ConfigError(
                 f"draft={name!r} has another vocabulary than the model; give a smaller model of the same family, or "
                 f"{PROMPT_LOOKUP!r}"
             )
+        given = load_resident(source)
     elif not hasattr(given, "generate") or not hasattr(given, "config"):
         raise ConfigError(f"draft={given!r} is no model; give one, the folder or name of one, or {PROMPT_LOOKUP!r}")
     else:

@@ -15,9 +15,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache, DynamicLayer
 
-from kvboost.approx.recompute import attention_windows
 from kvboost.errors import UnsupportedModelError
 from kvboost.hf.cache import KVLayout, SlabCache
+from kvboost.hf.layers import windows_by_layer
 from kvboost.hf.probe import compare_logits
 from kvboost.hf.runner import ModelRunner
 
@@ -169,7 +169,7 @@ class RaggedRunner:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._windows = _windows_by_layer(runner.model)
+        self._windows = windows_by_layer(runner.model)
 
     @torch.no_grad()
     def decode(
@@ -197,14 +197,6 @@ class RaggedRunner:
         for cache, length in zip(caches, lengths, strict=True):
             cache.set_length(length + 1)
         return logits
-
-
-def _windows_by_layer(model: Any) -> list[int | None]:
-    """How far back each layer looks; None is all the way."""
-    config = model.config.get_text_config(decoder=True)
-    windows = attention_windows(model)
-    kinds = getattr(config, "layer_types", None) or ["all"] * config.num_hidden_layers
-    return [windows[kind] for kind in kinds]
 
 
 @torch.no_grad()

@@ -17,11 +17,12 @@ from typing import Self
 
 import torch
 
+from kvboost.capacity import shortfall
 from kvboost.config import parse_bytes
 from kvboost.core.plan import reusable_chunks
 from kvboost.engine.engine import KVBoost
-from kvboost.engine.memory import memory_available, resident_bytes, shortfall
 from kvboost.errors import ClosedError, ConfigError, UnsupportedModelError
+from kvboost.hf.memory import memory_available, resident_bytes
 from kvboost.hf.ragged import RaggedRunner, SharedStart, probe_ragged
 from kvboost.scheduler.admission import checked_job
 from kvboost.scheduler.jobs import Finished, Job, RunnerLoad, Ticket
@@ -158,8 +159,8 @@ class BatchRunner:
         facts = self._parts.facts
         longest = max(1, min(kv_bytes // facts.layout.bytes_per_token, facts.max_positions or kv_bytes))
         device = self._parts.runner.device.type
-        room = memory_available(device) + (resident_bytes() if device == "cpu" else 0)
-        return shortfall(engine.memory_plan(context=longest), kv_bytes=kv_bytes, room=room)
+        available = memory_available(device) + (resident_bytes() if device == "cpu" else 0)
+        return shortfall(engine.estimate_memory(context=longest), kv_bytes=kv_bytes, available=available)
 
     def load(self) -> RunnerLoad:
         """What is running and waiting."""

@@ -16,11 +16,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
-from kvboost.approx.recompute import attention_windows
 from kvboost.config import parse_bytes
 from kvboost.direct_io import up_to_page
 from kvboost.errors import CapacityError, ConfigError, UnsupportedModelError
 from kvboost.hf.cache import KVLayout
+from kvboost.hf.layers import windows_by_layer
 from kvboost.hf.probe import compare_logits, probe_model
 from kvboost.hf.runner import ModelRunner
 from kvboost.offload.kv.attention import band
@@ -53,8 +53,10 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self.layout = layout if layout is not None else probe_paging(model, directory=directory)
         if block_tokens < 1:
             raise ConfigError(f"block_tokens={block_tokens} holds no row; use 1 or more")
-        windows = _windows_by_layer(model, self.layout)
         slots = self.layout.slots
+        windows = windows_by_layer(model)
+        if 2 * len(windows) != len(slots):
+            raise UnsupportedModelError(f"not every layer has keys and values of its own. {_UNPAGED}")
         shapes = [PageShape(k, v, block_tokens) for k, v in zip(slots[::2], slots[1::2], strict=True)]
         frame_bytes = up_to_page(max(shape.nbytes for shape in shapes))
         budget = parse_bytes(kv_bytes, name="kv_bytes")
@@ -209,16 +211,6 @@ def _check_mask(mask: torch.Tensor | None, query: torch.Tensor, window: int | No
     raise UnsupportedModelError(
         f"its attention has a mask or a bias of its own (padding?), which pages do not know. {_UNPAGED}"
     )
-
-
-def _windows_by_layer(model: Any, layout: KVLayout) -> list[int | None]:
-    """How far back each layer looks; None is all the way."""
-    config = model.config.get_text_config(decoder=True)
-    windows = attention_windows(model)
-    kinds = getattr(config, "layer_types", None) or ["all"] * config.num_hidden_layers
-    if 2 * len(kinds) != len(layout.slots):
-        raise UnsupportedModelError(f"not every layer has keys and values of its own. {_UNPAGED}")
-    return [windows[kind] for kind in kinds]
 
 
 def least_budget(layout: KVLayout, block_tokens: int) -> int:

@@ -14,8 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from kvboost.approx.recompute import decoder_layers
 from kvboost.errors import ConfigError, UnsupportedModelError
+from kvboost.hf.layers import decoder_layers
 from kvboost.offload.weights.slabs import REST, Slab, lay_out
 
 

@@ -62,14 +62,14 @@ class FileSource:
 class HostSource:
     """Keeps every slab in host memory, from where an accelerator copies by itself."""
 
-    def __init__(self, folder: SlabFolder, *, pin: bool) -> None:
+    def __init__(self, folder: SlabFolder, device: torch.device) -> None:
         files = FileSource(folder)
         self._slabs: dict[str, torch.Tensor] = {}
         for slab in folder.layers:
             # Pinned memory begins at a page, as the reads need it.
             held = (
                 torch.empty(slab.size, dtype=torch.uint8, pin_memory=True)
-                if pin
+                if device.type != "cpu"
                 else torch.frombuffer(page_aligned(slab.size), dtype=torch.uint8)
             )
             files.read(Extent(slab.name, 0, slab.size), memoryview(held.numpy()))  # type: ignore[arg-type]

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
+from kvboost.capacity import WeightMemory
+from kvboost.hf.weights import attach_streamed_weights, streamed_weights_of
 from kvboost.offload.weights.link import Link
-from kvboost.offload.weights.plan import Unit, WeightPlan
+from kvboost.offload.weights.placement import Unit, WeightPlacement
 from kvboost.offload.weights.slabs import SlabFolder, Weight
 from kvboost.offload.weights.source import Source
-
-_ATTRIBUTE = "_kvboost_streamer"
 
 
 @dataclass(frozen=True)
@@ -60,40 +60,42 @@ class _Place:
 class WeightStreamer:
     """Streams the weights of one model. Made by :func:`kvboost.offload.weights.load_streamed`."""
 
-    def __init__(self, model: Any, *, plan: WeightPlan, link: Link, source: Source, folder: SlabFolder) -> None:
-        self.plan, self.folder = plan, folder
+    def __init__(
+        self, model: Any, *, placement: WeightPlacement, link: Link, source: Source, folder: SlabFolder
+    ) -> None:
+        self.placement, self.folder = placement, folder
         self._link, self._source = link, source
-        self._places = [[_place(model, weight) for weight in unit.weights] for unit in plan.units]
-        self._keys = {(id(p.module), p.key): (unit, p) for unit in plan.streamed for p in self._places[unit.index]}
+        self._places = [[_place(model, weight) for weight in unit.weights] for unit in placement.units]
+        self._keys = {(id(p.module), p.key): (unit, p) for unit in placement.streamed for p in self._places[unit.index]}
         self._views: dict[tuple[int, int], list[torch.nn.Parameter]] = {}
         self._lock = threading.RLock()  # held over each forward pass
         self._current = -1
         self._waited, self._bytes, self._loads, self._misses = 0.0, 0, 0, 0
-        self._next = _upcoming(plan)
+        self._next = _upcoming(placement)
         self._load_residents()
-        self._buffers = [_Buffer(link.allocate(plan.buffer_bytes), None) for _ in plan.streamed[:2]]
+        self._buffers = [_Buffer(link.allocate(placement.buffer_bytes), None) for _ in placement.streamed[:2]]
         for buffer in self._buffers:
             buffer.free_after = link.event()
-        for place in (place for unit in plan.streamed for place in self._places[unit.index]):
+        for place in (place for unit in placement.streamed for place in self._places[unit.index]):
             place.module._parameters[place.key] = place.placeholder
-        self._aim(len(plan.units))
+        self._aim(len(placement.units))
 
     def attach(self, model: Any, layers: Sequence[torch.nn.Module]) -> None:
         """Put the hooks on the model; none where everything stays."""
         weakref.finalize(model, _let_go, self._link, self.folder)
-        if not self.plan.streamed:
+        if not self.placement.streamed:
             return
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
         # Not a pair of hooks: torch leaves the second out when something other than an Exception ends the pass.
         decoder.forward = self._one_at_a_time(decoder.forward)
-        if self.plan.parts_per_layer == 1:
-            for unit in self.plan.units:
+        if self.placement.parts_per_layer == 1:
+            for unit in self.placement.units:
                 layers[unit.layer].register_forward_pre_hook(self._hook(unit))
         else:
-            for unit, places in zip(self.plan.units, self._places, strict=True):
+            for unit, places in zip(self.placement.units, self._places, strict=True):
                 for module in {id(place.module): place.module for place in places}.values():
                     module.register_forward_pre_hook(self._hook(unit))
-        setattr(model, _ATTRIBUTE, self)
+        attach_streamed_weights(model, self)
 
     def need(self, index: int) -> None:
         """Have this unit's weights in place for what is computed next; what the last one held may be overwritten."""
@@ -103,7 +105,7 @@ class WeightStreamer:
             self._leave()
             self._aim(index)
             self._current = index
-            if index in self.plan.resident:
+            if index in self.placement.resident:
                 return
             number = next(n for n, buffer in enumerate(self._buffers) if buffer.unit == index)
             begun = time.perf_counter()
@@ -129,7 +131,7 @@ class WeightStreamer:
                     self._link.finish(buffer.filled)
                 buffer.unit = -1
             begun = time.perf_counter()
-            for number, unit in enumerate(self.plan.streamed * passes):
+            for number, unit in enumerate(self.placement.streamed * passes):
                 buffer = self._buffers[number % len(self._buffers)]
                 if number >= len(self._buffers):
                     self._link.finish(buffer.filled)
@@ -138,8 +140,13 @@ class WeightStreamer:
                 if buffer.filled is not None:
                     self._link.finish(buffer.filled)
             taken = time.perf_counter() - begun
-            self._aim(len(self.plan.units))
-            return passes * self.plan.streamed_bytes / taken
+            self._aim(len(self.placement.units))
+            return passes * self.placement.memory.streamed / taken
+
+    @property
+    def memory(self) -> WeightMemory:
+        """Where the weights are, in bytes."""
+        return self.placement.memory
 
     def holds(self, module: torch.nn.Module, key: str) -> bool:
         """Whether this parameter comes out of a slab, so that the tensor itself says nothing."""
@@ -162,7 +169,7 @@ class WeightStreamer:
                     return forward(*args, **kwargs)
                 finally:
                     self._leave()
-                    self._aim(len(self.plan.units))
+                    self._aim(len(self.placement.units))
 
         return alone
 
@@ -175,7 +182,7 @@ class WeightStreamer:
     def _leave(self) -> None:
         """Nothing computed from here on uses the current unit."""
         left, self._current = self._current, -1
-        if left < 0 or left in self.plan.resident:
+        if left < 0 or left in self.placement.resident:
             return
         for place in self._places[left]:
             place.module._parameters[place.key] = place.placeholder
@@ -200,13 +207,13 @@ class WeightStreamer:
     def _views_of(self, number: int, index: int) -> list[torch.nn.Parameter]:
         made = self._views.get((number, index))
         if made is None:
-            unit = self.plan.units[index]
+            unit = self.placement.units[index]
             made = self._views[number, index] = _parameters(unit, self._buffers[number].memory)
         return made
 
     def _load_residents(self) -> None:
-        for index in sorted(self.plan.resident):
-            unit = self.plan.units[index]
+        for index in sorted(self.placement.resident):
+            unit = self.placement.units[index]
             memory = self._link.allocate(unit.extent.size)
             self._link.wait(self._link.copy(self._source, unit.extent, memory, after=self._link.event()))
             for place, parameter in zip(self._places[index], _parameters(unit, memory), strict=True):
@@ -214,20 +221,9 @@ class WeightStreamer:
 
 
 def streamer_of(model: Any) -> WeightStreamer | None:
-    """What streams this model's weights; None if they are all in memory."""
-    return getattr(model, _ATTRIBUTE, None)
-
-
-def describe_weights(model: Any) -> str:
-    """Where this model's weights are, in words."""
-    streamer = streamer_of(model)
-    if streamer is None:
-        return "in memory"
-    plan = streamer.plan
-    return (
-        f"streamed: {plan.streamed_bytes / 1e6:.1f} MB are read in each step, {plan.resident_bytes / 1e6:.1f} MB stay, "
-        f"two buffers take {2 * plan.buffer_bytes / 1e6:.1f} MB"
-    )
+    """The streamer of this model's weights; None if they are all in memory."""
+    found = streamed_weights_of(model)
+    return found if isinstance(found, WeightStreamer) else None
 
 
 def _let_go(link: Link, folder: SlabFolder) -> None:
@@ -235,11 +231,11 @@ def _let_go(link: Link, folder: SlabFolder) -> None:
     folder.close()
 
 
-def _upcoming(plan: WeightPlan) -> list[list[Unit]]:
+def _upcoming(placement: WeightPlacement) -> list[list[Unit]]:
     """For each unit, and for the end of the pass: the next two that are streamed, itself first, round the end."""
-    streamed = plan.streamed
+    streamed = placement.streamed
     upcoming: list[list[Unit]] = []
-    for index in range(len(plan.units) + 1):
+    for index in range(len(placement.units) + 1):
         later = [unit for unit in streamed if unit.index >= index]
         upcoming.append((later + [unit for unit in streamed if unit.index < index])[:2])
     return upcoming
