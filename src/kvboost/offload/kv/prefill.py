@@ -23,7 +23,7 @@ from kvboost.core.prefill import Prefiller, PrefillState, tokens_by_tier
 from kvboost.core.workspaces import WorkspacePool
 from kvboost.errors import CapacityError, ConfigError, UnsupportedModelError
 from kvboost.hf.cache import KVLayout
-from kvboost.offload.kv import PagedCache, least_budget, probe_paging
+from kvboost.offload.kv import PagedCache, min_budget, probe_paging
 from kvboost.types import Chunk, LoadReport
 
 _BLOCKS = (256, 128, 64, 32, 16)
@@ -43,7 +43,7 @@ class Pages:
             raise ConfigError(f"kv_bytes does not work with this model: {error}") from error
         except OSError as error:
             raise ConfigError(f"no pages can be written ({error}); give kv_dir, a directory with room") from error
-        least = least_budget(self._layout, _BLOCKS[-1])
+        least = min_budget(self._layout, _BLOCKS[-1])
         if budget < least:
             raise ConfigError(f"kv_bytes={budget} is too small for this model; give {least} bytes or more")
         self._model, self._pool, self._directory = model, pool, directory
@@ -78,7 +78,7 @@ class Pages:
 
 def block_tokens_for(layout: KVLayout, budget: int) -> int:
     """The largest block with which at least half of the budget is left for pages that stay."""
-    return next((tokens for tokens in _BLOCKS if 2 * least_budget(layout, tokens) <= budget), _BLOCKS[-1])
+    return next((tokens for tokens in _BLOCKS if 2 * min_budget(layout, tokens) <= budget), _BLOCKS[-1])
 
 
 def _open(

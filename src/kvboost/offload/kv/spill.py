@@ -1,7 +1,7 @@
-"""Where pages lie that the budget has no room for: a file, or the host's memory beside an accelerator.
+"""Where pages lie that exceed the budget: a file, or the host's memory beside an accelerator.
 
-Used by the pager alone: reads come from its thread, writes to other slots from the model's. Invariant: a slot reads
-back the bits that were last written to it, or raises; nothing is left behind, however the process ends.
+Used by the pager alone: reads come from its thread, writes to other slots from the model's. Invariant: a slot is
+written once and reads back those bits, or raises; nothing is left behind, however the process ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvboost.direct_io import DIRECT, PAGE, up_to_page
 
 
 class Spill(Protocol):
-    """Numbered places for pages of equal size."""
+    """Numbered slots for pages of equal size."""
 
     def frame(self, size: int) -> torch.Tensor:
         """New memory [bytes] to compute with, of the kind this place reads into."""
@@ -31,7 +31,7 @@ class Spill(Protocol):
         ...
 
     def read(self, slots: Sequence[int], pages: torch.Tensor) -> None:
-        """Fill ``pages`` [slots, bytes] with what was written to these slots last."""
+        """Fill ``pages`` [slots, bytes] with what was written to these slots."""
         ...
 
     def close(self) -> None:
@@ -121,11 +121,8 @@ class HostSpill:
 
     def write(self, slot: int, frame: torch.Tensor) -> None:
         """Returns when the bytes are there."""
-        page = self._pages.get(slot)
-        if page is None:
-            page = torch.empty(frame.shape, dtype=torch.uint8, pin_memory=self._device.type != "cpu")
-            self._pages[slot] = page
-        page.copy_(frame)
+        page = torch.empty(frame.shape, dtype=torch.uint8, pin_memory=self._device.type != "cpu")
+        self._pages[slot] = page.copy_(frame)
 
     def read(self, slots: Sequence[int], pages: torch.Tensor) -> None:
         """What the default stream computes afterwards sees the bytes."""
