@@ -50,16 +50,16 @@ def shape_of(model: Any, layout: KVLayout) -> ModelShape:
 
 def stored_bytes_per_token(layout: KVLayout) -> dict[int, int]:
     """What a token takes in the store, by bits: measured on a small block, as the codec packs it."""
-    told: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for bits in (16, 8, 4):
         block = [
             torch.zeros(len(slots), spec.heads, _SAMPLE_TOKENS, spec.dim, dtype=spec.dtype, device=spec.device)
             for spec, slots in layout.groups.items()
         ]
-        # Not where a text begins: the first row, which the 4-bit codec keeps as it is, is one in many.
+        # Not where a text begins: the first token, which the 4-bit codec keeps as it is, is one in many.
         packed = codec_for(bits, layout).pack(block, start=_SAMPLE_TOKENS)
-        told[bits] = -(-sum(t.numel() * t.element_size() for t in packed) // _SAMPLE_TOKENS)
-    return told
+        sizes[bits] = -(-sum(t.numel() * t.element_size() for t in packed) // _SAMPLE_TOKENS)
+    return sizes
 
 
 def layout_of_config(config: Any, *, dtype: torch.dtype, device: torch.device) -> KVLayout:

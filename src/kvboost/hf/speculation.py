@@ -3,7 +3,7 @@
 Used by ``run_generate`` when its arguments name an assistant or prompt lookup. Transformers' loop feeds the whole
 prompt in its first forward, whatever a cache holds, and asks stopping criteria once for all tokens of a forward. Here
 it runs over a stand-in for the model that changes both. Invariants: the model itself is not touched; what comes out
-ends at the token where it would end without a draft, and the cache holds the rows of all its tokens but the last.
+ends at the token where it would end without a draft, and the cache holds all its tokens but the last.
 """
 
 from __future__ import annotations
@@ -152,9 +152,8 @@ class _Counted:
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The tokens so far with proposed ones behind them, and the draft's logits if it has any."""
         ids, logits = self._proposals.get_candidates(input_ids, **kwargs)
-        # Prompt lookup proposes beyond the end, where the model may have no positions and the cache no room.
-        most = max(0, self._max_length - 1 - input_ids.shape[1])
-        ids = ids[:, : input_ids.shape[1] + most]
+        # Prompt lookup proposes beyond the end, where the model may have no positions and the cache no capacity.
+        ids = ids[:, : max(input_ids.shape[1], self._max_length - 1)]
         count = ids.shape[1] - input_ids.shape[1]
         self._steps.proposed(count)
         return ids, logits[:, :count] if logits is not None and count else None
@@ -181,5 +180,5 @@ def _cut(raw: Any, length: int, *, prompt: int, cache: Any) -> Any:
         if getattr(raw, name, None) is not None:
             setattr(raw, name, getattr(raw, name)[: length - prompt])
     if not isinstance(cache, SlabCache):
-        raw.past_key_values = None  # sliding windows have let go of rows that cutting would need
+        raw.past_key_values = None  # sliding windows no longer hold the tokens that cutting would need
     return raw

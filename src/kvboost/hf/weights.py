@@ -1,6 +1,6 @@
 """Where a model's weights are: all in memory, or streamed layer by layer by something that says so here.
 
-Asked by the fingerprint, by memory estimates and by ``describe``. Whatever streams weights attaches itself with
+Used by the fingerprint, by memory estimates and by ``describe``. Whatever streams weights attaches itself with
 :func:`attach_streamed_weights`, so this package need not know it.
 """
 

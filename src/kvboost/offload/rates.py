@@ -58,7 +58,7 @@ def _disk_rate(files: Sequence[Path]) -> float:
 
 
 def _spill_rate() -> float:
-    """The same with a file made for it, without a name."""
+    """The same with a file made for it."""
     spill = FileSpill(None)
     try:
         frame = spill.frame(up_to_page(_PIECE))

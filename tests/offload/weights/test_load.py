@@ -238,5 +238,5 @@ def test_what_cannot_be_streamed_is_refused(tmp_path: Path, arguments: dict[str,
 def test_a_folder_without_safetensors_says_what_to_do(tmp_path: Path) -> None:
     _saved(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="save the model anew"):
+    with pytest.raises(ConfigError, match="save the model again"):
         _load(tmp_path, 500_000)

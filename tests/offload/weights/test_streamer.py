@@ -188,20 +188,6 @@ def test_each_pass_reads_each_streamed_unit_once_and_wraps_round(folder: SlabFol
     assert streamer.stats().streamed_bytes == sum(extent.size for extent in [*streamed * 3, *streamed[:2]])
 
 
-def test_the_bare_link_is_measured_and_the_next_pass_is_right(folder: SlabFolder) -> None:
-    budget = _budget(folder, resident=1)
-    link = SimulatedLink(budget=budget, bytes_per_second=folder.layers[0].size / 0.005)
-    streamer = _streamer(folder, link, budget)
-    streamer.need(2)
-    copied = len(link.copies)
-    assert 0.5 < streamer.link_bandwidth(passes=2) / (folder.layers[0].size / 0.005) <= 1.0
-    assert len(link.copies) - copied in range(10, 13)  # two passes over five, and what was on the way
-    for unit in streamer.placement.units:
-        streamer.need(unit.index)
-        _check(streamer, link, unit.index, lambda: 0.0)
-    link.close()
-
-
 def test_a_weight_that_is_not_there_has_no_memory(folder: SlabFolder) -> None:
     budget = _budget(folder, resident=0)
     link = SimulatedLink(budget=budget)

@@ -1,4 +1,4 @@
-"""Weights that do not fit into memory, brought there layer by layer."""
+"""Weight streaming: weights that do not fit into memory are brought there layer by layer."""
 
 from kvboost.offload.weights.link import AcceleratorLink, Budget, HostLink, Link
 from kvboost.offload.weights.load import load_model, load_streamed

@@ -174,7 +174,7 @@ def checkpoint_files(source: str, gguf_file: str | None = None, hub: dict[str, A
     elif (only := find("model.safetensors")) is not None:
         return [Path(only)]
     raise ConfigError(
-        f"{source} has no safetensors files, from which weights are streamed; save the model anew with "
+        f"{source} has no safetensors files, from which weights are streamed; save the model again with "
         "save_pretrained, or leave weight_budget out"
     )
 
@@ -193,17 +193,17 @@ def dtype_asked_for(asked: Any, config: Any, shards: Shards | None) -> torch.dty
             raise ConfigError("dtype is not one torch knows; give 'auto', 'bfloat16' or torch.bfloat16, for example")
     if isinstance(asked, torch.dtype):
         return asked
-    told = getattr(config, "dtype", None) if asked == "auto" else torch.float32
-    if isinstance(told, str):
-        told = getattr(torch, told)
-    if isinstance(told, torch.dtype):
-        return told
+    default = getattr(config, "dtype", None) if asked == "auto" else torch.float32
+    if isinstance(default, str):
+        default = getattr(torch, default)
+    if isinstance(default, torch.dtype):
+        return default
     stored = (tensor.dtype for tensor in shards.tensors.values()) if shards is not None else iter(())
     return next((dtype for dtype in stored if dtype.is_floating_point), torch.float32)
 
 
 def _move_buffers(model: Any, device: torch.device) -> None:
-    """What the model's code made itself goes where the weights are."""
+    """Move what the model's code made itself to where the weights are."""
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "meta":

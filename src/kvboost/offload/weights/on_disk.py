@@ -42,7 +42,7 @@ class ModelOnDisk:
 
 
 def model_on_disk(source: ModelSource) -> ModelOnDisk:
-    """The model, built without its weights. Raises ConfigError for a model whose size cannot be told."""
+    """The model, built without its weights. Raises ConfigError for a model that cannot be estimated."""
     try:
         config = AutoConfig.from_pretrained(source.path)
         if getattr(config, "quantization_config", None) is not None:

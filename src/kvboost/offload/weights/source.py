@@ -17,7 +17,7 @@ from kvboost.offload.weights.slabs import SlabFolder
 
 @dataclass(frozen=True)
 class Extent:
-    """A stretch of one slab, of whole pages."""
+    """A part of one slab, of whole pages."""
 
     slab: str
     begin: int
@@ -25,7 +25,7 @@ class Extent:
 
 
 class Source(Protocol):
-    """Gives out stretches of slabs."""
+    """Gives out parts of slabs."""
 
     def held(self, extent: Extent) -> torch.Tensor | None:
         """The bytes, if they lie in host memory a device can copy from; else None."""
@@ -47,7 +47,7 @@ class FileSource:
         return None
 
     def read(self, extent: Extent, into: memoryview) -> None:
-        """One read of the whole stretch, straight to its place."""
+        """One read of the whole extent, straight to its place."""
         try:
             file = self._folder.file(extent.slab)
             found = file.read(into[: extent.size], extent.begin)

@@ -1,7 +1,7 @@
-"""Brings the weights of decoder layers into memory just before they are computed with.
+"""Weight streaming: brings the weights of decoder layers into memory just before they are computed with.
 
 Sits on a model as hooks and round its decoder's forward. Invariants: a weight is a view into a buffer that holds it, or
-a placeholder without memory, so that a use nobody announced is an error and never a wrong number; a buffer is filled
+a placeholder without memory, so an unannounced use is an error and never a wrong number; a buffer is filled
 anew only behind all that was computed with it; one forward pass runs at a time, as there are two buffers for all.
 """
 
@@ -27,13 +27,13 @@ from kvboost.offload.weights.source import Source
 
 @dataclass(frozen=True)
 class StreamStats:
-    """What streaming did so far."""
+    """What weight streaming did so far."""
 
     streamed_bytes: int
     """Copied into the buffers, or on the way."""
     loads: int
     misses: int
-    """Loads that nobody had begun before they were needed."""
+    """Loads that had not begun before they were needed."""
     waited_seconds: float
     """How long the computing thread waited for weights."""
 
@@ -82,7 +82,7 @@ class WeightStreamer:
 
     def attach(self, model: Any, layers: Sequence[torch.nn.Module]) -> None:
         """Put the hooks on the model; none where everything stays."""
-        weakref.finalize(model, _let_go, self._link, self.folder)
+        weakref.finalize(model, _close, self._link, self.folder)
         if not self.placement.streamed:
             return
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
@@ -112,7 +112,7 @@ class WeightStreamer:
             try:
                 self._link.wait(self._buffers[number].filled)
             except BaseException:
-                self._buffers[number].unit, self._current = -1, -1  # nothing whole is in there
+                self._buffers[number].unit, self._current = -1, -1  # it holds nothing whole
                 raise
             self._waited += time.perf_counter() - begun
             for place, view in zip(self._places[index], self._views_of(number, index), strict=True):
@@ -122,34 +122,13 @@ class WeightStreamer:
         """Counters since the model was loaded."""
         return StreamStats(self._bytes, self._loads, self._misses, self._waited)
 
-    def link_bandwidth(self, *, passes: int = 1) -> float:
-        """Bytes per second of the bare link: what a pass copies, through the same buffers, nothing computed beside."""
-        with self._lock:
-            self._leave()
-            for buffer in self._buffers:
-                if buffer.filled is not None:
-                    self._link.finish(buffer.filled)
-                buffer.unit = -1
-            begun = time.perf_counter()
-            for number, unit in enumerate(self.placement.streamed * passes):
-                buffer = self._buffers[number % len(self._buffers)]
-                if number >= len(self._buffers):
-                    self._link.finish(buffer.filled)
-                buffer.filled = self._link.copy(self._source, unit.extent, buffer.memory, after=buffer.free_after)
-            for buffer in self._buffers:
-                if buffer.filled is not None:
-                    self._link.finish(buffer.filled)
-            taken = time.perf_counter() - begun
-            self._aim(len(self.placement.units))
-            return passes * self.placement.memory.streamed / taken
-
     @property
     def memory(self) -> WeightMemory:
         """Where the weights are, in bytes."""
         return self.placement.memory
 
     def holds(self, module: torch.nn.Module, key: str) -> bool:
-        """Whether this parameter comes out of a slab, so that the tensor itself says nothing."""
+        """Whether this parameter is streamed, so that its tensor says nothing about its content."""
         return (id(module), key) in self._keys
 
     def digest(self, module: torch.nn.Module, key: str, name: str) -> bytes:
@@ -226,7 +205,7 @@ def streamer_of(model: Any) -> WeightStreamer | None:
     return found if isinstance(found, WeightStreamer) else None
 
 
-def _let_go(link: Link, folder: SlabFolder) -> None:
+def _close(link: Link, folder: SlabFolder) -> None:
     link.close()
     folder.close()
 
