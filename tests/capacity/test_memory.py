@@ -18,7 +18,7 @@ def test_workspaces_have_headroom_and_round_numbers() -> None:
     assert request_bytes(1000, kv_per_token=KV) == 1280 * KV
 
 
-def test_a_plan_counted_by_hand() -> None:
+def test_an_estimate_counted_by_hand() -> None:
     estimate = estimate_memory(shape(), WEIGHTS, work(batch=2, stored_tokens=2000, cache_bytes=10**9), runtime=7)
     assert estimate.kv == 2 * 1000 * KV
     assert estimate.kv_reserved == 2 * 1280 * KV

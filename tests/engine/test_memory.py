@@ -82,7 +82,7 @@ def test_fewer_bits_take_what_the_codec_packs(folder: Path, bits: int) -> None:
         made.warm([i % 200 + 3 for i in range(64 * 5 + 1)])
         held = made._store.stats().bytes
         estimate = made.estimate_memory(context=320, stored_tokens=320)
-    assert held == pytest.approx(estimate.cache, rel=0.02)  # the first row is kept as it is
+    assert held == pytest.approx(estimate.cache, rel=0.02)  # the first token is kept as it is
 
 
 def test_a_budget_is_estimated_as_it_is_loaded(folder: Path) -> None:
@@ -144,7 +144,7 @@ import gc, re
 from pathlib import Path
 import torch
 from kvboost import KVBoost
-from kvboost.hf.memory import resident_bytes
+from kvboost.hf.device_memory import resident_bytes
 from tests.helpers.models import tiny_model
 
 model = tiny_model(

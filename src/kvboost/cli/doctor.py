@@ -91,7 +91,7 @@ def machine() -> dict[str, str]:
     """What there is to run models with."""
     import torch
 
-    from kvboost.hf.memory import memory_available
+    from kvboost.hf.device_memory import memory_available
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -22,8 +22,8 @@ from kvboost.config import EngineConfig
 from kvboost.core.chunking import make_chunker
 from kvboost.errors import ConfigError
 from kvboost.hf.cache import KVLayout
+from kvboost.hf.device_memory import memory_available, resident_bytes
 from kvboost.hf.loading import ModelSource, load_tokenizer
-from kvboost.hf.memory import memory_available, resident_bytes
 from kvboost.hf.shape import stored_bytes_per_token
 from kvboost.offload.kv.prefill import STEP_TOKENS, block_tokens_for
 from kvboost.offload.rates import measure_rates

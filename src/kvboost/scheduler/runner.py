@@ -22,7 +22,7 @@ from kvboost.config import parse_bytes
 from kvboost.core.plan import reusable_chunks
 from kvboost.engine.engine import KVBoost
 from kvboost.errors import ClosedError, ConfigError, UnsupportedModelError
-from kvboost.hf.memory import memory_available, resident_bytes
+from kvboost.hf.device_memory import memory_available, resident_bytes
 from kvboost.hf.ragged import RaggedRunner, SharedStart, probe_ragged
 from kvboost.scheduler.admission import checked_job
 from kvboost.scheduler.jobs import Finished, Job, RunnerLoad, Ticket

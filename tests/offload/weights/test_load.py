@@ -43,7 +43,7 @@ def _load(folder: Path, budget: int, **overrides: Any) -> Any:
     return load_streamed(source, budget=budget, weight_dir=weight_dir)
 
 
-def _least(folder: Path) -> int:
+def _min_budget(folder: Path) -> int:
     with pytest.raises(ConfigError) as refused:
         _load(folder, 1)
     return int(float(str(refused.value).rpartition("at least ")[2].removesuffix(" MB")) * 1e6)
@@ -59,7 +59,7 @@ def _logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral", "gemma3_text", "phi3", "gpt2", "cohere"])
 def test_a_streamed_model_is_the_resident_one_to_the_bit(tmp_path: Path, family: str) -> None:
     resident = _saved(tmp_path, family)
-    streamed = _load(tmp_path, _least(tmp_path))
+    streamed = _load(tmp_path, _min_budget(tmp_path))
     streamer = streamer_of(streamed)
     assert streamer is not None
     assert streamer.placement.memory.streamed > 0

@@ -23,7 +23,9 @@ def _rest(pages: int) -> object:
     budget=st.integers(1, 200),
 )
 @settings(max_examples=200, deadline=None)
-def test_a_plan_keeps_within_the_budget_and_leaves_nothing_out(layers: list[list[int]], rest: int, budget: int) -> None:
+def test_a_placement_keeps_within_the_budget_and_leaves_nothing_out(
+    layers: list[list[int]], rest: int, budget: int
+) -> None:
     slabs = [
         lay_out(f"layer-{i}", [(f"{i}.m{j}.weight", torch.float32, (pages, _ROW)) for j, pages in enumerate(of_layer)])
         for i, of_layer in enumerate(layers)

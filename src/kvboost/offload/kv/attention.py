@@ -1,4 +1,4 @@
-"""Attention over parts of a sequence, and the joining of the parts into what one softmax over all would give.
+"""Attention over parts of a sequence, and how the parts are joined into what one softmax over all would give.
 
 Used by the paged cache. Every part gives its output and the logarithm of the sum it was divided by; the parts' shares
 follow from those. Invariant: all of it is computed in float32 at least, whatever the model's dtype.
@@ -17,8 +17,7 @@ def parts_at_once(queries: int) -> int:
 
 
 class JoinedAttention:
-    """Collects the attention of the same queries over the parts of a sequence. The first part must hide nothing
-    from any query completely."""
+    """Joins the attention of the same queries to parts of a sequence. Every query must see some of the first part."""
 
     def __init__(self) -> None:
         self._outputs: list[torch.Tensor] = []
@@ -52,8 +51,8 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of ``query`` [1, heads, queries, dim] to the keys [parts, heads, keys, dim] of each part by itself.
 
-    ``mask`` [queries, keys] says which of them it sees; without one, all.
-    A query that sees none gets zeros, with the weight of minus infinity.
+    ``mask`` [queries, keys] says which of them it sees; without one, all. A query that sees none gets zeros, with the
+    weight of minus infinity.
     """
     query = query.expand(len(keys), -1, -1, -1)
     keys, values = keys.to(query.dtype), values.to(query.dtype)

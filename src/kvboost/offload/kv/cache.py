@@ -218,8 +218,10 @@ def min_budget(layout: KVLayout, block_tokens: int) -> int:
 
 
 def _resident_pages(left: int, windows: list[int | None], block_tokens: int) -> list[int]:
-    """How many whole pages of each layer stay in memory, of ``left`` in all: as evenly as can be, so that each layer
-    has something to compute with while its others are read."""
+    """How many whole pages of each layer stay in memory, of ``left`` in all.
+
+    As evenly as possible, so that each layer has something to compute with while its other pages are read.
+    """
     useful = [left if window is None else -(-window // block_tokens) + 1 for window in windows]
     quotas = [0] * len(windows)
     while left and (open_layers := [i for i, quota in enumerate(quotas) if quota < useful[i]]):

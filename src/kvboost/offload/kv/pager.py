@@ -23,7 +23,7 @@ TRANSIT = 2
 
 @dataclass
 class PagingLedger:
-    """What one pager has taken and moved."""
+    """Memory that one pager holds, and bytes it has moved."""
 
     limit: int
     """The budget in bytes."""
@@ -123,7 +123,7 @@ class Pager:
         self.ledger.used = 0
 
     def _drop_reads(self) -> None:
-        """Give up what is read ahead."""
+        """Drop what is read ahead."""
         while self._coming:
             pages = self._coming.popleft()
             pages.read.exception()  # nobody asked for these bytes yet; whoever does reads them again
@@ -139,7 +139,7 @@ class Pager:
         return pages.buffer[: len(pages.slots) * self._frame_bytes].view(len(pages.slots), self._frame_bytes)
 
     def _read_ahead(self, groups: Sequence[tuple[int, ...]]) -> int:
-        """Begin to read as many of these as there are buffers for; how many."""
+        """Begin to read as many of these as there are buffers for. Returns how many."""
         begun = 0
         for slots in groups:
             if not self._free_buffers:
@@ -156,7 +156,7 @@ class Pager:
         return begun
 
     def _move(self, move: Callable[[], None]) -> None:
-        """Wait for it, and count that."""
+        """Run a read or write, and count how long it took."""
         if self._lost:
             raise KVBoostError("a page of this sequence could not be moved; make a new cache and prefill it again")
         begun = perf_counter()

@@ -23,7 +23,7 @@ class Spill(Protocol):
     """Numbered slots for pages of equal size."""
 
     def frame(self, size: int) -> torch.Tensor:
-        """New memory [bytes] to compute with, of the kind this place reads into."""
+        """New memory [bytes] to compute with, of the kind :meth:`read` fills."""
         ...
 
     def write(self, slot: int, frame: torch.Tensor) -> None:
@@ -35,7 +35,7 @@ class Spill(Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         ...
 
 
@@ -82,7 +82,7 @@ class FileSpill:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self.direct:
                     raise
-                self._set_direct(False)  # some file systems say so only here
+                self._set_direct(False)  # some file systems refuse only here
                 continue
             if not count:
                 raise OSError(errno.EIO, f"the spilled KV ends after {done} of {len(buffer)} bytes at {offset}")
@@ -105,7 +105,7 @@ class FileSpill:
 
 
 class HostSpill:
-    """Pinned host memory beside an accelerator. The tests run it with the CPU as the device; no accelerator has.
+    """Pinned host memory beside an accelerator. It has run with the CPU as the device only.
 
     Copies go through the device's default stream, which orders them with the computing; a stream of their own
     would overlap more.

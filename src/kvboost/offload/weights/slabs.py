@@ -32,7 +32,7 @@ _PIECE = 8 * 2**20  # bytes read, hashed or written at once
 REST = "rest"
 
 Pieces = Callable[[str], Iterable[memoryview]]
-"""The bytes of a weight, by its name, as they shall lie in the slab."""
+"""The bytes of a weight, by its name, as they lie in the slab."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class SlabFolder:
 def make_slabs(directory: Path, slabs: Sequence[Slab], *, pieces: Pieces, key: str) -> SlabFolder:
     """The slabs as files in ``directory``: those that are there and whole, and the others made from ``pieces``.
 
-    ``key`` stands for the checkpoint: slabs of another one in the same folder are made anew. Every byte is read and
+    ``key`` stands for the checkpoint: slabs of another one in the same folder are made again. Every byte is read and
     compared with its digest; a damaged slab is made again.
     """
     try:
@@ -181,7 +181,7 @@ def _folder(directory: Path, slabs: Sequence[Slab], done: dict[str, dict[str, st
 
 
 def _write(directory: Path, slab: Slab, pieces: Pieces) -> dict[str, str]:
-    """Write one slab. The digests of its weights."""
+    """Write one slab. Returns the digests of its weights."""
     target = directory / _file_name(slab.name)
     unfinished = target.with_suffix(".part")
     digests: dict[str, str] = {}
@@ -253,7 +253,7 @@ def _read_header(directory: Path, slabs: Sequence[Slab], key: str) -> dict[str, 
                 found[slab.name] = digests
         return found
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return {}  # none yet, or not ours: made anew
+        return {}  # none yet, or not ours: all are made
 
 
 def _check_free_space(directory: Path, missing: Sequence[Slab]) -> None:

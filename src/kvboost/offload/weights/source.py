@@ -32,12 +32,12 @@ class Source(Protocol):
         ...
 
     def read(self, extent: Extent, into: memoryview) -> None:
-        """Write the bytes to ``into``, which begins at a page. Raises CapacityError if they cannot be had."""
+        """Write the bytes to ``into``, which begins at a page. Raises CapacityError if they cannot be read."""
         ...
 
 
 class FileSource:
-    """Reads the files anew every time, past the page cache: when even the RAM is too small."""
+    """Reads the files every time, past the page cache: when even the host's memory is too small."""
 
     def __init__(self, folder: SlabFolder) -> None:
         self._folder = folder

@@ -42,7 +42,7 @@ class StreamStats:
 class _Buffer:
     memory: torch.Tensor  # [bytes]
     free_after: Any
-    """The event behind which it may be filled again."""
+    """The event after which it may be filled again."""
     unit: int = -1
     filled: Any = None
 
@@ -86,7 +86,7 @@ class WeightStreamer:
         if not self.placement.streamed:
             return
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-        # Not a pair of hooks: torch leaves the second out when something other than an Exception ends the pass.
+        # Not a pair of hooks: torch skips the second when something other than an Exception ends the pass.
         decoder.forward = self._one_at_a_time(decoder.forward)
         if self.placement.parts_per_layer == 1:
             for unit in self.placement.units:
@@ -139,7 +139,7 @@ class WeightStreamer:
         return bytes.fromhex(self.folder.digest(unit.extent.slab, place.weight, name=name))
 
     def _one_at_a_time(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward pass that no other one runs beside, however it ends."""
+        """A forward pass during which no other one runs, however it ends."""
 
         @wraps(forward)
         def alone(*args: Any, **kwargs: Any) -> Any:
@@ -179,7 +179,7 @@ class WeightStreamer:
             self._misses += unit.index == index
             self._loads += 1
             self._bytes += unit.extent.size
-            buffer.unit = -1  # an interrupt in here must not leave it named after what it does not hold
+            buffer.unit = -1  # an interrupt here must not leave it marked as holding this unit
             buffer.filled = self._link.copy(self._source, unit.extent, buffer.memory, after=buffer.free_after)
             buffer.unit = unit.index
 
@@ -211,7 +211,7 @@ def _close(link: Link, folder: SlabFolder) -> None:
 
 
 def _upcoming(placement: WeightPlacement) -> list[list[Unit]]:
-    """For each unit, and for the end of the pass: the next two that are streamed, itself first, round the end."""
+    """For each unit, and for the end of the pass: the next two that are streamed, itself included, wrapping round."""
     streamed = placement.streamed
     upcoming: list[list[Unit]] = []
     for index in range(len(placement.units) + 1):
