@@ -29,10 +29,11 @@ import torch
 
 from kvboost import EngineConfig, KVBoost
 from kvboost.bench.report import describe_machine
-from kvboost.capacity import MemoryPlan, plan_memory
+from kvboost.capacity import MemoryEstimate, estimate_memory
 from kvboost.engine.memory import workload
-from kvboost.hf.shape import model_on_disk
+from kvboost.hf.loading import ModelSource
 from kvboost.offload.rates import measure_rates
+from kvboost.offload.weights import model_on_disk
 from kvboost.scheduler.jobs import Finished, Job
 from kvboost.scheduler.runner import BatchRunner
 
@@ -165,13 +166,13 @@ def settings_of(case: Case, budget: int | None = None) -> dict[str, Any]:
     return {"kv_cache_bits": case.bits, "quality": "exact", **paged}
 
 
-def predict(folder: Path, case: Case) -> tuple[MemoryPlan, int | None]:
+def predict(folder: Path, case: Case) -> tuple[MemoryEstimate, int | None]:
     """The plan, and the budget that the case's share comes to."""
-    model = model_on_disk(str(folder), dtype=case.dtype)
+    model = model_on_disk(ModelSource(str(folder), dtype=case.dtype, device="cpu"))
     weights, budget = model.weights, None
     if case.weight_share:
         budget = model.weights.resident // case.weight_share
-        weights = model.streamed_or_raise(budget)
+        weights = model.streamed(budget)
     if case.kv_share:
         budget = case.context * model.shape.kv_per_token // case.kv_share
     work = workload(
@@ -181,7 +182,7 @@ def predict(folder: Path, case: Case) -> tuple[MemoryPlan, int | None]:
         layout=model.layout,
         stored_tokens=case.batch * case.context,
     )
-    return plan_memory(model.shape, weights, work), budget
+    return estimate_memory(model.shape, weights, work), budget
 
 
 def measure(folder: Path, budget: int | None, case: Case) -> dict[str, int]:
@@ -210,7 +211,7 @@ def run(folder: Path, budget: int | None, case: Case) -> dict[str, int]:
         answer(engine, vocab=90, tokens=40, batch=2)  # everything imported and started
         engine.generate([3, 4, 5], max_new_tokens=2)
     del engine
-    measure_rates(dtype=dtype, rows=_STEP, seconds=0.01)  # as before the plan's own base: the matrix library's buffers
+    measure_rates(dtype=dtype, device=torch.device("cpu"), tokens=_STEP)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here

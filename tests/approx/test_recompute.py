@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from kvboost.approx.recompute import RecomputeRunner, decoder_layers
+from kvboost.approx.recompute import RecomputeRunner
 from kvboost.hf.cache import SlabCache
+from kvboost.hf.layers import decoder_layers
 from kvboost.hf.runner import ModelRunner
 from tests.helpers.models import FAMILIES, tiny_model
 

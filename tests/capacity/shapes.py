@@ -28,4 +28,4 @@ def shape(**changes: Any) -> ModelShape:
 
 
 def work(**changes: Any) -> Workload:
-    return Workload(**({"context": 1000, "step_rows": 128, "stored_per_token": KV} | changes))
+    return Workload(**({"context": 1000, "step_tokens": 128, "stored_per_token": KV} | changes))

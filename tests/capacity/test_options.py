@@ -5,26 +5,27 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvboost.capacity import Option, Rates, WeightMemory, plan_options
+from kvboost.capacity import Machine, Option, Rates, WeightMemory, list_options
+from kvboost.errors import ConfigError
 from tests.capacity.shapes import KV, WEIGHTS, shape, work
 
 STORED = {16: KV, 8: KV // 4, 4: KV // 8}
 
 
-def streamed(budget: int) -> WeightMemory | None:
-    return WeightMemory(budget - 1000, 1000, 1_000_000 - budget) if budget >= 100_000 else None
+def streamed(budget: int) -> WeightMemory:
+    if budget < 100_000:
+        raise ConfigError("too small")
+    return WeightMemory(budget - 1000, 1000, 1_000_000 - budget)
 
 
-def options(room: int, **changes: Any) -> list[Option]:
-    return plan_options(
+def options(available: int, **changes: Any) -> list[Option]:
+    return list_options(
         shape(),
         WEIGHTS,
         work(context=10_000, cache_bytes=10**6, block_tokens=16, **changes),
-        room=room,
-        runtime=1000,
+        machine=Machine(available, 1000, Rates(memory=1e9, multiply=1e9, disk=1e6)),
         stored=STORED,
         stream=streamed,
-        rates=Rates(memory=1e9, multiply=1e9, disk=1e6),
     )
 
 
@@ -43,7 +44,7 @@ def test_all_ways_are_told_with_their_settings() -> None:
     assert found["KV stored in 8 bits"].change == "kv_cache_bits=8, cache_bytes=250000"
     assert found["weights streamed"].change == "weight_budget=500000"
     assert found["both"].change == f"weight_budget=500000, kv_bytes={10_000 * KV // 2}"
-    assert found["both"].plan.peak < min(found["weights streamed"].plan.peak, found["KV paged"].plan.peak)
+    assert found["both"].estimate.peak < min(found["weights streamed"].estimate.peak, found["KV paged"].estimate.peak)
 
 
 def test_requests_side_by_side_are_not_told_to_page() -> None:
@@ -54,7 +55,7 @@ def test_requests_side_by_side_are_not_told_to_page() -> None:
 
 
 def test_what_does_not_fit_is_given_the_budget_with_which_it_does() -> None:
-    asked = options(10**9)[0].plan.peak
+    asked = options(10**9)[0].estimate.peak
     found = {option.name: option for option in options(asked - 300_000)}
     assert not found["as asked"].fits
     assert found["a smaller cache"].fits
@@ -66,13 +67,11 @@ def test_what_does_not_fit_is_given_the_budget_with_which_it_does() -> None:
 def test_slower_links_are_said() -> None:
     found = {option.name: option.speed for option in options(10**9)}
     plain, slow = found["as asked"], found["weights streamed"]
-    assert plain is not None
-    assert slow is not None
     assert slow.decode < plain.decode
     assert slow.limited_by == "disk"
 
 
-@given(room=st.integers(0, 2 * 10**7))
-def test_what_is_said_to_fit_does(room: int) -> None:
-    for option in options(room):
-        assert option.fits == (option.plan.peak <= room)
+@given(available=st.integers(0, 2 * 10**7))
+def test_what_is_said_to_fit_does(available: int) -> None:
+    for option in options(available):
+        assert option.fits == (option.estimate.peak <= available)

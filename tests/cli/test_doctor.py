@@ -8,7 +8,7 @@ import pytest
 
 from kvboost.cli import doctor as cli
 from kvboost.cli import main
-from kvboost.engine import memory as planning
+from kvboost.engine import forecast as engine_memory
 from tests.helpers.awq import save_awq
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
@@ -16,8 +16,7 @@ from tests.helpers.tokenizer import byte_tokenizer
 
 @pytest.fixture(autouse=True)
 def _quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = planning.measure_rates
-    monkeypatch.setattr(planning, "measure_rates", lambda **given: real(**given, seconds=0.001))
+    monkeypatch.setattr("kvboost.offload.rates._SECONDS", 0.001)
 
 
 def test_without_a_model_the_machine_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,7 +32,7 @@ def test_missing_extras_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> 
     assert cli.machine()["[serve]"] == "installed"
 
 
-def test_a_model_is_tried_and_planned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_is_tried_and_estimated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(folder), "--context", "1000", "--batch", "4"]) == 0
     said = capsys.readouterr()
     assert "exact reuse         on" in said.out
@@ -47,7 +46,7 @@ def test_a_model_is_tried_and_planned(folder: Path, capsys: pytest.CaptureFixtur
     assert f"loading {folder}" in said.err
 
 
-def test_without_loading_only_the_plan_is_made(
+def test_without_loading_only_the_estimate_is_made(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: Any, **__: Any) -> None:
@@ -65,7 +64,7 @@ def test_without_loading_only_the_plan_is_made(
 def test_a_model_that_does_not_fit_is_not_loaded(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "memory_available", lambda device="cpu": -(10**12))
+    monkeypatch.setattr(engine_memory, "memory_available", lambda device="cpu": -(10**12))
     assert main(["doctor", str(folder)]) == 0
     said = capsys.readouterr().out
     assert "self-test           not run: the model does not fit into memory" in said
@@ -75,7 +74,7 @@ def test_a_model_that_does_not_fit_is_not_loaded(
 def test_the_fastest_way_that_fits_is_advised(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "memory_available", lambda device="cpu": 1_900_000_000)
+    monkeypatch.setattr(engine_memory, "memory_available", lambda device="cpu": 1_900_000_000)
     assert main(["doctor", str(folder), "--no-load", "--cache-bytes", "2GB"]) == 0
     said = capsys.readouterr().out
     assert "what to change      KV stored in 8 bits: --kv-cache-bits 8 --cache-bytes " in said
@@ -105,7 +104,7 @@ def test_another_answer_from_the_cache_fails_the_test() -> None:
     assert cli.self_test(Broken()).startswith("FAILED")  # type: ignore[arg-type]
 
 
-def test_a_model_without_a_plan_is_still_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_an_estimate_is_still_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import MambaConfig, MambaForCausalLM
 
     config = MambaConfig(vocab_size=260, hidden_size=16, num_hidden_layers=2, state_size=4)
@@ -114,7 +113,7 @@ def test_a_model_without_a_plan_is_still_told(tmp_path: Path, capsys: pytest.Cap
     assert main(["doctor", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "exact reuse         off" in said
-    assert "memory plan         none: mamba has no heads" in said
+    assert "memory estimate     none: mamba does not say how many heads" in said
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,7 @@ def test_a_mistake_is_one_line(
     assert message in last
 
 
-def test_quantised_weights_are_not_planned_as_whole_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantised_weights_are_not_estimated_as_whole_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_awq(tiny_model("llama", hidden_size=64, intermediate_size=128), tmp_path, group=32)
     assert main(["doctor", str(tmp_path), "--no-load"]) != 0
-    assert "its weights are quantised, which is not planned so far" in capsys.readouterr().err
+    assert "its weights are quantised, which is not built so far" in capsys.readouterr().err

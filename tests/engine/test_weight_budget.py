@@ -35,7 +35,7 @@ def both(folder: Path) -> Iterator[tuple[KVBoost, KVBoost]]:
     with resident, KVBoost.from_pretrained(str(folder), weight_budget="500kB", **_SETTINGS) as streamed:
         streamer = streamer_of(streamed.model)
         assert streamer is not None
-        assert streamer.plan.peak_bytes <= 500_000
+        assert streamer.memory.in_memory <= 500_000
         yield resident, streamed
 
 

@@ -44,7 +44,7 @@ def test_each_sequence_gets_what_it_would_get_alone(family: str, tiny: Callable[
 def test_a_shared_beginning_is_attended_to_once(
     family: str, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvboost.hf.ragged._FEWEST_SAVED", 1)
+    monkeypatch.setattr("kvboost.hf.ragged._MIN_SAVED", 1)
     runner = ModelRunner(tiny(family))
     ragged = RaggedRunner(runner)
     start = _TEXT[:80]
@@ -77,5 +77,5 @@ def test_a_failed_step_leaves_the_caches_as_long_as_they_were(
     assert [cache.get_seq_length() for cache in caches] == [9, 5]
     full = SlabCache(caches[0].layout, capacity=4)
     full.set_length(full.capacity)
-    with pytest.raises(ValueError, match="room for one more row"):
+    with pytest.raises(ValueError, match="capacity for one more token"):
         ragged.decode([1], [full])

@@ -20,6 +20,7 @@ import torch
 from kvboost.approx.attention import AttentionTap, BlockedAttention, SeenEnough
 from kvboost.errors import UnsupportedModelError
 from kvboost.hf.cache import KVChanges, KVLayout, SlabCache, Spreading
+from kvboost.hf.layers import attention_windows, decoder_layers
 from kvboost.hf.probe import compare_logits
 from kvboost.hf.runner import ModelRunner
 
@@ -271,32 +272,3 @@ def _slice(name: str, value: Any, running: _Pass) -> Any:
         )
         running.sliced[id(value)] = (value, part)  # kept alive, so that its id is nobody else's
     return part
-
-
-def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """The layers a token passes one after another."""
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    # Of the part that reads text: a vision tower may have as many layers.
-    inside = model.get_decoder() if hasattr(model, "get_decoder") else model
-    found = [module for module in inside.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
-    if not found:
-        raise UnsupportedModelError(
-            f"{model.config.model_type} has no list of {count} decoder layers, so single rows cannot be recomputed"
-        )
-    return list(found[0])
-
-
-def attention_windows(model: Any) -> dict[str, int | None]:
-    """Kinds of attention layers and how far back each looks; None is all the way."""
-    config = model.config.get_text_config(decoder=True)
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if not kinds:
-        return {"all": window}
-    known = {"full_attention": None, "sliding_attention": window}
-    strange = sorted(set(kinds) - set(known))
-    if strange:
-        raise UnsupportedModelError(
-            f"recomputing single rows is not built for layers of kind {', '.join(strange)}; exact reuse goes on"
-        )
-    return {kind: known[kind] for kind in kinds}

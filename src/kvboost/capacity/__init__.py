@@ -1,36 +1,39 @@
-"""What a model, a context and a batch take of memory, and how fast they would run: plain numbers, nothing is loaded."""
+"""How much memory a model, a context and a batch take, and how fast they would run: arithmetic, nothing is loaded."""
 
 from kvboost.capacity.memory import (
     MAX_IDLE,
     Activations,
-    MemoryPlan,
+    MemoryEstimate,
     ModelShape,
     WeightMemory,
     Workload,
+    estimate_memory,
     paged_memory,
-    plan_memory,
     request_bytes,
-    rounded_rows,
-    workspace_rows,
+    rounded_capacity,
+    shortfall,
+    workspace_capacity,
 )
-from kvboost.capacity.options import Option, plan_options
+from kvboost.capacity.options import Machine, Option, list_options
 from kvboost.capacity.speed import Rates, Speed, expected_speed
 
 __all__ = [
     "MAX_IDLE",
     "Activations",
-    "MemoryPlan",
+    "Machine",
+    "MemoryEstimate",
     "ModelShape",
     "Option",
     "Rates",
     "Speed",
     "WeightMemory",
     "Workload",
+    "estimate_memory",
     "expected_speed",
+    "list_options",
     "paged_memory",
-    "plan_memory",
-    "plan_options",
     "request_bytes",
-    "rounded_rows",
-    "workspace_rows",
+    "rounded_capacity",
+    "shortfall",
+    "workspace_capacity",
 ]

@@ -1,8 +1,8 @@
-"""Predicts the peak memory of a model that reads and answers, from its shape alone.
+"""Estimates the peak memory of a model that runs requests, from its shape alone.
 
-Asked by the engine (``memory_plan``), by ``kvboost doctor`` and by the server's admission. Every term is something that
-is really allocated, said beside it; no factor is fitted to measurements. Invariant: more context, more requests side by
-side or more bits never make a plan smaller.
+Used by the engine (``estimate_memory``), by ``kvboost doctor`` and by the server's admission. Every term is something
+that is allocated, named beside it; no factor is fitted to measurements. Invariant: more context, more requests side by
+side or more bits never make an estimate smaller.
 """
 
 from __future__ import annotations
@@ -11,34 +11,32 @@ from dataclasses import dataclass
 
 from kvboost.errors import ConfigError
 
-_ROUND_TO = 256  # rows; equal capacities for similar prompts let the workspaces serve them with the same memory
-_MAX_HEADROOM = 2048  # rows; a growing chat then keeps its workspace for several turns
+_ROUND_TO = 256  # tokens; equal capacities for similar prompts let the workspaces serve them with the same memory
+_MAX_HEADROOM = 2048  # tokens; a growing chat then keeps its workspace for several turns
 MAX_IDLE = 4
 """Workspaces that are kept for requests to come."""
 _PAGE = 4096
 _TRANSIT = 2  # pages on their way, one being read while another is computed with
 _FLOAT = 4
-_PROBE_ROWS = 12  # read when an engine is made, with the logits of all of them
-_MASK_COPIES = 3  # bytes for each row and key: a mask, and two parts of it while it is being put together
+_PROBE_TOKENS = 12  # computed when an engine is made, with the logits of all of them
+_MASK_COPIES = 3  # bytes for each query and key: a mask, and two parts of it while it is being put together
 
 
 @dataclass(frozen=True)
 class WeightMemory:
-    """Where the weights are."""
+    """Where the weights are, in bytes."""
 
     resident: int
-    """Bytes that stay in memory."""
+    """Weights that stay in memory."""
     buffers: int = 0
-    """Through which the others pass."""
+    """Buffers through which the others are streamed."""
     streamed: int = 0
-    """Bytes read from the disk in every pass over the model."""
-    largest: int = 0
-    """Bytes of the largest matrix."""
+    """Weights read from disk in every forward pass."""
     converted_from: int = 0
-    """Bytes of the checkpoint's files, if its dtype is another one: while loading they are mapped beside the copies."""
+    """The checkpoint's files, if its dtype is another one: while loading they are mapped beside the copies."""
 
     @property
-    def memory(self) -> int:
+    def in_memory(self) -> int:
         """Bytes in memory while the model runs."""
         return self.resident + self.buffers
 
@@ -57,7 +55,7 @@ class ModelShape:
     element: int
     """Bytes of one number of the model's dtype."""
     parameters: int
-    """Numbers in the layers' matrices that one token is multiplied with: what reading it costs."""
+    """Numbers in the layers' matrices that one token is multiplied with: what computing it costs."""
     kv_per_token: int
     """Bytes of KV one token takes over all layers."""
     windows: tuple[int | None, ...]
@@ -65,8 +63,8 @@ class ModelShape:
     masks: bool = True
     """Whether its attention is torch's kernel with a mask, for which shared keys are repeated (sdpa)."""
     max_positions: int | None = None
-    lazy: bool = True
-    """Whether memory counts from when it is first written to, as on CPUs."""
+    on_host: bool = True
+    """Whether it runs on the CPU, where memory counts from when it is first written to."""
 
     def __post_init__(self) -> None:
         if len(self.windows) != self.layers:
@@ -80,8 +78,8 @@ class Workload:
     context: int
     """Tokens of each request, prompt and answer."""
     batch: int = 1
-    step_rows: int = 256
-    """Rows of a prompt that are read at once, at most."""
+    step_tokens: int = 256
+    """Tokens of a prompt that one step of prefill computes, at most."""
     stored_per_token: int = 0
     """Bytes of a token in the store: KV as the model has it, or in 8 or 4 bits."""
     packed: bool = False
@@ -97,7 +95,7 @@ class Workload:
     block_tokens: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("context", "batch", "step_rows", "block_tokens"):
+        for name in ("context", "batch", "step_tokens", "block_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
 
@@ -122,8 +120,8 @@ class Activations:
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes by what they are for. ``device`` is where the model runs; on CPUs that is the host's own memory."""
+class MemoryEstimate:
+    """Bytes by what they are for. The device is where the model runs; on CPUs that is the host's own memory."""
 
     context: int
     batch: int
@@ -149,17 +147,17 @@ class MemoryPlan:
     @property
     def device_bytes(self) -> int:
         """The peak where the model runs, without the host's share."""
-        running = self.weights.memory + self.kv + self.activations.peak + self.cache + self.workspaces
+        running = self.weights.in_memory + self.kv + self.activations.peak + self.cache + self.workspaces
         return max(running, self.loading if self.on_host else 0)
 
     @property
     def loading(self) -> int:
         """The peak while the weights are loaded and the model is tried out."""
-        return self.weights.memory + max(self.weights.converted_from, self.activations.probing)
+        return self.weights.in_memory + max(self.weights.converted_from, self.activations.probing)
 
     @property
     def host_bytes(self) -> int:
-        """The host's memory beside an accelerator; with everything else where the host is the device."""
+        """The host's memory: beside an accelerator, or with everything else where the host is the device."""
         beside = self.runtime + self.host_cache
         return beside + (self.device_bytes if self.on_host else self.kv_spilled)
 
@@ -170,13 +168,13 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """The most memory at any moment: the process's where it runs on the host, else the accelerator's."""
+        """The largest memory use at any moment: the process's where it runs on the host, else the accelerator's."""
         return self.host_bytes if self.on_host else self.device_bytes
 
     def lines(self) -> dict[str, int]:
         """What takes memory, by name."""
-        told = {
-            "weights": self.weights.memory,
+        found = {
+            "weights": self.weights.in_memory,
             "KV of running requests": self.kv,
             "activations": self.activations.peak,
             "chunks in memory": self.cache,
@@ -184,32 +182,32 @@ class MemoryPlan:
             "Python, torch, Transformers": self.runtime,
         }
         if self.host_cache:
-            told["chunks in host memory"] = self.host_cache
-        return told
+            found["chunks in host memory"] = self.host_cache
+        return found
 
 
-def workspace_rows(rows: int) -> int:
-    """Rows of the cache that a request with ``rows`` gets: some more than it asks for, in round numbers."""
-    return rounded_rows(rows + min(rows // 4, _MAX_HEADROOM))
+def workspace_capacity(tokens: int) -> int:
+    """Tokens that the cache of a request with ``tokens`` has capacity for: some headroom, in round numbers."""
+    return rounded_capacity(tokens + min(tokens // 4, _MAX_HEADROOM))
 
 
-def rounded_rows(rows: int) -> int:
-    """The rows that a cache with room for so many really has."""
-    return -(-max(rows, 1) // _ROUND_TO) * _ROUND_TO
+def rounded_capacity(tokens: int) -> int:
+    """The capacity, in tokens, of a cache that was asked for this much."""
+    return -(-max(tokens, 1) // _ROUND_TO) * _ROUND_TO
 
 
-def request_bytes(rows: int, *, kv_per_token: int) -> int:
-    """What a request with ``rows``, prompt and answer, may come to hold: what the server's admission counts."""
-    return workspace_rows(rows) * kv_per_token
+def request_bytes(tokens: int, *, kv_per_token: int) -> int:
+    """What a request with ``tokens``, prompt and answer, may come to hold: what the server's admission counts."""
+    return workspace_capacity(tokens) * kv_per_token
 
 
 def paged_memory(shape: ModelShape, *, tokens: int, budget: int, block_tokens: int) -> tuple[int, int]:
-    """Bytes of a paged sequence in memory and spilled. Raises ConfigError for a budget that no page table fits in."""
+    """Bytes of a paged sequence in memory and spilled. Raises ConfigError if ``budget`` has no page for every layer."""
     frame = -(-block_tokens * shape.kv_per_token // shape.layers // _PAGE) * _PAGE
-    least = frame * (shape.layers + _TRANSIT)
-    if budget < least:
+    minimum = frame * (shape.layers + _TRANSIT)
+    if budget < minimum:
         raise ConfigError(
-            f"kv_bytes={budget} is too small for blocks of {block_tokens} tokens; give at least {least} bytes"
+            f"kv_bytes={budget} is too small for blocks of {block_tokens} tokens; give at least {minimum} bytes"
         )
     pages = -(-tokens // block_tokens) * shape.layers
     frames = budget // frame
@@ -217,55 +215,55 @@ def paged_memory(shape: ModelShape, *, tokens: int, budget: int, block_tokens: i
 
 
 def is_paged(shape: ModelShape, work: Workload) -> bool:
-    """Whether a request's cache is more than its budget, and so lies in pages."""
+    """Whether a request's cache is larger than ``kv_bytes``, and so lies in pages."""
     return work.kv_bytes is not None and request_bytes(work.context, kv_per_token=shape.kv_per_token) > work.kv_bytes
 
 
 def activations(shape: ModelShape, work: Workload) -> Activations:
-    """The largest tensors of one step of reading, and of the decoding that follows."""
-    rows, seen = min(work.step_rows, work.context), work.context
-    states = rows * shape.hidden * shape.element
-    queries, kv = rows * shape.heads * shape.head_dim, 2 * rows * shape.kv_heads * shape.head_dim
-    # The residual and its norm (which is computed in float32); queries, keys and values as projected, turned and
+    """The largest tensors of one step of prefill, and of the decoding that follows."""
+    tokens, seen = min(work.step_tokens, work.context), work.context
+    states = tokens * shape.hidden * shape.element
+    queries, kv = tokens * shape.heads * shape.head_dim, 2 * tokens * shape.kv_heads * shape.head_dim
+    # The residual and its norm (which is computed in float32); queries, keys and values as projected, rotated and
     # attended; the output as the kernel leaves it and as the next matrix wants it.
-    held = 2 * states + rows * shape.hidden * _FLOAT
+    held = 2 * states + tokens * shape.hidden * _FLOAT
     attention = held + (4 * queries + 2 * kv) * shape.element
     if not is_paged(shape, work):
         # The mask as it is made, and as numbers for the kernel; one for full and one for sliding attention.
         kinds = len(set(shape.windows))
-        masks = rows * seen * (_MASK_COPIES * kinds + shape.element)
+        masks = tokens * seen * (_MASK_COPIES * kinds + shape.element)
         repeated = 2 * shape.heads * seen * shape.head_dim * shape.element if shape.heads != shape.kv_heads else 0
         attention += masks + (repeated if shape.masks else 0)
         if not shape.masks:  # the scores themselves, before and after the softmax, which is in float32
-            attention += shape.heads * rows * seen * (shape.element + _FLOAT)
+            attention += shape.heads * tokens * seen * (shape.element + _FLOAT)
     else:
         # In float32: queries, what each of two parts gives, new keys and values repeated; a page of keys and values.
         page = work.block_tokens * 2 * shape.kv_heads * shape.head_dim
         attention += (6 * queries + 2 * queries + page) * _FLOAT
-    mlp = held + 3 * rows * shape.intermediate * shape.element
+    mlp = held + 3 * tokens * shape.intermediate * shape.element
     logits = work.batch * shape.vocab * (shape.element + 2 * _FLOAT)  # as computed, in float32, and as sampled from
     packing = 0
     if work.packed:
-        packing = 2 * rows * (shape.kv_per_token // shape.element) * _FLOAT
-    probing = _PROBE_ROWS * shape.vocab * (shape.element + _FLOAT)
+        packing = 2 * tokens * (shape.kv_per_token // shape.element) * _FLOAT
+    probing = _PROBE_TOKENS * shape.vocab * (shape.element + _FLOAT)
     return Activations(attention, mlp, logits, packing, probing)
 
 
-def plan_memory(shape: ModelShape, weights: WeightMemory, work: Workload, *, runtime: int = 0) -> MemoryPlan:
-    """What ``work`` takes of memory with this model."""
+def estimate_memory(shape: ModelShape, weights: WeightMemory, work: Workload, *, runtime: int = 0) -> MemoryEstimate:
+    """The memory that ``work`` takes with this model."""
     reserved = request_bytes(work.context, kv_per_token=shape.kv_per_token)
     spilled = 0
     if work.kv_bytes is not None and is_paged(shape, work):
         kv, spilled = paged_memory(shape, tokens=work.context, budget=work.kv_bytes, block_tokens=work.block_tokens)
         reserved = kv
     else:
-        kv = work.context * shape.kv_per_token if shape.lazy else reserved
+        kv = work.context * shape.kv_per_token if shape.on_host else reserved
     if work.stored_tokens is None:
         cache, workspaces = work.cache_bytes, min(work.workspace_bytes, MAX_IDLE * kv)
     else:
-        # A chunk is in one place: what the memory has no room for goes down, and is not in memory any more.
+        # A chunk is in one place: what exceeds the capacity goes to a lower tier, and is not in memory any more.
         cache, workspaces = min(work.cache_bytes, work.stored_tokens * work.stored_per_token), 0
-    return MemoryPlan(
+    return MemoryEstimate(
         context=work.context,
         batch=work.batch,
         weights=weights,
@@ -276,7 +274,19 @@ def plan_memory(shape: ModelShape, weights: WeightMemory, work: Workload, *, run
         cache=cache,
         workspaces=workspaces,
         runtime=runtime,
-        host_cache=0 if shape.lazy else work.host_cache_bytes,
+        host_cache=0 if shape.on_host else work.host_cache_bytes,
         disk_cache=work.disk_cache_bytes,
-        on_host=shape.lazy,
+        on_host=shape.on_host,
+    )
+
+
+def shortfall(estimate: MemoryEstimate, *, kv_bytes: int, available: int) -> str | None:
+    """Says so if running requests that hold ``kv_bytes`` together, with all caches full, exceed what is available."""
+    peak = estimate.peak - estimate.kv + kv_bytes
+    if peak <= available:
+        return None
+    return (
+        f"with {kv_bytes / 1e9:.1f} GB of KV and all caches full this takes {peak / 1e9:.1f} GB, and there are "
+        f"{available / 1e9:.1f} GB; lower kv_bytes, cache_bytes or workspace_bytes by "
+        f"{(peak - available) / 1e9:.1f} GB in all"
     )

@@ -1,6 +1,6 @@
 """``kvboost doctor``: what this machine, and with it a model, allow; what fits; and what to change.
 
-Called by :mod:`kvboost.cli.main`, which turns errors into one line. Invariant: the plan is told before the model is
+Called by :mod:`kvboost.cli.main`, which turns errors into one line. Invariant: the estimate is told before the model is
 loaded, and a model that does not fit is not loaded at all.
 """
 
@@ -21,7 +21,7 @@ from kvboost.errors import ConfigError
 if TYPE_CHECKING:
     from kvboost.capacity import Option
     from kvboost.engine import KVBoost
-    from kvboost.engine.memory import Forecast
+    from kvboost.engine.forecast import Forecast
 
 _EXTRAS = {
     "serve": ("fastapi", "uvicorn", "prometheus_client"),
@@ -50,7 +50,7 @@ def doctor(
         typer.Option(min=1, show_default=False, help="Plan for so many tokens, prompt and answer (4096 if it can)."),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Plan for so many requests side by side.")] = 1,
-    load: Annotated[bool, typer.Option("--load/--no-load", help="Load the model and try it, or only plan.")] = True,
+    load: Annotated[bool, typer.Option("--load/--no-load", help="Load the model and try it, or only estimate.")] = True,
     settings: Settings,
 ) -> None:
     """Say what this machine and a model allow: which reuse, what fits into memory, how fast, and what to change."""
@@ -58,11 +58,11 @@ def doctor(
         _tell(machine())
         return
     forecast, reason = None, ""
-    note(f"planning {model}")
+    note(f"estimating {model}")
     try:
         forecast = _forecast(model, context=context, batch=batch, settings=settings)
     except ConfigError as error:
-        reason = str(error)  # a model may run that cannot be planned; if it cannot, loading says why
+        reason = str(error)  # a model may run that cannot be estimated; if it cannot, loading says why
         if not load:
             raise
     fits = forecast is None or _loads(forecast)
@@ -81,17 +81,17 @@ def doctor(
         told["self-test"] = "not run: " + ("as asked" if fits else "the model does not fit into memory")
         _tell(told)
     if forecast is None:
-        _tell({"memory plan": f"none: {reason}"})
+        _tell({"memory estimate": f"none: {reason}"})
         return
     print()
-    _tell_plan(forecast)
+    _tell_estimate(forecast)
 
 
 def machine() -> dict[str, str]:
     """What there is to run models with."""
     import torch
 
-    from kvboost.engine.memory import memory_available
+    from kvboost.hf.device_memory import memory_available
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -129,26 +129,25 @@ def self_test(engine: KVBoost) -> str:
 
 def _forecast(model: str, *, context: int | None, batch: int, settings: Settings) -> Forecast:
     from kvboost.config import EngineConfig, parse_bytes
-    from kvboost.engine.memory import forecast
+    from kvboost.engine.forecast import forecast
+    from kvboost.hf.loading import ModelSource
 
     given = settings.engine()
     dtype, device = given.pop("dtype", "auto"), given.pop("device", None)
     budget, _ = given.pop("weight_budget", None), given.pop("weight_dir", None)
     return forecast(
-        model,
+        ModelSource(model, dtype=dtype, device=device),
+        EngineConfig(**given),
         context=context,
         batch=batch,
-        config=EngineConfig(**given),
-        dtype=dtype,
-        device=device,
         weight_budget=parse_bytes(budget, name="weight_budget") if budget is not None else None,
     )
 
 
 def _loads(forecast: Forecast) -> bool:
     """Whether the weights fit, whatever the caches and the requests may grow to: the self-test's are short."""
-    plan = forecast.plan
-    return plan.weights.memory + plan.weights.converted_from + plan.runtime <= forecast.room
+    estimate = forecast.estimate
+    return estimate.weights.in_memory + estimate.weights.converted_from + estimate.runtime <= forecast.machine.available
 
 
 def _tell(told: Mapping[str, str]) -> None:
@@ -156,23 +155,22 @@ def _tell(told: Mapping[str, str]) -> None:
         print(f"{name:<{_WIDTH}}{value}")
 
 
-def _tell_plan(forecast: Forecast) -> None:
-    plan, shape = forecast.plan, forecast.model.shape
-    print(f"Memory for {plan.batch} x {plan.context} tokens, with all caches full:")
-    for name, count in plan.lines().items():
+def _tell_estimate(forecast: Forecast) -> None:
+    estimate, shape = forecast.estimate, forecast.model.shape
+    print(f"Memory for {estimate.batch} x {estimate.context} tokens, with all caches full:")
+    for name, count in estimate.lines().items():
         print(f"  {name:<30}{size(count):>12}")
-    print(f"  {'peak':<30}{size(plan.peak):>12}   of {size(forecast.room)} that this process may take")
-    if plan.disk_bytes:
-        print(f"  {'on disk':<30}{size(plan.disk_bytes):>12}")
-    if shape.max_positions is not None and plan.context > shape.max_positions:
+    print(f"  {'peak':<30}{size(estimate.peak):>12}   of {size(forecast.machine.available)} that this process may take")
+    if estimate.disk_bytes:
+        print(f"  {'on disk':<30}{size(estimate.disk_bytes):>12}")
+    if shape.max_positions is not None and estimate.context > shape.max_positions:
         print(f"The model was made for {shape.max_positions} tokens: a longer context is refused.")
     print()
-    if forecast.rates is not None:
-        rates = forecast.rates
-        print(
-            f"Measured here: memory {rates.memory / 1e9:.1f} GB/s, disk {rates.disk / 1e9:.2f} GB/s, "
-            f"{rates.multiply / 1e9:.0f} GFLOP/s. Tokens/s are what these allow at most, for all requests together."
-        )
+    rates = forecast.machine.rates
+    print(
+        f"Measured here: memory {rates.memory / 1e9:.1f} GB/s, disk {rates.disk / 1e9:.2f} GB/s, "
+        f"{rates.multiply / 1e9:.0f} GFLOP/s. Tokens/s are what these allow at most, for all requests together."
+    )
     print(f"{'':<24}{'peak':>10}  {'fits':<5}{'reading':>9}{'decoding':>10}  settings")
     for option in forecast.options:
         print(_row(option))
@@ -182,13 +180,13 @@ def _tell_plan(forecast: Forecast) -> None:
 
 def _row(option: Option) -> str:
     speed = option.speed
-    rates = f"{speed.prefill:>9.0f}{speed.decode:>10.1f}" if speed is not None else f"{'':>19}"
+    rates = f"{speed.prefill:>9.0f}{speed.decode:>10.1f}"
     fits = "yes" if option.fits else "no"
-    return f"{option.name:<24}{size(option.plan.peak):>10}  {fits:<5}{rates}  {_flags(option)}".rstrip()
+    return f"{option.name:<24}{size(option.estimate.peak):>10}  {fits:<5}{rates}  {_flags(option)}".rstrip()
 
 
 def _flags(option: Option) -> str:
-    """What to change, as it is typed: ``kv_bytes=25MB`` is ``--kv-budget 25MB``."""
+    """What to change, as it is typed: ``kv_bytes=25MB`` is ``--kv-bytes 25MB``."""
     settings = (part.split("=") for part in option.change.split(", ") if part)
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings)
 
@@ -201,7 +199,7 @@ def _advice(forecast: Forecast) -> str:
     fitting = [option for option in others if option.fits]
     if not fitting:
         return "nothing listed fits: lower --context or --batch, or take a smaller model"
-    best = max(fitting, key=lambda option: option.speed.decode if option.speed is not None else 0.0)
+    best = max(fitting, key=lambda option: option.speed.decode)
     return f"{best.name}: {_flags(best)}"
 
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvboost.capacity import MAX_IDLE, request_bytes, workspace_rows
+from kvboost.capacity import MAX_IDLE, request_bytes, workspace_capacity
 from kvboost.core.backend import KVCache
 
 MakeCache = Callable[[int], KVCache]
@@ -77,7 +77,7 @@ class WorkspacePool:
 
     def make(self, *, tokens: int) -> KVCache:
         """A new cache with capacity for ``tokens``."""
-        return self._make(workspace_rows(tokens))
+        return self._make(workspace_capacity(tokens))
 
     def give_back(self, cache: KVCache, *, held: Sequence[bytes]) -> None:
         """Return a cache that begins with exactly the chunks named by ``held``."""

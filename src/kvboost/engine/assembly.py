@@ -5,8 +5,12 @@ Called once when an engine is made. Raises UnsupportedModelError for a model tha
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvboost.config import EngineConfig
 from kvboost.core.chunking import make_chunker
@@ -69,12 +73,23 @@ class Assembly:
         self.session.prefiller.approx.close()
 
 
-def check_settings(config: EngineConfig) -> None:
-    """Raise ConfigError for settings that cannot work with any model."""
+def split_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The engine's settings and the arguments for the model, before it is loaded.
+
+    Raises ConfigError for settings that cannot work with any model, so that a bad one does not cost a model load.
+    """
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    settings = {name: value for name, value in given.items() if name in names}
+    others = {name: value for name, value in given.items() if name not in names}
+    for name in others:
+        if near := difflib.get_close_matches(name, names, n=1, cutoff=0.8):
+            raise ConfigError(f"{name} is not a setting; did you mean {near[0]}?")
+    config = EngineConfig(**settings)
     make_chunker(config.chunking, size=config.chunk_size)
     if config.record_key_file is not None:
         read_key(config.record_key_file)
     optional.check_approx_settings(config)
+    return settings, others
 
 
 def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, store: ChunkStore | None) -> Assembly:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -12,22 +10,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from kvboost.capacity import MemoryPlan
+from kvboost.capacity import MemoryEstimate, shortfall
 from kvboost.config import EngineConfig, parse_bytes
 from kvboost.core.backend import NoApprox
 from kvboost.core.clock import StageClock
 from kvboost.core.session import Session
-from kvboost.engine.assembly import check_settings
+from kvboost.engine.assembly import split_settings
 from kvboost.engine.generation import Request, prefill_only, warm
-from kvboost.engine.memory import engine_plan, memory_available, resident_bytes, shortfall, workload
+from kvboost.engine.memory import estimate_loaded, workload
 from kvboost.engine.parts import EngineParts
 from kvboost.engine.stats import cache_stats, describe, verify
 from kvboost.engine.text_stream import PieceStream, PieceStreamer
 from kvboost.errors import ConfigError
 from kvboost.extend import ChunkStore, LayeredStore, Streamer
-from kvboost.hf.loading import load_model
+from kvboost.hf.device_memory import memory_available, resident_bytes
+from kvboost.hf.loading import ModelSource
 from kvboost.hf.prompt import Messages, Prompt
-from kvboost.hf.shape import shape_of, weights_of
+from kvboost.hf.shape import shape_of
+from kvboost.hf.weights import weights_of
+from kvboost.offload.weights import load_model
 from kvboost.store import MemoryStore, TieredStore
 from kvboost.types import CacheStats, GenerationMode, GenerationResult, HotChunk, PrefillResult
 
@@ -90,18 +91,9 @@ class KVBoost:
             **settings_and_model_kwargs: The engine's settings, by the names of :class:`kvboost.EngineConfig`, which
                 says what each does; everything else goes to ``AutoModelForCausalLM.from_pretrained``.
         """
-        names = {field.name for field in dataclasses.fields(EngineConfig)}
-        settings = {name: value for name, value in settings_and_model_kwargs.items() if name in names}
-        model_kwargs = {name: value for name, value in settings_and_model_kwargs.items() if name not in names}
-        for name in model_kwargs:
-            if near := difflib.get_close_matches(name, names, n=1, cutoff=0.8):
-                raise ConfigError(f"{name} is not a setting; did you mean {near[0]}?")
-        check_settings(EngineConfig(**settings))  # a bad one should not cost the user a model load
+        settings, model_kwargs = split_settings(settings_and_model_kwargs)
         model, tokenizer = load_model(
-            name_or_path,
-            dtype=dtype,
-            device=device,
-            model_kwargs=model_kwargs,
+            ModelSource(name_or_path, dtype=dtype, device=device, model_kwargs=model_kwargs),
             weight_budget=parse_bytes(weight_budget, name="weight_budget") if weight_budget is not None else None,
             weight_dir=weight_dir,
         )
@@ -351,29 +343,27 @@ class KVBoost:
         with self.parts.model_lock:
             return verify(self.session, self.parts, self.encode(prompt) if prompt is not None else None)
 
-    def memory_plan(self, *, context: int, batch: int = 1, stored_tokens: int | None = None) -> MemoryPlan:
+    def estimate_memory(self, *, context: int, batch: int = 1, stored_tokens: int | None = None) -> MemoryEstimate:
         """The peak memory of ``batch`` requests side by side with ``context`` tokens each, prompt and answer.
 
         Counts all caches as full, as they are after a while, unless ``stored_tokens`` says how many tokens have been
-        kept. What the process holds beside weights and caches is measured. ``kvboost doctor`` plans without loading.
-        A draft and its KV come on top.
+        kept. What the process holds beside weights and caches is measured. ``kvboost doctor`` estimates without
+        loading. A draft and its KV come on top.
         """
-        session, assembly = self.session, self.parts.assembly
-        if session is None or assembly is None:
-            raise ConfigError(f"there is no plan for a model whose KV is not known ({self.parts.refusal})")
-        held = self._store.stats().bytes + session.prefiller.pool.idle_bytes
-        layout = assembly.facts.layout
+        if self.session is None or self.parts.layout is None:
+            raise ConfigError(f"the memory of a model whose KV is not known cannot be told ({self.parts.refusal})")
+        layout, held = self.parts.layout, self._store.stats().bytes + self.session.prefiller.pool.idle_bytes
         work = workload(self.config, context=context, batch=batch, layout=layout, stored_tokens=stored_tokens)
-        return engine_plan(shape_of(self.model, layout), weights_of(self.model), work, held=held)
+        return estimate_loaded(shape_of(self.model, layout), weights_of(self.model), work, held=held)
 
     def memory_shortfall(self, kv_bytes: int) -> str | None:
         """What does not fit into memory if requests hold ``kv_bytes`` and all caches are full; None if it fits."""
-        assembly = self.parts.assembly
-        assert assembly is not None
-        longest = min(kv_bytes // assembly.facts.layout.bytes_per_token, assembly.facts.max_positions or kv_bytes)
-        device = self.parts.runner.device.type
-        headroom = memory_available(device) + (resident_bytes() if device == "cpu" else 0)
-        return shortfall(self.memory_plan(context=max(1, longest)), kv_bytes=kv_bytes, room=headroom)
+        layout, device = self.parts.layout, self.parts.runner.device.type
+        assert layout is not None
+        assert self.session is not None
+        longest = min(kv_bytes // layout.bytes_per_token, self.session.limits.max_positions or kv_bytes)
+        available = memory_available(device) + (resident_bytes() if device == "cpu" else 0)
+        return shortfall(self.estimate_memory(context=max(1, longest)), kv_bytes=kv_bytes, available=available)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids that ``prompt`` stands for, checked as every call checks them."""

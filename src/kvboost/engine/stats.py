@@ -7,7 +7,7 @@ from kvboost.core.guarded import GuardedStore
 from kvboost.core.session import Session
 from kvboost.core.verify import warm_equals_cold
 from kvboost.engine.parts import EngineParts
-from kvboost.offload.weights import describe_weights
+from kvboost.hf.weights import describe_weights
 from kvboost.store import MemoryStore
 from kvboost.types import CacheStats, StoreStats
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from kvboost.capacity import rounded_rows
+from kvboost.capacity import rounded_capacity
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _squared_change(store: torch.Tensor, rows: torch.Tensor, states: torch.Tenso
 def _grown(store: torch.Tensor, used: int, needed: int) -> torch.Tensor:
     """A copy of ``store`` with room for ``needed`` rows and half as many again."""
     batch, heads, _, dim = store.shape
-    bigger = torch.empty(batch, heads, rounded_rows(needed * 3 // 2), dim, dtype=store.dtype, device=store.device)
+    bigger = torch.empty(batch, heads, rounded_capacity(needed * 3 // 2), dim, dtype=store.dtype, device=store.device)
     bigger[:, :, :used] = store[:, :, :used]
     return bigger
 
@@ -180,7 +180,7 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def __init__(self, layout: KVLayout, *, capacity: int, batch: int = 1) -> None:
         self.layout = layout
-        self.capacity = rounded_rows(capacity)
+        self.capacity = rounded_capacity(capacity)
         self._slabs: list[tuple[torch.Tensor, list[int]]] = []  # ([slots, batch, heads, capacity, dim], slots)
         stores: list[torch.Tensor] = [torch.empty(0)] * len(layout.slots)
         for spec, slots in layout.groups.items():

@@ -15,12 +15,12 @@ from packaging.version import Version
 
 from kvboost.errors import ConfigError
 from kvboost.hf.generate import reads_prompt_again, sequences_per_prompt
-from kvboost.hf.loading import load_model
+from kvboost.hf.loading import ModelSource, load_resident, load_tokenizer
 from kvboost.hf.speculation import ASSISTANTS, speculates
 
 PROMPT_LOOKUP = "prompt-lookup"
-_DRAFTS_SLIDE = Version("5.22")  # the oldest that was seen to crop a draft's windows rightly; 5.16 does not
-_LOOKED_UP = 10  # tokens; what Transformers' guide proposes
+_DRAFTS_SLIDE = Version("5.22")  # the oldest version seen to crop a draft's windows correctly; 5.16 does not
+_LOOKUP_TOKENS = 10  # as in Transformers' guide
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,11 @@ class Draft:
     max_positions: int | None = None
 
     def added_to(self, arguments: dict[str, Any], *, model: Any, prompt_tokens: int) -> dict[str, Any]:
-        """Arguments of ``generate`` with this draft, or as they are where they go without one.
+        """Arguments of ``generate`` with this draft, or as they are if it does not apply.
 
-        They do with beams, several samples, a draft of their own (``assistant_model=None`` is none), and where the
-        draft has too few positions. One that the model's generation config asks for gives way.
+        It does not apply to beams, to several samples, to arguments that name a draft themselves
+        (``assistant_model=None`` means none), and beyond its own positions. It replaces a draft that the model's
+        generation config names.
         """
         own = speculates(None, arguments) or any(name in arguments for name in ASSISTANTS)
         if own or sequences_per_prompt(model, arguments) > 1:
@@ -50,17 +51,18 @@ class Draft:
 def make_draft(given: Any, *, model: Any, tokenizer: Any) -> Draft:
     """The draft for ``model``: a loaded model, the name or folder of one, or ``"prompt-lookup"``."""
     if getattr(model, "_is_stateful", False):
-        raise ConfigError(f"{type(model).__name__} keeps a state that cannot take tokens back; leave draft out")
+        raise ConfigError(f"{type(model).__name__} keeps a state from which tokens cannot be removed; leave draft out")
     if given == PROMPT_LOOKUP:
-        return Draft(PROMPT_LOOKUP, {"prompt_lookup_num_tokens": _LOOKED_UP})
+        return Draft(PROMPT_LOOKUP, {"prompt_lookup_num_tokens": _LOOKUP_TOKENS})
     if isinstance(given, str | Path):
         name = str(given)
-        given, its_tokenizer = load_model(name, dtype="auto", device=str(model.device), model_kwargs={})
-        if tokenizer is not None and tokenizer.get_vocab() != its_tokenizer.get_vocab():
+        source = ModelSource(name, device=str(model.device))
+        if tokenizer is not None and tokenizer.get_vocab() != load_tokenizer(source).get_vocab():
             raise ConfigError(
                 f"draft={name!r} has another vocabulary than the model; give a smaller model of the same family, or "
                 f"{PROMPT_LOOKUP!r}"
             )
+        given = load_resident(source)
     elif not hasattr(given, "generate") or not hasattr(given, "config"):
         raise ConfigError(f"draft={given!r} is no model; give one, the folder or name of one, or {PROMPT_LOOKUP!r}")
     else:
@@ -83,5 +85,5 @@ def make_draft(given: Any, *, model: Any, tokenizer: Any) -> Draft:
 
 
 def _slides(config: Any) -> bool:
-    """Whether layers of a model with this config see a window only."""
+    """Whether some layers of a model with this config attend to a window only."""
     return "sliding_attention" in (getattr(config, "layer_types", None) or ())

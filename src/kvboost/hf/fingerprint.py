@@ -19,7 +19,7 @@ import transformers
 from kvboost.errors import UnsupportedModelError
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.digests import weight_hasher
-from kvboost.offload.weights import WeightStreamer, streamer_of
+from kvboost.hf.weights import StreamedWeights, streamed_weights_of
 
 # Raise when a change to this package changes how KV is computed.
 _NUMERICS_VERSION = 1
@@ -81,7 +81,7 @@ def _weight_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _weights_state(model: Any) -> tuple[Any, ...]:
     """Changes when a weight is written to, moved or exchanged. Runs on every request, hence no names."""
-    streamer = streamer_of(model)
+    streamer = streamed_weights_of(model)
     return tuple(
         # Inference tensors count no versions: a write to one of those goes unnoticed.
         (id(tensor), 0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
@@ -97,7 +97,7 @@ def _weights_state(model: Any) -> tuple[Any, ...]:
 def _weights_digest(model: Any) -> str:
     """SHA-256 over every weight: name, type, shape, bytes. Hashing releases the GIL, so threads help."""
 
-    streamer = streamer_of(model)
+    streamer = streamed_weights_of(model)
 
     def one(item: tuple[str, torch.Tensor]) -> bytes:
         name, tensor = item
@@ -121,7 +121,7 @@ def _weights_digest(model: Any) -> str:
         ) from error
 
 
-def _streamed_digest(model: Any, streamer: WeightStreamer, name: str) -> bytes | None:
+def _streamed_digest(model: Any, streamer: StreamedWeights, name: str) -> bytes | None:
     """The digest of a weight that is streamed: the same as if it were in memory. None if it is."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)

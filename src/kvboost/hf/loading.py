@@ -1,7 +1,13 @@
-"""Loads a model and its tokenizer the way Transformers does."""
+"""Loads a whole model, and its tokenizer, the way Transformers does.
+
+Used for drafts, and by ``kvboost.offload.weights`` for every model that need not be streamed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,77 +15,69 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvboost.errors import ConfigError
-from kvboost.offload.weights import load_streamed
+
+# Arguments that mean the same to a tokenizer as to a model.
+_TOKENIZER = ("revision", "token", "cache_dir", "trust_remote_code", "local_files_only", "subfolder", "gguf_file")
 
 
-def load_model(
-    name_or_path: str,
-    *,
-    dtype: Any,
-    device: str | None,
-    model_kwargs: dict[str, Any],
-    weight_budget: int | None = None,
-    weight_dir: str | Path | None = None,
-) -> tuple[Any, Any]:
-    """The model in eval mode on ``device``, and its tokenizer. With a budget too small for its weights, streamed."""
-    looks_like_path = name_or_path.startswith((".", "/", "~"))
-    path = Path(name_or_path).expanduser()
-    if looks_like_path and not path.exists():
-        raise ConfigError(f"there is no model folder at {name_or_path}; check the path, or give a model's hub name")
-    source = str(path) if looks_like_path else name_or_path
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that is not loaded yet, and how Transformers shall load it."""
+
+    name: str
+    """A folder or a hub name."""
+    dtype: Any = "auto"
+    device: str | None = None
+    """None is the accelerator if there is one, else the CPU."""
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """More arguments of ``from_pretrained``."""
+
+    @property
+    def path(self) -> str:
+        """What ``from_pretrained`` takes. Raises ConfigError for a folder that is not there."""
+        folder = Path(self.name).expanduser()
+        if not self.name.startswith((".", "/", "~")):
+            return self.name
+        if not folder.exists():
+            raise ConfigError(f"there is no model folder at {self.name}; check the path, or give a model's hub name")
+        return str(folder)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where the model goes."""
+        if self.device is not None:
+            return torch.device(self.device)
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return found or torch.device("cpu")
+
+
+def load_resident(source: ModelSource) -> Any:
+    """The whole model in eval mode on its device."""
+    model = load_checkpoint(source)
+    if source.device is not None or "device_map" not in source.model_kwargs:
+        model = model.to(source.torch_device)
+    return model.eval()
+
+
+def load_checkpoint(source: ModelSource) -> Any:
+    """The whole model where and as Transformers loads it."""
+    with loading_errors(source):
+        return AutoModelForCausalLM.from_pretrained(source.path, dtype=source.dtype, **source.model_kwargs)
+
+
+def load_tokenizer(source: ModelSource) -> Any:
+    """The model's tokenizer."""
+    arguments = {name: source.model_kwargs[name] for name in _TOKENIZER if name in source.model_kwargs}
+    with loading_errors(source):
+        return AutoTokenizer.from_pretrained(source.path, **arguments)
+
+
+@contextmanager
+def loading_errors(source: ModelSource) -> Iterator[None]:
+    """Turns what Transformers raises for a folder that lacks files into a ConfigError."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, **_shared(model_kwargs))
-
-        def load_whole() -> Any:
-            return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **model_kwargs)
-
-        if weight_budget is not None:
-            streamed = load_streamed(
-                source,
-                dtype=dtype,
-                device=_device(device),
-                budget=weight_budget,
-                weight_dir=weight_dir,
-                load_whole=load_whole,
-                model_kwargs=model_kwargs,
-            )
-            if streamed is not None:
-                return streamed, tokenizer
-        model = load_whole()
+        yield
     except ConfigError:
         raise
-    except (OSError, ValueError) as error:  # Transformers raises either for a folder that lacks files
-        raise ConfigError(f"cannot load {name_or_path!r}: {error}") from error
-    if device is not None or "device_map" not in model_kwargs:
-        model = model.to(_device(device))
-    return model.eval(), tokenizer
-
-
-def load_tokenizer_of(name_or_path: str) -> Any:
-    """The tokenizer alone; None if there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(str(Path(name_or_path).expanduser()))
-    except (OSError, ValueError):
-        return None
-
-
-def _device(asked: str | None) -> torch.device:
-    """As asked, else the accelerator if there is one, else the CPU."""
-    if asked is not None:
-        return torch.device(asked)
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return found or torch.device("cpu")
-
-
-def _shared(model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that mean the same to a tokenizer as to a model."""
-    names = (
-        "revision",
-        "token",
-        "cache_dir",
-        "trust_remote_code",
-        "local_files_only",
-        "subfolder",
-        "gguf_file",
-    )
-    return {name: model_kwargs[name] for name in names if name in model_kwargs}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load {source.name!r}: {error}") from error

@@ -1,7 +1,7 @@
 """Decodes several sequences in one forward, each over its own cache, whatever their lengths: no padding, no copies.
 
 Called by the engine's batching. Projections and the vocabulary run over the whole batch; attention runs sequence by
-sequence over the rows where they lie, and once for all over a beginning that several share. Invariant: every
+sequence over the KV where it lies, and once for all over a prefix that several share. Invariant: every
 sequence gets what it would get alone, up to rounding; after a failed step every cache is as long as before.
 """
 
@@ -15,29 +15,29 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache, DynamicLayer
 
-from kvboost.approx.recompute import attention_windows
 from kvboost.errors import UnsupportedModelError
 from kvboost.hf.cache import KVLayout, SlabCache
+from kvboost.hf.layers import windows_by_layer
 from kvboost.hf.probe import compare_logits
 from kvboost.hf.runner import ModelRunner
 
 _PROBE_LENGTHS = (7, 12, 12)
 _PROBE_SHARED = 5
 _ONE_BY_ONE = "Its sequences are decoded one after another."
-_FEWEST_SAVED = 2048  # rows; below that joining two attentions costs more than it saves
+_MIN_SAVED = 2048  # tokens; below that joining two attentions costs more than it saves
 
 
 @dataclass(frozen=True)
 class SharedStart:
-    """Sequences whose first rows hold the same KV."""
+    """Sequences whose first tokens have the same KV."""
 
     members: tuple[int, ...]
     """Their places in the batch."""
-    rows: int
+    tokens: int
 
 
 class _RaggedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
-    """One layer of the whole batch: new rows go to each sequence's own cache."""
+    """One layer of the whole batch: new KV goes to each sequence's own cache."""
 
     def __init__(self, index: int, step: _Step) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class _RaggedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take one new row for every sequence, [batch, heads, 1, dim]; attention finds the others by itself."""
+        """Take one new token of every sequence, [batch, heads, 1, dim]; attention finds those before it by itself."""
         self._step.take(self._index, key_states, value_states)
         return key_states, value_states
 
@@ -61,20 +61,20 @@ class _RaggedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
 
 
 class _Step(TorchFunctionMode):
-    """One decode step: where every sequence's rows lie, layer by layer, and the attention over them."""
+    """One decode step: where every sequence's KV lies, layer by layer, and the attention over it."""
 
     def __init__(self, caches: Sequence[Any], windows: Sequence[int | None], shared: Sequence[SharedStart]) -> None:
         super().__init__()
         self._windows = windows
         self._lengths = [cache.get_seq_length() for cache in caches]
-        self._rows = [_slots(cache, 0, length + 1) for cache, length in zip(caches, self._lengths, strict=True)]
+        self._kv = [_slots(cache, 0, length + 1) for cache, length in zip(caches, self._lengths, strict=True)]
         self._new = [_slots(cache, length, length + 1) for cache, length in zip(caches, self._lengths, strict=True)]
         self._shared = shared
         self._layer: int | None = None
         self.attended = 0
 
     def take(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write one new row of every sequence."""
+        """Write one new token of every sequence."""
         for slot, states in ((2 * layer, keys), (2 * layer + 1, values)):
             torch._foreach_copy_(
                 [new[slot] for new in self._new], [states[index : index + 1] for index in range(len(self._new))]
@@ -96,17 +96,17 @@ class _Step(TorchFunctionMode):
     def _attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
         """[batch, heads, 1, dim]. Heads that share keys become rows of one query, so no key is repeated."""
         batch, heads, _, dim = query.shape
-        key_heads = self._rows[0][2 * layer].shape[1]
+        key_heads = self._kv[0][2 * layer].shape[1]
         grouped = query.view(batch, key_heads, heads // key_heads, dim)
         outputs: list[torch.Tensor | None] = [None] * batch
         window = self._windows[layer]
         for start in self._shared:
             if window is None:
                 self._attend_shared(layer, start, grouped, scale, outputs)
-        for index, rows in enumerate(self._rows):
+        for index, kv in enumerate(self._kv):
             if outputs[index] is None:
                 first = 0 if window is None else max(0, self._lengths[index] + 1 - window)
-                keys, values = rows[2 * layer][:, :, first:], rows[2 * layer + 1][:, :, first:]
+                keys, values = kv[2 * layer][:, :, first:], kv[2 * layer + 1][:, :, first:]
                 outputs[index] = torch.nn.functional.scaled_dot_product_attention(
                     grouped[index : index + 1], keys, values, scale=scale
                 )
@@ -120,19 +120,19 @@ class _Step(TorchFunctionMode):
         scale: float | None,
         outputs: list[torch.Tensor | None],
     ) -> None:
-        """Attend once to the rows several sequences share, then each to its own, and weigh the two."""
+        """Attend once to the prefix that several sequences share, then each to its own rest, and weigh the two."""
         members = list(start.members)
         _, key_heads, group, dim = grouped.shape
         together = grouped[members].transpose(0, 1).reshape(1, key_heads, len(members) * group, dim)
-        first = self._rows[members[0]]
+        first = self._kv[members[0]]
         head, head_weight = _attend_weighed(
-            together, first[2 * layer][:, :, : start.rows], first[2 * layer + 1][:, :, : start.rows], scale
+            together, first[2 * layer][:, :, : start.tokens], first[2 * layer + 1][:, :, : start.tokens], scale
         )
         own = [
             _attend_weighed(
                 grouped[index : index + 1],
-                self._rows[index][2 * layer][:, :, start.rows :],
-                self._rows[index][2 * layer + 1][:, :, start.rows :],
+                self._kv[index][2 * layer][:, :, start.tokens :],
+                self._kv[index][2 * layer + 1][:, :, start.tokens :],
                 scale,
             )
             for index in members
@@ -148,13 +148,13 @@ class _Step(TorchFunctionMode):
 def _attend_weighed(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention and the logarithm of the sum it was divided by, [1, heads, rows]."""
+    """Attention and the logarithm of the sum it was divided by, [1, heads, queries]."""
     out, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, scale=scale)
     return out, weight.view(query.shape[0], query.shape[1], query.shape[2])
 
 
 def _slots(cache: SlabCache, start: int, end: int) -> list[torch.Tensor]:
-    """Views of these rows, [1, heads, rows, dim] for every slot of the layout."""
+    """Views of positions ``[start, end)``, [1, heads, tokens, dim] for every slot of the layout."""
     found: list[torch.Tensor] = [torch.empty(0)] * len(cache.layout.slots)
     for slab, slots in zip(cache.slabs, cache.layout.groups.values(), strict=True):
         for slot, view in zip(slots, slab[:, :, :, start:end].unbind(0), strict=True):
@@ -167,7 +167,7 @@ class RaggedRunner:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._windows = _windows_by_layer(runner.model)
+        self._windows = windows_by_layer(runner.model)
 
     @torch.no_grad()
     def decode(
@@ -175,14 +175,14 @@ class RaggedRunner:
     ) -> torch.Tensor:
         """Compute one more token of every sequence behind its own cache. Returns their logits [batch, vocab].
 
-        Every cache needs room for one more row. ``shared`` names sequences whose first rows are the same.
+        Every cache needs capacity for one more token. ``shared`` names sequences that begin alike.
         """
         lengths = [cache.get_seq_length() for cache in caches]
         if any(
             not cache.is_poolable or cache.capacity <= length for cache, length in zip(caches, lengths, strict=True)
         ):
-            raise ValueError("a joint step needs caches with room for one more row")
-        worth = [start for start in shared if start.rows * (len(start.members) - 1) >= _FEWEST_SAVED]
+            raise ValueError("a joint step needs caches with capacity for one more token")
+        worth = [start for start in shared if start.tokens * (len(start.members) - 1) >= _MIN_SAVED]
         step = _Step(caches, self._windows, worth if self._runner.device.type == "cpu" else ())
         batch = Cache(layers=[_RaggedLayer(index, step) for index in range(len(self._windows))])
         device = self._runner.device
@@ -197,14 +197,6 @@ class RaggedRunner:
         for cache, length in zip(caches, lengths, strict=True):
             cache.set_length(length + 1)
         return logits
-
-
-def _windows_by_layer(model: Any) -> list[int | None]:
-    """How far back each layer looks; None is all the way."""
-    config = model.config.get_text_config(decoder=True)
-    windows = attention_windows(model)
-    kinds = getattr(config, "layer_types", None) or ["all"] * config.num_hidden_layers
-    return [windows[kind] for kind in kinds]
 
 
 @torch.no_grad()

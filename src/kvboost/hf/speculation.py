@@ -3,7 +3,7 @@
 Used by ``run_generate`` when its arguments name an assistant or prompt lookup. Transformers' loop feeds the whole
 prompt in its first forward, whatever a cache holds, and asks stopping criteria once for all tokens of a forward. Here
 it runs over a stand-in for the model that changes both. Invariants: the model itself is not touched; what comes out
-ends at the token where it would end without a draft, and the cache holds the rows of all its tokens but the last.
+ends at the token where it would end without a draft, and the cache holds all its tokens but the last.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def speculates(model: Any, arguments: dict[str, Any]) -> bool:
 
 
 def why_not_resumed(model: Any, arguments: dict[str, Any]) -> str | None:
-    """What keeps assisted decoding from going on from a cache, or None if nothing does."""
+    """Why assisted decoding cannot go on from a cache, or None if it can."""
     if not isinstance(model, GenerationMixin) or "generate" in vars(model):
         return f"{type(model).__name__} has a generate of its own, which feeds the whole prompt again with a draft"
     config = arguments.get("generation_config")
@@ -64,7 +64,7 @@ class Speculating:
 
     @property
     def report(self) -> Speculation:
-        """What the draft was worth."""
+        """How much the draft helped."""
         assert self._steps is not None
         return self._steps.report
 
@@ -121,7 +121,7 @@ class _Steps:
         self._proposed += count
 
     def accepted(self, count: int) -> None:
-        """So many were what the model would have said."""
+        """The model agreed with so many of them."""
         self._accepted = int(count)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -140,8 +140,11 @@ class _Steps:
 
 
 class _Counted:
-    """Stands in for Transformers' candidate generator. What it learnt in one call it forgets with it: it would have
-    made the next call's forwards, and so their rounding, depend on this one's text."""
+    """Stands in for Transformers' candidate generator, and counts.
+
+    What that learnt in one call is forgotten with it. Otherwise the next call's forwards, and so their rounding, would
+    depend on this one's text.
+    """
 
     def __init__(self, proposals: Any, steps: _Steps, *, max_length: int) -> None:
         self._proposals, self._steps, self._max_length = proposals, steps, max_length
@@ -152,9 +155,8 @@ class _Counted:
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The tokens so far with proposed ones behind them, and the draft's logits if it has any."""
         ids, logits = self._proposals.get_candidates(input_ids, **kwargs)
-        # Prompt lookup proposes beyond the end, where the model may have no positions and the cache no room.
-        most = max(0, self._max_length - 1 - input_ids.shape[1])
-        ids = ids[:, : input_ids.shape[1] + most]
+        # Prompt lookup proposes beyond the end, where the model may have no positions and the cache no capacity.
+        ids = ids[:, : max(input_ids.shape[1], self._max_length - 1)]
         count = ids.shape[1] - input_ids.shape[1]
         self._steps.proposed(count)
         return ids, logits[:, :count] if logits is not None and count else None
@@ -166,7 +168,7 @@ class _Counted:
 
 
 def _cut(raw: Any, length: int, *, prompt: int, cache: Any) -> Any:
-    """What ``generate`` returns, without the tokens that one forward gave behind the end."""
+    """What ``generate`` returns, without tokens that the last forward accepted behind the end."""
     sequences = raw if isinstance(raw, torch.Tensor) else raw.sequences
     extra = sequences.shape[1] - length
     if extra == 0:
@@ -181,5 +183,5 @@ def _cut(raw: Any, length: int, *, prompt: int, cache: Any) -> Any:
         if getattr(raw, name, None) is not None:
             setattr(raw, name, getattr(raw, name)[: length - prompt])
     if not isinstance(cache, SlabCache):
-        raw.past_key_values = None  # sliding windows have let go of rows that cutting would need
+        raw.past_key_values = None  # sliding windows no longer hold the tokens that cutting would need
     return raw

@@ -1,1 +1,1 @@
-"""What does not fit: weights streamed from disk and KV paged out of memory."""
+"""What does not fit into memory: weights are streamed layer by layer, KV is paged."""

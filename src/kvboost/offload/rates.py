@@ -1,6 +1,6 @@
 """Measures what this machine does in a second: multiply, read weights from memory, read a file past the page cache.
 
-Used by the memory plan's speeds. Takes about a second in all. Invariant: nothing is left behind.
+Used to estimate speeds. Takes about a second in all. Invariant: nothing is left behind.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ _SPILLED_PIECES = 16
 
 
 @torch.no_grad()
-def measure_rates(
-    *, dtype: torch.dtype, device: str = "cpu", rows: int = 128, files: Sequence[Path] = (), seconds: float = _SECONDS
-) -> Rates:
-    """The rates for weights of this dtype; the disk's from the largest of ``files``, or from a file made for it."""
-    where = torch.device(device)
+def measure_rates(*, dtype: torch.dtype, device: torch.device, tokens: int, files: Sequence[Path] = ()) -> Rates:
+    """The rates for weights of this dtype and steps of so many tokens.
+
+    The disk's rate is that of the largest of ``files``, or of a file made for it.
+    """
     # More than the processor's caches hold, so that every pass comes from memory.
-    matrices = [torch.ones(_SIDE, _SIDE, dtype=dtype, device=where) for _ in range(16)]
-    row, block = (torch.ones(count, _SIDE, dtype=dtype, device=where) for count in (1, rows))
+    matrices = [torch.ones(_SIDE, _SIDE, dtype=dtype, device=device) for _ in range(16)]
+    one, step = (torch.ones(count, _SIDE, dtype=dtype, device=device) for count in (1, tokens))
 
     def through_all(states: torch.Tensor) -> None:
         for matrix in matrices:
             torch.nn.functional.linear(states, matrix)
-        if where.type != "cpu":
-            torch.accelerator.synchronize(where)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
 
-    memory = _per_second(lambda: through_all(row), sum(m.numel() * m.element_size() for m in matrices), seconds)
-    multiply = _per_second(lambda: through_all(block), 2 * rows * _SIDE * _SIDE * len(matrices), seconds)
-    return Rates(memory=memory, multiply=multiply, disk=disk_rate(files, seconds=seconds))
+    memory = _per_second(lambda: through_all(one), sum(m.numel() * m.element_size() for m in matrices))
+    multiply = _per_second(lambda: through_all(step), 2 * tokens * _SIDE * _SIDE * len(matrices))
+    return Rates(memory=memory, multiply=multiply, disk=_disk_rate(files))
 
 
-def disk_rate(files: Sequence[Path], *, seconds: float = _SECONDS) -> float:
+def _disk_rate(files: Sequence[Path]) -> float:
     """Bytes per second of a file read from its beginning, past the page cache."""
     largest = max(files, key=lambda file: file.stat().st_size, default=None)
     if largest is None or largest.stat().st_size < _PIECE:
@@ -51,14 +51,14 @@ def disk_rate(files: Sequence[Path], *, seconds: float = _SECONDS) -> float:
     begun, read = time.perf_counter(), 0
     with DirectFile(largest) as file:
         last = file.size // _PIECE * _PIECE
-        while (taken := time.perf_counter() - begun) < seconds or not read:
+        while (taken := time.perf_counter() - begun) < _SECONDS or not read:
             read += file.read(buffer, read % last)
             taken = time.perf_counter() - begun
     return read / taken
 
 
 def _spill_rate() -> float:
-    """The same with a file made for it, without a name."""
+    """The same with a file made for it."""
     spill = FileSpill(None)
     try:
         frame = spill.frame(up_to_page(_PIECE))
@@ -72,10 +72,10 @@ def _spill_rate() -> float:
         spill.close()
 
 
-def _per_second(work: Callable[[], None], amount: int, seconds: float) -> float:
+def _per_second(work: Callable[[], None], amount: int) -> float:
     work()  # threads started, code loaded
     begun, done = time.perf_counter(), 0
-    while time.perf_counter() - begun < seconds or not done:
+    while time.perf_counter() - begun < _SECONDS or not done:
         work()
         done += 1
     return amount * done / (time.perf_counter() - begun)

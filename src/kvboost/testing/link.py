@@ -121,10 +121,6 @@ class SimulatedLink:
         else:
             _whole(copy)
 
-    def finish(self, copy: _Event) -> None:
-        """Return once the copy is whole."""
-        _whole(copy)
-
     def close(self) -> None:
         """Return once everything asked for is done."""
         for jobs, thread in reversed(self._threads):  # what is computed may still wait for copies

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import kvboost.offload.kv.prefill as paged
 from kvboost import GenerationMode, KVBoost
 from kvboost.errors import CapacityError, ConfigError
-from kvboost.offload.kv import PagedCache, least_budget
+from kvboost.offload.kv import PagedCache, min_budget
 from kvboost.scheduler.jobs import Job
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.store import MemoryStore
@@ -307,7 +307,7 @@ def test_other_families(family: str) -> None:
 @settings(max_examples=8, deadline=None)
 def test_any_lengths_and_budgets(data: st.DataObject) -> None:
     layout = engine_layout()
-    budget = data.draw(st.integers(least_budget(layout, 16), 100_000))
+    budget = data.draw(st.integers(min_budget(layout, 16), 100_000))
     lengths = data.draw(st.lists(st.integers(1, 500), min_size=1, max_size=3))
     new = data.draw(st.integers(1, 20))
     arguments = {**_GREEDY, "max_new_tokens": new}

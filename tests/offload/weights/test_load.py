@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from kvboost.errors import ConfigError
 from kvboost.hf.fingerprint import ModelIdentity
+from kvboost.hf.loading import ModelSource
 from kvboost.hf.probe import probe_model
-from kvboost.offload.weights import load_streamed, plan_weights, streamer_of
+from kvboost.offload.weights import load_streamed, place_weights, streamer_of
 from kvboost.offload.weights.load import put_together
 from kvboost.offload.weights.shards import Shards
 from kvboost.offload.weights.skeleton import build_skeleton
@@ -37,14 +38,12 @@ def _saved(folder: Path, family: str = "llama", *, layers: int = 5, **overrides:
 
 
 def _load(folder: Path, budget: int, **overrides: Any) -> Any:
-    def whole() -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-
-    arguments = {"dtype": "auto", "device": _CPU, "weight_dir": None, "load_whole": whole, "model_kwargs": {}}
-    return load_streamed(str(folder), budget=budget, **{**arguments, **overrides})
+    weight_dir = overrides.pop("weight_dir", None)
+    source = ModelSource(str(folder), device="cpu", **overrides)
+    return load_streamed(source, budget=budget, weight_dir=weight_dir)
 
 
-def _least(folder: Path) -> int:
+def _min_budget(folder: Path) -> int:
     with pytest.raises(ConfigError) as refused:
         _load(folder, 1)
     return int(float(str(refused.value).rpartition("at least ")[2].removesuffix(" MB")) * 1e6)
@@ -60,10 +59,10 @@ def _logits(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral", "gemma3_text", "phi3", "gpt2", "cohere"])
 def test_a_streamed_model_is_the_resident_one_to_the_bit(tmp_path: Path, family: str) -> None:
     resident = _saved(tmp_path, family)
-    streamed = _load(tmp_path, _least(tmp_path))
+    streamed = _load(tmp_path, _min_budget(tmp_path))
     streamer = streamer_of(streamed)
     assert streamer is not None
-    assert streamer.plan.streamed_bytes > 0
+    assert streamer.placement.memory.streamed > 0
     expected = _logits(resident)
     for _ in range(2):
         assert torch.equal(_logits(streamed), expected)
@@ -120,18 +119,21 @@ def test_the_second_start_takes_the_slabs_and_a_new_checkpoint_other_ones(tmp_pa
     assert not torch.equal(_logits(again), _logits(first))
 
 
-def test_a_checkpoint_with_other_names_is_made_from_the_loaded_model(tmp_path: Path) -> None:
+def test_a_checkpoint_with_other_names_is_made_from_the_loaded_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     resident = _saved(tmp_path)
     resident.model.save_pretrained(tmp_path)  # the decoder alone, without the prefix of its names and without a head
     resident.lm_head.weight.data.zero_()
     loads = []
 
-    def whole() -> Any:
-        loads.append(1)
+    def whole(source: ModelSource) -> Any:
+        loads.append(source)
         return resident
 
-    assert torch.equal(_logits(_load(tmp_path, 500_000, load_whole=whole)), _logits(resident))
-    _load(tmp_path, 500_000, load_whole=whole)
+    monkeypatch.setattr("kvboost.offload.weights.load.load_checkpoint", whole)
+    assert torch.equal(_logits(_load(tmp_path, 500_000)), _logits(resident))
+    _load(tmp_path, 500_000)
     assert len(loads) == 1
 
 
@@ -142,7 +144,7 @@ def test_correct_over_a_slow_link_with_poisoned_memory(tmp_path: Path, seed: int
     shards = Shards([tmp_path / "model.safetensors"])
     slabs = [skeleton.rest, *skeleton.slabs]
     budget = skeleton.total_bytes * 4 // 5
-    plan = plan_weights(skeleton.rest, skeleton.slabs, budget=budget)
+    placement = place_weights(skeleton.rest, skeleton.slabs, budget=budget)
     luck = random.Random(seed)
     link = SimulatedLink(budget=budget, delay=lambda: luck.choice([0.0, 0.002]))
     if set(shards.tensors) >= {w.name for slab in slabs for w in slab.weights}:
@@ -151,7 +153,7 @@ def test_correct_over_a_slow_link_with_poisoned_memory(tmp_path: Path, seed: int
         state = resident.state_dict()
         source = lambda name: [memoryview(state[name].contiguous().view(-1).view(torch.uint8).numpy())]  # noqa: E731
     folder = make_slabs(tmp_path / "slabs", slabs, pieces=source, key="a")
-    streamer = put_together(skeleton, folder, plan, link=link, device=_CPU)
+    streamer = put_together(skeleton, folder, placement, link=link, device=_CPU)
     for _ in range(3):
         assert torch.equal(_logits(skeleton.model), _logits(resident))
     assert streamer.stats().misses == 0
@@ -236,5 +238,5 @@ def test_what_cannot_be_streamed_is_refused(tmp_path: Path, arguments: dict[str,
 def test_a_folder_without_safetensors_says_what_to_do(tmp_path: Path) -> None:
     _saved(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="save the model anew"):
+    with pytest.raises(ConfigError, match="save the model again"):
         _load(tmp_path, 500_000)

@@ -143,5 +143,5 @@ def test_what_cannot_be_kept_says_what_to_do(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(ConfigError, match=r"2\.k has 8399 bytes in the checkpoint instead of 8400"):
         make_slabs(tmp_path / "short", slabs, pieces=short.pieces, key="a")
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("", (), {"free": 100}))
-    with pytest.raises(ConfigError, match="make room"):
+    with pytest.raises(ConfigError, match="free some"):
         make_slabs(tmp_path / "full", slabs, pieces=checkpoint.pieces, key="a")

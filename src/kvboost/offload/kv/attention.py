@@ -1,4 +1,4 @@
-"""Attention over parts of a sequence, and the joining of the parts into what one softmax over all would give.
+"""Attention over parts of a sequence, and how the parts are joined into what one softmax over all would give.
 
 Used by the paged cache. Every part gives its output and the logarithm of the sum it was divided by; the parts' shares
 follow from those. Invariant: all of it is computed in float32 at least, whatever the model's dtype.
@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import torch
 
-_PARTS_AT_ONCE = 256  # query rows times parts that wait to be joined: few calls for one row, little memory for many
+_PARTS_AT_ONCE = 256  # queries times parts that wait to be joined: few calls for one query, little memory for many
 
 
-def parts_at_once(rows: int) -> int:
-    """How many parts of so many query rows may be computed and joined together."""
-    return max(1, _PARTS_AT_ONCE // rows)
+def parts_at_once(queries: int) -> int:
+    """How many parts may be computed and joined together for so many queries."""
+    return max(1, _PARTS_AT_ONCE // queries)
 
 
 class JoinedAttention:
-    """Collects the attention of the same queries over the parts of a sequence. The first part must hide nothing
-    from any query completely."""
+    """Joins the attention of the same queries to parts of a sequence. Every query must see some of the first part."""
 
     def __init__(self) -> None:
         self._outputs: list[torch.Tensor] = []
@@ -26,7 +25,7 @@ class JoinedAttention:
         self._parts = 0
 
     def add(self, output: torch.Tensor, weight: torch.Tensor) -> None:
-        """The outputs of some parts [parts, heads, rows, dim] and the logs of their sums [parts, heads, rows]."""
+        """The outputs of some parts [parts, heads, queries, dim] and the logs of their sums [parts, heads, queries]."""
         self._outputs.append(output)
         self._weights.append(weight)
         self._parts += len(output)
@@ -34,7 +33,7 @@ class JoinedAttention:
             self._join()
 
     def result(self) -> torch.Tensor:
-        """[1, heads, rows, dim]."""
+        """[1, heads, queries, dim]."""
         if self._parts > 1:
             self._join()
         return self._outputs[0]
@@ -50,10 +49,10 @@ class JoinedAttention:
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of ``query`` [1, heads, rows, dim] over all keys [parts, heads, keys, dim] of each part by itself that
-    ``mask`` [rows, keys] lets it see.
+    """Attention of ``query`` [1, heads, queries, dim] to the keys [parts, heads, keys, dim] of each part by itself.
 
-    A row that sees none gets zeros, with the weight of minus infinity.
+    ``mask`` [queries, keys] says which of them it sees; without one, all. A query that sees none gets zeros, with the
+    weight of minus infinity.
     """
     query = query.expand(len(keys), -1, -1, -1)
     keys, values = keys.to(query.dtype), values.to(query.dtype)
@@ -71,23 +70,23 @@ def attend(
 def attend_causally(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention within a stretch of new tokens: each sees itself and those before it, ``window`` at most.
+    """Attention of new tokens to each other: each sees itself and those before it, ``window`` at most.
 
-    ``query`` has the shape [1, heads, rows, dim], keys and values [1, key heads, rows, dim].
+    ``query`` has the shape [1, heads, tokens, dim], keys and values [1, key heads, tokens, dim].
     """
-    rows, groups = query.shape[2], query.shape[1] // keys.shape[1]
+    tokens, groups = query.shape[2], query.shape[1] // keys.shape[1]
     keys = keys.to(query.dtype).repeat_interleave(groups, dim=1)
     values = values.to(query.dtype).repeat_interleave(groups, dim=1)
-    plain = window is None or rows <= window
+    plain = window is None or tokens <= window
     if plain and query.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
         output, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, keys, values, is_causal=True, scale=scale
         )
         return output, weight.reshape(query.shape[:3])
-    return attend(query, keys, values, scale=scale, mask=band(rows, window, device=query.device))
+    return attend(query, keys, values, scale=scale, mask=band(tokens, window, device=query.device))
 
 
-def band(rows: int, window: int | None, *, device: torch.device) -> torch.Tensor:
-    """Which of as many keys each of ``rows`` new tokens sees, [rows, rows]."""
-    seen = torch.ones(rows, rows, dtype=torch.bool, device=device).tril_()
+def band(tokens: int, window: int | None, *, device: torch.device) -> torch.Tensor:
+    """What new tokens see of each other, [tokens, tokens]."""
+    seen = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril_()
     return seen if window is None else seen.triu_(1 - window)

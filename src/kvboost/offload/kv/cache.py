@@ -1,4 +1,4 @@
-"""A Transformers cache whose rows stay within a budget of memory, however long the sequence gets.
+"""A Transformers cache that stays within a budget of memory, however long the sequence gets.
 
 Made for one sequence and used as ``past_key_values`` inside a ``with`` block, in the thread that runs the model. While
 the block is open the model's own calls of torch's attention kernel are answered from the pages. Invariant: the answers
@@ -16,11 +16,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
-from kvboost.approx.recompute import attention_windows
-from kvboost.config import parse_bytes
 from kvboost.direct_io import up_to_page
 from kvboost.errors import CapacityError, ConfigError, UnsupportedModelError
 from kvboost.hf.cache import KVLayout
+from kvboost.hf.layers import windows_by_layer
 from kvboost.hf.probe import compare_logits, probe_model
 from kvboost.hf.runner import ModelRunner
 from kvboost.offload.kv.attention import band
@@ -41,31 +40,31 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self,
         model: Any,
         *,
-        kv_bytes: int | str,
-        block_tokens: int = 256,
-        directory: Path | str | None = None,
-        layout: KVLayout | None = None,
+        kv_bytes: int,
+        block_tokens: int,
+        layout: KVLayout,
+        directory: Path | None = None,
     ) -> None:
-        """``directory`` is where pages are spilled to from a CPU; not one that lies in memory, as some /tmp do.
+        """Hold at most ``kv_bytes`` of KV in memory, in pages of ``block_tokens``.
 
-        Without a ``layout`` the model is tried out first, see :func:`probe_paging`, which returns one.
+        The ``layout`` comes from :func:`probe_paging`. A CPU's pages are spilled to ``directory``, which should not lie
+        in memory, as some /tmp do.
         """
-        self.layout = layout if layout is not None else probe_paging(model, directory=directory)
-        if block_tokens < 1:
-            raise ConfigError(f"block_tokens={block_tokens} holds no row; use 1 or more")
-        windows = _windows_by_layer(model, self.layout)
-        slots = self.layout.slots
+        self.layout = layout
+        slots = layout.slots
+        windows = windows_by_layer(model)
+        if 2 * len(windows) != len(slots):
+            raise UnsupportedModelError(f"not every layer has keys and values of its own. {_UNPAGED}")
         shapes = [PageShape(k, v, block_tokens) for k, v in zip(slots[::2], slots[1::2], strict=True)]
         frame_bytes = up_to_page(max(shape.nbytes for shape in shapes))
-        budget = parse_bytes(kv_bytes, name="kv_bytes")
-        frames, needed = budget // frame_bytes, least_budget(self.layout, block_tokens)
-        if budget < needed:
+        minimum = min_budget(layout, block_tokens)
+        if kv_bytes < minimum:
             raise CapacityError(
-                f"kv_bytes={budget} is too small for blocks of {block_tokens} tokens: a block of each of the "
-                f"{len(shapes)} layers and {TRANSIT} on their way take {needed} bytes; raise it, or lower block_tokens"
+                f"kv_bytes={kv_bytes} is too small for blocks of {block_tokens} tokens: a block of each of the "
+                f"{len(shapes)} layers and {TRANSIT} on their way take {minimum} bytes; raise it, or lower block_tokens"
             )
-        left = frames - len(shapes)
-        group = max(1, min(_MAX_AT_ONCE, left // (2 * TRANSIT)))  # half of what is left is enough for moving
+        left = kv_bytes // frame_bytes - len(shapes)
+        group = max(1, min(_MAX_AT_ONCE, left // (2 * TRANSIT)))  # half of what is left is enough for reading ahead
         self.pages_at_once = group
         """Pages that are read, and in decoding computed with, in one call."""
         quotas = _resident_pages(left - TRANSIT * group, windows, block_tokens)
@@ -73,8 +72,8 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
         if len(devices) > 1:
             raise UnsupportedModelError(f"its layers lie on several devices. {_UNPAGED}")
         device = devices.pop()
-        spill = FileSpill(Path(directory) if directory else None) if device.type == "cpu" else HostSpill(device)
-        self._pager = Pager(spill, frame_bytes=frame_bytes, budget=budget, group=group)
+        spill = FileSpill(directory) if device.type == "cpu" else HostSpill(device)
+        self._pager = Pager(spill, frame_bytes=frame_bytes, budget=kv_bytes, group=group)
         self._attention = _Attention(self)
         super().__init__(
             layers=[
@@ -85,7 +84,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     @property
     def ledger(self) -> PagingLedger:
-        """Bytes taken, at most taken, and moved."""
+        """Bytes taken, their peak, and bytes read and written."""
         return self._pager.ledger
 
     def place(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -95,14 +94,14 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
             layer.append(keys, values)
 
     def span(self, start: int, end: int) -> tuple[torch.Tensor, ...]:
-        """Copies of rows ``[start, end)`` as :meth:`place` takes them, outside the budget."""
+        """Copies of the KV of positions ``[start, end)`` as :meth:`place` takes it, outside the budget."""
         copies = tuple(
             torch.empty(len(slots), spec.heads, end - start, spec.dim, dtype=spec.dtype, device=spec.device)
             for spec, slots in self.layout.groups.items()
         )
         slots = self._by_slot(copies)
         for layer, keys, values in zip(self.layers, slots[::2], slots[1::2], strict=True):
-            layer.copy_rows(start, keys, values)
+            layer.copy_to(start, keys, values)
         return copies
 
     def _by_slot(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -129,13 +128,13 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
             self._attention.check()
 
     def close(self) -> None:
-        """Give memory and file back. The ``with`` block does so too."""
+        """Release memory and file. The end of the ``with`` block does so too."""
         self._pager.close()
         self.layers: list[PagedLayer] = []
 
 
 class _Attention(TorchFunctionMode):
-    """Answers the attention call that follows a layer's new rows. Sees this thread's calls only."""
+    """Answers the attention call that follows a layer's new KV. Sees this thread's calls only."""
 
     def __init__(self, cache: PagedCache) -> None:
         super().__init__()
@@ -162,7 +161,7 @@ class _Attention(TorchFunctionMode):
         self._waiting = layer, keys, values
 
     def check(self) -> None:
-        """Raises UnsupportedModelError if a layer's rows were not followed by a call of torch's kernel."""
+        """Raises UnsupportedModelError if a layer's new KV was not followed by a call of torch's kernel."""
         if self._waiting is not None:
             self._waiting = None
             raise UnsupportedModelError(
@@ -191,19 +190,19 @@ class _Attention(TorchFunctionMode):
         )
 
     def _behind(self, layer: PagedLayer) -> list[int]:
-        """What the layer behind this one reads; behind the last comes the first, for the next token."""
+        """What the next layer reads; after the last layer comes the first, for the next token."""
         layers = self._cache.layers
         following: PagedLayer = layers[(layers.index(layer) + 1) % len(layers)]
         return following.slots_ahead()
 
 
 def _check_mask(mask: torch.Tensor | None, query: torch.Tensor, window: int | None) -> None:
-    """A mask may say what the new rows see of each other and nothing else: no padding, no bias."""
+    """A mask may say what the new tokens see of each other and nothing else: no padding, no bias."""
     if mask is None:
         return
-    rows = query.shape[2]
-    if mask.dtype == torch.bool and mask.shape[-2:] == (rows, rows):
-        seen = band(rows, window, device=mask.device)
+    tokens = query.shape[2]
+    if mask.dtype == torch.bool and mask.shape[-2:] == (tokens, tokens):
+        seen = band(tokens, window, device=mask.device)
         if bool((mask == seen).all()):
             return
     raise UnsupportedModelError(
@@ -211,26 +210,18 @@ def _check_mask(mask: torch.Tensor | None, query: torch.Tensor, window: int | No
     )
 
 
-def _windows_by_layer(model: Any, layout: KVLayout) -> list[int | None]:
-    """How far back each layer looks; None is all the way."""
-    config = model.config.get_text_config(decoder=True)
-    windows = attention_windows(model)
-    kinds = getattr(config, "layer_types", None) or ["all"] * config.num_hidden_layers
-    if 2 * len(kinds) != len(layout.slots):
-        raise UnsupportedModelError(f"not every layer has keys and values of its own. {_UNPAGED}")
-    return [windows[kind] for kind in kinds]
-
-
-def least_budget(layout: KVLayout, block_tokens: int) -> int:
-    """Bytes that paging needs at least: a block being filled for each layer, and those on their way."""
+def min_budget(layout: KVLayout, block_tokens: int) -> int:
+    """Bytes that paging needs at least: a page being filled for each layer, and those on their way."""
     slots = layout.slots
     largest = max(k.bytes_per_row + v.bytes_per_row for k, v in zip(slots[::2], slots[1::2], strict=True))
     return up_to_page(largest * block_tokens) * (len(slots) // 2 + TRANSIT)
 
 
 def _resident_pages(left: int, windows: list[int | None], block_tokens: int) -> list[int]:
-    """How many whole pages of each layer stay in memory, of ``left`` in all: as evenly as can be, so that each layer
-    has something to compute with while its others are read."""
+    """How many whole pages of each layer stay in memory, of ``left`` in all.
+
+    As evenly as possible, so that each layer has something to compute with while its other pages are read.
+    """
     useful = [left if window is None else -(-window // block_tokens) + 1 for window in windows]
     quotas = [0] * len(windows)
     while left and (open_layers := [i for i, quota in enumerate(quotas) if quota < useful[i]]):
@@ -242,8 +233,8 @@ def _resident_pages(left: int, windows: list[int | None], block_tokens: int) -> 
 
 
 @torch.no_grad()
-def probe_paging(model: Any, *, directory: Path | str | None = None) -> KVLayout:
-    """The layout of a model's pages, once a short text through pages has shown the same logits as without.
+def probe_paging(model: Any, *, directory: Path | None = None) -> KVLayout:
+    """The layout of a model's pages, once a short text has shown the same logits through pages as without.
 
     Raises UnsupportedModelError with the reason where it has not.
     """
@@ -252,8 +243,8 @@ def probe_paging(model: Any, *, directory: Path | str | None = None) -> KVLayout
     runner = ModelRunner(model)
     ids = [i * 7919 % min(config.vocab_size, 30_000) for i in range(_PROBE_TOKENS)]
     whole, _ = runner.read_whole(ids)
-    least = least_budget(layout, _PROBE_BLOCK)
-    with PagedCache(model, kv_bytes=least, block_tokens=_PROBE_BLOCK, directory=directory, layout=layout) as cache:
+    budget = min_budget(layout, _PROBE_BLOCK)
+    with PagedCache(model, kv_bytes=budget, block_tokens=_PROBE_BLOCK, directory=directory, layout=layout) as cache:
         half = _PROBE_TOKENS // 2
         runner.run(torch.tensor([ids[:half]], device=runner.device), cache, logits=False)
         runner.run(torch.tensor([ids[half:-1]], device=runner.device), cache, logits=False)

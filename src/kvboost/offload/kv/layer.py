@@ -1,7 +1,7 @@
-"""One layer's rows in pages of equal size: which of them are resident, which spilled, and attention over all of them.
+"""One layer's KV in pages of equal size: which of them are resident, which spilled, and attention over all of them.
 
-Used by the paged cache. Invariant: rows ``[0, length)`` are whole pages in order and one page being filled; each row
-holds the bits the model gave for it, wherever its page lies.
+Used by the paged cache. Invariant: positions ``[0, length)`` are whole pages in order and one page being filled; each
+position holds the bits the model gave for it, wherever its page lies.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class PageShape:
 class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
     """One layer's page table. Attention goes through :meth:`attend`, which the cache calls instead of the kernel."""
 
+    is_croppable = False
+
     def __init__(
         self,
         pager: Pager,
@@ -75,23 +77,23 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: frames are taken as rows come."""
+        """Nothing to do: frames are taken as tokens come."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take new rows, [1, heads, new, dim]; attention finds the others by itself."""
+        """Take the KV of new tokens, [1, heads, new, dim]; attention finds the KV before it by itself."""
         if key_states.shape[0] != 1:
             self._refuse()
         self._announce(self, key_states, value_states)
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Rows held."""
+        """Tokens held."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Masks are made for the new rows among themselves; everything before is seen without one."""
+        """Masks are made for the new tokens among themselves; everything before is seen without one."""
         return query_length, self.length
 
     @torch.no_grad()
@@ -104,7 +106,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         scale: float,
         next_slots: Callable[[], list[int]],
     ) -> torch.Tensor:
-        """Attention of new rows over themselves and all before, [1, heads, new, dim]; then the new rows are kept."""
+        """Attention of new tokens to themselves and all before, [1, heads, new, dim]; then their KV is kept."""
         _, heads, new, dim = query.shape
         wide = query.to(torch.promote_types(query.dtype, torch.float32))
         groups = heads // keys.shape[1]
@@ -118,7 +120,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
             joined.add(
                 output.reshape(1, keys.shape[1], groups * new, -1), weight.reshape(1, keys.shape[1], groups * new)
             )
-        # In decoding the new row lies in the pages already and is seen like those before it.
+        # In decoding the new token lies in the pages already and is seen like those before it.
         first_query = self.length - 1 if new == 1 else self.length
         at_once = parts_at_once(groups * new) if self.window is None else 1  # what a window hides differs by page
         with closing(self._parts(self._first_seen(first_query), next_slots, at_once=at_once)) as parts:
@@ -130,7 +132,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         return joined.result().reshape(1, heads, new, -1).to(query.dtype)
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Keep new rows, [1, heads, new, dim]. Pages that get whole stay or leave."""
+        """Keep the KV of new tokens, [1, heads, new, dim]. Pages that become whole stay or are spilled."""
         done, new, tokens = 0, keys.shape[2], self._shape.tokens
         while done < new:
             if self._tail is None:
@@ -148,8 +150,8 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         first = self._first_seen(self.length) // self._shape.tokens
         return [page.slot for page in self.pages[first:] if page.slot is not None]
 
-    def copy_rows(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy rows from ``first`` on into these, [1, heads, rows, dim], which lie outside the budget."""
+    def copy_to(self, first: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy the KV from position ``first`` on into these, [1, heads, tokens, dim], which lie outside the budget."""
         last = first + keys.shape[2]
         with closing(self._parts(first, list, end=last)) as parts:
             for start, _, *pages in parts:
@@ -157,37 +159,13 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
                 for copy, page in zip((keys, values), pages, strict=True):
                     copy[:, :, begin - first : end - first] = page[:, :, begin - start : end - start]
 
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of all keys and values, [1, heads, length, dim], outside the budget."""
-        copies = tuple(
-            torch.empty(1, spec.heads, self.length, spec.dim, dtype=spec.dtype, device=spec.device)
-            for spec in (self._shape.keys, self._shape.values)
-        )
-        self.copy_rows(0, *copies)
-        return copies[0], copies[1]
-
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` rows (Transformers passes a negative count)."""
-        if tokens_to_remove > 0:
-            raise ValueError("crop takes a negative number: how many tokens to remove")
-        length = max(0, self.length + tokens_to_remove)
-        kept = length // self._shape.tokens
-        if kept < len(self.pages):
-            if self._tail is not None:
-                self._pager.release(self._tail)
-                self._tail = None
-            for page in reversed(self.pages[kept + 1 :]):
-                self._drop(page)
-            if length % self._shape.tokens:
-                self._tail = self._brought_back(self.pages[kept])
-            else:
-                self._drop(self.pages[kept])
-            del self.pages[kept:]
-        self.length = length
+        """Refused: pages are only appended to. Requests with a draft are not paged."""
+        raise ConfigError("a paged cache takes no tokens back, as a draft needs it; leave out the draft, or kv_bytes")
 
     def reset(self) -> None:
-        """Forget the sequence."""
-        self.crop(-self.length)
+        """Refused: a cache is made for one sequence."""
+        self._refuse()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Refused: beams would need a page table each."""
@@ -209,15 +187,15 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         return 0 if self.window is None else max(0, query_position - self.window + 1)
 
     def _parts(
-        self, first_row: int, next_slots: Callable[[], list[int]], *, at_once: int = 1, end: int | None = None
+        self, first: int, next_slots: Callable[[], list[int]], *, at_once: int = 1, end: int | None = None
     ) -> Generator[tuple[int, int, torch.Tensor, torch.Tensor]]:
-        """Pages from the one with ``first_row`` to the one before row ``end``, by default the last: the first row, how
-        many rows each page holds, keys, values [pages, heads, tokens, dim]. Those in memory come first."""
+        """Pages that hold positions ``[first, end)``, by default to the last one: the first position, how many tokens
+        each page holds, keys, values [pages, heads, tokens, dim]. Those in memory come first."""
         tokens = self._shape.tokens
         end = self.length if end is None else end
         away: list[tuple[int, int]] = []
         here: list[tuple[int, torch.Tensor]] = []
-        for number in range(first_row // tokens, min(len(self.pages), -(-end // tokens))):
+        for number in range(first // tokens, min(len(self.pages), -(-end // tokens))):
             page = self.pages[number]
             if page.frame is not None:
                 here.append((number, page.frame))
@@ -232,12 +210,12 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         done = 0
         with closing(self._pager.read([slot for _, slot in away], then=next_slots())) as groups:
             for pages in groups:
-                for part in (pages[first : first + at_once] for first in range(0, len(pages), at_once)):
+                for part in (pages[begin : begin + at_once] for begin in range(0, len(pages), at_once)):
                     yield away[done][0] * tokens, tokens, *self._shape.views(part)
                     done += len(part)
 
     def _mask(self, start: int, stop: int, first_query: int, new: int, groups: int) -> torch.Tensor | None:
-        """What the window hides of rows ``[start, stop)`` from the new ones, [groups * new, rows]; None if nothing."""
+        """Which of ``[start, stop)`` the window shows to new tokens, [groups * new, stop - start]; None is all."""
         if self.window is None or start >= self._first_seen(first_query + new - 1):
             return None
         queries = torch.arange(first_query, first_query + new, device=self.device).unsqueeze(1)
@@ -245,7 +223,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         return seen.repeat(groups, 1)
 
     def _put_away(self, frame: torch.Tensor) -> None:
-        """The tail is whole: it stays if there is room. A window keeps its newest pages, other layers their oldest."""
+        """The tail is whole: it stays if it may. A window keeps its newest pages, other layers their oldest."""
         staying = [page for page in self.pages if page.frame is not None]
         self._tail = None
         if len(staying) < self._may_stay:
@@ -259,20 +237,3 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
             oldest.slot = self._pager.write(oldest.frame, owner=id(self))
             self._tail, oldest.frame = oldest.frame, None
             self.pages.append(Page(frame, None))
-
-    def _drop(self, page: Page) -> None:
-        if page.frame is not None:
-            self._pager.release(page.frame)
-        elif page.slot is not None:
-            self._pager.forget(page.slot, owner=id(self))
-
-    def _brought_back(self, page: Page) -> torch.Tensor:
-        """The page's frame, to be filled on from the middle."""
-        if page.frame is not None:
-            return page.frame
-        assert page.slot is not None
-        tail = self._pager.take()
-        with closing(self._pager.read([page.slot])) as pages:
-            tail.copy_(next(pages)[0])
-        self._pager.forget(page.slot, owner=id(self))
-        return tail

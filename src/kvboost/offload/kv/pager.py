@@ -1,7 +1,7 @@
 """Frames of memory within a budget, and one thread that reads spilled pages ahead, several at once.
 
 Used by the paged cache alone, from the thread that runs the model. Invariants: the ledger never exceeds the budget; a
-page is read as it was last written; a move that failed raises, and from then on every use does.
+page is read as it was written; a move that failed raises, and from then on every use does.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ TRANSIT = 2
 
 @dataclass
 class PagingLedger:
-    """What one pager has taken and moved."""
+    """Memory that one pager holds, and bytes it has moved."""
 
     limit: int
     """The budget in bytes."""
     used: int = 0
-    """Bytes of all frames, whether they hold rows or not."""
+    """Bytes of all frames, whether they hold tokens or not."""
     peak: int = 0
     written_bytes: int = 0
     read_bytes: int = 0
     waited_seconds: float = 0.0
-    """How long the model stood still for a page that was not there yet, or not yet away."""
+    """How long the model waited for a page to be read or written."""
 
     def take(self, size: int) -> None:
         """Raises CapacityError if that is more than is left."""
         if self.used + size > self.limit:
             raise CapacityError(
-                f"{size} bytes more do not fit a kv_bytes of {self.limit}, of which {self.used} are taken"
+                f"{size} bytes more do not fit kv_bytes={self.limit}, of which {self.used} are taken; raise kv_bytes"
             )
         self.used += size
         self.peak = max(self.peak, self.used)
@@ -57,11 +57,10 @@ class _Coming:
 class Pager:
     """Gives out frames and moves pages. All its memory together stays within the budget."""
 
-    def __init__(self, spill: Spill, *, frame_bytes: int, budget: int, group: int = 1) -> None:
+    def __init__(self, spill: Spill, *, frame_bytes: int, budget: int, group: int) -> None:
         """``group`` pages are read at once: the buffers for those on their way take as many frames each."""
         self.ledger = PagingLedger(budget)
         self._spill, self._frame_bytes, self._group = spill, frame_bytes, group
-        self._free: list[torch.Tensor] = []
         self._free_buffers: list[torch.Tensor] = []
         self._buffers = 0
         self._coming: deque[_Coming] = deque()
@@ -72,18 +71,12 @@ class Pager:
         self.closed = False
 
     def take(self) -> torch.Tensor:
-        """A frame [bytes] for rows that stay. Raises CapacityError beyond the budget."""
-        if self._free:
-            return self._free.pop()
+        """A frame [bytes] that stays. Raises CapacityError beyond the budget."""
         self.ledger.take(self._frame_bytes)
         return self._spill.frame(self._frame_bytes)
 
-    def release(self, frame: torch.Tensor) -> None:
-        """The frame's rows are not needed any more."""
-        self._free.append(frame)
-
     def write(self, frame: torch.Tensor, *, owner: Hashable) -> int:
-        """Send a page out. Returns its slot; the frame can be filled again. Pages of one owner lie side by side."""
+        """Spill a page. Returns its slot; the frame can be filled again. Pages of one owner lie side by side."""
         free = self._free_slots.setdefault(owner, [])
         if not free:
             free.extend(reversed(range(self._slots, self._slots + self._group)))
@@ -92,16 +85,11 @@ class Pager:
         self.ledger.written_bytes += self._frame_bytes
         return free.pop()
 
-    def forget(self, slot: int, *, owner: Hashable) -> None:
-        """The page is not needed any more. Its slot may be written again."""
-        self.settle_reads()
-        self._free_slots[owner].append(slot)
-
     def expect(self, slots: Sequence[int]) -> None:
         """Begin to read the first of these, which :meth:`read` will be asked for next."""
-        plan = self._in_groups(slots)
-        if self._asked() == plan[: len(self._coming)]:
-            self._read_ahead(plan[len(self._coming) :])
+        groups = self._in_groups(slots)
+        if self._asked() == groups[: len(self._coming)]:
+            self._read_ahead(groups[len(self._coming) :])
 
     def read(self, slots: Sequence[int], *, then: Sequence[int] = ()) -> Generator[torch.Tensor]:
         """The pages in these slots, a few at a time, [pages, bytes], each valid until the next ones are asked for.
@@ -109,26 +97,19 @@ class Pager:
         While some are used the next ones are read; at the end, the first of ``then``, for the next call.
         """
         wanted = self._in_groups(slots)
-        plan = [*wanted, *self._in_groups(then)[:TRANSIT]]
-        if self._asked() != plan[: len(self._coming)]:
-            self.settle_reads()  # another page was expected
+        groups = [*wanted, *self._in_groups(then)[:TRANSIT]]
+        if self._asked() != groups[: len(self._coming)]:
+            self._drop_reads()  # another page was expected
         asked = len(self._coming)
         for _ in wanted:
-            asked += self._read_ahead(plan[asked:])
+            asked += self._read_ahead(groups[asked:])
             pages = self._coming.popleft()
             try:
                 self._move(pages.read.result)
                 yield self._part(pages)
             finally:
                 self._free_buffers.append(pages.buffer)
-        self._read_ahead(plan[asked:])
-
-    def settle_reads(self) -> None:
-        """Give up what is read ahead."""
-        while self._coming:
-            pages = self._coming.popleft()
-            pages.read.exception()  # nobody asked for these bytes yet: who does reads them again
-            self._free_buffers.append(pages.buffer)
+        self._read_ahead(groups[asked:])
 
     def close(self) -> None:
         """End the thread and remove what was spilled. Memory is given back to the system."""
@@ -138,9 +119,15 @@ class Pager:
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._spill.close()
         self._coming.clear()
-        self._free.clear()
         self._free_buffers.clear()
         self.ledger.used = 0
+
+    def _drop_reads(self) -> None:
+        """Drop what is read ahead."""
+        while self._coming:
+            pages = self._coming.popleft()
+            pages.read.exception()  # nobody asked for these bytes yet; whoever does reads them again
+            self._free_buffers.append(pages.buffer)
 
     def _in_groups(self, slots: Sequence[int]) -> list[tuple[int, ...]]:
         return [tuple(slots[first : first + self._group]) for first in range(0, len(slots), self._group)]
@@ -152,7 +139,7 @@ class Pager:
         return pages.buffer[: len(pages.slots) * self._frame_bytes].view(len(pages.slots), self._frame_bytes)
 
     def _read_ahead(self, groups: Sequence[tuple[int, ...]]) -> int:
-        """Begin to read as many of these as there are buffers for; how many."""
+        """Begin to read as many of these as there are buffers for. Returns how many."""
         begun = 0
         for slots in groups:
             if not self._free_buffers:
@@ -169,9 +156,9 @@ class Pager:
         return begun
 
     def _move(self, move: Callable[[], None]) -> None:
-        """Wait for it, and count that."""
+        """Run a read or write, and count how long it took."""
         if self._lost:
-            raise KVBoostError("a page of this sequence could not be moved; make a new cache and read the text again")
+            raise KVBoostError("a page of this sequence could not be moved; make a new cache and prefill it again")
         begun = perf_counter()
         try:
             move()

@@ -24,7 +24,7 @@ from kvboost.core.prefill import ChunkedPrompt, ExactHits, PrefillState, tokens_
 from kvboost.core.prefiller import Prefiller
 from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.hf.cache import KVLayout
-from kvboost.offload.kv.cache import PagedCache, least_budget, probe_paging
+from kvboost.offload.kv.cache import PagedCache, min_budget, probe_paging
 from kvboost.types import Chunk, LoadReport
 
 _PAGE_TOKENS = (256, 128, 64, 32, 16)
@@ -42,7 +42,7 @@ class Paging:
             self._layout = probe_paging(model, directory=directory)
         except OSError as error:
             raise ConfigError(f"no pages can be written ({error}); give kv_dir, a directory with free space") from error
-        minimum = least_budget(self._layout, _PAGE_TOKENS[-1])
+        minimum = min_budget(self._layout, _PAGE_TOKENS[-1])
         if budget < minimum:
             raise ConfigError(f"kv_bytes={budget} is too small for this model; give {minimum} bytes or more")
         self._model, self._budget, self._directory = model, budget, directory
@@ -73,7 +73,7 @@ def make_paging(model: Any, *, budget: int, directory: Path | None) -> tuple[Pag
 
 def page_tokens_for(layout: KVLayout, budget: int) -> int:
     """The largest page with which at least half of the budget is left for pages that stay."""
-    return next((tokens for tokens in _PAGE_TOKENS if 2 * least_budget(layout, tokens) <= budget), _PAGE_TOKENS[-1])
+    return next((tokens for tokens in _PAGE_TOKENS if 2 * min_budget(layout, tokens) <= budget), _PAGE_TOKENS[-1])
 
 
 def _start(prefiller: Prefiller, cache: PagedCache, prompt: ChunkedPrompt, clock: StageClock) -> PrefillState:

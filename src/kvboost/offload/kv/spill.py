@@ -1,7 +1,7 @@
-"""Where pages lie that the budget has no room for: a file, or the host's memory beside an accelerator.
+"""Where pages lie that exceed the budget: a file, or the host's memory beside an accelerator.
 
-Used by the pager alone: reads come from its thread, writes to other slots from the model's. Invariant: a slot reads
-back the bits that were last written to it, or raises; nothing is left behind, however the process ends.
+Used by the pager alone: reads come from its thread, writes to other slots from the model's. Invariant: a slot is
+written once and reads back those bits, or raises; nothing is left behind, however the process ends.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvboost.direct_io import DIRECT, PAGE, up_to_page
 
 
 class Spill(Protocol):
-    """Numbered places for pages of equal size."""
+    """Numbered slots for pages of equal size."""
 
     def frame(self, size: int) -> torch.Tensor:
-        """New memory [bytes] to compute with, of the kind this place reads into."""
+        """New memory [bytes] to compute with, of the kind :meth:`read` fills."""
         ...
 
     def write(self, slot: int, frame: torch.Tensor) -> None:
@@ -31,11 +31,11 @@ class Spill(Protocol):
         ...
 
     def read(self, slots: Sequence[int], pages: torch.Tensor) -> None:
-        """Fill ``pages`` [slots, bytes] with what was written to these slots last."""
+        """Fill ``pages`` [slots, bytes] with what was written to these slots."""
         ...
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         ...
 
 
@@ -82,7 +82,7 @@ class FileSpill:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self.direct:
                     raise
-                self._set_direct(False)  # some file systems say so only here
+                self._set_direct(False)  # some file systems refuse only here
                 continue
             if not count:
                 raise OSError(errno.EIO, f"the spilled KV ends after {done} of {len(buffer)} bytes at {offset}")
@@ -105,7 +105,7 @@ class FileSpill:
 
 
 class HostSpill:
-    """Pinned host memory beside an accelerator. The tests run it with the CPU as the device; no accelerator has.
+    """Pinned host memory beside an accelerator. It has run with the CPU as the device only.
 
     Copies go through the device's default stream, which orders them with the computing; a stream of their own
     would overlap more.
@@ -121,11 +121,8 @@ class HostSpill:
 
     def write(self, slot: int, frame: torch.Tensor) -> None:
         """Returns when the bytes are there."""
-        page = self._pages.get(slot)
-        if page is None:
-            page = torch.empty(frame.shape, dtype=torch.uint8, pin_memory=self._device.type != "cpu")
-            self._pages[slot] = page
-        page.copy_(frame)
+        page = torch.empty(frame.shape, dtype=torch.uint8, pin_memory=self._device.type != "cpu")
+        self._pages[slot] = page.copy_(frame)
 
     def read(self, slots: Sequence[int], pages: torch.Tensor) -> None:
         """What the default stream computes afterwards sees the bytes."""

@@ -1,10 +1,11 @@
-"""Weights that do not fit into memory, brought there layer by layer."""
+"""Weight streaming: weights that do not fit into memory are brought there layer by layer."""
 
 from kvboost.offload.weights.link import AcceleratorLink, Budget, HostLink, Link
-from kvboost.offload.weights.load import load_streamed
-from kvboost.offload.weights.plan import Unit, WeightPlan, plan_weights
+from kvboost.offload.weights.load import load_model, load_streamed
+from kvboost.offload.weights.on_disk import ModelOnDisk, model_on_disk
+from kvboost.offload.weights.placement import Unit, WeightPlacement, place_weights
 from kvboost.offload.weights.source import Extent, FileSource, HostSource, Source
-from kvboost.offload.weights.streamer import StreamStats, WeightStreamer, describe_weights, streamer_of
+from kvboost.offload.weights.streamer import StreamStats, WeightStreamer, streamer_of
 
 __all__ = [
     "AcceleratorLink",
@@ -14,13 +15,15 @@ __all__ = [
     "HostLink",
     "HostSource",
     "Link",
+    "ModelOnDisk",
     "Source",
     "StreamStats",
     "Unit",
-    "WeightPlan",
+    "WeightPlacement",
     "WeightStreamer",
-    "describe_weights",
+    "load_model",
     "load_streamed",
-    "plan_weights",
+    "model_on_disk",
+    "place_weights",
     "streamer_of",
 ]

@@ -17,7 +17,7 @@ from kvboost.offload.weights.shards import Shards
 
 # Where AWQ puts the eight neighbours it packs into one int32, lowest bits first.
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-# More rows than this are faster with weights made whole again: the int4 kernel reads them once per row.
+# More rows than this are faster with dequantised weights: the int4 kernel reads the packed ones once per row.
 _MAX_ROWS = 16
 _BLOCK = 64  # outputs that torch packs together
 _GROUPS = (32, 64, 128, 256)
@@ -64,13 +64,13 @@ class AwqWeights:
 
     def __init__(self, shards: Shards, settings: Any) -> None:
         """``settings`` is the config's ``quantization_config``. Raises ConfigError for what is not built."""
-        told = settings if isinstance(settings, dict) else settings.to_dict()
-        bits, self._group = told.get("bits", 4), int(told.get("group_size", 128))
-        version = str(told.get("version", "gemm")).lower().rpartition(".")[2]
-        if told.get("quant_method") != "awq" or bits != 4 or version != "gemm" or self._group not in _GROUPS:
+        config = settings if isinstance(settings, dict) else settings.to_dict()
+        bits, self._group = config.get("bits", 4), int(config.get("group_size", 128))
+        version = str(config.get("version", "gemm")).lower().rpartition(".")[2]
+        if config.get("quant_method") != "awq" or bits != 4 or version != "gemm" or self._group not in _GROUPS:
             raise ConfigError(
                 f"of quantised checkpoints weight_budget takes AWQ with 4 bits in groups of {_GROUPS} (gemm), not "
-                f"{told.get('quant_method')} with {bits} bits in groups of {self._group} ({version}); leave it out"
+                f"{config.get('quant_method')} with {bits} bits in groups of {self._group} ({version}); leave it out"
             )
         self._shards = shards
         self._modules = {name.removesuffix(".qweight") for name in shards.tensors if name.endswith(".qweight")}

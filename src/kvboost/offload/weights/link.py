@@ -1,4 +1,4 @@
-"""The seam to a device: memory within a budget, copies beside the computing, events that order the two.
+"""The interface to a device: memory within a budget, copies beside the computing, events that order the two.
 
 Used by the streamer alone. The contract of every link (``kvboost.testing.SimulatedLink`` is the one for tests):
 
@@ -33,7 +33,7 @@ class Link(Protocol):
         ...
 
     def copy(self, source: Source, extent: Extent, into: torch.Tensor, *, after: Any) -> Any:
-        """Begin to copy a stretch of a slab, after that event; returns what :meth:`wait` waits for."""
+        """Begin to copy a part of a slab, after that event; returns what :meth:`wait` waits for."""
         ...
 
     def event(self) -> Any:
@@ -44,12 +44,8 @@ class Link(Protocol):
         """What is computed from here on sees the copied bytes."""
         ...
 
-    def finish(self, copy: Any) -> None:
-        """Return once the copy is whole. A copy that failed raises here too."""
-        ...
-
     def close(self) -> None:
-        """End what runs. No more copies."""
+        """End its threads. No more copies."""
         ...
 
 
@@ -87,7 +83,7 @@ class HostLink:
         return torch.frombuffer(page_aligned(up_to_page(size)), dtype=torch.uint8)
 
     def copy(self, source: Source, extent: Extent, into: torch.Tensor, *, after: None) -> Future[None]:
-        """Begin to read. The CPU computes before it goes on, so that nothing is left to wait for."""
+        """Begin to read. A CPU has computed everything before when it gets here, so there is nothing to wait for."""
         return self._worker.submit(source.read, extent, memoryview(into.numpy()))  # type: ignore[arg-type]
 
     def event(self) -> None:
@@ -95,10 +91,6 @@ class HostLink:
 
     def wait(self, copy: Future[None]) -> None:
         """Return once the bytes are there."""
-        copy.result()
-
-    def finish(self, copy: Future[None]) -> None:
-        """The same: there is nothing that runs ahead."""
         copy.result()
 
     def close(self) -> None:
@@ -139,7 +131,7 @@ class AcceleratorLink:
         return self._worker.submit(self._enqueue, source, extent, into, after)
 
     def event(self) -> torch.Event:
-        """The calling thread's stream as far as it was filled."""
+        """The calling thread's stream up to here."""
         event = torch.Event(self.device)
         event.record(torch.accelerator.current_stream(self.device))
         return event
@@ -147,10 +139,6 @@ class AcceleratorLink:
     def wait(self, copy: Future[Any]) -> None:
         """The calling thread's stream waits for the copy; the thread only until the copy is enqueued."""
         torch.accelerator.current_stream(self.device).wait_event(copy.result())
-
-    def finish(self, copy: Future[Any]) -> None:
-        """Return once the device has the bytes."""
-        copy.result().synchronize()
 
     def close(self) -> None:
         """End the thread, and return once the device is done with the buffers."""
@@ -174,7 +162,7 @@ class AcceleratorLink:
         return done
 
     def _staged(self, source: Source, extent: Extent) -> torch.Tensor:
-        """The bytes in the staging buffer that was used longest ago; it is moved behind the other by the caller."""
+        """The bytes in the staging buffer that was used longest ago; the caller moves it behind the other."""
         while len(self._staging) < 2:
             self._staging.append((torch.empty(0, dtype=torch.uint8, pin_memory=True), None))
         buffer, last = self._staging[0]

@@ -1,14 +1,14 @@
 """Loads a model whose weights need not fit into memory.
 
-Called by ``load_model`` when a weight budget is given. Invariant: the model computes what the resident one computes, to
-the bit, as its weights are the same bytes in the same shapes; when everything fits, it is the resident one.
+Called by the engine. Invariant: the model computes what the resident one computes, to the bit, as its weights are the
+same bytes in the same shapes; when everything fits, it is the resident one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from kvboost.direct_io import up_to_page
 from kvboost.errors import ConfigError
+from kvboost.hf.loading import ModelSource, load_checkpoint, load_resident, load_tokenizer, loading_errors
 from kvboost.offload.weights.awq import AwqWeights
 from kvboost.offload.weights.link import AcceleratorLink, HostLink, Link
-from kvboost.offload.weights.plan import WeightPlan, plan_weights
+from kvboost.offload.weights.placement import WeightPlacement, place_weights
 from kvboost.offload.weights.shards import Shards
 from kvboost.offload.weights.skeleton import Skeleton, build_skeleton
 from kvboost.offload.weights.slabs import Pieces, SlabFolder, make_slabs
@@ -33,55 +34,58 @@ _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 _ALLOWED = (*_HUB, "trust_remote_code", "attn_implementation", "gguf_file")
 
 
-def load_streamed(
-    source: str,
-    *,
-    dtype: Any,
-    device: torch.device,
-    budget: int,
-    weight_dir: str | Path | None,
-    load_whole: Callable[[], Any],
-    model_kwargs: dict[str, Any],
-) -> Any | None:
-    """The model with at most ``budget`` bytes of weights in memory; None if all of them fit, so nothing need be done.
+def load_model(
+    source: ModelSource, *, weight_budget: int | None = None, weight_dir: str | Path | None = None
+) -> tuple[Any, Any]:
+    """The model in eval mode on its device, and its tokenizer.
 
-    ``load_whole`` loads the model as Transformers does: for checkpoints whose tensors are not the model's own (GGUF,
-    older names), once, to make the slabs.
+    With a ``weight_budget`` in bytes that its weights do not fit, it is streamed from files in ``weight_dir``.
     """
-    if other := sorted(set(model_kwargs) - set(_ALLOWED)):
+    tokenizer = load_tokenizer(source)  # first: a missing one should not cost the user a model load
+    if weight_budget is not None:
+        with loading_errors(source):
+            streamed = load_streamed(source, budget=weight_budget, weight_dir=weight_dir)
+        if streamed is not None:
+            return streamed, tokenizer
+    return load_resident(source), tokenizer
+
+
+def load_streamed(source: ModelSource, *, budget: int, weight_dir: str | Path | None) -> Any | None:
+    """The model with at most ``budget`` bytes of weights in memory; None if all of them fit without streaming."""
+    arguments = source.model_kwargs
+    if other := sorted(set(arguments) - set(_ALLOWED)):
         raise ConfigError(f"weight_budget does not go with {', '.join(other)}; leave one of them out")
-    hub = {name: model_kwargs[name] for name in _HUB if name in model_kwargs}
-    gguf = {name: model_kwargs[name] for name in ("gguf_file",) if name in model_kwargs}
-    trust = {name: model_kwargs[name] for name in ("trust_remote_code",) if name in model_kwargs}
-    config = AutoConfig.from_pretrained(source, **hub, **gguf, **trust)
-    files = checkpoint_files(source, gguf.get("gguf_file"), hub)
+    hub, gguf = _only(arguments, *_HUB), _only(arguments, "gguf_file")
+    config = AutoConfig.from_pretrained(source.path, **hub, **gguf, **_only(arguments, "trust_remote_code"))
+    files = checkpoint_files(source.path, gguf.get("gguf_file"), hub)
     shards = Shards(files) if not gguf else None
+    device = source.torch_device
     awq: AwqWeights | None = None
     if (quantised := getattr(config, "quantization_config", None)) is not None and shards is not None:
         awq = AwqWeights(shards, quantised)
         del config.quantization_config  # else Transformers wants a library for it
         if device.type != "cpu":
             raise ConfigError("AWQ with a weight_budget is built for the CPU; leave weight_budget out")
-    attention = {name: model_kwargs[name] for name in ("attn_implementation",) if name in model_kwargs}
-    dtype = dtype_asked_for(dtype, config, shards)
+    dtype = dtype_asked_for(source.dtype, config, shards)
     prepare = {"prepare": awq.prepare} if awq is not None else {}
-    skeleton = build_skeleton(config, dtype=dtype, **prepare, **attention, **trust)
+    made_with = _only(arguments, "attn_implementation", "trust_remote_code")
+    skeleton = build_skeleton(config, dtype=dtype, **prepare, **made_with)
     if skeleton.total_bytes <= budget and awq is None:
         return None
-    plan = plan_weights(skeleton.rest, skeleton.slabs, budget=budget)  # before anything is written
-    pieces = _pieces(skeleton, shards, awq, load_whole)
+    placement = place_weights(skeleton.rest, skeleton.slabs, budget=budget)  # before anything is written
     key = hashlib.sha256(f"{_key(files, shards)}|{dtype}".encode()).hexdigest()
     where = Path(weight_dir).expanduser() if weight_dir is not None else files[0].parent
     slabs = [skeleton.rest, *skeleton.slabs]
+    pieces = _pieces(skeleton, shards, awq, source)
     folder = make_slabs(where / f"kvboost-weights-{key[:16]}", slabs, pieces=pieces, key=key)
     link: Link = HostLink(budget=budget) if device.type == "cpu" else AcceleratorLink(device, budget=budget)
-    put_together(skeleton, folder, plan, link=link, device=device)
-    _take_generation_config(skeleton.model, source, hub)
+    put_together(skeleton, folder, placement, link=link, device=device)
+    _take_generation_config(skeleton.model, source.path, hub)
     return skeleton.model
 
 
 def put_together(
-    skeleton: Skeleton, folder: SlabFolder, plan: WeightPlan, *, link: Link, device: torch.device
+    skeleton: Skeleton, folder: SlabFolder, placement: WeightPlacement, *, link: Link, device: torch.device
 ) -> WeightStreamer:
     """Put what stays into memory and the hooks onto the model. The link and the folder are closed with the model."""
     files = FileSource(folder)
@@ -93,9 +97,9 @@ def put_together(
             skeleton.place(weight.name, weight.view(memory))
         _move_buffers(skeleton.model, device)
         source: Source = files
-        if device.type != "cpu" and plan.streamed_bytes <= _free_memory() // 2:
-            source = HostSource(folder, pin=True)
-        streamer = WeightStreamer(skeleton.model, plan=plan, link=link, source=source, folder=folder)
+        if device.type != "cpu" and placement.memory.streamed <= _free_memory() // 2:
+            source = HostSource(folder, device)
+        streamer = WeightStreamer(skeleton.model, placement=placement, link=link, source=source, folder=folder)
     except BaseException:
         link.close()
         folder.close()
@@ -104,8 +108,11 @@ def put_together(
     return streamer
 
 
-def _pieces(skeleton: Skeleton, shards: Shards | None, awq: AwqWeights | None, load_whole: Callable[[], Any]) -> Pieces:
-    """Where the slabs' bytes come from: the checkpoint's files, or the model as Transformers loads it."""
+def _pieces(skeleton: Skeleton, shards: Shards | None, awq: AwqWeights | None, source: ModelSource) -> Pieces:
+    """Where the slabs' bytes come from: the checkpoint's files, or the model as Transformers loads it.
+
+    The latter for checkpoints whose tensors are not the model's own (GGUF, older names), once, to make the slabs.
+    """
     weights = {weight.name: weight for slab in (skeleton.rest, *skeleton.slabs) for weight in slab.weights}
     if shards is not None:
         tensors = shards.tensors
@@ -127,7 +134,7 @@ def _pieces(skeleton: Skeleton, shards: Shards | None, awq: AwqWeights | None, l
 
     def from_model(name: str) -> Iterable[memoryview]:
         if not loaded:
-            loaded.update(_state(load_whole(), skeleton))
+            loaded.update(_state(load_checkpoint(source), skeleton))
         return _tensor_pieces(loaded[name].to(weights[name].dtype))
 
     return from_model
@@ -138,7 +145,7 @@ def _state(model: Any, skeleton: Skeleton) -> dict[str, torch.Tensor]:
     for names in skeleton.aliases.values():
         if any(name not in state or state[name].data_ptr() != state[names[0]].data_ptr() for name in names):
             raise ConfigError(
-                f"this checkpoint does not share {' and '.join(names)} as its config says, which is not streamed; "
+                f"this checkpoint does not share {' and '.join(names)} as its config says, which cannot be streamed; "
                 "leave weight_budget out"
             )
     return state
@@ -167,7 +174,7 @@ def checkpoint_files(source: str, gguf_file: str | None = None, hub: dict[str, A
     elif (only := find("model.safetensors")) is not None:
         return [Path(only)]
     raise ConfigError(
-        f"{source} has no safetensors files, from which weights are streamed; save the model anew with "
+        f"{source} has no safetensors files, from which weights are streamed; save the model again with "
         "save_pretrained, or leave weight_budget out"
     )
 
@@ -186,22 +193,22 @@ def dtype_asked_for(asked: Any, config: Any, shards: Shards | None) -> torch.dty
             raise ConfigError("dtype is not one torch knows; give 'auto', 'bfloat16' or torch.bfloat16, for example")
     if isinstance(asked, torch.dtype):
         return asked
-    told = getattr(config, "dtype", None) if asked == "auto" else torch.float32
-    if isinstance(told, str):
-        told = getattr(torch, told)
-    if isinstance(told, torch.dtype):
-        return told
+    default = getattr(config, "dtype", None) if asked == "auto" else torch.float32
+    if isinstance(default, str):
+        default = getattr(torch, default)
+    if isinstance(default, torch.dtype):
+        return default
     stored = (tensor.dtype for tensor in shards.tensors.values()) if shards is not None else iter(())
     return next((dtype for dtype in stored if dtype.is_floating_point), torch.float32)
 
 
 def _move_buffers(model: Any, device: torch.device) -> None:
-    """What the model's code made itself goes where the weights are."""
+    """Move what the model's code made itself to where the weights are."""
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "meta":
                 raise ConfigError(
-                    f"{type(module).__name__}.{key} is made in a way streaming does not know; leave weight_budget out"
+                    f"{type(module).__name__}.{key} cannot be made without its weights; leave weight_budget out"
                 )
             if buffer is not None:
                 module._buffers[key] = buffer.to(device)
@@ -215,3 +222,7 @@ def _take_generation_config(model: Any, source: str, hub: dict[str, Any]) -> Non
 
 def _free_memory() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _only(arguments: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {name: arguments[name] for name in names if name in arguments}

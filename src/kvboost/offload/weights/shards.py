@@ -53,11 +53,11 @@ class Shards:
         self.tensors: dict[str, ShardTensor] = {}
         for file in files:
             self.tensors |= _tensors_of(file)
-        told = [
+        parts = [
             *(str((file.name, (stat := file.stat()).st_size, stat.st_mtime_ns)) for file in files),
             *(f"{name}:{tensor.dtype}:{tensor.shape}" for name, tensor in sorted(self.tensors.items())),
         ]
-        self.key = hashlib.sha256("\n".join(told).encode()).hexdigest()
+        self.key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
         """Changes when the checkpoint does: names, sizes and times of its files, and what they hold."""
 
     def pieces(self, name: str, dtype: torch.dtype) -> Iterator[memoryview]:
@@ -82,17 +82,17 @@ def _as(piece: memoryview, found: torch.dtype, wanted: torch.dtype) -> memoryvie
 
 def _tensors_of(file: Path) -> dict[str, ShardTensor]:
     try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
             if length > _MAX_HEADER:
                 raise ValueError("its header is too long")
-            header = json.loads(stream.read(length))
+            header = json.loads(opened.read(length))
         found: dict[str, ShardTensor] = {}
-        for name, told in header.items():
+        for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            begin, end = (8 + length + int(offset) for offset in told["data_offsets"])
-            tensor = ShardTensor(file, _DTYPES[told["dtype"]], tuple(map(int, told["shape"])), begin, end)
+            begin, end = (8 + length + int(offset) for offset in entry["data_offsets"])
+            tensor = ShardTensor(file, _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])), begin, end)
             if end - begin != prod(tensor.shape) * tensor.dtype.itemsize or end > file.stat().st_size:
                 raise ValueError(f"{name} does not lie where it should")
             found[name] = tensor

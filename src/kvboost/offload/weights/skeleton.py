@@ -1,4 +1,4 @@
-"""A model without its weights, and the list of what belongs where.
+"""A model without its weights, and the list of where they belong.
 
 Built when a model is loaded to be streamed. Invariant: parameters take no memory; buffers that no checkpoint holds
 (rotary tables) are as the model's own code made them.
@@ -14,8 +14,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from kvboost.approx.recompute import decoder_layers
 from kvboost.errors import ConfigError, UnsupportedModelError
+from kvboost.hf.layers import decoder_layers
 from kvboost.offload.weights.slabs import REST, Slab, lay_out
 
 
@@ -33,7 +33,7 @@ class _EmptyWithoutMemory(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A model whose weights are still to come."""
+    """A model whose weights are not loaded."""
 
     model: Any
     layers: list[torch.nn.Module]
@@ -65,7 +65,7 @@ class Skeleton:
 def build_skeleton(
     config: Any, *, dtype: torch.dtype, prepare: Callable[[Any], None] = lambda model: None, **arguments: Any
 ) -> Skeleton:
-    """The model of this config, on no device; ``prepare`` may exchange its modules."""
+    """The model of this config, on no device; ``prepare`` may replace its modules."""
     with _EmptyWithoutMemory():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **arguments)
     prepare(model)
@@ -94,7 +94,7 @@ def _check_dtypes(model: Any, dtype: torch.dtype) -> None:
         kept += list(model._keep_in_fp32_modules or ())
     if kept:
         raise ConfigError(
-            f"{model.config.model_type} keeps some weights in float32 beside {dtype}, which is not streamed yet; "
+            f"{model.config.model_type} keeps some weights in float32 beside {dtype}, which cannot be streamed yet; "
             "give dtype=torch.float32, or leave weight_budget out"
         )
 

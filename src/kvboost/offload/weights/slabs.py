@@ -2,7 +2,7 @@
 
 Made once from a checkpoint, in a folder of its own, and used by every later start. ``slabs.json`` says what lies where.
 Invariants: a file under its name is whole (written under another name and renamed); ``slabs.json`` names only such
-files, so that a run that was broken off goes on where it stopped; every weight carries the digest the fingerprint uses.
+files, so an interrupted run goes on where it stopped; every weight carries the digest the fingerprint uses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PIECE = 8 * 2**20  # bytes read, hashed or written at once
 REST = "rest"
 
 Pieces = Callable[[str], Iterable[memoryview]]
-"""The bytes of a weight, by its name, as they shall lie in the slab."""
+"""The bytes of a weight, by its name, as they lie in the slab."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +129,11 @@ class SlabFolder:
                 return slab
 
         items = [(slab.name, weight) for slab in (self.rest, *self.layers) for weight in slab.weights]
-        with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:  # reading and hashing let go of the GIL
+        with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:  # reading and hashing release the GIL
             return sorted({name for name in pool.map(wrong, items) if name is not None})
 
     def close(self) -> None:
-        """Give the files back."""
+        """Close the files."""
         with self._lock:
             for file in self._files.values():
                 file.close()
@@ -143,14 +143,14 @@ class SlabFolder:
 def make_slabs(directory: Path, slabs: Sequence[Slab], *, pieces: Pieces, key: str) -> SlabFolder:
     """The slabs as files in ``directory``: those that are there and whole, and the others made from ``pieces``.
 
-    ``key`` stands for the checkpoint: slabs of another one in the same folder are made anew. Every byte is read and
+    ``key`` stands for the checkpoint: slabs of another one in the same folder are made again. Every byte is read and
     compared with its digest; a damaged slab is made again.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with _alone(directory):
             done = _read_header(directory, slabs, key)
-            _check_room(directory, [slab for slab in slabs if slab.name not in done])
+            _check_free_space(directory, [slab for slab in slabs if slab.name not in done])
             for slab in slabs:
                 if slab.name not in done:
                     done[slab.name] = _write(directory, slab, pieces)
@@ -172,8 +172,7 @@ def make_slabs(directory: Path, slabs: Sequence[Slab], *, pieces: Pieces, key: s
             return folder
     except OSError as error:
         raise ConfigError(
-            f"the layers' weights cannot be kept in {directory} ({error}); give a folder on a disk with room with "
-            "weight_dir="
+            f"the layers' weights cannot be kept in {directory} ({error}); give another folder with weight_dir="
         ) from error
 
 
@@ -182,7 +181,7 @@ def _folder(directory: Path, slabs: Sequence[Slab], done: dict[str, dict[str, st
 
 
 def _write(directory: Path, slab: Slab, pieces: Pieces) -> dict[str, str]:
-    """Write one slab. The digests of its weights."""
+    """Write one slab. Returns the digests of its weights."""
     target = directory / _file_name(slab.name)
     unfinished = target.with_suffix(".part")
     digests: dict[str, str] = {}
@@ -207,20 +206,20 @@ def _write(directory: Path, slab: Slab, pieces: Pieces) -> dict[str, str]:
 
 
 def _write_header(directory: Path, slabs: Sequence[Slab], key: str, done: dict[str, dict[str, str]]) -> None:
-    told = {
+    header = {
         "version": _VERSION,
         "checkpoint": key,
-        "slabs": [_told(slab, done[slab.name]) for slab in slabs if slab.name in done],
+        "slabs": [_described(slab, done[slab.name]) for slab in slabs if slab.name in done],
     }
     unfinished = directory / (_HEADER + ".part")
     with unfinished.open("w", encoding="utf-8") as file:
-        json.dump(told, file, indent=1)
+        json.dump(header, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, directory / _HEADER)
 
 
-def _told(slab: Slab, digests: dict[str, str]) -> dict[str, Any]:
+def _described(slab: Slab, digests: dict[str, str]) -> dict[str, Any]:
     return {"name": slab.name, "file": _file_name(slab.name), "bytes": slab.size} | {
         "weights": [
             {
@@ -236,13 +235,13 @@ def _told(slab: Slab, digests: dict[str, str]) -> dict[str, Any]:
 
 
 def _read_header(directory: Path, slabs: Sequence[Slab], key: str) -> dict[str, dict[str, str]]:
-    """The digests of the slabs that are there as asked for, by slab; whatever else the folder holds does not count."""
+    """The digests of the slabs that are there as asked for, by slab; whatever else the folder holds is ignored."""
     try:
-        told = json.loads((directory / _HEADER).read_text(encoding="utf-8"))
-        if told["version"] != _VERSION or told["checkpoint"] != key:
+        header = json.loads((directory / _HEADER).read_text(encoding="utf-8"))
+        if header["version"] != _VERSION or header["checkpoint"] != key:
             return {}
         found: dict[str, dict[str, str]] = {}
-        by_name = {slab["name"]: slab for slab in told["slabs"]}
+        by_name = {slab["name"]: slab for slab in header["slabs"]}
         for slab in slabs:
             if slab.name not in by_name:
                 continue
@@ -250,19 +249,19 @@ def _read_header(directory: Path, slabs: Sequence[Slab], key: str) -> dict[str, 
             path = directory / _file_name(slab.name)
             if not path.exists() or path.stat().st_size != slab.size:
                 continue
-            if digests.keys() == {w.name for w in slab.weights} and by_name[slab.name] == _told(slab, digests):
+            if digests.keys() == {w.name for w in slab.weights} and by_name[slab.name] == _described(slab, digests):
                 found[slab.name] = digests
         return found
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return {}  # none yet, or not ours: made anew
+        return {}  # none yet, or not ours: all are made
 
 
-def _check_room(directory: Path, missing: Sequence[Slab]) -> None:
+def _check_free_space(directory: Path, missing: Sequence[Slab]) -> None:
     needed = sum(slab.size for slab in missing)
     free = shutil.disk_usage(directory).free
     if needed > free:
         raise ConfigError(
-            f"the layers' weights take {needed / 1e9:.1f} GB and {directory} has {free / 1e9:.1f} GB left; make room, "
+            f"the layers' weights take {needed / 1e9:.1f} GB and {directory} has {free / 1e9:.1f} GB left; free some, "
             "or give another folder with weight_dir="
         )
 

@@ -17,7 +17,7 @@ from kvboost.offload.weights.slabs import SlabFolder
 
 @dataclass(frozen=True)
 class Extent:
-    """A stretch of one slab, of whole pages."""
+    """A part of one slab, of whole pages."""
 
     slab: str
     begin: int
@@ -25,19 +25,19 @@ class Extent:
 
 
 class Source(Protocol):
-    """Gives out stretches of slabs."""
+    """Gives out parts of slabs."""
 
     def held(self, extent: Extent) -> torch.Tensor | None:
         """The bytes, if they lie in host memory a device can copy from; else None."""
         ...
 
     def read(self, extent: Extent, into: memoryview) -> None:
-        """Write the bytes to ``into``, which begins at a page. Raises CapacityError if they cannot be had."""
+        """Write the bytes to ``into``, which begins at a page. Raises CapacityError if they cannot be read."""
         ...
 
 
 class FileSource:
-    """Reads the files anew every time, past the page cache: when even the RAM is too small."""
+    """Reads the files every time, past the page cache: when even the host's memory is too small."""
 
     def __init__(self, folder: SlabFolder) -> None:
         self._folder = folder
@@ -47,7 +47,7 @@ class FileSource:
         return None
 
     def read(self, extent: Extent, into: memoryview) -> None:
-        """One read of the whole stretch, straight to its place."""
+        """One read of the whole extent, straight to its place."""
         try:
             file = self._folder.file(extent.slab)
             found = file.read(into[: extent.size], extent.begin)
@@ -62,14 +62,14 @@ class FileSource:
 class HostSource:
     """Keeps every slab in host memory, from where an accelerator copies by itself."""
 
-    def __init__(self, folder: SlabFolder, *, pin: bool) -> None:
+    def __init__(self, folder: SlabFolder, device: torch.device) -> None:
         files = FileSource(folder)
         self._slabs: dict[str, torch.Tensor] = {}
         for slab in folder.layers:
             # Pinned memory begins at a page, as the reads need it.
             held = (
                 torch.empty(slab.size, dtype=torch.uint8, pin_memory=True)
-                if pin
+                if device.type != "cpu"
                 else torch.frombuffer(page_aligned(slab.size), dtype=torch.uint8)
             )
             files.read(Extent(slab.name, 0, slab.size), memoryview(held.numpy()))  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Brings the weights of decoder layers into memory just before they are computed with.
+"""Weight streaming: brings the weights of decoder layers into memory just before they are computed with.
 
 Sits on a model as hooks and round its decoder's forward. Invariants: a weight is a view into a buffer that holds it, or
-a placeholder without memory, so that a use nobody announced is an error and never a wrong number; a buffer is filled
+a placeholder without memory, so an unannounced use is an error and never a wrong number; a buffer is filled
 anew only behind all that was computed with it; one forward pass runs at a time, as there are two buffers for all.
 """
 
@@ -17,23 +17,23 @@ from typing import Any
 
 import torch
 
+from kvboost.capacity import WeightMemory
+from kvboost.hf.weights import attach_streamed_weights, streamed_weights_of
 from kvboost.offload.weights.link import Link
-from kvboost.offload.weights.plan import Unit, WeightPlan
+from kvboost.offload.weights.placement import Unit, WeightPlacement
 from kvboost.offload.weights.slabs import SlabFolder, Weight
 from kvboost.offload.weights.source import Source
-
-_ATTRIBUTE = "_kvboost_streamer"
 
 
 @dataclass(frozen=True)
 class StreamStats:
-    """What streaming did so far."""
+    """What weight streaming did so far."""
 
     streamed_bytes: int
     """Copied into the buffers, or on the way."""
     loads: int
     misses: int
-    """Loads that nobody had begun before they were needed."""
+    """Loads that had not begun before they were needed."""
     waited_seconds: float
     """How long the computing thread waited for weights."""
 
@@ -42,7 +42,7 @@ class StreamStats:
 class _Buffer:
     memory: torch.Tensor  # [bytes]
     free_after: Any
-    """The event behind which it may be filled again."""
+    """The event after which it may be filled again."""
     unit: int = -1
     filled: Any = None
 
@@ -60,40 +60,42 @@ class _Place:
 class WeightStreamer:
     """Streams the weights of one model. Made by :func:`kvboost.offload.weights.load_streamed`."""
 
-    def __init__(self, model: Any, *, plan: WeightPlan, link: Link, source: Source, folder: SlabFolder) -> None:
-        self.plan, self.folder = plan, folder
+    def __init__(
+        self, model: Any, *, placement: WeightPlacement, link: Link, source: Source, folder: SlabFolder
+    ) -> None:
+        self.placement, self.folder = placement, folder
         self._link, self._source = link, source
-        self._places = [[_place(model, weight) for weight in unit.weights] for unit in plan.units]
-        self._keys = {(id(p.module), p.key): (unit, p) for unit in plan.streamed for p in self._places[unit.index]}
+        self._places = [[_place(model, weight) for weight in unit.weights] for unit in placement.units]
+        self._keys = {(id(p.module), p.key): (unit, p) for unit in placement.streamed for p in self._places[unit.index]}
         self._views: dict[tuple[int, int], list[torch.nn.Parameter]] = {}
         self._lock = threading.RLock()  # held over each forward pass
         self._current = -1
         self._waited, self._bytes, self._loads, self._misses = 0.0, 0, 0, 0
-        self._next = _upcoming(plan)
+        self._next = _upcoming(placement)
         self._load_residents()
-        self._buffers = [_Buffer(link.allocate(plan.buffer_bytes), None) for _ in plan.streamed[:2]]
+        self._buffers = [_Buffer(link.allocate(placement.buffer_bytes), None) for _ in placement.streamed[:2]]
         for buffer in self._buffers:
             buffer.free_after = link.event()
-        for place in (place for unit in plan.streamed for place in self._places[unit.index]):
+        for place in (place for unit in placement.streamed for place in self._places[unit.index]):
             place.module._parameters[place.key] = place.placeholder
-        self._aim(len(plan.units))
+        self._aim(len(placement.units))
 
     def attach(self, model: Any, layers: Sequence[torch.nn.Module]) -> None:
         """Put the hooks on the model; none where everything stays."""
-        weakref.finalize(model, _let_go, self._link, self.folder)
-        if not self.plan.streamed:
+        weakref.finalize(model, _close, self._link, self.folder)
+        if not self.placement.streamed:
             return
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-        # Not a pair of hooks: torch leaves the second out when something other than an Exception ends the pass.
+        # Not a pair of hooks: torch skips the second when something other than an Exception ends the pass.
         decoder.forward = self._one_at_a_time(decoder.forward)
-        if self.plan.parts_per_layer == 1:
-            for unit in self.plan.units:
+        if self.placement.parts_per_layer == 1:
+            for unit in self.placement.units:
                 layers[unit.layer].register_forward_pre_hook(self._hook(unit))
         else:
-            for unit, places in zip(self.plan.units, self._places, strict=True):
+            for unit, places in zip(self.placement.units, self._places, strict=True):
                 for module in {id(place.module): place.module for place in places}.values():
                     module.register_forward_pre_hook(self._hook(unit))
-        setattr(model, _ATTRIBUTE, self)
+        attach_streamed_weights(model, self)
 
     def need(self, index: int) -> None:
         """Have this unit's weights in place for what is computed next; what the last one held may be overwritten."""
@@ -103,14 +105,14 @@ class WeightStreamer:
             self._leave()
             self._aim(index)
             self._current = index
-            if index in self.plan.resident:
+            if index in self.placement.resident:
                 return
             number = next(n for n, buffer in enumerate(self._buffers) if buffer.unit == index)
             begun = time.perf_counter()
             try:
                 self._link.wait(self._buffers[number].filled)
             except BaseException:
-                self._buffers[number].unit, self._current = -1, -1  # nothing whole is in there
+                self._buffers[number].unit, self._current = -1, -1  # it holds nothing whole
                 raise
             self._waited += time.perf_counter() - begun
             for place, view in zip(self._places[index], self._views_of(number, index), strict=True):
@@ -120,29 +122,13 @@ class WeightStreamer:
         """Counters since the model was loaded."""
         return StreamStats(self._bytes, self._loads, self._misses, self._waited)
 
-    def link_bandwidth(self, *, passes: int = 1) -> float:
-        """Bytes per second of the bare link: what a pass copies, through the same buffers, nothing computed beside."""
-        with self._lock:
-            self._leave()
-            for buffer in self._buffers:
-                if buffer.filled is not None:
-                    self._link.finish(buffer.filled)
-                buffer.unit = -1
-            begun = time.perf_counter()
-            for number, unit in enumerate(self.plan.streamed * passes):
-                buffer = self._buffers[number % len(self._buffers)]
-                if number >= len(self._buffers):
-                    self._link.finish(buffer.filled)
-                buffer.filled = self._link.copy(self._source, unit.extent, buffer.memory, after=buffer.free_after)
-            for buffer in self._buffers:
-                if buffer.filled is not None:
-                    self._link.finish(buffer.filled)
-            taken = time.perf_counter() - begun
-            self._aim(len(self.plan.units))
-            return passes * self.plan.streamed_bytes / taken
+    @property
+    def memory(self) -> WeightMemory:
+        """Where the weights are, in bytes."""
+        return self.placement.memory
 
     def holds(self, module: torch.nn.Module, key: str) -> bool:
-        """Whether this parameter comes out of a slab, so that the tensor itself says nothing."""
+        """Whether this parameter is streamed, so that its tensor says nothing about its content."""
         return (id(module), key) in self._keys
 
     def digest(self, module: torch.nn.Module, key: str, name: str) -> bytes:
@@ -153,7 +139,7 @@ class WeightStreamer:
         return bytes.fromhex(self.folder.digest(unit.extent.slab, place.weight, name=name))
 
     def _one_at_a_time(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward pass that no other one runs beside, however it ends."""
+        """A forward pass during which no other one runs, however it ends."""
 
         @wraps(forward)
         def alone(*args: Any, **kwargs: Any) -> Any:
@@ -162,7 +148,7 @@ class WeightStreamer:
                     return forward(*args, **kwargs)
                 finally:
                     self._leave()
-                    self._aim(len(self.plan.units))
+                    self._aim(len(self.placement.units))
 
         return alone
 
@@ -175,7 +161,7 @@ class WeightStreamer:
     def _leave(self) -> None:
         """Nothing computed from here on uses the current unit."""
         left, self._current = self._current, -1
-        if left < 0 or left in self.plan.resident:
+        if left < 0 or left in self.placement.resident:
             return
         for place in self._places[left]:
             place.module._parameters[place.key] = place.placeholder
@@ -193,20 +179,20 @@ class WeightStreamer:
             self._misses += unit.index == index
             self._loads += 1
             self._bytes += unit.extent.size
-            buffer.unit = -1  # an interrupt in here must not leave it named after what it does not hold
+            buffer.unit = -1  # an interrupt here must not leave it marked as holding this unit
             buffer.filled = self._link.copy(self._source, unit.extent, buffer.memory, after=buffer.free_after)
             buffer.unit = unit.index
 
     def _views_of(self, number: int, index: int) -> list[torch.nn.Parameter]:
         made = self._views.get((number, index))
         if made is None:
-            unit = self.plan.units[index]
+            unit = self.placement.units[index]
             made = self._views[number, index] = _parameters(unit, self._buffers[number].memory)
         return made
 
     def _load_residents(self) -> None:
-        for index in sorted(self.plan.resident):
-            unit = self.plan.units[index]
+        for index in sorted(self.placement.resident):
+            unit = self.placement.units[index]
             memory = self._link.allocate(unit.extent.size)
             self._link.wait(self._link.copy(self._source, unit.extent, memory, after=self._link.event()))
             for place, parameter in zip(self._places[index], _parameters(unit, memory), strict=True):
@@ -214,32 +200,21 @@ class WeightStreamer:
 
 
 def streamer_of(model: Any) -> WeightStreamer | None:
-    """What streams this model's weights; None if they are all in memory."""
-    return getattr(model, _ATTRIBUTE, None)
+    """The streamer of this model's weights; None if they are all in memory."""
+    found = streamed_weights_of(model)
+    return found if isinstance(found, WeightStreamer) else None
 
 
-def describe_weights(model: Any) -> str:
-    """Where this model's weights are, in words."""
-    streamer = streamer_of(model)
-    if streamer is None:
-        return "in memory"
-    plan = streamer.plan
-    return (
-        f"streamed: {plan.streamed_bytes / 1e6:.1f} MB are read in each step, {plan.resident_bytes / 1e6:.1f} MB stay, "
-        f"two buffers take {2 * plan.buffer_bytes / 1e6:.1f} MB"
-    )
-
-
-def _let_go(link: Link, folder: SlabFolder) -> None:
+def _close(link: Link, folder: SlabFolder) -> None:
     link.close()
     folder.close()
 
 
-def _upcoming(plan: WeightPlan) -> list[list[Unit]]:
-    """For each unit, and for the end of the pass: the next two that are streamed, itself first, round the end."""
-    streamed = plan.streamed
+def _upcoming(placement: WeightPlacement) -> list[list[Unit]]:
+    """For each unit, and for the end of the pass: the next two that are streamed, itself included, wrapping round."""
+    streamed = placement.streamed
     upcoming: list[list[Unit]] = []
-    for index in range(len(plan.units) + 1):
+    for index in range(len(placement.units) + 1):
         later = [unit for unit in streamed if unit.index >= index]
         upcoming.append((later + [unit for unit in streamed if unit.index < index])[:2])
     return upcoming

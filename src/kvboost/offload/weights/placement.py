@@ -1,15 +1,16 @@
-"""Decides what stays in memory and what passes through it, for one budget.
+"""Decides which weights stay in memory and which are streamed through it, for one budget.
 
-Called when a model is loaded. Invariant: what stays, and two buffers as large as the largest stretch that passes, take
-no more than the budget.
+Called when a model is loaded, and by memory estimates. Invariant: what stays, and two buffers as large as the largest
+unit that is streamed, take no more than the budget.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
+from kvboost.capacity import WeightMemory
 from kvboost.errors import ConfigError
 from kvboost.offload.weights.slabs import Slab, Weight
 from kvboost.offload.weights.source import Extent
@@ -26,8 +27,8 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class WeightPlan:
-    """What stays and what passes."""
+class WeightPlacement:
+    """Which units stay and which are streamed."""
 
     units: tuple[Unit, ...]
     """In the order they are computed."""
@@ -39,58 +40,51 @@ class WeightPlan:
 
     @property
     def buffer_bytes(self) -> int:
-        """One of the two buffers."""
+        """Bytes of one of the two buffers."""
         return max((unit.extent.size for unit in self.streamed), default=0)
 
     @property
     def streamed(self) -> list[Unit]:
-        """Units that pass through the buffers."""
+        """Units that are streamed through the buffers."""
         return [unit for unit in self.units if unit.index not in self.resident]
 
     @property
-    def streamed_bytes(self) -> int:
-        """Bytes copied in one pass over the model."""
-        return sum(unit.extent.size for unit in self.streamed)
-
-    @property
-    def resident_bytes(self) -> int:
-        """What stays, without the buffers."""
-        return self.rest_bytes + sum(self.units[index].extent.size for index in self.resident)
-
-    @property
-    def peak_bytes(self) -> int:
-        """All that is ever taken."""
-        return self.resident_bytes + min(2, len(self.streamed)) * self.buffer_bytes
+    def memory(self) -> WeightMemory:
+        """Where the weights are, in bytes."""
+        return WeightMemory(
+            resident=self.rest_bytes + sum(self.units[index].extent.size for index in self.resident),
+            buffers=min(2, len(self.streamed)) * self.buffer_bytes,
+            streamed=sum(unit.extent.size for unit in self.streamed),
+        )
 
 
-def plan_weights(rest: Slab, layers: Sequence[Slab], *, budget: int) -> WeightPlan:
+def place_weights(rest: Slab, layers: Sequence[Slab], *, budget: int) -> WeightPlacement:
     """As few parts per layer as two buffers allow, then as many of them resident as fit."""
     groups = [_by_module(slab) for slab in layers]
-    most = max(len(of_layer) for of_layer in groups)
-    for parts in range(1, most + 1):
+    for parts in range(1, max(map(len, groups)) + 1):
         cut = [_cut(of_layer, parts) for of_layer in groups]
         units = tuple(
             Unit(index, layer, Extent(layers[layer].name, part[0].offset, part[-1].end - part[0].offset), part)
             for index, (layer, part) in enumerate((layer, part) for layer, of in enumerate(cut) for part in of)
         )
-        plan = WeightPlan(units, frozenset(), rest.size, parts)
-        if plan.peak_bytes <= budget:
-            return _with_residents(plan, budget)
+        placement = WeightPlacement(units, frozenset(), rest.size, parts)
+        if placement.memory.in_memory <= budget:
+            return _with_residents(placement, budget)
     raise ConfigError(
         f"weight_budget={budget / 1e6:.1f} MB is too small for this model: what is used in every step takes "
-        f"{rest.size / 1e6:.1f} MB, and two of its matrices {2 * plan.buffer_bytes / 1e6:.1f} MB; "
-        f"give at least {ceil(plan.peak_bytes / 1e5) / 10:.1f} MB"
+        f"{rest.size / 1e6:.1f} MB, and two of its matrices {2 * placement.buffer_bytes / 1e6:.1f} MB; "
+        f"give at least {ceil(placement.memory.in_memory / 1e5) / 10:.1f} MB"
     )
 
 
-def _with_residents(plan: WeightPlan, budget: int) -> WeightPlan:
+def _with_residents(placement: WeightPlacement, budget: int) -> WeightPlacement:
     """As many units as fit stay, spread evenly: between two that stay, the link has time to bring the next."""
-    count = len(plan.units)
-    best = plan
+    count = len(placement.units)
+    best = placement
     for wanted in range(1, count + 1):
         resident = frozenset(i * count // wanted for i in range(wanted))
-        candidate = WeightPlan(plan.units, resident, plan.rest_bytes, plan.parts_per_layer)
-        if candidate.peak_bytes > budget:
+        candidate = replace(placement, resident=resident)
+        if candidate.memory.in_memory > budget:
             break
         best = candidate
     return best
@@ -126,14 +120,14 @@ def _cut(groups: Sequence[list[Weight]], parts: int) -> list[tuple[Weight, ...]]
     return cut
 
 
-def _filled(sizes: Sequence[int], most: int) -> list[int]:
-    """How many neighbours go into each part if none may be larger than ``most``."""
+def _filled(sizes: Sequence[int], capacity: int) -> list[int]:
+    """How many neighbours go into each part if none may be larger than ``capacity``."""
     lengths: list[int] = []
-    room = -1
+    free = -1
     for size in sizes:
-        if size > room or not lengths:
+        if size > free or not lengths:
             lengths.append(0)
-            room = most
+            free = capacity
         lengths[-1] += 1
-        room -= size
+        free -= size
     return lengths

@@ -1,0 +1,74 @@
+"""What a model would take and how fast it would be, from its files: no weights are loaded.
+
+Used by ``kvboost doctor``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvboost.capacity import Machine, MemoryEstimate, Option, list_options
+from kvboost.config import EngineConfig
+from kvboost.engine.memory import RUNTIME_BYTES, workload
+from kvboost.errors import ConfigError
+from kvboost.hf.device_memory import memory_available, resident_bytes
+from kvboost.hf.loading import ModelSource, load_tokenizer
+from kvboost.hf.shape import stored_bytes_per_token
+from kvboost.offload.rates import measure_rates
+from kvboost.offload.weights import ModelOnDisk, model_on_disk
+
+_CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What can be said about a model before it is loaded."""
+
+    model: ModelOnDisk
+    estimate: MemoryEstimate
+    options: list[Option]
+    machine: Machine
+
+
+def forecast(
+    source: ModelSource,
+    config: EngineConfig,
+    *,
+    context: int | None = None,
+    batch: int = 1,
+    weight_budget: int | None = None,
+) -> Forecast:
+    """What a model would take and how fast it would be, without loading its weights.
+
+    Without a ``context``, 4096 tokens or as many as the model was made for.
+    """
+    model = model_on_disk(source)
+    if context is None:
+        context = min(_CONTEXT, model.shape.max_positions or _CONTEXT)
+    work = workload(config, context=context, batch=batch, layout=model.layout)
+    weights = model.weights if weight_budget is None else model.streamed(weight_budget)
+    machine = _measure(source, model, tokens=work.step_tokens)
+    options = list_options(
+        model.shape,
+        weights,
+        work,
+        machine=machine,
+        stored=stored_bytes_per_token(model.layout),
+        stream=model.streamed,
+    )
+    return Forecast(model, options[0].estimate, options, machine)
+
+
+def _measure(source: ModelSource, model: ModelOnDisk, *, tokens: int) -> Machine:
+    """What this machine has for the model. A step of prefill has ``tokens``."""
+    device = source.torch_device
+    rates = measure_rates(dtype=model.dtype, device=device, tokens=tokens, files=model.files)
+    try:
+        # Measured and not estimated: that of a large vocabulary takes hundreds of megabytes.
+        tokenizer = load_tokenizer(source)
+    except ConfigError:
+        tokenizer = None  # token ids can be given instead
+    runtime = resident_bytes() or RUNTIME_BYTES
+    del tokenizer
+    available = memory_available(str(device)) + (runtime if device.type == "cpu" else 0)
+    return Machine(available, runtime, rates)

@@ -1,0 +1,41 @@
+"""How much memory this process has and may still take, as the system or the accelerator tells it.
+
+Used by memory estimates and when a server starts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import torch
+
+
+def memory_available(device: str = "cpu") -> int:
+    """Bytes that can still be taken: the system's, or what the container has left of them; the accelerator's own."""
+    if device != "cpu":
+        free, _ = torch.accelerator.get_memory_info(torch.device(device))
+        return int(free)
+    found = _number("/proc/meminfo", r"^MemAvailable:\s+(\d+) kB")
+    system = found * 1024 if found is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _number("/sys/fs/cgroup/memory.max", r"^(\d+)$")
+    if limit is None:
+        return system
+    used = _number("/sys/fs/cgroup/memory.current", r"^(\d+)$") or 0
+    cached = _number("/sys/fs/cgroup/memory.stat", r"^inactive_file (\d+)$") or 0
+    return max(0, min(system, limit - used + cached))
+
+
+def resident_bytes() -> int:
+    """What this process has in memory now; 0 where the system does not tell."""
+    found = _number("/proc/self/status", r"^VmRSS:\s+(\d+) kB")
+    return found * 1024 if found is not None else 0
+
+
+def _number(file: str, pattern: str) -> int | None:
+    try:
+        found = re.search(pattern, Path(file).read_text(), re.MULTILINE)
+    except OSError:
+        return None  # another system, or no such limit
+    return int(found[1]) if found else None

@@ -1,0 +1,50 @@
+"""The decoder layers of a model, and how far back each of them attends.
+
+Used by joint decoding, recomputation, KV paging, layer streaming and memory estimates. Invariant: a kind of attention
+layer that is not known here is refused, never taken for full attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvboost.errors import UnsupportedModelError
+
+
+def decoder_layers(model: Any) -> list[torch.nn.Module]:
+    """The layers a token passes one after another."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    # Of the text model: a vision tower may have as many layers.
+    inside = model.get_decoder() if hasattr(model, "get_decoder") else model
+    found = [module for module in inside.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
+    if not found:
+        raise UnsupportedModelError(
+            f"{model.config.model_type} has no list of {count} decoder layers, so they cannot be run one by one"
+        )
+    return list(found[0])
+
+
+def attention_windows(model: Any) -> dict[str, int | None]:
+    """How far back each kind of attention layer looks, by its name in the config; None is all the way."""
+    config = model.config.get_text_config(decoder=True)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        return {"all": window}
+    known = {"full_attention": None, "sliding_attention": window}
+    unknown = sorted(set(kinds) - set(known))
+    if unknown:
+        raise UnsupportedModelError(
+            f"{config.model_type} has layers of kind {', '.join(unknown)}, whose attention is not supported here"
+        )
+    return {kind: known[kind] for kind in kinds}
+
+
+def windows_by_layer(model: Any) -> list[int | None]:
+    """How far back each layer looks, first layer first; None is all the way."""
+    config = model.config.get_text_config(decoder=True)
+    windows = attention_windows(model)
+    kinds = getattr(config, "layer_types", None) or ["all"] * config.num_hidden_layers
+    return [windows[kind] for kind in kinds]
