@@ -12,6 +12,7 @@ import torch
 from kvboost import GenerationMode, KVBoost, UnsupportedModelError
 from kvboost.core import identity as naming
 from kvboost.core import prefill as reader
+from kvboost.core import prefiller
 from kvboost.core import workspaces as workspace
 from kvboost.core.plan import ReusePlan, Segment, SegmentKind
 from kvboost.engine import decoding
@@ -22,6 +23,7 @@ from kvboost.store import LeafFirstLRU, memory
 from kvboost.store.memory import MemoryStore
 from kvboost.types import Chunk, Fingerprint
 from tests.core import test_keys as test_hashing
+from tests.core import test_prefill
 from tests.core import test_workspaces as test_workspace
 from tests.engine import test_batch, test_engine, test_exact
 from tests.helpers.exactness import assert_warm_equals_cold
@@ -50,7 +52,7 @@ def _last_token_reused(patch: pytest.MonkeyPatch) -> None:
 def _suffix_in_one_step(patch: pytest.MonkeyPatch) -> None:
     right = reader.plan_reuse
 
-    def wrong(chunks: Sequence[Chunk], *, prompt_tokens: int, available: int, moved: Any = ()) -> ReusePlan:
+    def wrong(chunks: Sequence[Chunk], *, prompt_tokens: int, available: int, approx: Any = ()) -> ReusePlan:
         plan = right(chunks, prompt_tokens=prompt_tokens, available=available)
         rest = Segment(SegmentKind.FRESH, plan.exact_tokens, prompt_tokens, None)
         return ReusePlan(prompt_tokens, (*plan.reused, rest)) if available else plan
@@ -108,9 +110,9 @@ def _workspace_claims_everything(patch: pytest.MonkeyPatch) -> None:
 def _workspace_shared(patch: pytest.MonkeyPatch) -> None:
     right = workspace.WorkspacePool.take
 
-    def wrong(self: Any, *, rows: int, chain: Sequence[bytes]) -> Any:
-        cache, in_place = right(self, rows=rows, chain=chain)
-        self._idle.append((cache, tuple(chain)))
+    def wrong(self: Any, *, tokens: int, chain: Sequence[bytes]) -> Any:
+        cache, in_place = right(self, tokens=tokens, chain=chain)
+        self._shelf.idle.append(workspace._Idle(cache, tuple(chain), self))
         return cache, in_place
 
     patch.setattr(workspace.WorkspacePool, "take", wrong)
@@ -125,7 +127,7 @@ def _adapters_not_watched(patch: pytest.MonkeyPatch) -> None:
 
 
 def _change_during_request_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reader.Prefiller, "_model_unchanged", lambda self, reading: True)
+    patch.setattr(naming.PromptKeys, "is_current", lambda self, snapshot: True)
 
 
 def _given_cache_pooled(patch: pytest.MonkeyPatch) -> None:
@@ -133,12 +135,22 @@ def _given_cache_pooled(patch: pytest.MonkeyPatch) -> None:
 
 
 def _taint_forgotten(patch: pytest.MonkeyPatch) -> None:
-    right = reader.Prefiller._store_chunks
+    right = prefiller.Prefiller._put
     patch.setattr(
-        reader.Prefiller,
-        "_store_chunks",
-        lambda self, reading, chunks, *, rows, bitwise: right(self, reading, chunks, rows=rows, bitwise=True),
+        prefiller.Prefiller,
+        "_put",
+        lambda self, state, chunk, *, context, bitwise: right(self, state, chunk, context=context, bitwise=True),
     )
+
+
+def _cut_step_is_exact(patch: pytest.MonkeyPatch) -> None:
+    right = reader.PrefillState.computed
+
+    def wrong(self: Any, end: int) -> None:
+        right(self, end)
+        self._num_exact = end
+
+    patch.setattr(reader.PrefillState, "computed", wrong)
 
 
 # The tests that must fail, as plain functions.
@@ -198,6 +210,10 @@ _BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Tiny], No
     "a workspace claims rows it lacks": (_workspace_claims_everything, _same_chunk_after_other_text),
     "two requests share a workspace": (_workspace_shared, _one_owner),
     "decoded rows pass for exact ones": (_taint_forgotten, _decoded_rows),
+    "a step in two parts passes for exact": (
+        _cut_step_is_exact,
+        lambda tiny: test_prefill.test_a_second_advance_goes_on_inside_the_step(),
+    ),
     "changed weights go unnoticed": (
         _weights_not_watched,
         lambda tiny: test_fp.test_weights_changed_in_place_end_the_old_hits(),

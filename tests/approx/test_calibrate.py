@@ -60,7 +60,7 @@ def test_traffic_without_repetition_says_so(tiny: Tiny) -> None:
     engine = engine_for(tiny("llama"))
     with pytest.raises(ConfigError, match="only 0 of the prompts hold text that an earlier one had elsewhere"):
         engine.calibrate([text(i, 120) for i in range(3)], progress=False)
-    with pytest.raises(ConfigError, match="moves no chunks"):
+    with pytest.raises(ConfigError, match="no non-prefix reuse"):
         engine_for(tiny("gpt2")).calibrate(traffic(), progress=False)
     with pytest.raises(ConfigError, match="quality is exact"):
         engine_for(tiny("llama"), quality="exact").calibrate(traffic(), progress=False)
@@ -76,7 +76,7 @@ def _written(folder: Path, **changes: Any) -> Path:
 
 def _fitting(engine: KVBoost) -> dict[str, str]:
     assert engine.parts is not None
-    return {"weights": engine.parts.weights, "conditions": engine.session.prefiller.names.conditions}
+    return {"weights": engine.parts.assembly.weights, "conditions": engine.session.prefiller.keys.conditions}
 
 
 def test_a_calibration_belongs_to_one_codec_and_one_kind_of_chunks(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("prices_as_guessed")
     lengths=st.lists(st.integers(1, 60), max_size=12),
     known=st.sets(st.integers(0, 11)),
     head=st.integers(0, 20),
-    context_documents=st.integers(0, 3),
+    company=st.integers(0, 3),
     most=st.integers(30, 200),
 )
 def test_every_document_comes_once_as_new_and_in_company_where_it_fits(
@@ -54,7 +54,7 @@ def test_documents_fit_into_later_prompts_and_are_read_once(tiny: Callable[..., 
     assert engine.warm_documents(documents, head=HEAD, progress=False) == 0
     late = text(50, 64)
     assert engine.warm_documents([*documents, late], head=HEAD, progress=False) > 0
-    chunks = engine.session.prefiller.names.chunks_of_part(late) if engine.parts else []
+    chunks = engine.session.prefiller.chunk(late, [len(late)]).chunks
     with engine._store.lease_content(chunks, after=0) as found:
         assert found.blocks[0] is not None
         assert found.blocks[0].start == len(HEAD + documents[4] + documents[5]), "a late document has company too"
@@ -77,7 +77,7 @@ def test_texts_a_key_and_a_model_without_reuse() -> None:
     assert engine.warm_documents(iter(texts), head="You are kind.", key=key, progress=False) > 0
     assert sorted(seen) == sorted(texts)
     assert engine.warm_documents([], progress=False) == 0
-    with pytest.raises(ConfigError, match="documents are read to be moved"):
+    with pytest.raises(ConfigError, match="documents are read for non-prefix reuse"):
         engine_for(engine.model, quality="exact").warm_documents(texts)
 
 

@@ -280,7 +280,7 @@ def test_what_a_workspace_held_before_cannot_be_seen(
     engine = engine_for(tiny("llama"), recompute_strategy=strategy, recompute_ratio=0.3)
     assert engine.parts is not None
     warm(engine, HEAD, ONE, TWO)
-    cache, _ = engine.session.prefiller.pool.take(rows=500, chain=())
+    cache, _ = engine.session.prefiller.pool.take(tokens=500, chain=())
     for slab in cache.slabs:
         slab.fill_(float("nan"))
     engine.session.prefiller.pool.give_back(cache, held=())

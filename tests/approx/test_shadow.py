@@ -36,7 +36,7 @@ def _ask_until_off(engine: KVBoost) -> None:
 
 
 def _answered(number: int, produced: tuple[int, ...] = (5,)) -> Answered:
-    return Answered([number], (), {}, list(produced), reader=None)  # type: ignore[arg-type]
+    return Answered([number], (), {}, list(produced), prefiller=None)  # type: ignore[arg-type]
 
 
 def _offer(shadow: ShadowChecks, numbers: range) -> None:
@@ -50,7 +50,7 @@ def test_a_bad_repair_switches_itself_off_and_says_so(tiny: Tiny) -> None:
     engine = engine_for(tiny("llama"), recompute_strategy="none", recompute_ratio=0.0, quality=0.05, shadow_share=1.0)
     warm(engine, HEAD, ONE, TWO)
     assert engine.parts.shadow is not None
-    with pytest.warns(RuntimeWarning, match="moved reuse is off from here on"):
+    with pytest.warns(RuntimeWarning, match="non-prefix reuse is off from here on"):
         _ask_until_off(engine)
     stats = engine.cache_stats()["non_prefix_reuse"]
     assert stats["differing"] >= 2
@@ -188,15 +188,15 @@ def test_moving_may_be_allowed_again(tiny: Tiny) -> None:
     assert engine.session.prefiller.approx is not None
     for _ in range(10):
         engine.session.prefiller.approx.guard.observe(True)
-    assert "off" in engine.describe()["moved reuse"]
+    assert "off" in engine.describe()["non-prefix reuse"]
     engine.allow_non_prefix_reuse()
-    assert "on: auto" in engine.describe()["moved reuse"]
+    assert "on: auto" in engine.describe()["non-prefix reuse"]
 
 
 def test_a_share_of_answers_is_checked_unless_told_otherwise(tiny: Tiny) -> None:
     """quality=0.05 would be an empty promise if nobody looked."""
-    assert engine_for(tiny("llama"))._shadow is None
-    assert engine_for(tiny("llama"), quality=0.05, shadow_share=0.0)._shadow is None
+    assert engine_for(tiny("llama")).parts.shadow is None
+    assert engine_for(tiny("llama"), quality=0.05, shadow_share=0.0).parts.shadow is None
     engine = engine_for(tiny("llama"), quality=0.05)
     assert engine.parts.shadow is not None
     assert engine.parts.shadow._share == 0.02

@@ -110,7 +110,7 @@ def test_a_prompt_read_twice_is_an_error_rather_than_a_wrong_answer(
     engine: KVBoost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvboost import UnsupportedModelError
-    from kvboost.engine import life as module
+    from kvboost.engine import generation as module
 
     monkeypatch.setattr(module, "reads_prompt_again", lambda model, arguments: None)
     engine.warm(_TEXT)
@@ -223,7 +223,7 @@ def test_edges_of_the_prompt(engine: KVBoost) -> None:
         engine.generate([-1])
     with pytest.raises(CapacityError, match="at most 600"):
         engine.prefill([70] * 601)
-    with pytest.raises(CapacityError, match="no room"):
+    with pytest.raises(CapacityError, match="none is left"):
         engine.generate([70] * 600)
     assert len(engine.generate([70] * 598, max_new_tokens=50, temperature=0, min_new_tokens=2).token_ids) == 2
     for several in (torch.ones(2, 3, dtype=torch.long), ["one", "two"], [[70, 71], [72]], [5.5, 6.5], torch.ones(3)):

@@ -79,7 +79,7 @@ def test_kept_rows_are_those_of_no_draft_and_rejected_ones_are_not_kept(tiny: Ca
             result = engine.generate(_PROMPT, **_GREEDY)
             whole = [*_PROMPT, *result.token_ids]
             assert engine.parts is not None
-            chunks = engine.session.prefiller.names.chunks(engine.session.prefiller.names.root(), whole[:-1], ())
+            chunks = engine.session.prefiller.chunk(whole[:-1], ()).chunks
             with engine._store.lease(chunks) as lease:
                 blocks = {block.key: block for block in lease.blocks}
             assert len(blocks) == len(chunks) == (len(whole) - 1) // 16

@@ -59,7 +59,7 @@ def object_settings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 def found(engine: KVBoost, prompt: list[int], *, there: bool = True) -> int:
     """How much of a prompt is reused. A remote of a busy machine may be out of patience: wait until it is not."""
-    chunks = engine.session.prefiller.names.chunks_of_part(prompt)  # type: ignore[union-attr]
+    chunks = engine.session.prefiller.chunk(prompt, [len(prompt)]).chunks  # type: ignore[union-attr]
     tiers = getattr(engine._store, "_tiers", ())
     for _ in range(100):
         if all(tier.is_available and tier.contains([chunks[0].prefix_key]) == [there] for tier in tiers):

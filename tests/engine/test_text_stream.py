@@ -85,6 +85,15 @@ def test_closing_during_the_prompt_stops_between_steps(engine: KVBoost, monkeypa
     assert engine._store.stats().leased == 0
 
 
+def test_the_first_token_of_a_stream_is_the_first_piece(engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token whose text is not there yet cannot be used: half a character, or a slow tokenizer."""
+    decode = engine.parts.encoder.decode
+    monkeypatch.setattr(engine.parts.encoder, "decode", lambda ids: (time.sleep(0.2), decode(ids))[1])
+    result = list(engine.stream("Once upon a time", max_new_tokens=2, temperature=0))[-1].result
+    assert result is not None
+    assert result.ttft_ms > 200
+
+
 def test_the_clock_of_a_stream_starts_with_the_call(engine: KVBoost) -> None:
     stream = engine.stream("Once upon a time", max_new_tokens=3, temperature=0)
     time.sleep(0.3)  # a slow consumer does not make the first token later

@@ -192,7 +192,7 @@ def test_the_next_engine_reuses_what_lies_in_redis_bit_for_bit(tiny: Tiny, redis
 def _reachable(engine: KVBoost, prompt: list[int]) -> None:
     """A tier of a busy machine may be out of patience: wait until it is not."""
     tier = engine._store._tiers[0]  # type: ignore[attr-defined]
-    chunks = engine.session.prefiller.names.chunks_of_part(prompt)  # type: ignore[union-attr]
+    chunks = engine.session.prefiller.chunk(prompt, [len(prompt)]).chunks  # type: ignore[union-attr]
     for _ in range(100):
         if tier.contains([chunks[0].prefix_key])[0]:
             return
@@ -301,7 +301,7 @@ def test_a_tier_that_is_slow_fails_or_lies_changes_no_bit(
     with engine_for(tiny("llama"), disk_cache_dir=tmp_path, quality="exact") as first:
         cold = first.prefill(_LONG)
         cached = first.prefill(_LONG).reuse.exact_tokens
-        ends = [chunk.end for chunk in first.session.prefiller.usable_chunks(_LONG, ())]  # type: ignore[union-attr]
+        ends = [chunk.end for chunk in first.session.prefiller.chunk(_LONG, ()).usable]  # type: ignore[union-attr]
     with engine_for(tiny("llama"), disk_cache_dir=tmp_path, quality="exact") as second:
         second.prefill(text(77, 500))  # so that the workspace has rows of something else
         store: Any = second._store

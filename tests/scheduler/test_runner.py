@@ -12,7 +12,9 @@ import torch
 
 from kvboost import CapacityError, ConfigError, GenerationMode, KVBoost
 from kvboost.core.prefiller import Prefiller
+from kvboost.core.session import Session
 from kvboost.errors import ClosedError
+from kvboost.hf.probe import probe_model
 from kvboost.scheduler.jobs import Finished, Job, NewToken, RunnerLoad, Sampling, Ticket
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.scheduler.running import RunningJob
@@ -315,7 +317,7 @@ def test_moved_jobs_are_checked_as_other_requests_are(tiny: Callable[..., Any]) 
                 if not engine.cache_stats()["non_prefix_reuse"]["allowed"]:
                     return
 
-    with pytest.warns(RuntimeWarning, match="moved reuse is off"):
+    with pytest.warns(RuntimeWarning, match="non-prefix reuse is off"):
         ask_until_off()
     assert not engine.cache_stats()["non_prefix_reuse"]["allowed"]
     engine.close()
@@ -324,10 +326,10 @@ def test_moved_jobs_are_checked_as_other_requests_are(tiny: Callable[..., Any]) 
 def test_what_can_never_fit_and_what_is_too_much_is_refused(
     tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_of(tiny("llama"))
-    prefetch, fetched = engine.prefetch, []
-    monkeypatch.setattr(engine, "prefetch", lambda *a, **k: fetched.append(a) or prefetch(*a, **k))
-    with BatchRunner(engine, kv_bytes="150kB", max_waiting=2, max_running=1) as runner:
+    engine = engine_of(tiny("llama"), kv_bytes="150kB")
+    prefetch, fetched = Session.prefetch, []
+    monkeypatch.setattr(Session, "prefetch", lambda *a, **k: fetched.append(a) or prefetch(*a, **k))
+    with BatchRunner(engine, max_waiting=2, max_running=1) as runner:
         with pytest.raises(CapacityError, match="lower max_new_tokens"):
             runner.submit(job(_TEXT[:200], 300))
         with pytest.raises(CapacityError, match="512 positions"):
@@ -351,11 +353,15 @@ def test_what_can_never_fit_and_what_is_too_much_is_refused(
         assert [end(list(ticket.events())).reason for ticket in (first, *others)] == ["length"] * 3
 
 
+def bytes_per_token(model: Any) -> int:
+    return probe_model(model).layout.bytes_per_token
+
+
 def test_memory_stays_within_its_budget(tiny: Callable[..., Any]) -> None:
-    engine = engine_of(tiny("llama"))
-    row = engine.parts.assembly.facts.layout.bytes_per_token if engine.parts else 0
+    row = bytes_per_token(tiny("llama"))
+    engine = engine_of(tiny("llama"), kv_bytes=3 * 256 * row)
     seen: list[int] = []
-    with BatchRunner(engine, kv_bytes=3 * 256 * row) as runner:
+    with BatchRunner(engine) as runner:
         watch = {"constrain": lambda tokens, logits: seen.append(runner.load().cached_bytes)}
         found = run(runner, [job(_TEXT[i : i + 150], 30, **watch) for i in range(8)])
     assert max(seen) == 3 * 256 * row, "three at a time"
@@ -365,11 +371,11 @@ def test_memory_stays_within_its_budget(tiny: Callable[..., Any]) -> None:
 def test_long_answers_grow_and_give_up_their_room_in_turn(
     tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvboost.scheduler.running._ROWS_AHEAD", 32)
-    engine = engine_of(tiny("llama"), workspace_bytes=0)
-    row = engine.parts.assembly.facts.layout.bytes_per_token if engine.parts else 0
-    # Each begins with 256 rows and comes to need 512; there is room for 768.
-    with BatchRunner(engine, kv_bytes=768 * row, patience=10_000) as runner:
+    monkeypatch.setattr("kvboost.scheduler.running._TOKENS_AHEAD", 32)
+    row = bytes_per_token(tiny("llama"))
+    # Each begins with capacity for 256 tokens and comes to need 512; there is memory for 768.
+    engine = engine_of(tiny("llama"), workspace_bytes=0, kv_bytes=768 * row)
+    with BatchRunner(engine, patience=10_000) as runner:
         seen: list[RunnerLoad] = []
         sent_back: list[int] = []
         close = runner._close
@@ -423,7 +429,7 @@ def test_slower_tiers_load_while_a_job_waits(tiny: Callable[..., Any], tmp_path:
         def look(tokens: list[int], logits: torch.Tensor) -> None:
             if len(tokens) == 1:
                 waiting.append(runner.submit(job([*_TEXT[:64], 5], 2)))
-                fetching = runner._jobs[max(runner._jobs)].fetching
+                fetching = runner._jobs[max(runner._jobs)].prefetching
                 assert fetching is not None
                 waiting.append(fetching.result(10))
 

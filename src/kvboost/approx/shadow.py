@@ -12,7 +12,7 @@ import queue
 import random
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from kvboost.approx.find import ApproxReuse
-from kvboost.core.prefill import PrefillState
+from kvboost.approx.guard import ReuseGuard
 from kvboost.core.prefiller import Prefiller
 from kvboost.hf.runner import ModelRunner
 from kvboost.types import KVBlock
@@ -61,15 +61,28 @@ def answers_differ(runner: ModelRunner, request: Answered) -> bool | None:
     return not torch.equal(*preferred)
 
 
+def shadow_checks(
+    prefiller: Prefiller, *, share: float, model_lock: AbstractContextManager[Any]
+) -> ShadowChecks | None:
+    """Checks of what ``prefiller``, and those of other tenants, reposition; None if they reposition nothing."""
+    approx, runner = prefiller.approx, prefiller.runner
+    if not isinstance(approx, ApproxReuse):
+        return None
+    assert isinstance(runner, ModelRunner)
+
+    def check(request: Answered) -> bool | None:  # refers to no engine: a dropped one must not be kept alive by it
+        with model_lock:
+            return answers_differ(runner, request)
+
+    return ShadowChecks(check, share=share, guard=approx.guard)
+
+
 class ShadowChecks:
     """Checks in a thread of their own."""
 
-    def __init__(self, prefiller: Prefiller, *, share: float, model_lock: AbstractContextManager[Any]) -> None:
-        """Checks a ``share`` of what ``prefiller``, and those of other tenants, repositioned."""
-        approx, runner = prefiller.approx, prefiller.runner
-        assert isinstance(approx, ApproxReuse)
-        assert isinstance(runner, ModelRunner)
-        self._guard, self._runner, self._share, self._model_lock = approx.guard, runner, share, model_lock
+    def __init__(self, check: Callable[[Answered], bool | None], *, share: float, guard: ReuseGuard) -> None:
+        """``check`` says whether the answers differ, None if it cannot tell; ``guard`` counts."""
+        self._check, self._share, self._guard = check, share, guard
         self._chance = random.Random()
         self._closed = False
         self._waiting: queue.Queue[Answered | None] = queue.Queue(maxsize=_MAX_WAITING)
@@ -77,14 +90,12 @@ class ShadowChecks:
         self._thread.start()
         self.dropped = 0
 
-    def offer(self, prefiller: Prefiller, state: PrefillState, produced: Sequence[int]) -> None:
-        """Perhaps check what was produced behind this prefill."""
-        if self._closed or not produced or not self._guard.allowed or self._chance.random() >= self._share:
+    def offer(self, request: Answered) -> None:
+        """Perhaps check this request."""
+        if self._closed or not request.produced or not self._guard.allowed or self._chance.random() >= self._share:
             return
-        assert state.spans is not None
-        prompt, blocks = state.prompt, state.spans.blocks
         try:
-            self._waiting.put_nowait(Answered(prompt.tokens, prompt.boundaries, blocks, list(produced), prefiller))
+            self._waiting.put_nowait(request)
         except queue.Full:
             self.dropped += 1  # requests come faster than checks: a smaller share is checked, still by chance
 
@@ -122,10 +133,7 @@ class ShadowChecks:
 
     def _judge(self, request: Answered) -> None:
         try:
-            with self._model_lock:
-                if self._closed:
-                    return
-                differ = answers_differ(self._runner, request)
+            differ = self._check(request)
         except Exception as error:  # noqa: BLE001 - a check nobody waits for must not end the thread
             warnings.warn(f"a shadow check failed and does not count: {error!r}", RuntimeWarning, stacklevel=1)
             return

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from kvboost.config import EngineConfig
+from kvboost.core.backend import NoApprox
 from kvboost.core.chunking import make_chunker
 from kvboost.core.prefill import PrefillState
 from kvboost.core.prefiller import Prefiller
@@ -78,14 +79,14 @@ class EngineParts:
     def _shadow_checks(self) -> ShadowChecks | None:
         if self.config.checked_share <= 0.0 or self.assembly is None:
             return None
-        if not self.assembly.session.prefiller.approx.stats()["allowed"]:
+        prefiller = self.assembly.session.prefiller
+        if isinstance(prefiller.approx, NoApprox):
             return None
-        from kvboost.approx.shadow import ShadowChecks
+        from kvboost.approx.shadow import shadow_checks
 
-        shadow = ShadowChecks(
-            self.assembly.session.prefiller, share=self.config.checked_share, model_lock=self.model_lock
-        )
-        weakref.finalize(self, shadow.stop)
+        shadow = shadow_checks(prefiller, share=self.config.checked_share, model_lock=self.model_lock)
+        if shadow is not None:
+            weakref.finalize(self, shadow.stop)
         return shadow
 
     @property
@@ -95,8 +96,12 @@ class EngineParts:
 
     def offer_check(self, prefiller: Prefiller, state: PrefillState, produced: Sequence[int]) -> None:
         """Perhaps answer a request once more without its repositioned chunks."""
-        if self.shadow is not None and state.is_repaired:
-            self.shadow.offer(prefiller, state, produced)
+        if self.shadow is None or state.spans is None or not state.is_repaired:
+            return
+        from kvboost.approx.shadow import Answered
+
+        prompt, blocks = state.prompt, state.spans.blocks
+        self.shadow.offer(Answered(prompt.tokens, prompt.boundaries, blocks, list(produced), prefiller))
 
     @property
     def owns_store(self) -> bool:

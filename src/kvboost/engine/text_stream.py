@@ -65,15 +65,22 @@ class PieceStream(Iterator[StreamPiece]):
         pieces: queue.SimpleQueue[StreamPiece | BaseException] = queue.SimpleQueue()
         cancel = threading.Event()
 
+        handed_out: list[float] = []
+
+        def emit(piece: StreamPiece) -> None:
+            pieces.put(piece)
+            handed_out.append(clock.elapsed_ms)
+
         def work() -> None:  # refers to the queue and the event only: a dropped stream must not be kept alive by it
             try:
-                pieces.put(StreamPiece("", (), run(pieces.put, cancel.is_set)))
+                result = run(emit, cancel.is_set)
+                if handed_out:  # a token whose text was held back was of no use to anybody
+                    result = replace(result, ttft_ms=handed_out[0])
+                pieces.put(StreamPiece("", (), result))
             except BaseException as error:  # noqa: BLE001 - handed to the consumer, who raises it
                 pieces.put(error)
 
         self._pieces, self._cancel, self._finished = pieces, cancel, False
-        self._clock = clock
-        self._ttft_ms: float | None = None
         self._worker = threading.Thread(target=work, name="kvboost-stream", daemon=True)
         self._worker.start()
 
@@ -84,11 +91,8 @@ class PieceStream(Iterator[StreamPiece]):
         if isinstance(piece, BaseException):
             self.close()
             raise piece
-        if self._ttft_ms is None:
-            self._ttft_ms = self._clock.elapsed_ms  # a token that nobody was handed is of no use yet
         if piece.result is not None:
             self.close()
-            return replace(piece, result=replace(piece.result, ttft_ms=self._ttft_ms))
         return piece
 
     def close(self) -> None:

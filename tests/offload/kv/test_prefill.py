@@ -126,7 +126,7 @@ def test_stored_rows_are_those_of_the_pages() -> None:
         assert engine.warm(_PROMPT) == 25
         assert engine.warm(_PROMPT) == 0
         plain_rows = engine.parts.runner.read_whole(_PROMPT)[1]
-        chunks = engine.session.prefiller.usable_chunks(_PROMPT, ()) if engine.parts else ()
+        chunks = engine.session.prefiller.chunk(_PROMPT, ()).usable
         with engine._store.lease(paged._paged_names(chunks)) as lease:
             assert [block.bitwise for block in lease.blocks] == [False] * 24
             for chunk, block in zip(chunks, lease.blocks, strict=True):
@@ -275,8 +275,11 @@ def test_a_budget_or_a_model_that_cannot_work_says_so(tmp_path: Path) -> None:
         engine_of("much")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="kv_dir=.* is no directory"):
         engine_of(kv_dir=tmp_path / "missing")
-    with pytest.raises(ConfigError, match="kv_bytes does not work with this model: .* Run it without kv_bytes"):
-        engine_of(model=tiny_model("llama", attn_implementation="eager"))
+    with engine_of(model=tiny_model("llama", attn_implementation="eager")) as engine:
+        assert not engine.generate(_PROMPT[:20], max_new_tokens=2).reuse.paged
+        assert "more is refused" in engine.describe()["KV of a request"]
+        with pytest.raises(CapacityError, match="cannot be paged .* raise kv_bytes"):
+            engine.generate(_PROMPT, **_GREEDY)
     with engine_of(16384) as engine:
         assert engine.generate(_PROMPT, **_GREEDY).reuse.paged
 
