@@ -79,7 +79,7 @@ def test_kept_rows_are_those_of_no_draft_and_rejected_ones_are_not_kept(tiny: Ca
             result = engine.generate(_PROMPT, **_GREEDY)
             whole = [*_PROMPT, *result.token_ids]
             assert engine._parts is not None
-            chunks = engine._parts.reader.names.chunks(engine._parts.reader.names.root(), whole[:-1], ())
+            chunks = engine._parts.reader.names.chunks(engine._parts.reader.names.snapshot().root, whole[:-1], ())
             with engine._store.lease(chunks) as lease:
                 blocks = {block.key: block for block in lease.blocks}
             assert len(blocks) == len(chunks) == (len(whole) - 1) // 16

@@ -1,22 +1,39 @@
 """Names the chunks of prompts: cuts them and derives their keys from everything that changes their KV.
 
-Used by the reader. Invariant: two readings share a key only if a cold run of either would compute the same KV.
+Used by the prefiller. Invariant: two prompts share a key only if a cold run of either would compute the same KV.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Protocol
 
 from kvboost.core.keys import chunk_keys, fingerprint_root, token_array
 from kvboost.extend import Chunker
-from kvboost.hf.fingerprint import ModelIdentity
-from kvboost.types import Chunk, Fingerprint
+from kvboost.types import Chunk, Fingerprint, ModelSnapshot
+
+
+class ModelIdentity(Protocol):
+    """Says what a model is at this moment."""
+
+    def snapshot(self) -> ModelSnapshot:
+        """The model now: the same object while nothing changes."""
+
+    def is_current(self, snapshot: ModelSnapshot) -> bool:
+        """Whether the model still is what it was."""
+
+
+@dataclass(frozen=True)
+class KeySnapshot:
+    """The key that a request's other keys descend from, and the model that it stands for. One per request."""
+
+    root: bytes
+    model: ModelSnapshot
 
 
 class PromptKeys:
-    """The chunks of prompts for one model, one chunker and one tenant."""
+    """The chunks of prompts for one model, one chunker and one tenant. Safe to call from any thread."""
 
     def __init__(
         self, identity: ModelIdentity, *, chunker: Chunker, tenant: str, codec: str, keeps_decoded: bool
@@ -24,8 +41,7 @@ class PromptKeys:
         self._identity, self._chunker, self._tenant = identity, chunker, tenant
         self._codec = codec
         self._keeps_decoded = keeps_decoded
-        self._lock = threading.Lock()
-        self._root: tuple[Any, bytes] | None = None
+        self._last: KeySnapshot | None = None
 
     def for_tenant(self, tenant: str) -> PromptKeys:
         """The same for another tenant."""
@@ -38,22 +54,17 @@ class PromptKeys:
         """What besides the model decides how good moved chunks are: codec and chunks."""
         return f"{self._codec}|{self._chunker.spec}"
 
-    def model_state(self) -> Any:
-        """What the model's weights are now: equal states, equal weights."""
-        return self._identity.state()
+    def snapshot(self) -> KeySnapshot:
+        """The model as it is now and its root key, both from the same moment."""
+        model, last = self._identity.snapshot(), self._last
+        if last is None or last.model is not model:
+            # Threads that come here together make equal keys; each returns its own.
+            self._last = last = KeySnapshot(self._root(model), model)
+        return last
 
-    def root(self, state: Any = None) -> bytes:
-        """The key all others descend from, for the model as it is now (or was when ``state`` was taken)."""
-        state = self._identity.state() if state is None else state
-        with self._lock:
-            if self._root is None or self._root[0] != state:
-                fields = self._identity.fields()
-                if self._keeps_decoded:
-                    # Decoded rows round differently: what stands behind them may not mix with exact chunks.
-                    fields["numerics"] += "|decoded-rows"
-                fingerprint = Fingerprint(**fields, chunker=self._chunker.spec, codec=self._codec, tenant=self._tenant)
-                self._root = (state, fingerprint_root(fingerprint))
-            return self._root[1]
+    def is_current(self, snapshot: KeySnapshot) -> bool:
+        """Whether KV that the model computes now may be stored under ``snapshot``'s keys."""
+        return self._identity.is_current(snapshot.model)
 
     def chunks(self, root: bytes, tokens: Sequence[int], boundaries: Sequence[int]) -> list[Chunk]:
         """The complete chunks of a prompt, named."""
@@ -62,4 +73,12 @@ class PromptKeys:
 
     def chunks_of_part(self, tokens: Sequence[int]) -> list[Chunk]:
         """The chunks of a text that stands between boundaries, cut on its own."""
-        return self.chunks(self.root(), tokens, [len(tokens)])
+        return self.chunks(self.snapshot().root, tokens, [len(tokens)])
+
+    def _root(self, model: ModelSnapshot) -> bytes:
+        fields = dict(model.fields)
+        if self._keeps_decoded:
+            # KV of decoded tokens rounds differently: what stands behind it may not mix with exact chunks.
+            fields["numerics"] += "|decoded-rows"
+        fingerprint = Fingerprint(**fields, chunker=self._chunker.spec, codec=self._codec, tenant=self._tenant)
+        return fingerprint_root(fingerprint)

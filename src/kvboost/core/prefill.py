@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -21,7 +21,7 @@ from kvboost.approx.repair import ApproxChunks
 from kvboost.core.clock import StageClock
 from kvboost.core.costs import CostModel
 from kvboost.core.guarded import EmptyLease, GuardedStore, loads_of
-from kvboost.core.identity import PromptKeys
+from kvboost.core.identity import KeySnapshot, PromptKeys
 from kvboost.core.loader import KVLoader
 from kvboost.core.plan import ReusePlan, SegmentKind, plan_reuse, reusable_chunks
 from kvboost.core.workspaces import WorkspacePool
@@ -51,8 +51,8 @@ class PrefillState:
     """Tokens of the chunks this reading began with, by the tier they came from."""
     begins_bitwise: bool
     """Whether the chunks this reading began with, and what it computes right behind them, have a cold run's bits."""
-    _model_state: Any
-    """The model's state when this reading began: what it computes is kept only if it is still the same."""
+    _snapshot: KeySnapshot
+    """The model when this reading began: what it computes is kept only if it is still the same."""
     _exact_rows: int
     """Rows ``[0, _exact_rows)`` were computed or placed on the prompt's own grid, behind nothing moved."""
     moved: ApproxChunks | None = None
@@ -238,9 +238,8 @@ class Prefiller:
         With ``move``, chunks that stand elsewhere are used too, where that pays; ``using`` names them by the
         chunk's index instead, to read a prompt once more as it was read before.
         """
-        state = self.names.model_state()
-        root = self.names.root(state)
-        chunks = self.names.chunks(root, tokens, boundaries)
+        snapshot = self.names.snapshot()
+        chunks = self.names.chunks(snapshot.root, tokens, boundaries)
         clock.lap("plan")
         usable = reusable_chunks(chunks, prompt_tokens=len(tokens))
         placing = KVLoader(usable, rows=len(tokens) + new_rows, codec=self._codec, pool=self._pool)
@@ -278,7 +277,7 @@ class Prefiller:
         return PrefillState(
             tokens=tokens,
             boundaries=boundaries,
-            root=root,
+            root=snapshot.root,
             chunks=chunks,
             plan=plan,
             cache=cache,
@@ -288,7 +287,7 @@ class Prefiller:
             _pool=self._pool,
             _tiers=tokens_by_tier(blocks, loads_of(lease)),
             begins_bitwise=all(block.bitwise for block in blocks),
-            _model_state=state,
+            _snapshot=snapshot,
             _exact_rows=plan.exact_tokens,
             _committed=len(blocks),
             moved=moved,
@@ -298,7 +297,9 @@ class Prefiller:
 
     def usable_chunks(self, tokens: list[int], boundaries: Sequence[int]) -> Sequence[Chunk]:
         """The chunks of a prompt that could come from a store."""
-        return reusable_chunks(self.names.chunks(self.names.root(), tokens, boundaries), prompt_tokens=len(tokens))
+        return reusable_chunks(
+            self.names.chunks(self.names.snapshot().root, tokens, boundaries), prompt_tokens=len(tokens)
+        )
 
     def why_not_moved(self) -> str | None:
         """What keeps chunks from being moved at all, if anything does."""
@@ -396,7 +397,7 @@ class Prefiller:
 
     def _model_unchanged(self, reading: PrefillState) -> bool:
         """Rows computed while the weights changed are neither the old model's nor the new one's."""
-        return bool(self.names.model_state() == reading._model_state)
+        return self.names.is_current(reading._snapshot)
 
     def _store_chunks(self, reading: PrefillState, chunks: Sequence[Chunk], *, rows: int, bitwise: bool) -> int:
         new = 0

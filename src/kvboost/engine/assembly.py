@@ -56,7 +56,7 @@ class Assembly:
     @property
     def weights(self) -> str:
         """The digest of the model's weights."""
-        return self._identity.fields()["weights"]
+        return self._identity.snapshot().fields["weights"]
 
     def moving_reader(self, store: GuardedStore, pool: WorkspacePool, repair: Repair) -> Prefiller:
         """A reader over another store that moves chunks and repairs them in this way."""
@@ -70,7 +70,7 @@ class Assembly:
     def for_tenant(self, tenant: str) -> Assembly:
         """The same model's parts around another tenant's names, store and workspaces."""
         names = self.reader.names.for_tenant(tenant)
-        store = self.stores.open(tenant, root=names.root()) if self.stores is not None else self.store
+        store = self.stores.open(tenant, root=names.snapshot().root) if self.stores is not None else self.store
         guarded, pool = GuardedStore(store), self.pool.beside()
         moving = self.moving.for_tenant(guarded) if self.moving is not None else None
         return replace(
@@ -109,7 +109,7 @@ def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, sto
         directory = Path(config.kv_dir) if config.kv_dir is not None else None
         pages = Pages(runner.model, pool, budget=int(config.kv_bytes), directory=directory)
     calibration = Calibration.load(config.calibration) if config.calibration is not None else None
-    if calibration is not None and calibration.weights != identity.fields()["weights"]:
+    if calibration is not None and calibration.weights != identity.snapshot().fields["weights"]:
         raise ConfigError(
             f"calibration={str(config.calibration)!r} was made with another model's weights; "
             "run `kvboost calibrate` for this one, or leave calibration out"
@@ -123,7 +123,7 @@ def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, sto
             f"calibration={str(config.calibration)!r} was made for {calibration.conditions!r}, and these settings are "
             f"{names.conditions!r}; calibrate again with them, or leave calibration out"
         )
-    root = names.root()  # hashes the weights now rather than in the first request
+    root = names.snapshot().root  # hashes the weights now rather than in the first request
     repair = choose_repair(config, calibration)
     costs = CostModel()
     stores: Stores | None = None

@@ -46,7 +46,7 @@ class Pins:
         if parts is None:
             raise ConfigError("this engine keeps nothing, so nothing can be pinned")
         names = parts.reader.names
-        lease = parts.guarded.lease(names.chunks(names.root(), tokens, boundaries))
+        lease = parts.guarded.lease(names.chunks(names.snapshot().root, tokens, boundaries))
         blocks = lease.blocks
         if not blocks:
             lease.release()

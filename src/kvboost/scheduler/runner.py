@@ -121,8 +121,7 @@ class BatchRunner:
         engine = self.engine_for(job.tenant)
         limits = self._scheduler.limits
         reader, job = checked_job(job, engine, parts=self._parts, vocab_size=self._vocab_size, kv_bytes=limits.kv_bytes)
-        state = reader.names.model_state()
-        chunks = reader.names.chunks(reader.names.root(state), job.token_ids, job.boundaries)
+        chunks = reader.names.chunks(reader.names.snapshot().root, job.token_ids, job.boundaries)
         chain = [chunk.prefix_key for chunk in reusable_chunks(chunks, prompt_tokens=len(job.token_ids))]
         ticket = JobTicket(self._wake)
         running = RunningJob(job, reader=reader, ticket=ticket, device=self._parts.runner.device)

@@ -37,6 +37,6 @@ def test_a_gguf_file_is_streamed(tmp_path: Path) -> None:
                 assert warm.reuse.exact_tokens > 0
                 assert torch.equal(cold.logits, warm.logits)
                 assert engine._parts is not None
-                found.append((cold.logits, engine._parts.reader.names.root()))
+                found.append((cold.logits, engine._parts.reader.names.snapshot().root))
         assert torch.equal(found[0][0], found[1][0])
         assert found[0][1] == found[1][1]

@@ -85,9 +85,8 @@ def _open(
     reader: Prefiller, cache: PagedCache, tokens: list[int], *, boundaries: Sequence[int], clock: StageClock
 ) -> PrefillState:
     """A reading whose rows go into ``cache``. Nothing is held: what was stored is copied at once."""
-    state = reader.names.model_state()
-    root = reader.names.root(state)
-    chunks = reader.names.chunks(root, tokens, boundaries)
+    snapshot = reader.names.snapshot()
+    chunks = reader.names.chunks(snapshot.root, tokens, boundaries)
     clock.lap("plan")
     usable = reusable_chunks(chunks, prompt_tokens=len(tokens))
     # What is not stored under its exact name is asked for under the other one: statistics count a chunk once.
@@ -99,7 +98,7 @@ def _open(
     return PrefillState(
         tokens=tokens,
         boundaries=boundaries,
-        root=root,
+        root=snapshot.root,
         chunks=chunks,
         plan=_in_long_steps(plan_reuse(chunks, prompt_tokens=len(tokens), available=exact + paged)),
         cache=cache,
@@ -109,7 +108,7 @@ def _open(
         _pool=reader._pool,
         _tiers=tiers + from_more,
         begins_bitwise=False,
-        _model_state=state,
+        _snapshot=snapshot,
         _exact_rows=cache.get_seq_length(),
         _committed=exact + paged,
         reason=_NOTHING_MOVED,
