@@ -44,18 +44,18 @@ def test_an_adapter_switched_while_the_key_is_made_does_not_mislabel_later_reque
     engine.warm(_PROMPT)
     adapted = engine.prefill(_PROMPT).logits
     model.base_model.set_adapter("default")
-    digest = fingerprint._sdpa_backends
+    settings = fingerprint.NumericEnvironment.settings
     # Another thread leaves disable_adapter() between the moment the state is read and the moment fields are made.
     armed = [True]
 
-    def meanwhile() -> str:
+    def meanwhile(environment: Any) -> str:
         if armed[0]:
             armed[0] = False
             model.base_model.enable_adapter_layers()
-        return digest()
+        return settings(environment)
 
     model.base_model.disable_adapter_layers()
-    monkeypatch.setattr(fingerprint, "_sdpa_backends", meanwhile)
+    monkeypatch.setattr(fingerprint.NumericEnvironment, "settings", meanwhile)
     engine.prefill(_PROMPT)
     with model.disable_adapter():
         again = engine.prefill(_PROMPT).logits

@@ -17,10 +17,8 @@ import uuid
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
-import transformers
-
 from kvboost.hf.cache import KVLayout
+from kvboost.hf.environment import NumericEnvironment
 from kvboost.hf.peft_layers import AdapterLayer, adapter_layer, plain_path
 from kvboost.hf.weight_digests import TensorState, TensorWatch, Weight, digest_weights, is_streamed, weights_by_owner
 from kvboost.offload.weights import streamer_of
@@ -53,6 +51,7 @@ class ModelIdentity:
         self._model = model
         self._layout = layout
         self._lock = threading.Lock()
+        self._environment = NumericEnvironment(spec.device for spec in layout.slots)
         self._watch = TensorWatch()
         self._changes = 0
         self._experts = _experts(model)
@@ -125,7 +124,7 @@ class ModelIdentity:
             str(model.config._attn_implementation),
             self._experts_to_prefill(),
             bool(model.training),
-            f"{_numeric_settings(self._devices)}|{_sdpa_backends()}",
+            self._environment.settings(),
         )
 
     def _fields(self, state: ModelState) -> dict[str, str]:
@@ -174,10 +173,6 @@ class ModelIdentity:
             self._experts = now
         return self._experts
 
-    @property
-    def _devices(self) -> list[str]:
-        return sorted({str(spec.device) for spec in self._layout.slots})
-
 
 def _experts(model: Any) -> str:
     """The kernels of a mixture of experts, of the model and of the models in it."""
@@ -207,28 +202,3 @@ def _rope_digest(model: Any) -> str:
                 hasher.update(f"{plain_path(name)}.{key}:{getattr(module, 'attention_scaling', 1.0)}".encode())
                 hasher.update(values.detach().float().cpu().numpy().tobytes())
     return hasher.hexdigest()
-
-
-def _sdpa_backends() -> str:
-    """Which kernels scaled_dot_product_attention may choose from; the flags rule the CPU's choice too."""
-    backends: Any = torch.backends.cuda  # untyped in torch
-    names = ("flash_sdp_enabled", "math_sdp_enabled", "mem_efficient_sdp_enabled", "cudnn_sdp_enabled")
-    return f"sdpa={[bool(getattr(backends, name)()) for name in names]}"
-
-
-def _numeric_settings(devices: list[str]) -> str:
-    """Settings of torch and the machine that change how sums are rounded."""
-    kinds = sorted({torch.device(device).type for device in devices})
-    return "|".join(
-        [
-            f"torch={torch.__version__}",
-            f"transformers={transformers.__version__}",
-            f"threads={torch.get_num_threads()}",
-            f"cpu={torch.backends.cpu.get_cpu_capability()}",
-            f"mkldnn={torch.backends.mkldnn.enabled}",
-            f"matmul={torch.get_float32_matmul_precision()}",
-            f"deterministic={torch.are_deterministic_algorithms_enabled()}",
-            f"devices={devices}",
-            f"autocast={[(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]}",
-        ]
-    )
