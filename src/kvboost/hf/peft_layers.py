@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
+from kvboost.errors import ConfigError
+
 # What PEFT puts around a wrapped model and a wrapped layer. Without them a weight has the name it has without PEFT.
 _MODEL_PREFIX = "base_model.model."
 _LAYER_PREFIXES = ("base_layer.", "original_module.")
@@ -87,3 +89,55 @@ class WeightNames:
 def plain_path(path: str) -> str:
     """A module's name without the wrapper that PEFT puts around a model."""
     return path.removeprefix(_MODEL_PREFIX)
+
+
+class AdapterChoice:
+    """Which adapters the layers of a model use, kept so that it can be put back."""
+
+    def __init__(self, model: Any) -> None:
+        self._layers = [(module, layer.active, layer.disabled) for module, layer in _layers(model)]
+        self._gradients = [(p, p.requires_grad) for module, _, _ in self._layers for p in module.parameters()]
+
+    def restore(self) -> None:
+        """Put it back, the parameters' ``requires_grad`` included, which PEFT sets along."""
+        for module, active, disabled in self._layers:
+            _choose(module, active, disabled=disabled)
+        for parameter, required in self._gradients:
+            parameter.requires_grad_(required)
+
+
+def refuse_merged(model: Any) -> None:
+    """Raise ConfigError if adapters were merged into the weights, where no choice reaches them."""
+    for _, layer in _layers(model):
+        if layer.merged:
+            raise ConfigError(
+                f"the adapters {', '.join(layer.merged)} are merged into the weights, so that no other can be chosen; "
+                "call model.unmerge_adapter() first"
+            )
+
+
+def choose_adapter(model: Any, name: str | None) -> None:
+    """Let every layer use this adapter alone; None is the base model."""
+    refuse_merged(model)
+    for module, layer in _layers(model):
+        _choose(module, layer.active if name is None else (name,), disabled=name is None)
+
+
+def active_adapters(model: Any) -> tuple[str, ...]:
+    """The adapters that some layer uses, in the order in which they are added up; empty for the base model."""
+    used = [name for _, layer in _layers(model) if not layer.disabled for name in layer.active]
+    return tuple(dict.fromkeys(used))
+
+
+def _layers(model: Any) -> list[tuple[Any, AdapterLayer]]:
+    found = [(module, adapter_layer(path, module)) for path, module in model.named_modules()]
+    return [(module, layer) for module, layer in found if layer is not None]
+
+
+def _choose(module: Any, names: tuple[str, ...], *, disabled: bool) -> None:
+    try:
+        module.set_adapter(list(names))
+    except ValueError:  # a saved module (lm_head, say) that these adapters leave as it is
+        module.set_adapter([])
+    if module.disable_adapters != disabled:
+        module.enable_adapters(not disabled)
