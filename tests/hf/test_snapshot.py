@@ -137,7 +137,7 @@ def test_a_model_that_changes_all_the_time_shares_its_snapshot_with_nobody(monke
     identity = _identity(model)
     weight = model.model.norm.weight
 
-    def change_meanwhile(*args: Any) -> str:
+    def change_meanwhile(*args: Any, **kwargs: Any) -> str:
         with torch.no_grad():
             weight.add_(1.0)
         return "digest"

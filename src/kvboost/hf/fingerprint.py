@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.environment import NumericEnvironment
+from kvboost.hf.loaded_weights import claim_loaded
 from kvboost.hf.peft_layers import AdapterLayer, adapter_layer, plain_path
 from kvboost.hf.weight_digests import TensorState, TensorWatch, Weight, digest_weights, is_streamed, weights_by_owner
 from kvboost.offload.weights import streamer_of
@@ -54,6 +55,7 @@ class ModelIdentity:
         self._environment = NumericEnvironment(spec.device for spec in layout.slots)
         self._watch = TensorWatch()
         self._changes = 0
+        self._loaded = claim_loaded(model)
         self._experts = _experts(model)
         self._digests: dict[str | None, tuple[tuple[TensorState | None, ...], str]] = {}
         """The digests of the base model (None) and of each adapter, with the states they were made from."""
@@ -97,6 +99,7 @@ class ModelIdentity:
         with self._lock:
             self._changes += 1
             self._experts = _experts(self._model)
+            self._loaded = None
             if adapter is None:
                 self._digests.clear()
             else:
@@ -158,7 +161,11 @@ class ModelIdentity:
         )
         known = self._digests.get(owner)
         if known is None or known[0] != states:
-            known = self._digests[owner] = (states, digest_weights(self._model, weights))
+            loaded = None
+            if owner is None:
+                # For the first digest alone: from here on a hidden write may have happened beside a visible one.
+                loaded, self._loaded = self._loaded, None
+            known = self._digests[owner] = (states, digest_weights(self._model, weights, loaded=loaded))
         return known[1]
 
     def _experts_to_prefill(self) -> str:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvboost.errors import ConfigError
+from kvboost.hf.loaded_weights import find_checkpoint, remember_loaded
 from kvboost.offload.weights import load_streamed
 
 
@@ -45,6 +46,7 @@ def load_model(
             )
             if streamed is not None:
                 return streamed, tokenizer
+        checkpoint = find_checkpoint(source, model_kwargs)
         model = load_whole()
     except ConfigError:
         raise
@@ -52,7 +54,10 @@ def load_model(
         raise ConfigError(f"cannot load {name_or_path!r}: {error}") from error
     if device is not None or "device_map" not in model_kwargs:
         model = model.to(_device(device))
-    return model.eval(), tokenizer
+    model.eval()
+    if checkpoint is not None:
+        remember_loaded(model, checkpoint)
+    return model, tokenizer
 
 
 def load_tokenizer_of(name_or_path: str) -> Any:

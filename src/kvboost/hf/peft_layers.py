@@ -7,6 +7,7 @@ model or to exactly one adapter; what PEFT keeps elsewhere than in its layers co
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any, NamedTuple
 
 from kvboost.errors import ConfigError
@@ -30,16 +31,11 @@ class AdapterLayer(NamedTuple):
 
 
 def adapter_layer(path: str, module: Any) -> AdapterLayer | None:
-    """What ``module`` does with adapters; None if it is no layer of PEFT's."""
-    if "peft" not in sys.modules:
-        return None
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    if not isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+    """What ``module`` does with adapters; None if it is no layer of PEFT's. Asked of every module in every request."""
+    if "peft" not in sys.modules or not isinstance(module, _layer_types()):
         return None
     # PEFT's wrappers pass unknown attributes on to the layer inside: ask the tuner layers alone.
-    tuner = isinstance(module, BaseTunerLayer)
+    tuner = isinstance(module, _layer_types()[0])
     scaling = getattr(module, "scaling", None) if tuner else None
     return AdapterLayer(
         path,
@@ -49,6 +45,14 @@ def adapter_layer(path: str, module: Any) -> AdapterLayer | None:
         tuple(module.merged_adapters) if tuner else (),
         tuple(sorted((str(k), float(v)) for k, v in scaling.items())) if isinstance(scaling, dict) else (),
     )
+
+
+@cache
+def _layer_types() -> tuple[Any, Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return BaseTunerLayer, AuxiliaryTrainingWrapper
 
 
 class WeightNames:

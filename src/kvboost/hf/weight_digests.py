@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -73,20 +73,41 @@ def weights_by_owner(model: Any) -> dict[str | None, list[Weight]]:
     return {owner: sorted(weights, key=lambda weight: weight.name) for owner, weights in owned.items()}
 
 
-def digest_weights(model: Any, weights: Sequence[Weight]) -> str:
-    """SHA-256 over these weights: name, type, shape, bytes. Hashing releases the GIL, so threads help."""
+class KnownDigests(Protocol):
+    """Digests from an earlier start, for weights that are as they were loaded."""
+
+    def unchanged(self, weight: Weight) -> bool:
+        """Whether this weight is as it was loaded."""
+
+    def read(self) -> dict[str, bytes]:
+        """The digests of unchanged weights, by name."""
+
+    def write(self, digests: dict[str, bytes]) -> None:
+        """Keep these for the next start."""
+
+
+def digest_weights(model: Any, weights: Sequence[Weight], *, loaded: KnownDigests | None = None) -> str:
+    """SHA-256 over these weights: name, type, shape, bytes. The same whether or not digests are ``loaded``."""
+    unchanged = {weight.name for weight in weights if loaded is not None and loaded.unchanged(weight)}
+    known = loaded.read() if loaded is not None and unchanged else {}
 
     def one(weight: Weight) -> bytes:
+        if weight.name in unchanged and weight.name in known:
+            return known[weight.name]
         return _streamed_digest(model, weight) or digest_tensor(weight.name, weight.tensor)
 
     try:
-        with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
-            return hashlib.sha256(b"".join(pool.map(one, weights))).hexdigest()
+        with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:  # hashing releases the GIL
+            digests = list(pool.map(one, weights))
     except (NotImplementedError, RuntimeError) as error:
         raise UnsupportedModelError(
             f"the weights cannot be read to tell this model from others (offloaded or quantised? {error}). "
             "Pass strict=False to run it without reuse."
         ) from error
+    if loaded is not None and not unchanged <= known.keys():
+        names = (weight.name for weight in weights)
+        loaded.write({name: digest for name, digest in zip(names, digests, strict=True) if name in unchanged})
+    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def digest_tensor(name: str, tensor: torch.Tensor) -> bytes:
