@@ -17,6 +17,14 @@ from tests.helpers.places import KINDS, Place
 from tests.helpers.s3 import s3_environment, s3_server
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests leave the user's cache of weight digests alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVBOOST_CACHE_HOME", str(tmp_path_factory.mktemp("cache-home")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Callable[..., Any]:
     """Tiny models by family, each made once."""

@@ -119,11 +119,17 @@ def _workspace_shared(patch: pytest.MonkeyPatch) -> None:
 
 
 def _weights_not_watched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fingerprint, "_weights_state", lambda model: ())
+    right = fingerprint.TensorWatch.state
+
+    def without_version(watch: Any, tensor: torch.Tensor) -> Any:
+        storage, number, _, address = right(watch, tensor)
+        return storage, number, 0, address
+
+    patch.setattr(fingerprint.TensorWatch, "state", without_version)
 
 
 def _adapters_not_watched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fingerprint, "_adapter_state", lambda model: "none")
+    patch.setattr(fingerprint, "adapter_layer", lambda path, module: None)
 
 
 def _change_during_request_ignored(patch: pytest.MonkeyPatch) -> None:

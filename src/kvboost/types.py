@@ -46,6 +46,16 @@ class Fingerprint:
         return [(f.name, getattr(self, f.name)) for f in fields(self)]
 
 
+@dataclass(frozen=True)
+class ModelSnapshot:
+    """What a model was at one moment. Taken once per request; equal snapshots, equal KV."""
+
+    state: object
+    """Cheap to compare with what the model is now."""
+    fields: Mapping[str, str] = field(compare=False)
+    """The fingerprint fields that the model decides, made from ``state``."""
+
+
 TOKEN_BYTES = 4
 """Bytes of a token id where tokens are stored."""
 

@@ -16,7 +16,7 @@ _PROMPT = list(range(3, 40))
 
 
 def _fields(model: Any) -> dict[str, str]:
-    return ModelIdentity(model, probe_model(model).layout).fields()
+    return dict(ModelIdentity(model, probe_model(model).layout).snapshot().fields)
 
 
 def test_equal_models_agree_and_a_single_changed_weight_shows() -> None:
@@ -108,12 +108,12 @@ def test_attention_kernels_show(tiny: Callable[..., Any]) -> None:
 
 def test_weights_that_cannot_be_read_are_refused_with_a_reason() -> None:
     from kvboost import UnsupportedModelError
-    from kvboost.hf.fingerprint import _weights_digest
+    from kvboost.hf.weight_digests import digest_weights, weights_by_owner
 
     with torch.device("meta"):
         offloaded = torch.nn.Linear(4, 4)
     with pytest.raises(UnsupportedModelError, match="cannot be read"):
-        _weights_digest(offloaded)
+        digest_weights(offloaded, weights_by_owner(offloaded)[None])
 
 
 def test_adapters_have_their_own_cache() -> None:

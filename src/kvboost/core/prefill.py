@@ -17,7 +17,7 @@ from typing import Self
 from kvboost.core.backend import KVCache
 from kvboost.core.clock import StageClock
 from kvboost.core.guarded import EmptyLease, loads_of
-from kvboost.core.identity import Snapshot
+from kvboost.core.identity import KeySnapshot
 from kvboost.core.plan import ReusePlan, plan_reuse, reusable_chunks
 from kvboost.core.workspaces import WorkspacePool
 from kvboost.extend import ContentLease, Lease
@@ -30,7 +30,7 @@ class ChunkedPrompt:
 
     tokens: list[int]
     boundaries: Sequence[int]
-    snapshot: Snapshot
+    snapshot: KeySnapshot
     chunks: list[Chunk]
 
     @property

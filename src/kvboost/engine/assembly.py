@@ -48,7 +48,7 @@ class Assembly:
     @property
     def weights(self) -> str:
         """The digest of the model's weights."""
-        return self.identity.fields()["weights"]
+        return self.identity.snapshot().fields["weights"]
 
     @property
     def max_tokens(self) -> int | None:
@@ -108,7 +108,7 @@ def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, sto
     keys = PromptKeys(
         identity, chunker=chunker, tenant=config.tenant, codec=codec.name, keeps_decoded=config.reuse_generated
     )
-    approx = optional.approx_settings(config, weights=identity.fields()["weights"], conditions=keys.conditions)
+    approx = optional.approx_settings(config, weights=identity.snapshot().fields["weights"], conditions=keys.conditions)
     costs = CostModel()
     stores: Stores | None = None
     if store is None:

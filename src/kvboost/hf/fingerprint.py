@@ -1,131 +1,195 @@
 """What makes a model's KV its own: a digest of weights, config, RoPE, adapters and numeric settings.
 
-Called by the engine before keys are made. The expensive part (hashing the weights) is repeated only when
-a weight tensor was written to or exchanged since.
+Called by the engine before keys are made. A snapshot is taken once per request. Invariant: a snapshot's fields
+describe exactly the state it carries, whatever other threads do to the model meanwhile.
+
+What cannot be seen: a write through ``tensor.data`` (PEFT's ``hotswap_adapter`` writes so), or one to an inference
+tensor, and an adapter that another thread switches off and on again between two looks. After such a change call
+:meth:`ModelIdentity.weights_changed`; let the engine switch adapters.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+import threading
+import uuid
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-import torch
-import transformers
-
-from kvboost.errors import UnsupportedModelError
 from kvboost.hf.cache import KVLayout
-from kvboost.hf.digests import weight_hasher
-from kvboost.hf.weights import StreamedWeights, streamed_weights_of
+from kvboost.hf.environment import NumericEnvironment
+from kvboost.hf.loaded_weights import claim_loaded
+from kvboost.hf.peft_layers import AdapterLayer, adapter_layer, plain_path
+from kvboost.hf.weight_digests import TensorState, TensorWatch, Weight, digest_weights, is_streamed, weights_by_owner
+from kvboost.hf.weights import streamed_weights_of
+from kvboost.types import ModelSnapshot
 
 # Raise when a change to this package changes how KV is computed.
 _NUMERICS_VERSION = 1
 # Say nothing about the numbers: where the files lay, and who wrote them.
 _CONFIG_NOISE = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype")
-_HASH_PIECE = 16 * 2**20  # elements
+_MAX_ATTEMPTS = 3
+
+
+class ModelState(NamedTuple):
+    """A cheap value that changes whenever the fingerprint might."""
+
+    changes: int
+    """How often the user said that weights changed."""
+    weights: tuple[TensorState, ...]
+    adapters: tuple[AdapterLayer, ...]
+    attention: str
+    experts: str
+    training: bool
+    numerics: str
 
 
 class ModelIdentity:
-    """Watches one model and names its present state."""
+    """Watches one model and names its present state. Safe to call from any thread."""
 
     def __init__(self, model: Any, layout: KVLayout) -> None:
         self._model = model
         self._layout = layout
-        self._weights_state: tuple[Any, ...] = ()
-        self._weights = ""
+        self._lock = threading.Lock()
+        self._environment = NumericEnvironment(spec.device for spec in layout.slots)
+        self._watch = TensorWatch()
+        self._changes = 0
+        self._loaded = claim_loaded(model)
+        self._experts = _experts(model)
+        self._digests: dict[str | None, tuple[tuple[TensorState | None, ...], str]] = {}
+        """The digests of the base model (None) and of each adapter, with the states they were made from."""
         self._config_and_rope = (_config_digest(model), _rope_digest(model))
+        self._last: ModelSnapshot | None = None
 
-    def state(self) -> tuple[Any, ...]:
-        """A cheap value that changes whenever :meth:`fields` might. Compare before hashing anything."""
-        return (
-            _weights_state(self._model),
-            self._model.config._attn_implementation,
-            self._model.training,
-            _adapter_state(self._model),
-            self._numerics(),
+    def snapshot(self) -> ModelSnapshot:
+        """The model's present state and the fingerprint fields made from it; the same object while nothing changes.
+
+        A model that changes while it is looked at gets a snapshot that nothing shares and that is never current, so
+        that its request finds nothing and stores nothing.
+        """
+        with self._lock:
+            for _ in range(_MAX_ATTEMPTS):
+                state = self._state()
+                if self._last is not None and self._last.state == state:
+                    return self._last
+                fields = self._fields(state)
+                # Weights may have been written to, and adapters switched layer by layer, while we were looking.
+                if self._state() == state:
+                    self._watch.forget_all_but(state.weights)
+                    self._last = ModelSnapshot(state, MappingProxyType(fields))
+                    return self._last
+            fields["numerics"] += f"|changing={uuid.uuid4()}"
+            return ModelSnapshot(object(), MappingProxyType(fields))
+
+    def is_current(self, snapshot: ModelSnapshot) -> bool:
+        """Whether the model is still (or again) what it was when ``snapshot`` was taken."""
+        return bool(self._state() == snapshot.state)
+
+    def adapter_digest(self, name: str) -> str:
+        """The digest of an adapter's tensors, whatever it is called and whether or not it is active."""
+        with self._lock:
+            return self._digest(name, weights_by_owner(self._model).get(name, []))
+
+    def weights_changed(self, adapter: str | None = None) -> None:
+        """Forget the digests of all weights, or of one adapter's: they were changed in a way that cannot be seen.
+
+        Requests that are under way store nothing more.
+        """
+        with self._lock:
+            self._changes += 1
+            self._experts = _experts(self._model)
+            self._loaded = None
+            if adapter is None:
+                self._digests.clear()
+            else:
+                self._digests.pop(adapter, None)
+
+    def _state(self) -> ModelState:
+        """One walk over the modules: it runs several times in every request."""
+        model, streamer = self._model, streamed_weights_of(self._model)
+        weights: list[TensorState] = []
+        adapters: list[AdapterLayer] = []
+        for path, module in model.named_modules():
+            if (layer := adapter_layer(path, module)) is not None:
+                adapters.append(layer)
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is None or name.endswith("inv_freq"):
+                        continue
+                    # What is streamed is another tensor all the time, and never written to.
+                    if streamer is None or not streamer.holds(module, name):
+                        weights.append(self._watch.state(tensor))
+        return ModelState(
+            self._changes,
+            tuple(weights),
+            tuple(adapters),
+            str(model.config._attn_implementation),
+            self._experts_to_prefill(),
+            bool(model.training),
+            self._environment.settings(),
         )
 
-    def fields(self) -> dict[str, str]:
-        """The fingerprint fields that the model decides."""
-        state = _weights_state(self._model)
-        if state != self._weights_state:
-            self._weights, self._weights_state = _weights_digest(self._model), state
+    def _fields(self, state: ModelState) -> dict[str, str]:
+        """Made from ``state`` alone, but for the weights' bytes."""
+        owned = weights_by_owner(self._model)
         config, rope = self._config_and_rope
         return {
-            "weights": self._weights,
+            "weights": self._digest(None, owned[None]),
             "config": config,
             "rope": rope,
             "dtype": ",".join(sorted({str(spec.dtype) for spec in self._layout.slots})),
-            "attention": f"{self._model.config._attn_implementation}|{_sdpa_backends()}",
-            "adapter": _adapter_state(self._model),
-            "numerics": f"kvboost-numerics={_NUMERICS_VERSION}|training={self._model.training}|{self._numerics()}",
+            "attention": state.attention,
+            "adapter": self._adapter_field(state, owned),
+            "numerics": f"kvboost-numerics={_NUMERICS_VERSION}|training={state.training}|{state.numerics}"
+            f"|experts={state.experts}",
         }
 
-    def _numerics(self) -> str:
-        experts = getattr(self._model.config, "_experts_implementation", None)
-        devices = sorted({str(spec.device) for spec in self._layout.slots})
-        return f"{_numeric_settings(devices)}|experts={experts}|{_sdpa_backends()}"
+    def _adapter_field(self, state: ModelState, owned: dict[str | None, list[Weight]]) -> str:
+        """What the layers' adapters add to the base model: their tensors and how strongly, layer by layer."""
+        hasher = hashlib.sha256()
+        layers = [layer for layer in state.adapters if layer.active and not layer.disabled]
+        for layer in layers:
+            scaling = dict(layer.scaling)
+            added = [(self._digest(name, owned.get(name, [])), scaling.get(name)) for name in layer.active]
+            hasher.update(json.dumps([plain_path(layer.path), layer.kind, bool(layer.merged), added]).encode())
+        return hasher.hexdigest() if layers else "none"
+
+    def _digest(self, owner: str | None, weights: list[Weight]) -> str:
+        states = tuple(
+            None if is_streamed(self._model, weight.path) else self._watch.state(weight.tensor) for weight in weights
+        )
+        known = self._digests.get(owner)
+        if known is None or known[0] != states:
+            loaded = None
+            if owner is None:
+                # For the first digest alone: from here on a hidden write may have happened beside a visible one.
+                loaded, self._loaded = self._loaded, None
+            known = self._digests[owner] = (states, digest_weights(self._model, weights, loaded=loaded))
+        return known[1]
+
+    def _experts_to_prefill(self) -> str:
+        """The experts' kernel that a prefill uses.
+
+        Transformers exchanges one for another around its decode loop, in which chunks are stored: that is no change.
+        A user who makes the same exchange for good says so with :meth:`weights_changed`.
+        """
+        now = _experts(self._model)
+        to_decode = self._experts.replace("grouped_mm", "batched_mm")
+        if now != to_decode or not _switches_experts_to_decode(self._model):
+            self._experts = now
+        return self._experts
 
 
-def _weight_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    seen: set[int] = set()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        # Tied weights count once; rotary tables are state of the module and have a field of their own.
-        if id(tensor) not in seen and not name.endswith("inv_freq"):
-            seen.add(id(tensor))
-            yield name, tensor
+def _experts(model: Any) -> str:
+    """The kernels of a mixture of experts, of the model and of the models in it."""
+    named = getattr(model, "get_experts_implementation", None)
+    return json.dumps(named() if named is not None else None, sort_keys=True)
 
 
-def _weights_state(model: Any) -> tuple[Any, ...]:
-    """Changes when a weight is written to, moved or exchanged. Runs on every request, hence no names."""
-    streamer = streamed_weights_of(model)
-    return tuple(
-        # Inference tensors count no versions: a write to one of those goes unnoticed.
-        (id(tensor), 0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
-        for module in model.modules()
-        for tensors in (module._parameters, module._buffers)
-        for name, tensor in tensors.items()
-        if tensor is not None and not name.endswith("inv_freq")
-        # What passes through a buffer is another tensor all the time, and never written to.
-        if streamer is None or not streamer.holds(module, name)
-    )
-
-
-def _weights_digest(model: Any) -> str:
-    """SHA-256 over every weight: name, type, shape, bytes. Hashing releases the GIL, so threads help."""
-
-    streamer = streamed_weights_of(model)
-
-    def one(item: tuple[str, torch.Tensor]) -> bytes:
-        name, tensor = item
-        if streamer is not None and (digest := _streamed_digest(model, streamer, name)) is not None:
-            return digest
-        hasher = weight_hasher(name, tensor.dtype, tensor.shape)
-        flat = tensor.detach().contiguous().view(-1)
-        for start in range(0, flat.numel(), _HASH_PIECE):  # so a GPU tensor never lies in host memory whole
-            piece = flat[start : start + _HASH_PIECE].cpu().view(torch.uint8)
-            hasher.update(piece.numpy().data)
-        return hasher.digest()
-
-    tensors = sorted(_weight_tensors(model), key=lambda item: item[0])
-    try:
-        with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
-            return hashlib.sha256(b"".join(pool.map(one, tensors))).hexdigest()
-    except (NotImplementedError, RuntimeError) as error:
-        raise UnsupportedModelError(
-            f"the weights cannot be read to tell this model from others (offloaded or quantised? {error}). "
-            "Pass strict=False to run it without reuse."
-        ) from error
-
-
-def _streamed_digest(model: Any, streamer: StreamedWeights, name: str) -> bytes | None:
-    """The digest of a weight that is streamed: the same as if it were in memory. None if it is."""
-    path, _, key = name.rpartition(".")
-    module = model.get_submodule(path)
-    return streamer.digest(module, key, name) if streamer.holds(module, key) else None
+def _switches_experts_to_decode(model: Any) -> bool:
+    """As in Transformers' ``_optimize_model_for_decode``."""
+    return bool(model.device.type != "cpu")
 
 
 def _config_digest(model: Any) -> str:
@@ -142,46 +206,6 @@ def _rope_digest(model: Any) -> str:
         for key, buffer in module.named_buffers(recurse=False):
             if key.endswith("inv_freq"):
                 values = getattr(module, "original_inv_freq", buffer) if key == "inv_freq" else buffer
-                hasher.update(f"{name}.{key}:{getattr(module, 'attention_scaling', 1.0)}".encode())
+                hasher.update(f"{plain_path(name)}.{key}:{getattr(module, 'attention_scaling', 1.0)}".encode())
                 hasher.update(values.detach().float().cpu().numpy().tobytes())
     return hasher.hexdigest()
-
-
-def _adapter_state(model: Any) -> str:
-    """Which PEFT adapters are active, and how strongly. Their weights are among the weights."""
-    if "peft" not in sys.modules:
-        return "none"
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    parts = {
-        f"{module.active_adapters}:{module.disable_adapters}:{module.merged_adapters}"
-        f":{sorted(getattr(module, 'scaling', {}).items())}"
-        for module in model.modules()
-        if isinstance(module, BaseTunerLayer)
-    }
-    return "|".join(sorted(parts)) or "none"
-
-
-def _sdpa_backends() -> str:
-    """Which kernels scaled_dot_product_attention may choose from; the flags rule the CPU's choice too."""
-    backends: Any = torch.backends.cuda  # untyped in torch
-    names = ("flash_sdp_enabled", "math_sdp_enabled", "mem_efficient_sdp_enabled", "cudnn_sdp_enabled")
-    return f"sdpa={[bool(getattr(backends, name)()) for name in names]}"
-
-
-def _numeric_settings(devices: list[str]) -> str:
-    """Settings of torch and the machine that change how sums are rounded."""
-    kinds = sorted({torch.device(device).type for device in devices})
-    return "|".join(
-        [
-            f"torch={torch.__version__}",
-            f"transformers={transformers.__version__}",
-            f"threads={torch.get_num_threads()}",
-            f"cpu={torch.backends.cpu.get_cpu_capability()}",
-            f"mkldnn={torch.backends.mkldnn.enabled}",
-            f"matmul={torch.get_float32_matmul_precision()}",
-            f"deterministic={torch.are_deterministic_algorithms_enabled()}",
-            f"devices={devices}",
-            f"autocast={[(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]}",
-        ]
-    )

@@ -6,19 +6,20 @@ sampled, filtered or stopped here; only watched.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from kvboost.errors import ConfigError
 from kvboost.hf.speculation import Speculating, speculates, why_not_resumed
 from kvboost.types import Speculation
 
-# Arguments of ``generate`` that would contradict what the engine hands over, or change the prompt once read.
-_RESERVED = (
+# Arguments of ``generate`` that would contradict what the engine hands over, or change the prompt after its prefill.
+_PREPARED = (
     "attention_mask",
     "cache_implementation",
     "input_ids",
@@ -29,8 +30,25 @@ _RESERVED = (
     "token_healing",
     "use_cache",
 )
-
-
+# Arguments of ``generate`` beside the fields of a generation config that choose tokens and leave the forward alone.
+# (Guidance by a negative prompt has a forward and a cache of its own.) Whatever else is given, Transformers hands to
+# the forward, where it would change the last step of the prompt and not the prefix that came from the cache.
+_ALLOWED = (
+    "assistant_model",
+    "assistant_tokenizer",
+    "custom_generate",
+    "generation_config",
+    "logits_processor",
+    "negative_prompt_attention_mask",
+    "negative_prompt_ids",
+    "prefix_allowed_tokens_fn",
+    "stopping_criteria",
+    "streamer",
+    "synced_gpus",
+    "tokenizer",
+    "trust_remote_code",
+)
+_NO_SETTINGS = ("transformers_version",)  # fields of a generation config that say who wrote it
 # Assistants of these kinds read the model's states of the whole prompt, or its text; custom loops may do anything.
 _REREADS_PROMPT = ("assistant_early_exit", "assistant_tokenizer", "custom_generate", "speculation_type", "use_mtp")
 DEFAULT_NEW_TOKENS = 64
@@ -61,9 +79,7 @@ def sampling_arguments(*, prompt_tokens: int, options: dict[str, Any]) -> dict[s
 
     Without ``max_new_tokens`` the caller's ``max_length`` or generation config decides, else 64 tokens.
     """
-    for name in _RESERVED:
-        if name in options:
-            raise ConfigError(f"{name} is prepared by the engine; leave it out (give the prompt itself instead)")
+    _check_allowed(options)
     arguments = dict(options)
     max_new_tokens, temperature = (arguments.pop(name, None) for name in ("max_new_tokens", "temperature"))
     if max_new_tokens is None:
@@ -81,6 +97,29 @@ def sampling_arguments(*, prompt_tokens: int, options: dict[str, Any]) -> dict[s
             arguments["temperature"] = temperature
             arguments.setdefault("do_sample", True)
     return arguments
+
+
+def _check_allowed(extra: dict[str, Any]) -> None:
+    """Raise ConfigError for the first argument that could change more than which token is chosen."""
+    settings = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    allowed = (settings - {*_PREPARED, *_NO_SETTINGS}) | {*_ALLOWED}
+    for name in extra:
+        if name in allowed:
+            continue
+        if name in _PREPARED:
+            raise ConfigError(f"{name} is prepared by the engine; leave it out (give the prompt itself instead)")
+        if name == "adapter_names":
+            raise ConfigError(f"{name} would change the end of the prompt alone; choose with adapter= or set_adapter()")
+        if close := difflib.get_close_matches(name, allowed, n=1, cutoff=0.75):
+            raise ConfigError(f"generate has no argument {name}; did you mean {close[0]}?")
+        raise ConfigError(
+            f"{name} may change how the model reads the prompt, which stored KV does not know; leave it out, or call "
+            "engine.model.generate(), which reuses nothing"
+        )
+    config = extra.get("generation_config")
+    for name, value in (("use_cache", False), ("token_healing", True)):
+        if getattr(config, name, None) is value:
+            raise ConfigError(f"{name}={value} cannot work with a cache; leave it out of generation_config")
 
 
 def _length_asked_for(extra: dict[str, Any], prompt_tokens: int) -> int:

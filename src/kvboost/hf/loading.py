@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvboost.errors import ConfigError
+from kvboost.hf.loaded_weights import find_checkpoint, remember_loaded
 
 # Arguments that mean the same to a tokenizer as to a model.
 _TOKENIZER = ("revision", "token", "cache_dir", "trust_remote_code", "local_files_only", "subfolder", "gguf_file")
@@ -53,10 +54,14 @@ class ModelSource:
 
 def load_resident(source: ModelSource) -> Any:
     """The whole model in eval mode on its device."""
+    checkpoint = find_checkpoint(source.path, dict(source.model_kwargs))
     model = load_checkpoint(source)
     if source.device is not None or "device_map" not in source.model_kwargs:
         model = model.to(source.torch_device)
-    return model.eval()
+    model.eval()
+    if checkpoint is not None:
+        remember_loaded(model, checkpoint)
+    return model
 
 
 def load_checkpoint(source: ModelSource) -> Any:

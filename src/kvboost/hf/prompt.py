@@ -11,6 +11,8 @@ import torch
 
 from kvboost.errors import CapacityError, ConfigError
 
+# What tokenizers return beside the tokens that no model takes.
+_BOOKKEEPING = ("length", "offset_mapping", "special_tokens_mask")
 Prompt = str | Sequence[int] | torch.Tensor | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
@@ -26,7 +28,7 @@ class PromptEncoder:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of ``prompt``; an empty prompt becomes the begin-of-text token, as in Transformers."""
         if isinstance(prompt, Mapping):  # what a tokenizer returns
-            return self.encode(prompt["input_ids"])
+            return self._encode_mapping(prompt)
         if isinstance(prompt, str):
             ids = [int(i) for i in self._need_tokenizer()(prompt)["input_ids"]]
         elif isinstance(prompt, torch.Tensor):
@@ -36,6 +38,24 @@ class PromptEncoder:
         else:
             ids = _as_ids(prompt)
         return self._checked(ids)
+
+    def _encode_mapping(self, prompt: Mapping[str, Any]) -> list[int]:
+        """Raises ConfigError for what would change the KV of these tokens."""
+        if "input_ids" not in prompt:
+            raise ConfigError(f"a mapping as prompt needs input_ids, this one has {', '.join(prompt)}; add them")
+        ids = self.encode(prompt["input_ids"])
+        for name, value in prompt.items():
+            if name in ("input_ids", *_BOOKKEEPING) or value is None:
+                continue
+            if name == "attention_mask":
+                _check_mask(value, len(ids))
+            # Tokenizers return zeros for one text unasked, and generate(text) drops them as well.
+            elif name != "token_type_ids" or torch.as_tensor(value).any():
+                raise ConfigError(
+                    f"the prompt's {name} would change how the model reads it, which stored KV does not know; leave "
+                    "it out, or call engine.model.generate(), which reuses nothing"
+                )
+        return ids
 
     def encode_part(self, part: Prompt) -> list[int]:
         """Token ids of a text that will stand inside prompts: without the tokens that open or close a prompt."""
@@ -112,6 +132,16 @@ class PromptEncoder:
                 f"the prompt has {len(ids)} tokens, this model reads at most {self._max_tokens}; shorten the prompt"
             )
         return ids
+
+
+def _check_mask(mask: Any, tokens: int) -> None:
+    values = torch.as_tensor(mask).flatten()
+    if values.numel() != tokens:
+        raise ConfigError(f"attention_mask has {values.numel()} values for {tokens} tokens; leave it out")
+    if not values.bool().all():
+        raise ConfigError(
+            "attention_mask hides tokens of the prompt; cut the padding off input_ids (generate_batch pads by itself)"
+        )
 
 
 def _as_ids(values: Sequence[Any]) -> list[int]:

@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvboost.errors import ConfigError
+from kvboost.hf.checkpoint import Shards
 from kvboost.hf.fingerprint import ModelIdentity
 from kvboost.hf.loading import ModelSource
 from kvboost.hf.probe import probe_model
 from kvboost.offload.weights import load_streamed, place_weights, streamer_of
 from kvboost.offload.weights.load import put_together
-from kvboost.offload.weights.shards import Shards
 from kvboost.offload.weights.skeleton import build_skeleton
 from kvboost.offload.weights.slabs import make_slabs
 from kvboost.testing import SimulatedLink
@@ -67,7 +67,7 @@ def test_a_streamed_model_is_the_resident_one_to_the_bit(tmp_path: Path, family:
     for _ in range(2):
         assert torch.equal(_logits(streamed), expected)
     layout = probe_model(resident).layout
-    assert ModelIdentity(streamed, layout).fields() == ModelIdentity(resident, layout).fields()
+    assert ModelIdentity(streamed, layout).snapshot().fields == ModelIdentity(resident, layout).snapshot().fields
     assert probe_model(streamed).layout == layout
 
 
@@ -202,13 +202,13 @@ def test_a_changed_resident_weight_changes_the_fingerprint(tmp_path: Path) -> No
     _saved(tmp_path)
     streamed = _load(tmp_path, 500_000)
     identity = ModelIdentity(streamed, probe_model(streamed).layout)
-    state, fields = identity.state(), identity.fields()
+    before = identity.snapshot()
     _logits(streamed)
-    assert identity.state() == state  # what passes through the buffers is no change
+    assert identity.is_current(before)  # what passes through the buffers is no change
     with torch.no_grad():
         streamed.model.norm.weight[0] += 1.0
-    assert identity.state() != state
-    assert identity.fields()["weights"] != fields["weights"]
+    assert not identity.is_current(before)
+    assert identity.snapshot().fields["weights"] != before.fields["weights"]
 
 
 def test_the_link_ends_with_the_model(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvboost.errors import ConfigError
-from kvboost.offload.weights.shards import Shards
+from kvboost.hf.checkpoint import Shards
 
 # Where AWQ puts the eight neighbours it packs into one int32, lowest bits first.
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, GenerationConfig
-from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+from transformers.utils.hub import cached_file
 
 from kvboost.direct_io import up_to_page
 from kvboost.errors import ConfigError
+from kvboost.hf.checkpoint import Shards, checkpoint_files
 from kvboost.hf.loading import ModelSource, load_checkpoint, load_resident, load_tokenizer, loading_errors
 from kvboost.offload.weights.awq import AwqWeights
 from kvboost.offload.weights.link import AcceleratorLink, HostLink, Link
 from kvboost.offload.weights.placement import WeightPlacement, place_weights
-from kvboost.offload.weights.shards import Shards
 from kvboost.offload.weights.skeleton import Skeleton, build_skeleton
 from kvboost.offload.weights.slabs import Pieces, SlabFolder, make_slabs
 from kvboost.offload.weights.source import Extent, FileSource, HostSource, Source
@@ -155,28 +155,6 @@ def _tensor_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     for start in range(0, flat.numel(), _PIECE):
         yield memoryview(flat[start : start + _PIECE].numpy())  # type: ignore[arg-type]
-
-
-def checkpoint_files(source: str, gguf_file: str | None = None, hub: dict[str, Any] | None = None) -> list[Path]:
-    """The checkpoint's files."""
-    hub = hub or {}
-
-    def find(name: str) -> str | None:
-        found: str | None = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
-        return found
-
-    if gguf_file is not None:
-        only = find(gguf_file)
-        if only is not None:
-            return [Path(only)]
-    elif (index := find("model.safetensors.index.json")) is not None:
-        return [Path(file) for file in get_checkpoint_shard_files(source, index, **hub)[0]]
-    elif (only := find("model.safetensors")) is not None:
-        return [Path(only)]
-    raise ConfigError(
-        f"{source} has no safetensors files, from which weights are streamed; save the model again with "
-        "save_pretrained, or leave weight_budget out"
-    )
 
 
 def _key(files: list[Path], shards: Shards | None) -> str:

@@ -14,11 +14,11 @@ from transformers import AutoConfig
 from kvboost.capacity import ModelShape, WeightMemory
 from kvboost.errors import ConfigError
 from kvboost.hf.cache import KVLayout
+from kvboost.hf.checkpoint import Shards, checkpoint_files
 from kvboost.hf.loading import ModelSource
 from kvboost.hf.shape import layout_of_config, shape_of
-from kvboost.offload.weights.load import checkpoint_files, dtype_asked_for
+from kvboost.offload.weights.load import dtype_asked_for
 from kvboost.offload.weights.placement import place_weights
-from kvboost.offload.weights.shards import Shards
 from kvboost.offload.weights.skeleton import Skeleton, build_skeleton
 
 

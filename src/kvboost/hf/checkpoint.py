@@ -1,7 +1,9 @@
-"""Reads a checkpoint's safetensors files past the page cache, a few megabytes at a time.
+"""A checkpoint's safetensors files: where they are, and their weights read past the page cache, a few megabytes at a
+time.
 
-Used once per checkpoint, to make slabs. Written anew because the safetensors library maps files into memory, where
-their pages count against nobody's budget. Invariant: no weight lies in memory whole.
+Used for the digests of weights, and by :mod:`kvboost.offload.weights`, once per checkpoint, to make slabs. Written
+anew because the safetensors library maps files into memory, where their pages count against nobody's budget.
+Invariant: no weight lies in memory whole.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from kvboost.direct_io import PAGE, DirectFile, page_aligned, up_to_page
 from kvboost.errors import ConfigError
@@ -99,3 +103,25 @@ def _tensors_of(file: Path) -> dict[str, ShardTensor]:
         return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} is no safetensors file this can read ({error!r}); check the checkpoint") from error
+
+
+def checkpoint_files(source: str, gguf_file: str | None = None, hub: dict[str, Any] | None = None) -> list[Path]:
+    """The checkpoint's files."""
+    hub = hub or {}
+
+    def find(name: str) -> str | None:
+        found: str | None = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
+        return found
+
+    if gguf_file is not None:
+        only = find(gguf_file)
+        if only is not None:
+            return [Path(only)]
+    elif (index := find("model.safetensors.index.json")) is not None:
+        return [Path(file) for file in get_checkpoint_shard_files(source, index, **hub)[0]]
+    elif (only := find("model.safetensors")) is not None:
+        return [Path(only)]
+    raise ConfigError(
+        f"{source} has no safetensors files, from which weights are streamed; save the model again with "
+        "save_pretrained, or leave weight_budget out"
+    )

@@ -1,0 +1,190 @@
+"""The adapters of one model: loads them, says what they are, and lets requests for different ones take turns.
+
+Used by the engine, which runs every forward inside :meth:`Adapters.using`. Works with a model that PEFT wrapped
+(``PeftModel``) and with Transformers' own ``load_adapter``. Invariant: while a request runs, nobody who goes through
+this class changes the model under it; afterwards the model uses the adapters it used before.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Literal
+
+from kvboost.errors import ConfigError
+from kvboost.hf.fingerprint import ModelIdentity
+from kvboost.hf.peft_layers import AdapterChoice, active_adapters, choose_adapter, refuse_merged
+
+
+class AsSet(enum.Enum):
+    """Stands for whatever adapters the model uses by itself."""
+
+    AS_SET = enum.auto()
+
+
+AS_SET: Final = AsSet.AS_SET
+AdapterName = str | None | Literal[AsSet.AS_SET]
+"""An adapter's name, None for the base model, or ``AS_SET`` for what :meth:`Adapters.use` or the user has set."""
+
+
+class Adapters:
+    """Owns the adapters of one model. Safe to call from any thread."""
+
+    def __init__(self, model: Any, identity: ModelIdentity) -> None:
+        self._model, self._identity = model, identity
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
+        self._running = 0
+        self._in_use: AdapterName = AS_SET
+        """What the running requests use."""
+        self._before: AdapterChoice | None = None
+        """What to put back when they end."""
+        self._mine = threading.local()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The adapters that are loaded."""
+        return tuple(getattr(self._model, "peft_config", None) or ())
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """The adapters that the model uses at this moment; empty for the base model."""
+        return active_adapters(self._model)
+
+    def digest(self, name: str) -> str:
+        """The digest of an adapter's tensors: the same for the same adapter under another name."""
+        self._check_known(name)
+        return self._identity.adapter_digest(name)
+
+    def load(self, name: str, path_or_id: str, *, replace: bool = False, **load_kwargs: Any) -> str:
+        """Load an adapter from a folder or the hub and return its digest; ``use`` or ``using`` chooses it.
+
+        With ``replace``, one that is loaded is overwritten where it is (LoRA alone can). Waits for running requests.
+        Everything else goes to PEFT's or Transformers' own ``load_adapter``.
+        """
+        with self._alone():
+            if not replace and name in self.names:
+                raise ConfigError(f"an adapter {name!r} is loaded; give another name, or replace=True to overwrite it")
+            if replace:
+                self._check_known(name)
+            refuse_merged(self._model)
+            before, active = AdapterChoice(self._model), self.active
+            try:
+                self._load(name, str(path_or_id), replace=replace, load_kwargs=load_kwargs)
+            except ImportError as error:
+                raise ConfigError(f"adapters need the peft package ({error}); install peft") from error
+            except (OSError, ValueError, RuntimeError) as error:
+                raise ConfigError(
+                    f"cannot load adapter {name!r} from {str(path_or_id)!r}: {error}; check the path, and that the "
+                    "adapter was made for this model"
+                ) from error
+            finally:
+                # Even half an adapter has changed tensors. Overwritten ones keep their versions and addresses.
+                self._identity.weights_changed(adapter=name)
+                choose_adapter(self._model, active[0] if active else None)  # for new layers, which ``before`` lacks
+                before.restore()
+            return self._identity.adapter_digest(name)
+
+    def use(self, name: str | None) -> None:
+        """Let the model use this adapter from now on; None is the base model. Waits for running requests."""
+        with self._alone():
+            if name is not None:
+                self._check_known(name)
+                self._model.set_adapter(name)
+            choose_adapter(self._model, name)
+
+    @contextmanager
+    def using(self, name: AdapterName = AS_SET) -> Iterator[None]:
+        """Run the model under this adapter; afterwards it uses what it used before.
+
+        Requests for the same adapter run together, those for different ones take turns, first come, first served.
+        A thread may nest requests for the same adapter.
+        """
+        held: list[AdapterName] = self._mine.__dict__.setdefault("held", [])
+        if held:
+            if held[-1] != name:
+                raise ConfigError(f"this thread runs a request under {held[-1]!r}; end it before one under {name!r}")
+            yield
+            return
+        if isinstance(name, str):
+            self._check_known(name)
+        self._enter(name)
+        held.append(name)
+        try:
+            yield
+        finally:
+            held.pop()
+            self._leave()
+
+    def weights_changed(self) -> None:
+        """Forget all digests. For everything that changes weights behind our back: ``hotswap_adapter``, say."""
+        self._identity.weights_changed()
+
+    def _enter(self, name: AdapterName) -> None:
+        turn = object()
+        with self._changed:
+            self._waiting.append(turn)
+            try:
+                self._changed.wait_for(lambda: self._waiting[0] is turn and (not self._running or self._in_use == name))
+                if not self._running and name is not AS_SET:
+                    self._before = AdapterChoice(self._model)
+                    choose_adapter(self._model, name)
+                self._in_use = name
+                self._running += 1
+            except BaseException:
+                self._restore()
+                raise
+            finally:
+                self._waiting.remove(turn)
+                self._changed.notify_all()
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._running -= 1
+            if not self._running:
+                self._restore()
+            self._changed.notify_all()
+
+    def _restore(self) -> None:
+        if not self._running and self._before is not None:
+            self._before.restore()
+            self._before = None
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While no request runs."""
+        if self._mine.__dict__.get("held"):
+            raise ConfigError("this thread runs a request, which needs the model as it is; end the request first")
+        turn = object()
+        with self._changed:
+            self._waiting.append(turn)
+            try:
+                self._changed.wait_for(lambda: self._waiting[0] is turn and not self._running)
+                yield
+            finally:
+                self._waiting.remove(turn)
+                self._changed.notify_all()
+
+    def _load(self, name: str, source: str, *, replace: bool, load_kwargs: dict[str, Any]) -> None:
+        from peft import PeftModel
+        from peft.utils.hotswap import hotswap_adapter
+
+        if not isinstance(self._model, PeftModel):
+            with warnings.catch_warnings():
+                # To have several adapters is what this class is for.
+                warnings.filterwarnings("ignore", "Already found a `peft_config`", UserWarning)
+                self._model.load_adapter(source, adapter_name=name, hotswap=replace, **load_kwargs)
+        elif replace:
+            hotswap_adapter(self._model, source, adapter_name=name, **load_kwargs)
+        else:
+            self._model.load_adapter(source, adapter_name=name, **load_kwargs)
+        self._model.eval()  # the new layers come in training mode
+
+    def _check_known(self, name: str) -> None:
+        if name not in self.names:
+            known = f"the model has {', '.join(self.names)}" if self.names else "the model has none"
+            raise ConfigError(f"there is no adapter {name!r}; {known}; load it with load_adapter()")

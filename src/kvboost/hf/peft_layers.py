@@ -1,0 +1,147 @@
+"""Reads what PEFT put into a model: which layers carry adapters, and which tensors belong to which adapter.
+
+Called by the fingerprint and by :class:`~kvboost.hf.adapters.Adapters`. Invariant: every weight belongs to the base
+model or to exactly one adapter; what PEFT keeps elsewhere than in its layers counts as the base model's.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any, NamedTuple
+
+from kvboost.errors import ConfigError
+
+# What PEFT puts around a wrapped model and a wrapped layer. Without them a weight has the name it has without PEFT.
+_MODEL_PREFIX = "base_model.model."
+_LAYER_PREFIXES = ("base_layer.", "original_module.")
+
+
+class AdapterLayer(NamedTuple):
+    """What one layer does with its adapters at this moment."""
+
+    path: str
+    """The module's name: two layers that swap their scalings are not the same model."""
+    kind: str
+    active: tuple[str, ...]
+    """In the order in which their outputs are added up."""
+    disabled: bool
+    merged: tuple[str, ...]
+    scaling: tuple[tuple[str, float], ...]
+
+
+def adapter_layer(path: str, module: Any) -> AdapterLayer | None:
+    """What ``module`` does with adapters; None if it is no layer of PEFT's. Asked of every module in every request."""
+    if "peft" not in sys.modules or not isinstance(module, _layer_types()):
+        return None
+    # PEFT's wrappers pass unknown attributes on to the layer inside: ask the tuner layers alone.
+    tuner = isinstance(module, _layer_types()[0])
+    scaling = getattr(module, "scaling", None) if tuner else None
+    return AdapterLayer(
+        path,
+        type(module).__name__,
+        tuple(module.active_adapters),
+        bool(module.disable_adapters),
+        tuple(module.merged_adapters) if tuner else (),
+        tuple(sorted((str(k), float(v)) for k, v in scaling.items())) if isinstance(scaling, dict) else (),
+    )
+
+
+@cache
+def _layer_types() -> tuple[Any, Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return BaseTunerLayer, AuxiliaryTrainingWrapper
+
+
+class WeightNames:
+    """Names weights as if PEFT were not there, and says whose they are."""
+
+    def __init__(self, model: Any) -> None:
+        self._containers = {
+            path: (*module.adapter_layer_names, *getattr(module, "other_param_names", ()))
+            for path, module in model.named_modules()
+            if adapter_layer(path, module) is not None
+        }
+
+    def owner_and_name(self, name: str) -> tuple[str | None, str]:
+        """The adapter that a weight belongs to (None: the base model), and the weight's name without PEFT's parts.
+
+        An adapter's own name is left out too: the same adapter under two names is the same adapter.
+        """
+        if not self._containers:
+            return None, name
+        owner: str | None = None
+        path, rest = "", name
+        plain: list[str] = []
+        while rest:
+            head, _, rest = rest.partition(".")
+            path = f"{path}.{head}" if path else head
+            plain.append(head)
+            for container in self._containers.get(path, ()):
+                if owner is None and rest.startswith(f"{container}."):
+                    owner, _, inner = rest[len(container) + 1 :].partition(".")
+                    return owner, plain_path(".".join([*plain, container, inner]))
+            if path in self._containers:
+                for prefix in _LAYER_PREFIXES:
+                    if rest.startswith(prefix):
+                        path, rest = f"{path}.{prefix[:-1]}", rest[len(prefix) :]
+        return None, plain_path(".".join(plain))
+
+
+def plain_path(path: str) -> str:
+    """A module's name without the wrapper that PEFT puts around a model."""
+    return path.removeprefix(_MODEL_PREFIX)
+
+
+class AdapterChoice:
+    """Which adapters the layers of a model use, kept so that it can be put back."""
+
+    def __init__(self, model: Any) -> None:
+        self._layers = [(module, layer.active, layer.disabled) for module, layer in _layers(model)]
+        self._gradients = [(p, p.requires_grad) for module, _, _ in self._layers for p in module.parameters()]
+
+    def restore(self) -> None:
+        """Put it back, the parameters' ``requires_grad`` included, which PEFT sets along."""
+        for module, active, disabled in self._layers:
+            _choose(module, active, disabled=disabled)
+        for parameter, required in self._gradients:
+            parameter.requires_grad_(required)
+
+
+def refuse_merged(model: Any) -> None:
+    """Raise ConfigError if adapters were merged into the weights, where no choice reaches them."""
+    for _, layer in _layers(model):
+        if layer.merged:
+            raise ConfigError(
+                f"the adapters {', '.join(layer.merged)} are merged into the weights, so that no other can be chosen; "
+                "call model.unmerge_adapter() first"
+            )
+
+
+def choose_adapter(model: Any, name: str | None) -> None:
+    """Let every layer use this adapter alone; None is the base model."""
+    refuse_merged(model)
+    for module, layer in _layers(model):
+        _choose(module, layer.active if name is None else (name,), disabled=name is None)
+
+
+def active_adapters(model: Any) -> tuple[str, ...]:
+    """The adapters that some layer uses, in the order in which they are added up; empty for the base model."""
+    used = [name for _, layer in _layers(model) if not layer.disabled for name in layer.active]
+    return tuple(dict.fromkeys(used))
+
+
+def _layers(model: Any) -> list[tuple[Any, AdapterLayer]]:
+    found = [(module, adapter_layer(path, module)) for path, module in model.named_modules()]
+    return [(module, layer) for module, layer in found if layer is not None]
+
+
+def _choose(module: Any, names: tuple[str, ...], *, disabled: bool) -> None:
+    try:
+        module.set_adapter(list(names))
+    except ValueError:  # a saved module (lm_head, say) that these adapters leave as it is
+        module.set_adapter([])
+    if module.disable_adapters != disabled:
+        module.enable_adapters(not disabled)

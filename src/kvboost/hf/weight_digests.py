@@ -1,0 +1,137 @@
+"""Digests a model's weights, and tells cheaply whether they are still the ones that were digested.
+
+Called by the fingerprint. Hashing happens only when a weight was written to or exchanged since.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from kvboost.errors import UnsupportedModelError
+from kvboost.hf.digests import weight_hasher
+from kvboost.hf.peft_layers import WeightNames
+from kvboost.hf.weights import streamed_weights_of
+
+_HASH_PIECE = 16 * 2**20  # elements
+
+TensorState = tuple[StorageWeakRef, int, int, int]
+"""Changes when a tensor is written to, moved or exchanged."""
+
+
+class TensorWatch:
+    """Names the states of tensors so that a dead tensor's state never comes back.
+
+    Ids and addresses of dead tensors are handed out again. A weak reference to the storage keeps its identity taken,
+    though not its memory. (A weak reference to the tensor would forbid ``torch.utils.swap_tensors`` to the user.)
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, StorageWeakRef] = {}
+
+    def state(self, tensor: torch.Tensor) -> TensorState:
+        """The tensor's present state."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if (known := self._storages.get(key)) is None:
+            # Two threads may both come here: the references are equal, and either keeps the identity taken.
+            known = self._storages[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        # Inference tensors count no versions: a write to one of those goes unnoticed.
+        return known, id(tensor), 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+
+    def forget_all_but(self, states: Sequence[TensorState]) -> None:
+        """Let go of storages that none of ``states`` has. Whoever still holds an older state keeps its own."""
+        self._storages = {state[0].cdata: state[0] for state in states}
+
+
+class Weight(NamedTuple):
+    """One weight of a model."""
+
+    name: str
+    """Without PEFT's parts: the name it has in the model alone."""
+    path: str
+    """The name it has now."""
+    tensor: torch.Tensor
+
+
+def weights_by_owner(model: Any) -> dict[str | None, list[Weight]]:
+    """Every weight once, by the adapter it belongs to (None: the base model), sorted by name."""
+    names = WeightNames(model)
+    owned: dict[str | None, list[Weight]] = {None: []}
+    seen: set[int] = set()
+    for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        # Tied weights count once; rotary tables are state of the module and have a field of their own.
+        if id(tensor) not in seen and not path.endswith("inv_freq"):
+            seen.add(id(tensor))
+            owner, name = names.owner_and_name(path)
+            owned.setdefault(owner, []).append(Weight(name, path, tensor))
+    return {owner: sorted(weights, key=lambda weight: weight.name) for owner, weights in owned.items()}
+
+
+class KnownDigests(Protocol):
+    """Digests from an earlier start, for weights that are as they were loaded."""
+
+    def unchanged(self, weight: Weight) -> bool:
+        """Whether this weight is as it was loaded."""
+
+    def read(self) -> dict[str, bytes]:
+        """The digests of unchanged weights, by name."""
+
+    def write(self, digests: dict[str, bytes]) -> None:
+        """Keep these for the next start."""
+
+
+def digest_weights(model: Any, weights: Sequence[Weight], *, loaded: KnownDigests | None = None) -> str:
+    """SHA-256 over these weights: name, type, shape, bytes. The same whether or not digests are ``loaded``."""
+    unchanged = {weight.name for weight in weights if loaded is not None and loaded.unchanged(weight)}
+    known = loaded.read() if loaded is not None and unchanged else {}
+
+    def one(weight: Weight) -> bytes:
+        if weight.name in unchanged and weight.name in known:
+            return known[weight.name]
+        return _streamed_digest(model, weight) or digest_tensor(weight.name, weight.tensor)
+
+    try:
+        with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:  # hashing releases the GIL
+            digests = list(pool.map(one, weights))
+    except (NotImplementedError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"the weights cannot be read to tell this model from others (offloaded or quantised? {error}). "
+            "Pass strict=False to run it without reuse."
+        ) from error
+    if loaded is not None and not unchanged <= known.keys():
+        names = (weight.name for weight in weights)
+        loaded.write({name: digest for name, digest in zip(names, digests, strict=True) if name in unchanged})
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def digest_tensor(name: str, tensor: torch.Tensor) -> bytes:
+    """The digest of one weight in memory."""
+    hasher = weight_hasher(name, tensor.dtype, tensor.shape)
+    flat = tensor.detach().contiguous().view(-1)
+    for start in range(0, flat.numel(), _HASH_PIECE):  # so a GPU tensor never lies in host memory whole
+        piece = flat[start : start + _HASH_PIECE].cpu().view(torch.uint8)
+        hasher.update(piece.numpy().data)
+    return hasher.digest()
+
+
+def is_streamed(model: Any, path: str) -> bool:
+    """Whether a weight comes out of a file in every step, so that its tensor says nothing."""
+    streamer = streamed_weights_of(model)
+    owner, _, key = path.rpartition(".")
+    return streamer is not None and streamer.holds(model.get_submodule(owner), key)
+
+
+def _streamed_digest(model: Any, weight: Weight) -> bytes | None:
+    """The digest of a weight that is streamed: the same as if it were in memory. None if it is."""
+    if not is_streamed(model, weight.path):
+        return None
+    owner, _, key = weight.path.rpartition(".")
+    streamer = streamed_weights_of(model)
+    assert streamer is not None
+    return streamer.digest(model.get_submodule(owner), key, weight.name)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from kvboost.core.chunking import make_chunker
+from kvboost.core.identity import PromptKeys
+from kvboost.types import Fingerprint, ModelSnapshot
+
+_TOKENS = list(range(40))
+
+
+class _Model:
+    """A model that is whatever ``state`` says."""
+
+    state: object = "A"
+    snapshots = 0
+
+    def snapshot(self) -> ModelSnapshot:
+        self.snapshots += 1
+        names = [f.name for f in fields(Fingerprint) if f.name not in ("chunker", "codec", "tenant")]
+        return ModelSnapshot(self.state, {name: f"{name} of {self.state}" for name in names})
+
+    def is_current(self, snapshot: ModelSnapshot) -> bool:
+        return self.state == snapshot.state
+
+
+def _keys(model: _Model, *, tenant: str = "", codec: str = "raw", keeps_decoded: bool = False) -> PromptKeys:
+    chunker = make_chunker("fixed", size=8)
+    return PromptKeys(model, chunker=chunker, tenant=tenant, codec=codec, keeps_decoded=keeps_decoded)
+
+
+def test_a_key_belongs_to_the_model_it_was_made_from() -> None:
+    model = _Model()
+    keys = _keys(model)
+    first = keys.snapshot()
+    model.state = "B"
+    assert not keys.is_current(first)
+    second = keys.snapshot()
+    assert second.root != first.root
+    assert second.model.state == "B"
+    model.state = "A"
+    assert keys.is_current(first)
+    assert keys.snapshot().root == first.root
+
+
+def test_the_model_is_looked_at_once_for_a_key() -> None:
+    model = _Model()
+    _keys(model).snapshot()
+    assert model.snapshots == 1
+
+
+@pytest.mark.parametrize("other", [{"tenant": "b"}, {"codec": "int8"}, {"keeps_decoded": True}])
+def test_what_else_changes_kv_changes_the_root(other: dict[str, object]) -> None:
+    model = _Model()
+    assert _keys(model, **other).snapshot().root != _keys(model).snapshot().root  # type: ignore[arg-type]
+
+
+def test_a_tenant_differs_in_nothing_but_its_name() -> None:
+    model = _Model()
+    assert _keys(model).for_tenant("b").snapshot().root == _keys(model, tenant="b").snapshot().root
+
+
+def test_a_part_is_cut_as_a_prompt_of_its_own() -> None:
+    keys = _keys(_Model())
+    assert keys.chunks_of_part(_TOKENS) == keys.chunks(keys.snapshot().root, _TOKENS, [len(_TOKENS)])
