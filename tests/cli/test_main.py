@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from kvboost.approx import calibrate as calibration
 from kvboost.cli import main
 from kvboost.cli.main import app
-from kvboost.cli.models import read_prompts
+from kvboost.cli.warm import read_prompts
 from tests.approx.test_calibrate import traffic
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvboost.cli.records import (
+from kvboost.cli.cache_records import (
     by_keys,
     chosen,
     confirm,
@@ -38,7 +38,7 @@ from kvboost.cli.records import (
     usual_budget,
     written,
 )
-from kvboost.cli.show import Bar, age, note, size
+from kvboost.cli.output import Bar, age, note, size
 from kvboost.config import parse_bytes
 from kvboost.errors import ConfigError
 from kvboost.types import tenant_digest

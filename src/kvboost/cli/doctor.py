@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvboost.cli.settings import Settings, with_settings
-from kvboost.cli.show import note, size
+from kvboost.cli.output import note, size
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:

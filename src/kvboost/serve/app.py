@@ -1,6 +1,6 @@
 """The routes, each with who may call it, and the app made of them.
 
-Made by :func:`kvboost.serve.run.serve` and by tests. Invariant: :data:`LISTED` is the whole of the server; a route
+Made by :func:`kvboost.serve.run.serve` and by tests. Invariant: :data:`ROUTES` is the whole of the server; a route
 that is not in it cannot be added and cannot be reached.
 """
 
@@ -19,13 +19,15 @@ from starlette.types import ASGIApp
 
 from kvboost.engine import KVBoost
 from kvboost.scheduler.jobs import JobRunner
-from kvboost.serve.api import cache
-from kvboost.serve.api import models as small
+from kvboost.serve.api import cache, health, models, tokens
 from kvboost.serve.api.chat import chat_completions
 from kvboost.serve.api.completions import completions
-from kvboost.serve.api.errors import ApiError, from_validation
 from kvboost.serve.api.responses import responses
-from kvboost.serve.api.schemas import (
+from kvboost.serve.errors import ApiError, from_validation
+from kvboost.serve.generation.service import Service
+from kvboost.serve.observability.metrics import CountResponses
+from kvboost.serve.observability.tracing import Tracing
+from kvboost.serve.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -33,8 +35,6 @@ from kvboost.serve.api.schemas import (
     TokenizeRequest,
     WarmRequest,
 )
-from kvboost.serve.generation.service import Service
-from kvboost.serve.observability.tracing import Tracing
 from kvboost.serve.security.auth import Access, Gate, Keys
 from kvboost.serve.security.bodies import BodyLimit
 from kvboost.serve.security.limits import Limits
@@ -42,7 +42,7 @@ from kvboost.serve.ui.page import page
 
 _log = logging.getLogger("kvboost.serve")
 
-LISTED: Mapping[tuple[str, str], Access] = {
+ROUTES: Mapping[tuple[str, str], Access] = {
     ("GET", "/"): Access.OPEN,  # the page without any numbers; they come from the routes below
     ("GET", "/health"): Access.OPEN,
     ("GET", "/ready"): Access.OPEN,
@@ -89,12 +89,12 @@ def make_app(
     app.add_exception_handler(Exception, _failed)
     wrapped: list[tuple[Callable[..., ASGIApp], dict[str, Any]]] = [
         (BodyLimit, {"limits": limits}),
-        (Tracing, {"paths": frozenset(path for method, path in LISTED if method == "POST")}),
+        (Tracing, {"paths": frozenset(path for method, path in ROUTES if method == "POST")}),
         (
             Gate,
-            {"listed": LISTED, "keys": keys, "only_local_names": only_local_names, "header_bytes": limits.header_bytes},
+            {"listed": ROUTES, "keys": keys, "only_local_names": only_local_names, "header_bytes": limits.header_bytes},
         ),
-        (small.CountResponses, {"metrics": service.metrics}),
+        (CountResponses, {"metrics": service.metrics}),
     ]
     for middleware, arguments in wrapped:  # the last one stands outermost
         app.add_middleware(middleware, **arguments)
@@ -103,7 +103,7 @@ def make_app(
 
 def _add_routes(app: FastAPI, service: Service) -> None:
     def add(method: str, path: str) -> Callable[[Callable[..., Awaitable[Response]]], None]:
-        if (method, path) not in LISTED:
+        if (method, path) not in ROUTES:
             raise ValueError(f"{method} {path} is not listed")  # a mistake of ours, seen at the first start
 
         def register(handler: Callable[..., Awaitable[Response]]) -> None:
@@ -125,19 +125,19 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @add("GET", "/v1/models")
     async def models_() -> Response:
-        return small.models(service)
+        return models.models(service)
 
     @add("GET", "/v1/models/{model:path}")
     async def model_(model: str) -> Response:
-        return small.model(service, model)
+        return models.model(service, model)
 
     @add("POST", "/tokenize")
     async def tokenize_(body: TokenizeRequest, request: Request) -> Response:
-        return await small.tokenize(service, body, request)
+        return await tokens.tokenize(service, body, request)
 
     @add("POST", "/detokenize")
     async def detokenize_(body: DetokenizeRequest) -> Response:
-        return await small.detokenize(service, body)
+        return await tokens.detokenize(service, body)
 
     @add("GET", "/")
     async def page_() -> Response:
@@ -145,15 +145,15 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @add("GET", "/health")
     async def health_() -> Response:
-        return JSONResponse({"status": "ok"})
+        return health.health()
 
     @add("GET", "/ready")
     async def ready_() -> Response:
-        return small.ready(service)
+        return health.ready(service)
 
     @add("GET", "/metrics")
     async def metrics_() -> Response:
-        return await small.metrics(service)
+        return await health.metrics(service)
 
     @add("GET", "/v1/cache")
     async def cache_() -> Response:
@@ -202,8 +202,8 @@ def _describe(app: FastAPI) -> None:
             listed = "/v1/models/{model:path}" if path == "/v1/models/{model}" else path
             operation["responses"].pop("422", None)
             operation["responses"]["4XX"] = refusal
-            operation["x-access"] = LISTED[method.upper(), listed].value
-            if LISTED[method.upper(), listed] is not Access.OPEN:
+            operation["x-access"] = ROUTES[method.upper(), listed].value
+            if ROUTES[method.upper(), listed] is not Access.OPEN:
                 operation["security"] = [{"key": []}]
 
 

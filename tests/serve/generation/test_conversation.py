@@ -8,9 +8,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvboost import KVBoost
-from kvboost.serve.api.schemas import Message
 from kvboost.serve.generation.prompts import ChatPrompts, Turn, to_turn
 from kvboost.serve.generation.replies import _IDS_PER_KEY, ReplyMemory
+from kvboost.serve.schemas import Message
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 from tests.serve.conftest import Running

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvboost.serve.app import LISTED
+from kvboost.serve.app import ROUTES
 from kvboost.serve.observability.tracing import Tracing, is_listened_to
 from kvboost.serve.security.auth import tenant_of
 from tests.serve.conftest import ADMIN_KEY, KEY, Running
@@ -112,7 +112,7 @@ _BODIES: dict[str, dict[str, Any] | None] = {
 }
 
 
-@pytest.mark.parametrize("path", [path for method, path in LISTED if method == "POST"])
+@pytest.mark.parametrize("path", [path for method, path in ROUTES if method == "POST"])
 def test_every_route_answers_while_somebody_listens(keyed: Running, spans: InMemorySpanExporter, path: str) -> None:
     with keyed.http(ADMIN_KEY) as http:
         answer = http.post(path, json=_BODIES[path])

@@ -11,11 +11,11 @@ from starlette.responses import JSONResponse, Response
 from kvboost.errors import CapacityError, ConfigError, StoreError
 from kvboost.scheduler.jobs import Sampling
 from kvboost.serve.api.chat import encode_messages
-from kvboost.serve.api.errors import ApiError, bad_request
-from kvboost.serve.api.schemas import WarmRequest
 from kvboost.serve.api.sse import while_connected
-from kvboost.serve.generation.service import Answer, Asked, Service
+from kvboost.serve.errors import ApiError, bad_request
+from kvboost.serve.generation.service import Answer, GenerationRequest, Service
 from kvboost.serve.observability.totals import total_stats
+from kvboost.serve.schemas import WarmRequest
 from kvboost.serve.security.auth import Caller
 
 
@@ -50,14 +50,14 @@ async def show(service: Service) -> Response:
 
 async def warm(service: Service, body: WarmRequest, request: Request) -> Response:
     """Read a prompt ahead, for one tenant."""
-    asked = await _asked(service, body)
-    return await while_connected(request, _warmed(service, asked))
+    generation = await _generation(service, body)
+    return await while_connected(request, _warmed(service, generation))
 
 
 async def pin(service: Service, body: WarmRequest, request: Request) -> Response:
     """Read a prompt ahead and hold it against eviction."""
-    asked = await _asked(service, body)
-    return await while_connected(request, _pinned(service, asked))
+    generation = await _generation(service, body)
+    return await while_connected(request, _pinned(service, generation))
 
 
 async def unpin(service: Service, id: str) -> Response:
@@ -67,7 +67,7 @@ async def unpin(service: Service, id: str) -> Response:
     return JSONResponse({"object": "kvboost.pin", "id": id, "deleted": True})
 
 
-async def _asked(service: Service, body: WarmRequest) -> Asked:
+async def _generation(service: Service, body: WarmRequest) -> GenerationRequest:
     caller = Caller(_tenant(service, body), admin=False)
     if body.messages is not None and body.prompt is None:
         chat = await asyncio.to_thread(encode_messages, service, body.messages, caller, None)
@@ -77,26 +77,26 @@ async def _asked(service: Service, body: WarmRequest) -> Asked:
     else:
         raise bad_request("give prompt or messages, one of them", param="prompt")
     # A job of one token reads as every other job reads, in the same batch and under the same budgets.
-    return Asked("warm", [(ids, boundaries)], caller, 1, Sampling())
+    return GenerationRequest("warm", [(ids, boundaries)], caller, 1, Sampling())
 
 
-async def _read(service: Service, asked: Asked) -> Answer:
-    async with service.answering(asked, prefix="warm-") as answer:
+async def _read(service: Service, generation: GenerationRequest) -> Answer:
+    async with service.generating(generation, prefix="warm-") as answer:
         async for _ in answer.events():
             pass
     return answer
 
 
-async def _warmed(service: Service, asked: Asked) -> Response:
-    answer = await _read(service, asked)
+async def _warmed(service: Service, generation: GenerationRequest) -> Response:
+    answer = await _read(service, generation)
     return JSONResponse({"object": "kvboost.warm", "prompt_tokens": answer.prompt_tokens, **answer.reuse()})
 
 
-async def _pinned(service: Service, asked: Asked) -> Response:
-    await _read(service, asked)
-    ((ids, boundaries),) = asked.prompts
+async def _pinned(service: Service, generation: GenerationRequest) -> Response:
+    await _read(service, generation)
+    ((ids, boundaries),) = generation.prompts
     try:
-        pin = await asyncio.to_thread(service.pins.add, ids, boundaries=boundaries, tenant=asked.caller.tenant)
+        pin = await asyncio.to_thread(service.pins.add, ids, boundaries=boundaries, tenant=generation.caller.tenant)
     except CapacityError as error:
         raise ApiError(413, str(error), code="too_many_pins") from error
     except ConfigError as error:
@@ -111,7 +111,7 @@ async def clear(service: Service) -> Response:
     try:
         await asyncio.to_thread(_purge, service)
     except StoreError as error:
-        raise ApiError(503, "a tier could not be asked and may hold more; try again", code="not_cleared") from error
+        raise ApiError(503, "a tier did not answer and may hold more; try again", code="not_cleared") from error
     return JSONResponse({"object": "kvboost.clear", "cleared": True})
 
 

@@ -13,19 +13,19 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.scheduler.jobs import NewToken
-from kvboost.serve.api.errors import bad_request
-from kvboost.serve.api.schemas import ChatRequest, Message, NamedChoice
 from kvboost.serve.api.sse import DONE, EventStream, chained, while_connected
+from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.prompts import ChatPrompt, to_turn
-from kvboost.serve.generation.service import Answer, Asked, Service, sampling_of
+from kvboost.serve.generation.service import Answer, GenerationRequest, Service, sampling_of
 from kvboost.serve.generation.token_stream import Ended, Piece
 from kvboost.serve.generation.tools import ToolReader, make_forced_reader, make_reader
+from kvboost.serve.schemas import ChatRequest, Message, NamedChoice
 from kvboost.serve.security.auth import Caller, caller_of
 from kvboost.serve.security.limits import check_count, check_json
 
 
 class _Chat:
-    """One request: what was asked, and how to write what comes."""
+    """One request: what was generation, and how to write what comes."""
 
     def __init__(self, service: Service, body: ChatRequest, caller: Caller) -> None:
         self.service, self.body, self.caller = service, body, caller
@@ -34,7 +34,7 @@ class _Chat:
         self.forced = _forced_functions(body)
         self.readers: dict[int, ToolReader] = {}
 
-    async def ask(self) -> Asked:
+    async def ask(self) -> GenerationRequest:
         """Check everything and tokenise the chat."""
         service, body = self.service, self.body
         service.check_model(body.model)
@@ -53,7 +53,7 @@ class _Chat:
         self.prompt = await asyncio.to_thread(
             encode_messages, service, body.messages, self.caller, body.prompt_cache_key, self.tools
         )
-        return Asked(
+        return GenerationRequest(
             endpoint="chat",
             prompts=[(self.prompt.token_ids, self.prompt.boundaries)],
             caller=self.caller,
@@ -100,16 +100,16 @@ class _Chat:
 async def chat_completions(service: Service, body: ChatRequest, request: Request) -> Response:
     """Answer a chat, whole or as a stream."""
     chat = _Chat(service, body, caller_of(request))
-    asked = await chat.ask()
+    generation = await chat.ask()
     if not body.stream:
-        return await while_connected(request, _whole(chat, asked))
-    return EventStream(await chained(_stream(chat, asked)))
+        return await while_connected(request, _whole(chat, generation))
+    return EventStream(await chained(_stream(chat, generation)))
 
 
-async def _whole(chat: _Chat, asked: Asked) -> Response:
+async def _whole(chat: _Chat, generation: GenerationRequest) -> Response:
     tokens: dict[int, list[NewToken]] = {}
     choices: list[dict[str, Any]] = []
-    async with chat.service.answering(asked, prefix="chatcmpl-") as answer:
+    async with chat.service.generating(generation, prefix="chatcmpl-") as answer:
         async for event in answer.events():
             if isinstance(event, Piece):
                 tokens.setdefault(event.index, []).extend(event.tokens)
@@ -129,7 +129,7 @@ async def _whole(chat: _Chat, asked: Asked) -> Response:
                     "index": event.index,
                     "message": message,
                     "logprobs": _logprobs(chat.service, tokens.get(event.index, []))
-                    if asked.top_logprobs is not None
+                    if generation.top_logprobs is not None
                     else None,
                     "finish_reason": reason,
                 }
@@ -138,22 +138,22 @@ async def _whole(chat: _Chat, asked: Asked) -> Response:
     return JSONResponse({**_head(answer, chat, "chat.completion"), "choices": choices, "usage": answer.usage()})
 
 
-async def _stream(chat: _Chat, asked: Asked) -> AsyncIterator[Any]:
+async def _stream(chat: _Chat, generation: GenerationRequest) -> AsyncIterator[Any]:
     with_usage = chat.body.stream_options is not None and chat.body.stream_options.include_usage
-    async with chat.service.answering(asked, prefix="chatcmpl-") as answer:
+    async with chat.service.generating(generation, prefix="chatcmpl-") as answer:
 
         def chunk(index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
             usage = {"usage": None} if with_usage else {}
             return {**_head(answer, chat, "chat.completion.chunk"), "choices": [choice], **usage}
 
-        for index in range(asked.n):
+        for index in range(generation.n):
             yield chunk(index, {"role": "assistant", "content": ""})
         async for event in answer.events():
             reader = chat.reader(event.index)
             if isinstance(event, Piece):
                 text = event.text if reader is None else reader.add(event.text)
-                logprobs = _logprobs(chat.service, event.tokens) if asked.top_logprobs is not None else None
+                logprobs = _logprobs(chat.service, event.tokens) if generation.top_logprobs is not None else None
                 if text or (logprobs and event.tokens):
                     yield chunk(event.index, {"content": text}, logprobs=logprobs)
                 continue

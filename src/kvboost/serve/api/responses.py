@@ -12,10 +12,10 @@ from starlette.responses import JSONResponse, Response
 
 from kvboost.scheduler.jobs import Sampling
 from kvboost.serve.api.chat import encode_messages
-from kvboost.serve.api.schemas import Message, ResponsesRequest
 from kvboost.serve.api.sse import EventStream, chained, while_connected
-from kvboost.serve.generation.service import Answer, Asked, Service
+from kvboost.serve.generation.service import Answer, GenerationRequest, Service
 from kvboost.serve.generation.token_stream import Ended, Piece
+from kvboost.serve.schemas import Message, ResponsesRequest
 from kvboost.serve.security.auth import caller_of
 
 
@@ -39,7 +39,7 @@ async def responses(service: Service, body: ResponsesRequest, request: Request) 
             ids=ended.reply_ids,
         )
 
-    asked = Asked(
+    generation = GenerationRequest(
         endpoint="responses",
         prompts=[(prompt.token_ids, prompt.boundaries)],
         caller=caller,
@@ -54,8 +54,8 @@ async def responses(service: Service, body: ResponsesRequest, request: Request) 
     )
     writing = _Writing(service, body, remember)
     if not body.stream:
-        return await while_connected(request, writing.whole(asked))
-    return EventStream(await chained(writing.stream(asked)))
+        return await while_connected(request, writing.whole(generation))
+    return EventStream(await chained(writing.stream(generation)))
 
 
 def _messages(body: ResponsesRequest) -> list[Message]:
@@ -74,15 +74,15 @@ class _Writing:
         self._service, self._body, self._remember = service, body, remember
         self._item_id = "msg_" + secrets.token_hex(12)
 
-    async def whole(self, asked: Asked) -> Response:
+    async def whole(self, generation: GenerationRequest) -> Response:
         """The response as one object."""
-        async with self._service.answering(asked, prefix="resp_") as answer:
+        async with self._service.generating(generation, prefix="resp_") as answer:
             async for event in answer.events():
                 if isinstance(event, Ended):
                     await self._remember(event)
         return JSONResponse(self._object(answer))
 
-    async def stream(self, asked: Asked) -> AsyncIterator[Any]:
+    async def stream(self, generation: GenerationRequest) -> AsyncIterator[Any]:
         """The response as events, numbered from 0."""
         number = 0
 
@@ -92,7 +92,7 @@ class _Writing:
             return name, {"type": name, "sequence_number": number - 1, **fields}
 
         place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        async with self._service.answering(asked, prefix="resp_") as answer:
+        async with self._service.generating(generation, prefix="resp_") as answer:
             yield told("response.created", response=self._object(answer))
             yield told("response.in_progress", response=self._object(answer))
             yield told("response.output_item.added", output_index=0, item=self._item("", "in_progress"))

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvboost.errors import ConfigError
-from kvboost.serve.api.errors import bad_request
-from kvboost.serve.api.schemas import Message
+from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.replies import ReplyMemory
+from kvboost.serve.schemas import Message
 
 _SHORTEST_SPLICE = 4  # tokens of a reply's end; less is not worth a search
 

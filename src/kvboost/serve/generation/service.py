@@ -21,15 +21,15 @@ from kvboost.engine.pinning import Pins
 from kvboost.errors import BusyError, CapacityError, ClosedError, ConfigError
 from kvboost.hf.generate import end_token_ids
 from kvboost.scheduler.jobs import Job, JobRunner, Sampling, Ticket
-from kvboost.serve.api.errors import ApiError, bad_request
-from kvboost.serve.api.schemas import InlineSchemaFormat, ResponseFormat
+from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.prompts import ChatPrompts
 from kvboost.serve.generation.structured import Grammars
 from kvboost.serve.generation.text import token_bytes
-from kvboost.serve.generation.token_stream import Ended, Following, Piece
+from kvboost.serve.generation.token_stream import Ended, Piece, TokenStream
 from kvboost.serve.observability.metrics import Metrics
 from kvboost.serve.observability.recent import RecentRequests, RequestRecord
 from kvboost.serve.observability.tracing import Traced, traced_now
+from kvboost.serve.schemas import InlineSchemaFormat, ResponseFormat
 from kvboost.serve.security.auth import Caller, Keys
 from kvboost.serve.security.limits import Limits, Streams, check_count
 
@@ -37,7 +37,7 @@ _log = logging.getLogger("kvboost.serve")
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerationRequest:
     """What to generate: for each prompt, ``n`` choices. Endpoints make this from their own bodies."""
 
     endpoint: str
@@ -68,13 +68,13 @@ class Answer:
 
     id: str
     created: int
-    asked: Asked
-    following: Following
+    request: GenerationRequest
+    stream: TokenStream
     ended: list[Ended] = field(default_factory=list)
 
     async def events(self) -> AsyncIterator[Piece | Ended]:
         """What comes, until all choices have ended. Raises for one that failed."""
-        async for event in self.following.events():
+        async for event in self.stream.events():
             if isinstance(event, Ended):
                 self.ended.append(event)
                 if event.reason == "error":
@@ -87,7 +87,7 @@ class Answer:
     @property
     def prompt_tokens(self) -> int:
         """Of all prompts; choices of one prompt read it together."""
-        return sum(len(ids) for ids, _ in self.asked.prompts)
+        return sum(len(ids) for ids, _ in self.request.prompts)
 
     @property
     def new_tokens(self) -> int:
@@ -96,7 +96,7 @@ class Answer:
 
     def reuse(self) -> dict[str, Any]:
         """Where the prompts' KV came from: of the first choice of each, as the others read after it."""
-        first = [ended for ended in self.ended if ended.index % self.asked.n == 0 and ended.report is not None]
+        first = [ended for ended in self.ended if ended.index % self.request.n == 0 and ended.report is not None]
         reports = [ended.report for ended in first if ended.report is not None]
         seconds = [ended.first_token_seconds for ended in self.ended if ended.first_token_seconds is not None]
         tiers: Counter[str] = Counter()
@@ -136,11 +136,13 @@ class Service:
         min_gap = make_chunker(engine.config.chunking, size=engine.config.chunk_size).min_tokens
         self.chats = ChatPrompts(engine.tokenizer, min_gap=min_gap)
         own_end = engine.tokenizer.eos_token_id  # of chat models often the end of a turn, which the model does not name
-        self.ends = frozenset(end_token_ids(engine.model, {}) | ({int(own_end)} if own_end is not None else set()))
+        self.end_token_ids = frozenset(
+            end_token_ids(engine.model, {}) | ({int(own_end)} if own_end is not None else set())
+        )
         self.vocab_size = int(engine.model.get_input_embeddings().weight.shape[0])
-        self.longest = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_positions = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
         self.token_bytes = token_bytes(engine.tokenizer)
-        self.grammars = Grammars(engine.tokenizer, vocab_size=self.vocab_size, ends=self.ends)
+        self.grammars = Grammars(engine.tokenizer, vocab_size=self.vocab_size, end_token_ids=self.end_token_ids)
         self.streams = Streams(limits.streams)
         self.metrics = Metrics(engine, runner)
         self.recent = RecentRequests()
@@ -183,35 +185,35 @@ class Service:
     async def grammar(
         self, wanted: ResponseFormat | InlineSchemaFormat | None, *, param: str
     ) -> Callable[[], Callable[[list[int], Any], None]] | None:
-        """What holds answers to the format a client asked for; None for free text."""
+        """What holds answers to the format a client wants; None for free text."""
         return await asyncio.to_thread(self.grammars.compile, wanted, limits=self.limits, param=param)
 
     @asynccontextmanager
-    async def answering(self, asked: Asked, *, prefix: str) -> AsyncIterator[Answer]:
-        """Start the jobs of ``asked``, and see that they are over when the block is left."""
+    async def generating(self, generation: GenerationRequest, *, prefix: str) -> AsyncIterator[Answer]:
+        """Start the jobs of ``generation``, and see that they are over when the block is left."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
-        self.streams.enter(asked.caller.tenant)
+        self.streams.enter(generation.caller.tenant)
         started, traced = time.monotonic(), traced_now()
         answer: Answer | None = None
         try:
-            tickets = await self._submitted(asked)
-            decode = self.chats.decode if not asked.special else self._decode_special
-            following = Following(tickets, decode=decode, stops=asked.stops, ends=self.ends)
-            answer = Answer(prefix + secrets.token_hex(12), int(time.time()), asked, following)
-            async with following:
+            tickets = await self._submitted(generation)
+            decode = self.chats.decode if not generation.special else self._decode_special
+            stream = TokenStream(tickets, decode=decode, stops=generation.stops, end_token_ids=self.end_token_ids)
+            answer = Answer(prefix + secrets.token_hex(12), int(time.time()), generation, stream)
+            async with stream:
                 yield answer
         finally:
-            self.streams.leave(asked.caller.tenant)
+            self.streams.leave(generation.caller.tenant)
             if answer is not None:
                 self._count(answer, seconds=time.monotonic() - started, traced=traced)
 
     def _decode_special(self, ids: Sequence[int]) -> str:
         return self.chats.decode(ids, special=True)
 
-    async def _submitted(self, asked: Asked) -> list[Ticket]:
-        """The jobs of ``asked``. A client who goes away just now must not leave them behind."""
-        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, asked))
+    async def _submitted(self, generation: GenerationRequest) -> list[Ticket]:
+        """The jobs of ``generation``. A client who goes away just now must not leave them behind."""
+        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, generation))
         try:
             return await asyncio.shield(submitting)
         except asyncio.CancelledError:
@@ -220,27 +222,27 @@ class Service:
             )
             raise
 
-    def _submit(self, asked: Asked) -> list[Ticket]:
+    def _submit(self, generation: GenerationRequest) -> list[Ticket]:
         tickets: list[Ticket] = []
         try:
-            for ids, boundaries in asked.prompts:
-                room = self._room(len(ids), asked)
-                for choice in range(asked.n):
-                    sampling = asked.sampling
+            for ids, boundaries in generation.prompts:
+                max_new_tokens = self._max_new_tokens(len(ids), generation)
+                for choice in range(generation.n):
+                    sampling = generation.sampling
                     if sampling.seed is not None and choice:
                         sampling = _with_seed(sampling, sampling.seed + choice)
                     tickets.append(
                         self.runner.submit(
                             Job(
                                 token_ids=tuple(ids),
-                                max_new_tokens=room,
-                                may_shorten=asked.max_new_tokens is None,
+                                max_new_tokens=max_new_tokens,
+                                may_shorten=generation.max_new_tokens is None,
                                 sampling=sampling,
                                 boundaries=tuple(boundaries),
-                                stop_token_ids=self.ends,
-                                top_logprobs=asked.top_logprobs,
-                                constrain=asked.grammar() if asked.grammar is not None else None,
-                                tenant=asked.caller.tenant,
+                                stop_token_ids=self.end_token_ids,
+                                top_logprobs=generation.top_logprobs,
+                                constrain=generation.grammar() if generation.grammar is not None else None,
+                                tenant=generation.caller.tenant,
                             )
                         )
                     )
@@ -257,12 +259,12 @@ class Service:
         except CapacityError as error:
             self._cancel(tickets)
             _log.info("a request was refused: %s", error)
-            less = "" if asked.max_new_tokens is None else f" or lower {asked.max_param}"
+            less = "" if generation.max_new_tokens is None else f" or lower {generation.max_param}"
             raise ApiError(
                 413,
-                f"{asked.prompt_param} and the answer may come to need more memory than this server gives to one "
-                f"request; shorten {asked.prompt_param}{less}",
-                param=asked.prompt_param if asked.max_new_tokens is None else asked.max_param,
+                f"{generation.prompt_param} and the answer may come to need more memory than this server gives to one "
+                f"request; shorten {generation.prompt_param}{less}",
+                param=generation.prompt_param if generation.max_new_tokens is None else generation.max_param,
                 code="too_large",
             ) from error
         except BaseException:
@@ -275,31 +277,31 @@ class Service:
         for ticket in tickets:
             ticket.cancel()
 
-    def _room(self, prompt_tokens: int, asked: Asked) -> int:
+    def _max_new_tokens(self, prompt_tokens: int, generation: GenerationRequest) -> int:
         """How many tokens the answer may have."""
-        wanted = asked.max_new_tokens
-        left = self.longest - prompt_tokens if self.longest is not None else self.limits.new_tokens
+        wanted = generation.max_new_tokens
+        left = self.max_positions - prompt_tokens if self.max_positions is not None else self.limits.new_tokens
         if left < 1 or (wanted is not None and wanted > left):
             raise bad_request(
-                f"this model has {self.longest} positions: {prompt_tokens} tokens of prompt leave {max(left, 0)} for "
-                f"the answer; shorten {asked.prompt_param} or lower {asked.max_param}",
-                param=asked.prompt_param if left < 1 else asked.max_param,
+                f"this model has {self.max_positions} positions: {prompt_tokens} tokens of prompt leave {max(left, 0)} "
+                f"for the answer; shorten {generation.prompt_param} or lower {generation.max_param}",
+                param=generation.prompt_param if left < 1 else generation.max_param,
                 code="context_length_exceeded",
             )
         if wanted is not None and wanted > self.limits.new_tokens:
             raise bad_request(
-                f"this server writes at most {self.limits.new_tokens} tokens per answer; lower {asked.max_param}",
-                param=asked.max_param,
+                f"this server writes at most {self.limits.new_tokens} tokens per answer; lower {generation.max_param}",
+                param=generation.max_param,
             )
-        return wanted or min(left, self.limits.new_tokens, asked.default_new_tokens or self.limits.new_tokens)
+        return wanted or min(left, self.limits.new_tokens, generation.default_new_tokens or self.limits.new_tokens)
 
     def _count(self, answer: Answer, *, seconds: float, traced: Traced | None) -> None:
         reuse = answer.reuse()
-        whole = len(answer.ended) == len(answer.asked.prompts) * answer.asked.n
+        whole = len(answer.ended) == len(answer.request.prompts) * answer.request.n
         reason = answer.ended[0].reason if whole else "cancelled"
         record = RequestRecord(
             id=answer.id,
-            endpoint=answer.asked.endpoint,
+            endpoint=answer.request.endpoint,
             at=round(time.time(), 3),
             exact=reuse["exact_tokens"],
             moved=reuse["moved_tokens"],

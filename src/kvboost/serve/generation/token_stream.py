@@ -1,7 +1,7 @@
 """Follows jobs to their ends: tokens to text, stop strings, and everything back to the event loop.
 
 Used by every endpoint that generates. Each job has a thread that waits for its tokens. Invariant: when a
-:class:`Following` is left, by its end, an error or the client's going away, all of its jobs are over or cancelled.
+:class:`TokenStream` is left, by its end, an error or the client's going away, all of its jobs are over or cancelled.
 """
 
 from __future__ import annotations
@@ -48,7 +48,12 @@ class Ended:
 
 
 def follow(
-    ticket: Ticket, *, index: int, decode: Callable[[Sequence[int]], str], stops: Sequence[str], ends: frozenset[int]
+    ticket: Ticket,
+    *,
+    index: int,
+    decode: Callable[[Sequence[int]], str],
+    stops: Sequence[str],
+    end_token_ids: frozenset[int],
 ) -> Iterator[Piece | Ended]:
     """The pieces of one job, then its end. Blocks. Cancels the job at a stop string."""
     detokenizer, cutter = Detokenizer(decode), StopCutter(stops)
@@ -67,7 +72,7 @@ def follow(
         if stopped:
             continue  # computed before the job heard of its end; how many come so late is chance
         produced.append(event.token_id)
-        if event.token_id in ends:
+        if event.token_id in end_token_ids:
             continue
         waiting.append((event, decoded))
         more = detokenizer.add(event.token_id)
@@ -90,7 +95,7 @@ def follow(
             yield _piece(index, text, waiting, up_to=given + 1)
     elif waiting and waiting[0][1] < given:
         yield _piece(index, "", waiting, up_to=given)
-    plain = [token for token in produced if token not in ends]
+    plain = [token for token in produced if token not in end_token_ids]
     if cutter.found:  # the tokens before it are the reply, if one of them ends where the stop string begins
         plain = plain[: borders.index(given)] if given in borders else []
     yield Ended(
@@ -112,7 +117,7 @@ def _piece(index: int, text: str, waiting: list[tuple[NewToken, int]], *, up_to:
     return Piece(index, text, tuple(token for token, _ in ready), tuple(offset for _, offset in ready))
 
 
-class Following:
+class TokenStream:
     """Several jobs, followed side by side. An async context manager; iterate over it once."""
 
     def __init__(
@@ -121,10 +126,10 @@ class Following:
         *,
         decode: Callable[[Sequence[int]], str],
         stops: Sequence[str],
-        ends: frozenset[int],
+        end_token_ids: frozenset[int],
     ) -> None:
         self._tickets = tickets
-        self._arguments = {"decode": decode, "stops": stops, "ends": ends}
+        self._arguments = {"decode": decode, "stops": stops, "end_token_ids": end_token_ids}
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Piece | Ended] = asyncio.Queue()
 
@@ -132,9 +137,7 @@ class Following:
         try:
             for index, ticket in enumerate(self._tickets):
                 threading.Thread(target=self._follow, args=(index, ticket), name="kvboost-follow", daemon=True).start()
-        except (
-            BaseException
-        ):  # no thread to be had: nobody would follow the jobs, and nobody leaves what was not entered
+        except BaseException:  # no thread could be started, and ``__aexit__`` does not run for a failed entry
             self._cancel()
             raise
         return self

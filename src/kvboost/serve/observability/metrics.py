@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost.engine import KVBoost
 from kvboost.scheduler.jobs import JobRunner
@@ -91,3 +92,20 @@ class Metrics:
     def text(self) -> bytes:
         """As Prometheus reads it."""
         return generate_latest(self._registry)
+
+
+class CountResponses:
+    """Counts responses by status, refused ones too. Stands outermost."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand on and watch what is sent."""
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.responded(message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted if scope["type"] == "http" else send)

@@ -19,7 +19,7 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvboost.errors import ConfigError
-from kvboost.serve.api.errors import ApiError
+from kvboost.serve.errors import ApiError
 
 _TENANT_PURPOSE = b"kvboost tenant v1"
 _SHORTEST_KEY = 8

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvboost.serve.api.errors import ApiError
+from kvboost.serve.errors import ApiError
 from kvboost.serve.security.limits import Limits
 
 _limits: ContextVar[Limits | None] = ContextVar("limits of this request's server", default=None)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvboost.errors import ConfigError
-from kvboost.serve.api.errors import ApiError, bad_request
+from kvboost.serve.errors import ApiError, bad_request
 
 
 @dataclass(frozen=True, kw_only=True)

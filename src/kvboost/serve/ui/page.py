@@ -18,7 +18,7 @@ _POLICY = (
 
 @cache
 def _text() -> bytes:
-    return files("kvboost.serve").joinpath("page.html").read_bytes()
+    return files("kvboost.serve.ui").joinpath("page.html").read_bytes()
 
 
 def page() -> Response:

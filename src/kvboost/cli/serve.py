@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvboost.cli.models import Model
+from kvboost.cli.warm import Model
 from kvboost.cli.settings import Option, Settings, with_settings
-from kvboost.cli.show import note
+from kvboost.cli.output import note
 from kvboost.errors import ConfigError
 
 _SHADOW_SHARE = 0.02  # of the requests that used moved text are answered both ways

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import typer
 from rich.console import Console
 
-from kvboost.cli.show import Bar
+from kvboost.cli.output import Bar
 from kvboost.errors import ConfigError
 from kvboost.types import tenant_digest
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from kvboost.cli import show
-from kvboost.cli.show import Bar, age, reuse_line, size
+from kvboost.cli.output import Bar, age, reuse_line, size
 from kvboost.types import GenerationResult, ReuseReport
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvboost.cli.conversation import Conversation
-from kvboost.cli.models import Model
+from kvboost.cli.warm import Model
 from kvboost.cli.settings import Settings, with_settings
-from kvboost.cli.show import note, reuse_line
+from kvboost.cli.output import note, reuse_line
 from kvboost.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from kvboost.cli.settings import Settings, with_settings
-from kvboost.cli.show import note
+from kvboost.cli.output import note
 from kvboost.errors import CapacityError, ConfigError
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name, as Transformers takes it.")]

@@ -1,0 +1,35 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvboost.serve.api.chat import encode_messages
+from kvboost.serve.errors import bad_request
+from kvboost.serve.generation.service import Service
+from kvboost.serve.schemas import DetokenizeRequest, TokenizeRequest
+from kvboost.serve.security.auth import caller_of
+
+
+async def tokenize(service: Service, body: TokenizeRequest, request: Request) -> Response:
+    """The token ids of a text or of a chat, as a generation would use them."""
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give prompt or messages, one of them", param="prompt")
+    if body.messages is not None:
+        chat = await asyncio.to_thread(encode_messages, service, body.messages, caller_of(request), None)
+        tokens = chat.token_ids
+    else:
+        tokens = await asyncio.to_thread(service.encode, body.prompt or "")
+    return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_positions})
+
+
+async def detokenize(service: Service, body: DetokenizeRequest) -> Response:
+    """The text of token ids, with special tokens written out."""
+    service.check_model(body.model)
+    if any(token >= service.vocab_size for token in body.tokens):
+        raise bad_request(f"this model has {service.vocab_size} tokens", param="tokens")
+    return JSONResponse({"prompt": await asyncio.to_thread(service.chats.decode, body.tokens, special=True)})
