@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvboost.cli import show
+from kvboost.cli import output
 from kvboost.cli.output import Bar, age, reuse_line, size
 from kvboost.types import GenerationResult, ReuseReport
 
@@ -20,7 +20,7 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(("quiet", "shown"), [(0.0, True), (60.0, False)])
 def test_a_bar_is_shown_for_what_takes_long(monkeypatch: pytest.MonkeyPatch, quiet: float, shown: bool) -> None:
     terminal = Terminal()
-    monkeypatch.setattr(show, "_QUIET_S", quiet)
+    monkeypatch.setattr(output, "_QUIET_S", quiet)
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     with Bar("checking", total=3) as bar:
@@ -32,7 +32,7 @@ def test_a_bar_is_shown_for_what_takes_long(monkeypatch: pytest.MonkeyPatch, qui
 
 def test_a_bar_is_not_shown_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
-    monkeypatch.setattr(show, "_QUIET_S", 0.0)
+    monkeypatch.setattr(output, "_QUIET_S", 0.0)
     monkeypatch.setattr(sys, "stderr", file)
     with Bar("checking") as bar:
         bar.advance()

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvboost.cli.settings import Settings, with_settings
 from kvboost.cli.output import note, size
+from kvboost.cli.settings import Settings, with_settings
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvboost.engine.memory import Forecast
 
 _EXTRAS = {
+    "cli": ("pydantic_settings",),
     "serve": ("fastapi", "uvicorn", "prometheus_client"),
     "structured": ("llguidance",),
     "redis": ("redis",),

@@ -15,8 +15,12 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from kvboost.cli import cache, models, serving, talking
+from kvboost.cli import cache
+from kvboost.cli.calibrate import calibrate
+from kvboost.cli.chat import chat, run
 from kvboost.cli.doctor import doctor
+from kvboost.cli.serve import serve
+from kvboost.cli.warm import warm
 from kvboost.errors import KVBoostError
 
 _INTERRUPTED = 130
@@ -43,12 +47,12 @@ def _alone(context: typer.Context) -> None:
         raise typer.Exit(2)
 
 
-app.command(epilog="Example:  kvboost serve ./model --port 8000 --cache-dir ~/.cache/kvboost")(serving.serve)
-app.command(epilog='Example:  kvboost run ./model "Why is the sky blue?" --cache-dir ~/.cache/kvboost')(talking.run)
-app.command(epilog="Example:  kvboost chat ./model --cache-dir ~/.cache/kvboost")(talking.chat)
-app.command(epilog="Example:  kvboost warm ./model docs/ handbook.md --cache-dir ~/.cache/kvboost")(models.warm)
+app.command(epilog="Example:  kvboost serve ./model --port 8000 --disk-cache-dir ~/.cache/kvboost")(serve)
+app.command(epilog='Example:  kvboost run ./model "Why is the sky blue?" --disk-cache-dir ~/.cache/kvboost')(run)
+app.command(epilog="Example:  kvboost chat ./model --disk-cache-dir ~/.cache/kvboost")(chat)
+app.command(epilog="Example:  kvboost warm ./model docs/ handbook.md --disk-cache-dir ~/.cache/kvboost")(warm)
 app.command(epilog="Example:  kvboost doctor ./model --context 32768 --batch 4")(doctor)
-app.command(epilog="Example:  kvboost calibrate ./model --prompts traffic.jsonl --tolerated 0.05")(models.calibrate)
+app.command(epilog="Example:  kvboost calibrate ./model --prompts traffic.jsonl --tolerated 0.05")(calibrate)
 app.add_typer(cache.app, name="cache", epilog="Example:  kvboost cache stat ~/.cache/kvboost")
 
 

@@ -90,10 +90,7 @@ def make_app(
     wrapped: list[tuple[Callable[..., ASGIApp], dict[str, Any]]] = [
         (BodyLimit, {"limits": limits}),
         (Tracing, {"paths": frozenset(path for method, path in ROUTES if method == "POST")}),
-        (
-            Gate,
-            {"listed": ROUTES, "keys": keys, "only_local_names": only_local_names, "header_bytes": limits.header_bytes},
-        ),
+        (Gate, {"routes": ROUTES, "keys": keys, "limits": limits, "only_local_names": only_local_names}),
         (CountResponses, {"metrics": service.metrics}),
     ]
     for middleware, arguments in wrapped:  # the last one stands outermost

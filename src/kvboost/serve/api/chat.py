@@ -205,7 +205,7 @@ def encode_messages(
     param: str = "messages",
 ) -> ChatPrompt:
     """A chat as ids, checked; ``param`` is the field it came in. For worker threads."""
-    check_count(len(messages), service.limits.messages, param=param)
+    check_count(len(messages), service.limits.max_messages, param=param)
     prompt = service.chats.encode(
         [to_turn(message) for message in messages], tenant=caller.tenant, cache_key=cache_key or "", tools=tools
     )
@@ -219,7 +219,7 @@ def _usable_tools(service: Service, body: ChatRequest) -> list[dict[str, Any]]:
             field = "tool_choice" if body.tool_choice is not None else "parallel_tool_calls"
             raise bad_request(f"{field} needs tools", param=field)
         return []
-    check_count(len(body.tools), service.limits.tools, param="tools")
+    check_count(len(body.tools), service.limits.max_tools, param="tools")
     check_json([tool.function.parameters for tool in body.tools], limits=service.limits, param="tools")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
     check_json(tools, limits=service.limits, param="tools")  # descriptions count as well

@@ -28,8 +28,8 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream", param="stream_options")
     prompts = _prompts(body.prompt)
-    check_count(len(prompts), service.limits.prompts, param="prompt")
-    if len(prompts) * (body.n or 1) > service.limits.prompts * service.limits.n:
+    check_count(len(prompts), service.limits.max_prompts, param="prompt")
+    if len(prompts) * (body.n or 1) > service.limits.max_prompts * service.limits.max_choices:
         raise bad_request("too many choices in all; ask for fewer prompts or choices", param="n")
     grammar = await service.grammar(body.response_format, param="response_format")
     encoded = await asyncio.to_thread(lambda: [(service.encode(prompt), ()) for prompt in prompts])

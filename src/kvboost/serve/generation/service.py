@@ -143,7 +143,7 @@ class Service:
         self.max_positions = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
         self.token_bytes = token_bytes(engine.tokenizer)
         self.grammars = Grammars(engine.tokenizer, vocab_size=self.vocab_size, end_token_ids=self.end_token_ids)
-        self.streams = Streams(limits.streams)
+        self.streams = Streams(limits.max_streams)
         self.metrics = Metrics(engine, runner)
         self.recent = RecentRequests()
         self.pins = Pins(engine)
@@ -169,7 +169,7 @@ class Service:
             raise bad_request(str(error), param=param, code="context_length_exceeded") from error
         except ConfigError as error:
             raise bad_request(str(error), param=param) from error
-        most = self.limits.prompt_tokens
+        most = self.limits.max_prompt_tokens
         if most is not None and len(ids) > most:
             raise bad_request(
                 f"the prompt has {len(ids)} tokens, this server takes {most}",
@@ -279,8 +279,8 @@ class Service:
 
     def _max_new_tokens(self, prompt_tokens: int, generation: GenerationRequest) -> int:
         """How many tokens the answer may have."""
-        wanted = generation.max_new_tokens
-        left = self.max_positions - prompt_tokens if self.max_positions is not None else self.limits.new_tokens
+        wanted, limit = generation.max_new_tokens, self.limits.max_new_tokens
+        left = self.max_positions - prompt_tokens if self.max_positions is not None else limit
         if left < 1 or (wanted is not None and wanted > left):
             raise bad_request(
                 f"this model has {self.max_positions} positions: {prompt_tokens} tokens of prompt leave {max(left, 0)} "
@@ -288,12 +288,12 @@ class Service:
                 param=generation.prompt_param if left < 1 else generation.max_param,
                 code="context_length_exceeded",
             )
-        if wanted is not None and wanted > self.limits.new_tokens:
+        if wanted is not None and wanted > limit:
             raise bad_request(
-                f"this server writes at most {self.limits.new_tokens} tokens per answer; lower {generation.max_param}",
+                f"this server writes at most {limit} tokens per answer; lower {generation.max_param}",
                 param=generation.max_param,
             )
-        return wanted or min(left, self.limits.new_tokens, generation.default_new_tokens or self.limits.new_tokens)
+        return wanted or min(left, limit, generation.default_new_tokens or limit)
 
     def _count(self, answer: Answer, *, seconds: float, traced: Traced | None) -> None:
         reuse = answer.reuse()
@@ -337,15 +337,15 @@ def _with_seed(sampling: Sampling, seed: int) -> Sampling:
 def sampling_of(body: Any, *, limits: Limits, vocab_size: int) -> tuple[Sampling, list[str]]:
     """How to draw tokens, and the stop strings, from a body with OpenAI's fields. Their defaults are OpenAI's."""
     stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
-    check_count(len(stops), limits.stop_strings, param="stop")
-    if any(not stop or len(stop) > limits.stop_characters for stop in stops):
-        raise bad_request(f"a stop string has 1 to {limits.stop_characters} characters", param="stop")
-    check_count(len(body.logit_bias or {}), limits.logit_bias, param="logit_bias")
+    check_count(len(stops), limits.max_stop_strings, param="stop")
+    if any(not stop or len(stop) > limits.max_stop_characters for stop in stops):
+        raise bad_request(f"a stop string has 1 to {limits.max_stop_characters} characters", param="stop")
+    check_count(len(body.logit_bias or {}), limits.max_logit_bias, param="logit_bias")
     bias: Mapping[int, float] = {int(token): value for token, value in (body.logit_bias or {}).items()}
     if any(token >= vocab_size for token in bias):
         raise bad_request(f"logit_bias names tokens beyond this model's {vocab_size}", param="logit_bias")
-    if (body.n or 1) > limits.n:
-        raise bad_request(f"this server makes at most {limits.n} choices", param="n")
+    if (body.n or 1) > limits.max_choices:
+        raise bad_request(f"this server makes at most {limits.max_choices} choices", param="n")
     sampling = Sampling(
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,

@@ -12,7 +12,8 @@ import hmac
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from starlette.responses import JSONResponse
 from starlette.routing import compile_path
@@ -20,9 +21,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvboost.errors import ConfigError
 from kvboost.serve.errors import ApiError
+from kvboost.serve.security.limits import Limits
 
 _TENANT_PURPOSE = b"kvboost tenant v1"
-_SHORTEST_KEY = 8
+_MIN_KEY_LENGTH = 8
 
 
 class Access(enum.Enum):
@@ -47,9 +49,9 @@ class Keys:
 
     def __init__(self, api_keys: Sequence[str] = (), *, admin_key: str | None = None) -> None:
         for key in (*api_keys, *([admin_key] if admin_key is not None else [])):
-            if len(key) < _SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+            if len(key) < _MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
                 raise ConfigError(
-                    f"a key needs {_SHORTEST_KEY} or more printable ASCII characters without spaces; "
+                    f"a key needs {_MIN_KEY_LENGTH} or more printable ASCII characters without spaces; "
                     "make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
                 )
         if admin_key is not None and admin_key in api_keys:
@@ -58,6 +60,14 @@ class Keys:
             raise ConfigError("an admin key without API keys would leave users without a key; give API keys as well")
         known = [(key, False) for key in api_keys] + ([(admin_key, True)] if admin_key is not None else [])
         self._known = [(_digest(key.encode()), Caller(tenant_of(key), admin)) for key, admin in known]
+
+    @classmethod
+    def from_files(cls, api_keys: str | Path | None, admin_key: str | Path | None) -> Self:
+        """The keys in these files, one per line; of the admin's file the only one. Raises ConfigError."""
+        admin = _read_keys(admin_key)
+        if len(admin) > 1:
+            raise ConfigError("the file for the admin key holds several lines; give one key")
+        return cls(_read_keys(api_keys), admin_key=admin[0] if admin else None)
 
     @property
     def tenants(self) -> list[str]:
@@ -86,6 +96,18 @@ class Keys:
         return found if scheme.lower() == b"bearer" else None
 
 
+def _read_keys(file: str | Path | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        keys = Path(file).expanduser().read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); give a text file with one key per line") from error
+    if not keys:
+        raise ConfigError(f"{file} holds no key; write one per line, for example from `openssl rand -hex 32`")
+    return keys
+
+
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
@@ -110,7 +132,7 @@ def check_binding(host: str, keys: Keys, *, allow_open: bool) -> None:
     if not keys and not allow_open and not is_loopback(host):
         raise ConfigError(
             f"binding {host} would let everybody who can reach this machine use the model; set an API key "
-            "(--api-key-file, or api_keys), or say that you want this (--allow-open, or allow_open)"
+            "(--api-key-file), or say that you want this (--allow-open)"
         )
 
 
@@ -121,14 +143,14 @@ class Gate:
         self,
         app: ASGIApp,
         *,
-        listed: Mapping[tuple[str, str], Access],
+        routes: Mapping[tuple[str, str], Access],
         keys: Keys,
+        limits: Limits,
         only_local_names: bool,
-        header_bytes: int,
     ) -> None:
         self._app = app
-        self._header_bytes = header_bytes
-        self._listed = [(method, compile_path(path)[0], access) for (method, path), access in listed.items()]
+        self._max_header_bytes = limits.max_header_bytes
+        self._routes = [(method, compile_path(path)[0], access) for (method, path), access in routes.items()]
         self._keys = keys
         # Without keys, a page in a browser on this machine could reach us under a name of its own (DNS rebinding).
         self._only_local_names = only_local_names and not keys
@@ -149,8 +171,8 @@ class Gate:
         await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope) -> Caller | None:
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > self._header_bytes:
-            raise ApiError(431, f"the headers are larger than {self._header_bytes} bytes", code="headers_too_large")
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > self._max_header_bytes:
+            raise ApiError(431, f"the headers are larger than {self._max_header_bytes} bytes", code="headers_too_large")
         headers = _single_headers(scope["headers"])
         if self._only_local_names and not _is_local_name(headers.get(b"host", b"")):
             raise ApiError(
@@ -158,7 +180,7 @@ class Gate:
             )
         caller = self._keys.caller(headers.get(b"authorization"))
         path, method = scope["path"], scope["method"]
-        methods = {listed: access for listed, pattern, access in self._listed if pattern.match(path)}
+        methods = {name: access for name, pattern, access in self._routes if pattern.match(path)}
         access = methods.get(method)
         if access is Access.OPEN:
             return caller

@@ -58,7 +58,7 @@ class BodyLimit:
         await self._app(scope, replay, send)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        most = self._limits.body_bytes
+        most = self._limits.max_body_bytes
         refusal = ApiError(413, f"the body is larger than {most} bytes, the most this server takes", code="too_large")
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value[:19]) > most:

@@ -26,7 +26,7 @@ def bounded_connection(limits: Limits) -> type[H11Protocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            if len(self.connections) > limits.connections:
+            if len(self.connections) > limits.max_connections:
                 transport.abort()
                 return
             transport.set_write_buffer_limits(high=0)  # so that writing pauses as soon as the client lags behind
