@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from kvboost.errors import CapacityError, ConfigError, StoreError
 from kvboost.scheduler.jobs import Sampling
 from kvboost.serve.api.chat import encode_messages
+from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.api.sse import while_connected
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.service import Answer, GenerationRequest, Service
@@ -19,7 +20,7 @@ from kvboost.serve.schemas import WarmRequest
 from kvboost.serve.security.auth import Caller
 
 
-async def show(service: Service) -> Response:
+async def show(service: AppService) -> Response:
     """What the cache holds, what runs, and the last requests."""
     stats = await asyncio.to_thread(total_stats, service.engine)
     hottest = await asyncio.to_thread(service.engine.hottest_chunks)
@@ -48,23 +49,23 @@ async def show(service: Service) -> Response:
     )
 
 
-async def warm(service: Service, body: WarmRequest, request: Request) -> Response:
+async def warm(service: AppService, body: WarmRequest, request: Request) -> Response:
     """Read a prompt ahead, for one tenant."""
     generation = await _generation(service, body)
     return await while_connected(request, _warmed(service, generation))
 
 
-async def pin(service: Service, body: WarmRequest, request: Request) -> Response:
+async def pin(service: AppService, body: WarmRequest, request: Request) -> Response:
     """Read a prompt ahead and hold it against eviction."""
     generation = await _generation(service, body)
     return await while_connected(request, _pinned(service, generation))
 
 
-async def unpin(service: Service, id: str) -> Response:
+async def unpin(service: AppService, pin: str) -> Response:
     """Let a pin go."""
-    if not await asyncio.to_thread(service.pins.remove, id):
+    if not await asyncio.to_thread(service.pins.remove, pin):
         raise ApiError(404, "there is no such pin; GET /v1/cache lists them", code="unknown_pin")
-    return JSONResponse({"object": "kvboost.pin", "id": id, "deleted": True})
+    return JSONResponse({"object": "kvboost.pin", "id": pin, "deleted": True})
 
 
 async def _generation(service: Service, body: WarmRequest) -> GenerationRequest:
@@ -104,7 +105,7 @@ async def _pinned(service: Service, generation: GenerationRequest) -> Response:
     return JSONResponse({"object": "kvboost.pin", **asdict(pin)})
 
 
-async def clear(service: Service) -> Response:
+async def clear(service: AppService) -> Response:
     """Forget everything that was read and answered, of all tenants, also what an earlier process left on a disk."""
     await asyncio.to_thread(service.pins.clear)
     service.chats.replies.clear()

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.scheduler.jobs import NewToken
+from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.api.sse import DONE, EventStream, chained, while_connected
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.prompts import ChatPrompt, to_turn
@@ -97,7 +98,7 @@ class _Chat:
         return text, calls[:1] if self.body.parallel_tool_calls is False else calls
 
 
-async def chat_completions(service: Service, body: ChatRequest, request: Request) -> Response:
+async def chat_completions(service: AppService, body: ChatRequest, request: Request) -> Response:
     """Answer a chat, whole or as a stream."""
     chat = _Chat(service, body, caller_of(request))
     generation = await chat.ask()

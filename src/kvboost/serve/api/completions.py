@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.scheduler.jobs import NewToken
+from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.api.sse import DONE, EventStream, chained, while_connected
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.service import Answer, GenerationRequest, Service, sampling_of
@@ -21,7 +22,7 @@ from kvboost.serve.security.limits import check_count
 _DEFAULT_TOKENS = 16  # OpenAI's
 
 
-async def completions(service: Service, body: CompletionRequest, request: Request) -> Response:
+async def completions(service: AppService, body: CompletionRequest, request: Request) -> Response:
     """Continue prompts, whole or as a stream."""
     service.check_model(body.model)
     sampling, stops = sampling_of(body, limits=service.limits, vocab_size=service.vocab_size)

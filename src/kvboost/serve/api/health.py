@@ -6,15 +6,15 @@ import asyncio
 
 from starlette.responses import JSONResponse, Response
 
-from kvboost.serve.generation.service import Service
+from kvboost.serve.api.dependencies import AppService
 
 
-def health() -> Response:
+async def health() -> Response:
     """The process is alive."""
     return JSONResponse({"status": "ok"})
 
 
-def ready(service: Service) -> Response:
+async def ready(service: AppService) -> Response:
     """Whether new requests are taken."""
     if service.draining:
         return JSONResponse({"status": "draining"}, 503)
@@ -23,7 +23,7 @@ def ready(service: Service) -> Response:
     return JSONResponse({"status": "ready"})
 
 
-async def metrics(service: Service) -> Response:
+async def metrics(service: AppService) -> Response:
     """The metrics in Prometheus' text format."""
     text = await asyncio.to_thread(service.metrics.text)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from starlette.responses import JSONResponse, Response
 
+from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.generation.service import Service
 
 
-def models(service: Service) -> Response:
+async def models(service: AppService) -> Response:
     """A list of one."""
     return JSONResponse({"object": "list", "data": [_card(service)]})
 
 
-def model(service: Service, name: str) -> Response:
+async def model(service: AppService, model: str) -> Response:
     """That model, by name."""
-    service.check_model(name)
+    service.check_model(model)
     return JSONResponse(_card(service))
 
 

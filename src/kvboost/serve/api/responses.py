@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvboost.scheduler.jobs import Sampling
 from kvboost.serve.api.chat import encode_messages
+from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.api.sse import EventStream, chained, while_connected
 from kvboost.serve.generation.service import Answer, GenerationRequest, Service
 from kvboost.serve.generation.token_stream import Ended, Piece
@@ -19,7 +20,7 @@ from kvboost.serve.schemas import Message, ResponsesRequest
 from kvboost.serve.security.auth import caller_of
 
 
-async def responses(service: Service, body: ResponsesRequest, request: Request) -> Response:
+async def responses(service: AppService, body: ResponsesRequest, request: Request) -> Response:
     """Answer, whole or as a stream of events."""
     service.check_model(body.model)
     wanted = body.text.format if body.text is not None else None

@@ -8,13 +8,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.serve.api.chat import encode_messages
+from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.errors import bad_request
-from kvboost.serve.generation.service import Service
 from kvboost.serve.schemas import DetokenizeRequest, TokenizeRequest
 from kvboost.serve.security.auth import caller_of
 
 
-async def tokenize(service: Service, body: TokenizeRequest, request: Request) -> Response:
+async def tokenize(service: AppService, body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a text or of a chat, as a generation would use them."""
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -27,7 +27,7 @@ async def tokenize(service: Service, body: TokenizeRequest, request: Request) ->
     return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_positions})
 
 
-async def detokenize(service: Service, body: DetokenizeRequest) -> Response:
+async def detokenize(service: AppService, body: DetokenizeRequest) -> Response:
     """The text of token ids, with special tokens written out."""
     service.check_model(body.model)
     if any(token >= service.vocab_size for token in body.tokens):

@@ -21,7 +21,7 @@ def _text() -> bytes:
     return files("kvboost.serve.ui").joinpath("page.html").read_bytes()
 
 
-def page() -> Response:
+async def page() -> Response:
     """The page; nothing in it comes from anywhere else."""
     headers = {
         "Content-Security-Policy": _POLICY,
