@@ -15,7 +15,7 @@ from kvboost.cli import main
 
 LONG = "a long question about the moon and the sun and everything else " * 8
 REUSE = re.compile(
-    r"\[(\d+) prompt tokens: (\d+) exact, (\d+) moved, (\d+) recomputed, (\d+) fresh .*first token after"
+    r"\[(\d+) prompt tokens: (\d+) exact, (\d+) non-prefix, (\d+) recomputed, (\d+) fresh .*first token after"
 )
 
 

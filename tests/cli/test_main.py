@@ -42,7 +42,7 @@ def test_calibrate_writes_a_file_an_engine_takes(
     code = main(["calibrate", str(folder), "--prompts", str(prompts), "--tolerated", "0.5", "--out", str(out)])
     said = capsys.readouterr()
     assert code == 0, said.err
-    assert "quality=0.5 computes 50% of the rows again" in said.out
+    assert "quality=0.5 recomputes 50% of the tokens" in said.out
     assert json.loads(out.read_text())["format"] == 3
 
 

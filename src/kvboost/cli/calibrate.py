@@ -36,7 +36,7 @@ def calibrate(
     ),
     dtype: Annotated[str, typer.Option(help="The model's dtype; auto takes the checkpoint's own.")] = "auto",
 ) -> None:
-    """Measure on your prompts how many rows moved text needs."""
+    """Measure on your prompts how many tokens non-prefix reuse must recompute."""
     from kvboost.approx.levels import tolerated_share
     from kvboost.config import EngineConfig
     from kvboost.engine import KVBoost
@@ -51,15 +51,17 @@ def calibrate(
         result = engine.calibrate(texts, boundaries=boundaries, save_to=out.expanduser())
         quality = tolerated if tolerated is not None else engine.config.quality
     share = tolerated_share(EngineConfig(quality=quality))
-    print("rows again   answers that differ   at most (90 % sure)   tokens that agree")
+    print("recomputed   answers that differ   at most (90 % sure)   tokens that agree")
     for row in result.rows:
         differing = f"{row.differing} of {row.compared}"
         print(f"{row.ratio:>9.0%}{differing:>20}{row.largest_share:>22.1%}{row.agreement:>20.1%}")
     chosen = result.choose(share)
     if chosen is None:
-        print(f"No ratio is shown to change at most {share:.3g} of the answers: quality={quality!r} moves nothing.")
+        print(
+            f"No ratio is shown to change at most {share:.3g} of the answers: quality={quality!r} is exact reuse only."
+        )
     else:
-        print(f"quality={quality!r} computes {chosen.ratio:.0%} of the rows again.")
+        print(f"quality={quality!r} recomputes {chosen.ratio:.0%} of the tokens.")
     print(f'Written to {out}; use it with KVBoost(..., quality={quality!r}, calibration="{out}").')
 
 
@@ -83,6 +85,6 @@ def read_prompts(file: Path) -> tuple[list[str | list[int]], list[list[int]]]:
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f'{file}, line {number}: expected {{"prompt": text}} or {{"token_ids": [...]}}, '
-                f'with "boundaries": [...] if you like ({error!r})'
+                f'with "boundaries": [...] if there are any ({error!r})'
             ) from error
     return prompts, boundaries

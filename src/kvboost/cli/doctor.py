@@ -1,6 +1,6 @@
-"""``kvboost doctor``: what this machine, and with it a model, allow; what fits; and what to change.
+"""``kvboost doctor``: what this machine and a model allow, what fits, and what to change.
 
-Called by :mod:`kvboost.cli.main`, which turns errors into one line. Invariant: the plan is told before the model is
+Called by :mod:`kvboost.cli.main`, which turns errors into one line. Invariant: the plan is printed before the model is
 loaded, and a model that does not fit is not loaded at all.
 """
 
@@ -38,7 +38,7 @@ _TEST_NEW = 8
 
 _Model = Annotated[
     str | None,
-    typer.Argument(metavar="[MODEL]", help="Folder or hub name; without one, what this machine has is told."),
+    typer.Argument(metavar="[MODEL]", help="Folder or hub name; without one, only the machine is described."),
 ]
 
 
@@ -48,15 +48,17 @@ def doctor(
     *,
     context: Annotated[
         int | None,
-        typer.Option(min=1, show_default=False, help="Plan for so many tokens, prompt and answer (4096 if it can)."),
+        typer.Option(
+            min=1, show_default=False, help="Plan for this many tokens, prompt and answer (4096 if left out)."
+        ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Plan for so many requests side by side.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Plan for this many requests side by side.")] = 1,
     load: Annotated[bool, typer.Option("--load/--no-load", help="Load the model and try it, or only plan.")] = True,
     settings: Settings,
 ) -> None:
-    """Say what this machine and a model allow: which reuse, what fits into memory, how fast, and what to change."""
+    """Show what this machine and a model allow: which reuse, what fits into memory, how fast, and what to change."""
     if model is None:
-        _tell(machine())
+        _print_report(machine())
         return
     forecast, reason = None, ""
     note(f"planning {model}")
@@ -72,20 +74,20 @@ def doctor(
 
         note(f"loading {model}")
         with KVBoost.from_pretrained(model, **{"strict": False, **settings.engine()}) as engine:
-            told = engine.describe()
+            report = engine.describe()
             note("testing")
-            told["self-test"] = self_test(engine)
-            told["attention"] = str(engine.model.config._attn_implementation)
-            _tell(told)
+            report["self-test"] = self_test(engine)
+            report["attention"] = str(engine.model.config._attn_implementation)
+            _print_report(report)
     elif forecast is not None:
-        told = {"attention": forecast.model.attention, "dtype": str(forecast.model.dtype)}
-        told["self-test"] = "not run: " + ("as asked" if fits else "the model does not fit into memory")
-        _tell(told)
+        report = {"attention": forecast.model.attention, "dtype": str(forecast.model.dtype)}
+        report["self-test"] = "not run: " + ("as asked" if fits else "the model does not fit into memory")
+        _print_report(report)
     if forecast is None:
-        _tell({"memory plan": f"none: {reason}"})
+        _print_report({"memory plan": f"none: {reason}"})
         return
     print()
-    _tell_plan(forecast)
+    _print_plan(forecast)
 
 
 def machine() -> dict[str, str]:
@@ -96,7 +98,7 @@ def machine() -> dict[str, str]:
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    told = {
+    report = {
         "machine": f"{platform.system()} {platform.machine()}, {cores} cores",
         "memory": f"{size(memory_available())} free",
         "accelerator": str(accelerator or "none: models run on the CPU"),
@@ -107,24 +109,24 @@ def machine() -> dict[str, str]:
     }
     for extra, modules in _EXTRAS.items():
         missing = [module for module in modules if util.find_spec(module) is None]
-        told[f"[{extra}]"] = f'missing: pip install "kvboost[{extra}]"' if missing else "installed"
-    return told
+        report[f"[{extra}]"] = f'missing: pip install "kvboost[{extra}]"' if missing else "installed"
+    return report
 
 
 def self_test(engine: KVBoost) -> str:
-    """Read a short prompt twice: the second time from the cache, with the same tokens."""
+    """Run a short prompt twice: the second time from the cache, with the same tokens."""
     vocab = engine.model.get_input_embeddings().weight.shape[0]
     tokens = [(i * 7919 + 11) % vocab for i in range(_TEST_TOKENS)]
-    asked: dict[str, Any] = {"boundaries": [_TEST_BOUNDARY], "max_new_tokens": _TEST_NEW, "temperature": 0}
-    first, second = engine.generate(tokens, **asked), engine.generate(tokens, **asked)
+    options: dict[str, Any] = {"boundaries": [_TEST_BOUNDARY], "max_new_tokens": _TEST_NEW, "temperature": 0}
+    first, second = engine.generate(tokens, **options), engine.generate(tokens, **options)
     if first.token_ids != second.token_ids:
-        return "FAILED: the same prompt gave other tokens when it was read from the cache; please report this model"
+        return "FAILED: the same prompt gave other tokens from the cache; please report this model"
     if not second.reuse.exact_tokens:
-        return f"nothing was reused: {second.reuse.reason or 'no room in the cache (cache_bytes)'}"
+        return f"nothing was reused: {second.reuse.reason or 'the cache is too small (cache_bytes)'}"
     bits = "bit for bit" if second.reuse.bitwise else "approximately, as kv_cache_bits asks"
     return (
-        f"passed: of {_TEST_TOKENS} tokens read twice, {second.reuse.exact_tokens} came from the cache {bits}, "
-        f"and the {len(second.token_ids)} tokens behind them were the same"
+        f"passed: of {_TEST_TOKENS} prompt tokens, {second.reuse.exact_tokens} came from the cache {bits}, "
+        f"and the {len(second.token_ids)} new tokens were the same"
     )
 
 
@@ -152,12 +154,12 @@ def _loads(forecast: Forecast) -> bool:
     return plan.weights.memory + plan.weights.converted_from + plan.runtime <= forecast.room
 
 
-def _tell(told: Mapping[str, str]) -> None:
-    for name, value in told.items():
+def _print_report(report: Mapping[str, str]) -> None:
+    for name, value in report.items():
         print(f"{name:<{_WIDTH}}{value}")
 
 
-def _tell_plan(forecast: Forecast) -> None:
+def _print_plan(forecast: Forecast) -> None:
     plan, shape = forecast.plan, forecast.model.shape
     print(f"Memory for {plan.batch} x {plan.context} tokens, with all caches full:")
     for name, count in plan.lines().items():
@@ -172,9 +174,9 @@ def _tell_plan(forecast: Forecast) -> None:
         rates = forecast.rates
         print(
             f"Measured here: memory {rates.memory / 1e9:.1f} GB/s, disk {rates.disk / 1e9:.2f} GB/s, "
-            f"{rates.multiply / 1e9:.0f} GFLOP/s. Tokens/s are what these allow at most, for all requests together."
+            f"{rates.multiply / 1e9:.0f} GFLOP/s. Tokens/s are upper bounds, for all requests together."
         )
-    print(f"{'':<24}{'peak':>10}  {'fits':<5}{'reading':>9}{'decoding':>10}  settings")
+    print(f"{'':<24}{'peak':>10}  {'fits':<5}{'prefill':>9}{'decode':>10}  settings")
     for option in forecast.options:
         print(_row(option))
     print()
@@ -189,7 +191,7 @@ def _row(option: Option) -> str:
 
 
 def _flags(option: Option) -> str:
-    """What to change, as it is typed: ``kv_bytes=25MB`` is ``--kv-budget 25MB``."""
+    """What to change, as it is typed: ``kv_bytes=25MB`` is ``--kv-bytes 25MB``."""
     settings = (part.split("=") for part in option.change.split(", ") if part)
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings)
 

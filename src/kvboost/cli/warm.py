@@ -26,12 +26,12 @@ def warm(
     ],
     *,
     head: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The beginning your prompts share, such as the system prompt.")
+        Path | None, typer.Option(metavar="FILE", help="What your prompts begin with, such as the system prompt.")
     ] = None,
-    company: Annotated[int, typer.Option(help="Read each document behind so many others.")] = 2,
+    context_documents: Annotated[int, typer.Option(help="Prefill each document after this many others.")] = 2,
     settings: Settings,
 ) -> None:
-    """Read documents now, so that later prompts find them read.
+    """Prefill documents now, so that later prompts find their KV.
 
     Needs --disk-cache-dir or --remote-url, where the KV stays. Documents that are there already are skipped: a run that
     was interrupted goes on where it stopped.
@@ -54,14 +54,14 @@ def warm(
                     encoded.append(ids)
             except CapacityError as error:
                 note(f"left out {path}: {error}")
-        new = engine.warm_documents(encoded, head=beginning, company=company)
+        new = engine.warm_documents(encoded, head=beginning, company=context_documents)
         engine.flush()
     tokens = sum(map(len, encoded))
-    print(f"{len(encoded)} documents with {tokens} tokens are read; {new} chunks were new.")
+    print(f"{len(encoded)} documents with {tokens} tokens are stored; {new} chunks were new.")
 
 
 def _documents(files: Sequence[Path]) -> Iterator[Path]:
-    """The files that were named, and those in directories that were."""
+    """The files among ``files``, and those in its directories."""
     for file in files:
         path = file.expanduser()
         if not path.exists():

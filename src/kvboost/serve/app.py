@@ -95,13 +95,13 @@ def make_app(
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _failed)
-    wrapped: list[tuple[Callable[..., ASGIApp], dict[str, Any]]] = [
+    middlewares: list[tuple[Callable[..., ASGIApp], dict[str, Any]]] = [
         (BodyLimit, {"limits": limits}),
         (Tracing, {"paths": frozenset(path for method, path in ROUTES if method == "POST")}),
         (Gate, {"routes": ACCESS, "keys": keys, "limits": limits, "only_local_names": only_local_names}),
         (CountResponses, {"metrics": service.metrics}),
     ]
-    for middleware, arguments in wrapped:  # the last one stands outermost
+    for middleware, arguments in middlewares:  # the last one is outermost
         app.add_middleware(middleware, **arguments)
     return app
 

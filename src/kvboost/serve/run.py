@@ -36,7 +36,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop at a signal and do not raise it again: who asked for the end gets exit code 0."""
+        """Stop at a signal and do not raise it again, so that the exit code is 0."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

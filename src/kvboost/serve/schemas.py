@@ -1,9 +1,9 @@
 """What clients may send, field by field.
 
 Used by FastAPI to read bodies and to describe them in /openapi.json. Invariant: a field that is not written here is
-refused by name, never ignored; so every field written here has an effect. What is wrong is told once: the first entry
-of a list, the first unknown field. A body of a million wrong entries would otherwise be a million errors, made on the
-event loop while all others wait.
+refused by name, never ignored; so every field written here has an effect. Only the first error is reported: the first
+entry of a list, the first unknown field. A body of a million wrong entries would otherwise be a million errors, made
+on the event loop while all others wait.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ _MIN_SHARE = 1e-9
 
 
 class _Sampling(_Body):
-    """What all three ways to generate take."""
+    """What all three endpoints that generate take."""
 
     model: Text
     stream: Annotated[bool, BeforeValidator(lambda value: value is not None and value)] = False
@@ -204,7 +204,7 @@ Biases = dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[float, Fie
 
 
 class _Choices(_Sampling):
-    """What the two older ways take beside it."""
+    """What the two older endpoints take as well."""
 
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: Annotated[
@@ -304,7 +304,7 @@ class DetokenizeRequest(_Body):
 
 
 class WarmRequest(_Body):
-    """POST /v1/cache/warm and /v1/cache/pin: a text, token ids or a chat to read ahead, for one tenant."""
+    """POST /v1/cache/warm and /v1/cache/pin: a text, token ids or a chat to prefill, for one tenant."""
 
     prompt: Text | TokenIds | None = None
     messages: Messages | None = None

@@ -47,7 +47,7 @@ def test_jobs_that_nobody_can_follow_are_cancelled(monkeypatch: pytest.MonkeyPat
     start, started = threading.Thread.start, []
 
     def starts(self: threading.Thread) -> None:
-        if self.name == "kvboost-follow":
+        if self.name == "kvboost-stream":
             started.append(self)
             if len(started) == 2:
                 raise RuntimeError("can't start new thread")

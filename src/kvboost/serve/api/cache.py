@@ -1,4 +1,4 @@
-"""/v1/cache, for the admin: what is kept, reading ahead, pinning and forgetting."""
+"""/v1/cache, for the admin: what is stored, warming, pinning and clearing."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ async def show(service: AppService) -> Response:
 
 
 async def warm(service: AppService, body: WarmRequest, request: Request) -> Response:
-    """Read a prompt ahead, for one tenant."""
+    """Prefill a prompt for one tenant."""
     generation = await _generation(service, body)
-    return await while_connected(request, _warmed(service, generation))
+    return await while_connected(request, _warm(service, generation))
 
 
 async def pin(service: AppService, body: WarmRequest, request: Request) -> Response:
-    """Read a prompt ahead and hold it against eviction."""
+    """Prefill a prompt and hold it against eviction."""
     generation = await _generation(service, body)
-    return await while_connected(request, _pinned(service, generation))
+    return await while_connected(request, _pin(service, generation))
 
 
 async def unpin(service: AppService, pin: str) -> Response:
@@ -77,24 +77,24 @@ async def _generation(service: Service, body: WarmRequest) -> GenerationRequest:
         ids, boundaries = await asyncio.to_thread(service.encode, body.prompt), []
     else:
         raise bad_request("give prompt or messages, one of them", param="prompt")
-    # A job of one token reads as every other job reads, in the same batch and under the same budgets.
+    # A job of one token is prefilled like every other job, in the same batch and under the same budgets.
     return GenerationRequest("warm", [(ids, boundaries)], caller, 1, Sampling())
 
 
-async def _read(service: Service, generation: GenerationRequest) -> Answer:
+async def _prefill(service: Service, generation: GenerationRequest) -> Answer:
     async with service.generating(generation, prefix="warm-") as answer:
         async for _ in answer.events():
             pass
     return answer
 
 
-async def _warmed(service: Service, generation: GenerationRequest) -> Response:
-    answer = await _read(service, generation)
+async def _warm(service: Service, generation: GenerationRequest) -> Response:
+    answer = await _prefill(service, generation)
     return JSONResponse({"object": "kvboost.warm", "prompt_tokens": answer.prompt_tokens, **answer.reuse()})
 
 
-async def _pinned(service: Service, generation: GenerationRequest) -> Response:
-    await _read(service, generation)
+async def _pin(service: Service, generation: GenerationRequest) -> Response:
+    await _prefill(service, generation)
     ((ids, boundaries),) = generation.prompts
     try:
         pin = await asyncio.to_thread(service.pins.add, ids, boundaries=boundaries, tenant=generation.caller.tenant)
@@ -106,7 +106,7 @@ async def _pinned(service: Service, generation: GenerationRequest) -> Response:
 
 
 async def clear(service: AppService) -> Response:
-    """Forget everything that was read and answered, of all tenants, also what an earlier process left on a disk."""
+    """Remove all stored KV and replies of all tenants, also what an earlier process left on a disk."""
     await asyncio.to_thread(service.pins.clear)
     service.chats.replies.clear()
     try:
@@ -122,12 +122,12 @@ def _purge(service: Service) -> None:
     try:
         for tenant in dict.fromkeys([*opened, *service.keys.every_tenant]):
             engine.purge_tenant(tenant)
-    except ConfigError:  # the store was given to the engine: it cannot tell tenants apart, and forgets all of them
+    except ConfigError:  # the store was given to the engine: it has no tenants, so all of it is cleared
         engine.clear()
 
 
 def _tenant(service: Service, body: WarmRequest) -> str:
-    """Whose prompts will find what is read ahead."""
+    """Whose prompts will find the KV."""
     known = service.keys.tenants
     if body.tenant is not None:
         if body.tenant not in known:

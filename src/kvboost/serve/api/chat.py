@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -17,8 +18,8 @@ from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.api.sse import DONE, EventStream, chained, while_connected
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.prompts import ChatPrompt, to_turn
-from kvboost.serve.generation.service import Answer, GenerationRequest, Service, sampling_of
-from kvboost.serve.generation.token_stream import Ended, Piece
+from kvboost.serve.generation.service import GenerationRequest, Service, sampling_of
+from kvboost.serve.generation.token_stream import Piece
 from kvboost.serve.generation.tools import ToolReader, make_forced_reader, make_reader
 from kvboost.serve.schemas import ChatRequest, Message, NamedChoice
 from kvboost.serve.security.auth import Caller, caller_of
@@ -30,7 +31,7 @@ class _Chat:
 
     def __init__(self, service: Service, body: ChatRequest, caller: Caller) -> None:
         self.service, self.body, self.caller = service, body, caller
-        self.prompt: ChatPrompt = ChatPrompt("", [], [])
+        self.prompt: ChatPrompt
         self.tools = _usable_tools(service, body)
         self.forced = _forced_functions(body)
         self.readers: dict[int, ToolReader] = {}
@@ -81,17 +82,6 @@ class _Chat:
             )
         return self.readers[index]
 
-    async def remember(self, ended: Ended) -> None:
-        """Keep the reply's ids, to find them again when the chat goes on."""
-        await asyncio.to_thread(
-            self.service.chats.remember,
-            self.prompt,
-            tenant=self.caller.tenant,
-            cache_key=self.body.prompt_cache_key or "",
-            reply=ended.text,
-            ids=ended.reply_ids,
-        )
-
     def calls_of(self, reader: ToolReader) -> tuple[str, list[dict[str, Any]]]:
         """What is left of a choice's text, and its tool calls."""
         text, calls = reader.end()
@@ -115,7 +105,7 @@ async def _whole(chat: _Chat, generation: GenerationRequest) -> Response:
             if isinstance(event, Piece):
                 tokens.setdefault(event.index, []).extend(event.tokens)
                 continue
-            await chat.remember(event)
+            await chat.service.remember(chat.prompt, event)
             message: dict[str, Any] = {"role": "assistant", "content": event.text, "refusal": None}
             reason = event.reason
             if (reader := chat.reader(event.index)) is not None:
@@ -136,7 +126,7 @@ async def _whole(chat: _Chat, generation: GenerationRequest) -> Response:
                 }
             )
     choices.sort(key=lambda choice: int(choice["index"]))
-    return JSONResponse({**_head(answer, chat, "chat.completion"), "choices": choices, "usage": answer.usage()})
+    return JSONResponse({**answer.head("chat.completion"), "choices": choices, "usage": answer.usage()})
 
 
 async def _stream(chat: _Chat, generation: GenerationRequest) -> AsyncIterator[Any]:
@@ -146,7 +136,7 @@ async def _stream(chat: _Chat, generation: GenerationRequest) -> AsyncIterator[A
         def chunk(index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
             usage = {"usage": None} if with_usage else {}
-            return {**_head(answer, chat, "chat.completion.chunk"), "choices": [choice], **usage}
+            return {**answer.head("chat.completion.chunk"), "choices": [choice], **usage}
 
         for index in range(generation.n):
             yield chunk(index, {"role": "assistant", "content": ""})
@@ -158,7 +148,7 @@ async def _stream(chat: _Chat, generation: GenerationRequest) -> AsyncIterator[A
                 if text or (logprobs and event.tokens):
                     yield chunk(event.index, {"content": text}, logprobs=logprobs)
                 continue
-            await chat.remember(event)
+            await chat.service.remember(chat.prompt, event)
             reason = event.reason
             if reader is not None:
                 text, calls = chat.calls_of(reader)
@@ -170,12 +160,8 @@ async def _stream(chat: _Chat, generation: GenerationRequest) -> AsyncIterator[A
                     reason = "tool_calls" if reason == "stop" else reason
             yield chunk(event.index, {}, reason)
     if with_usage:
-        yield {**_head(answer, chat, "chat.completion.chunk"), "choices": [], "usage": answer.usage()}
+        yield {**answer.head("chat.completion.chunk"), "choices": [], "usage": answer.usage()}
     yield DONE
-
-
-def _head(answer: Answer, chat: _Chat, kind: str) -> dict[str, Any]:
-    return {"id": answer.id, "object": kind, "created": answer.created, "model": chat.service.model_name}
 
 
 def _logprobs(service: Service, tokens: Sequence[NewToken]) -> dict[str, Any]:
@@ -210,7 +196,7 @@ def encode_messages(
     prompt = service.chats.encode(
         [to_turn(message) for message in messages], tenant=caller.tenant, cache_key=cache_key or "", tools=tools
     )
-    return ChatPrompt(prompt.text, service.encode(prompt.token_ids, param=param), prompt.boundaries)
+    return replace(prompt, token_ids=service.encode(prompt.token_ids, param=param))
 
 
 def _usable_tools(service: Service, body: ChatRequest) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from kvboost.scheduler.jobs import NewToken
 from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.api.sse import DONE, EventStream, chained, while_connected
 from kvboost.serve.errors import bad_request
-from kvboost.serve.generation.service import Answer, GenerationRequest, Service, sampling_of
+from kvboost.serve.generation.service import GenerationRequest, Service, sampling_of
 from kvboost.serve.generation.token_stream import Piece
 from kvboost.serve.schemas import CompletionRequest
 from kvboost.serve.security.auth import caller_of
@@ -77,7 +77,7 @@ async def _whole(service: Service, generation: GenerationRequest) -> Response:
                 }
             )
     choices.sort(key=lambda choice: int(choice["index"]))
-    return JSONResponse({**_head(answer, service), "choices": choices, "usage": answer.usage()})
+    return JSONResponse({**answer.head("text_completion"), "choices": choices, "usage": answer.usage()})
 
 
 async def _stream(service: Service, generation: GenerationRequest, *, with_usage: bool) -> AsyncIterator[Any]:
@@ -90,19 +90,10 @@ async def _stream(service: Service, generation: GenerationRequest, *, with_usage
                 "logprobs": _logprobs(service, generation, [event]) if isinstance(event, Piece) else None,
                 "finish_reason": None if isinstance(event, Piece) else event.reason,
             }
-            yield {**_head(answer, service), "choices": [choice], **({"usage": None} if with_usage else {})}
+            yield {**answer.head("text_completion"), "choices": [choice], **({"usage": None} if with_usage else {})}
     if with_usage:
-        yield {**_head(answer, service), "choices": [], "usage": answer.usage()}
+        yield {**answer.head("text_completion"), "choices": [], "usage": answer.usage()}
     yield DONE
-
-
-def _head(answer: Answer, service: Service) -> dict[str, Any]:
-    return {
-        "id": answer.id,
-        "object": "text_completion",
-        "created": answer.created,
-        "model": service.model_name,
-    }
 
 
 def _logprobs(service: Service, generation: GenerationRequest, pieces: Sequence[Piece]) -> dict[str, Any] | None:
@@ -126,5 +117,5 @@ def _logprobs(service: Service, generation: GenerationRequest, pieces: Sequence[
 
 
 def _chosen(token: NewToken) -> tuple[int, float]:
-    """The token that was drawn stands among the likeliest, whether it is one or not."""
+    """The sampled token is listed among the likeliest, whether it is one or not."""
     return token.token_id, token.logprob if token.logprob is not None else -9999.0

@@ -22,13 +22,13 @@ from kvboost.errors import BusyError, CapacityError, ClosedError, ConfigError
 from kvboost.hf.generate import end_token_ids
 from kvboost.scheduler.jobs import Job, JobRunner, Sampling, Ticket
 from kvboost.serve.errors import ApiError, bad_request
-from kvboost.serve.generation.prompts import ChatPrompts
+from kvboost.serve.generation.prompts import ChatPrompt, ChatPrompts
 from kvboost.serve.generation.structured import Grammars
 from kvboost.serve.generation.text import token_bytes
 from kvboost.serve.generation.token_stream import Ended, Piece, TokenStream
 from kvboost.serve.observability.metrics import Metrics
 from kvboost.serve.observability.recent import RecentRequests, RequestRecord
-from kvboost.serve.observability.tracing import Traced, traced_now
+from kvboost.serve.observability.tracing import RequestSpan, current_span
 from kvboost.serve.schemas import InlineSchemaFormat, ResponseFormat
 from kvboost.serve.security.auth import Caller, Keys
 from kvboost.serve.security.limits import Limits, Streams, check_count
@@ -45,7 +45,7 @@ class GenerationRequest:
     """Token ids and boundaries of each."""
     caller: Caller
     max_new_tokens: int | None
-    """As the client named it; None for as many as there is room for, within the server's limit."""
+    """As the client named it; None for as many as fit, within the server's limit."""
     sampling: Sampling
     default_new_tokens: int | None = None
     """No more than these if the client named no number."""
@@ -57,9 +57,9 @@ class GenerationRequest:
     stops: Sequence[str] = ()
     top_logprobs: int | None = None
     grammar: Callable[[], Callable[[list[int], Any], None]] | None = None
-    """Makes what holds one choice to a grammar."""
+    """Makes the constraint of one choice."""
     special: bool = False
-    """Whether special tokens are written out: tool calls are told by them."""
+    """Whether special tokens are written out: tool calls are recognised by them."""
 
 
 @dataclass
@@ -68,12 +68,13 @@ class Answer:
 
     id: str
     created: int
+    model: str
     request: GenerationRequest
     stream: TokenStream
     ended: list[Ended] = field(default_factory=list)
 
     async def events(self) -> AsyncIterator[Piece | Ended]:
-        """What comes, until all choices have ended. Raises for one that failed."""
+        """Events until all choices have ended. Raises for one that failed."""
         async for event in self.stream.events():
             if isinstance(event, Ended):
                 self.ended.append(event)
@@ -84,18 +85,22 @@ class Answer:
                     raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
             yield event
 
+    def head(self, kind: str) -> dict[str, Any]:
+        """The fields that every object of OpenAI's begins with."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts; choices of one prompt read it together."""
+        """Of all prompts; choices of one prompt count it once."""
         return sum(len(ids) for ids, _ in self.request.prompts)
 
     @property
     def new_tokens(self) -> int:
-        """Produced so far, by choices that ended."""
+        """New tokens of the choices that ended."""
         return sum(len(ended.token_ids) for ended in self.ended)
 
     def reuse(self) -> dict[str, Any]:
-        """Where the prompts' KV came from: of the first choice of each, as the others read after it."""
+        """Where the prompts' KV came from: of the first choice of each, as the others reuse its KV."""
         first = [ended for ended in self.ended if ended.index % self.request.n == 0 and ended.report is not None]
         reports = [ended.report for ended in first if ended.report is not None]
         seconds = [ended.first_token_seconds for ended in self.ended if ended.first_token_seconds is not None]
@@ -169,10 +174,10 @@ class Service:
             raise bad_request(str(error), param=param, code="context_length_exceeded") from error
         except ConfigError as error:
             raise bad_request(str(error), param=param) from error
-        most = self.limits.max_prompt_tokens
-        if most is not None and len(ids) > most:
+        limit = self.limits.max_prompt_tokens
+        if limit is not None and len(ids) > limit:
             raise bad_request(
-                f"the prompt has {len(ids)} tokens, this server takes {most}",
+                f"the prompt has {len(ids)} tokens, this server takes {limit}",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -182,37 +187,43 @@ class Service:
         """The text of tokens, without special ones."""
         return self.chats.decode(ids)
 
+    async def remember(self, prompt: ChatPrompt, ended: Ended) -> None:
+        """Keep the ids of a reply, to use them when the chat goes on."""
+        await asyncio.to_thread(self.chats.remember, prompt, reply=ended.text, ids=ended.reply_ids)
+
     async def grammar(
         self, wanted: ResponseFormat | InlineSchemaFormat | None, *, param: str
     ) -> Callable[[], Callable[[list[int], Any], None]] | None:
-        """What holds answers to the format a client wants; None for free text."""
+        """What constrains answers to the format a client wants; None for free text."""
         return await asyncio.to_thread(self.grammars.compile, wanted, limits=self.limits, param=param)
 
     @asynccontextmanager
     async def generating(self, generation: GenerationRequest, *, prefix: str) -> AsyncIterator[Answer]:
-        """Start the jobs of ``generation``, and see that they are over when the block is left."""
+        """Start the jobs of ``generation``; none is left running at the end of the block."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
         self.streams.enter(generation.caller.tenant)
-        started, traced = time.monotonic(), traced_now()
+        started, span = time.monotonic(), current_span()
         answer: Answer | None = None
         try:
             tickets = await self._submitted(generation)
             decode = self.chats.decode if not generation.special else self._decode_special
             stream = TokenStream(tickets, decode=decode, stops=generation.stops, end_token_ids=self.end_token_ids)
-            answer = Answer(prefix + secrets.token_hex(12), int(time.time()), generation, stream)
+            answer = Answer(prefix + secrets.token_hex(12), int(time.time()), self.model_name, generation, stream)
             async with stream:
                 yield answer
         finally:
-            self.streams.leave(generation.caller.tenant)
-            if answer is not None:
-                self._count(answer, seconds=time.monotonic() - started, traced=traced)
+            try:
+                if answer is not None:
+                    self._count(answer, seconds=time.monotonic() - started, span=span)
+            finally:
+                self.streams.leave(generation.caller.tenant)  # last: a server that is idle has counted everything
 
     def _decode_special(self, ids: Sequence[int]) -> str:
         return self.chats.decode(ids, special=True)
 
     async def _submitted(self, generation: GenerationRequest) -> list[Ticket]:
-        """The jobs of ``generation``. A client who goes away just now must not leave them behind."""
+        """Submit the jobs of ``generation``. A client that disconnects meanwhile must not leave them behind."""
         submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, generation))
         try:
             return await asyncio.shield(submitting)
@@ -252,7 +263,7 @@ class Service:
         except ClosedError as error:
             self._cancel(tickets)
             _log.error("a request was refused: %s", error)
-            raise ApiError(503, "the server takes no more requests; it has to be started again") from error
+            raise ApiError(503, "the server takes no more requests; restart it") from error
         except ConfigError as error:
             self._cancel(tickets)
             raise bad_request(str(error)) from error
@@ -262,7 +273,7 @@ class Service:
             less = "" if generation.max_new_tokens is None else f" or lower {generation.max_param}"
             raise ApiError(
                 413,
-                f"{generation.prompt_param} and the answer may come to need more memory than this server gives to one "
+                f"{generation.prompt_param} and the answer may need more memory than this server gives to one "
                 f"request; shorten {generation.prompt_param}{less}",
                 param=generation.prompt_param if generation.max_new_tokens is None else generation.max_param,
                 code="too_large",
@@ -278,7 +289,7 @@ class Service:
             ticket.cancel()
 
     def _max_new_tokens(self, prompt_tokens: int, generation: GenerationRequest) -> int:
-        """How many tokens the answer may have."""
+        """How many new tokens the answer may have."""
         wanted, limit = generation.max_new_tokens, self.limits.max_new_tokens
         left = self.max_positions - prompt_tokens if self.max_positions is not None else limit
         if left < 1 or (wanted is not None and wanted > left):
@@ -295,7 +306,7 @@ class Service:
             )
         return wanted or min(left, limit, generation.default_new_tokens or limit)
 
-    def _count(self, answer: Answer, *, seconds: float, traced: Traced | None) -> None:
+    def _count(self, answer: Answer, *, seconds: float, span: RequestSpan | None) -> None:
         reuse = answer.reuse()
         whole = len(answer.ended) == len(answer.request.prompts) * answer.request.n
         reason = answer.ended[0].reason if whole else "cancelled"
@@ -314,10 +325,10 @@ class Service:
         )
         self.recent.add(record)
         self.metrics.count(record)
-        if traced is not None:
+        if span is not None:
             reports = [ended.report for ended in answer.ended if ended.report is not None]
             timings = reports[0].timings_ms if reports else {}
-            traced.describe(record, model=self.model_name, bitwise=reuse["bitwise"], timings_ms=timings)
+            span.describe(record, model=self.model_name, bitwise=reuse["bitwise"], timings_ms=timings)
         _log.info(
             "%s %s prompt=%d cached=%d new=%d ttft_ms=%s finish=%s",
             record.endpoint,

@@ -37,7 +37,7 @@ class Grammars:
     def compile(
         self, wanted: ResponseFormat | InlineSchemaFormat | None, *, limits: Limits, param: str
     ) -> Callable[[], Constrain] | None:
-        """A maker of what holds one answer each to the format; None for free text."""
+        """Makes constraints, one per answer, for the format; None for free text."""
         if wanted is None or isinstance(wanted, TextFormat):
             return None
         if isinstance(wanted, JsonObjectFormat):
@@ -52,10 +52,10 @@ class Grammars:
         return lambda: _GrammarConstraint(first.deep_copy(), self._end_token_ids)
 
     def compile_call(self, functions: Mapping[str, Mapping[str, Any] | None]) -> Callable[[], Constrain]:
-        """A maker of what holds one answer each to one call, ``{"name": ..., "arguments": {...}}``.
+        """Makes constraints, one per answer, for one call, ``{"name": ..., "arguments": {...}}``.
 
         ``functions`` are the names that may be called and the schemas of their arguments; None for no arguments.
-        The caller has held the schemas to its limits.
+        The caller has checked the schemas against its limits.
         """
         _check_installed("tool_choice")
         from llguidance import LLMatcher
@@ -66,7 +66,7 @@ class Grammars:
             if given.setdefault("type", "object") != "object":
                 raise _no_schema(name, "arguments are an object")
             schemas[name] = given
-        # Each schema stands for itself, so that "#/$defs" in it still means its own.
+        # Each schema is compiled by itself, so that "#/$defs" in it still means its own.
         rules = [
             f'call{number}: {json.dumps(_call_opens(name))} %json {json.dumps({**schema, "x-guidance": _WRITTEN})} "}}"'
             for number, (name, schema) in enumerate(schemas.items())
@@ -80,14 +80,14 @@ class Grammars:
                 if isinstance(alone, str):
                     raise _no_schema(name, alone)
             raise bad_request(
-                f"these tools cannot be held to: {first.get_error().splitlines()[0]}",
+                f"these tools cannot be used: {first.get_error().splitlines()[0]}",
                 param="tools",
                 code="invalid_schema",
             )
         return lambda: _GrammarConstraint(first.deep_copy(), self._end_token_ids)
 
     def _matcher(self, schema: dict[str, Any]) -> Any:
-        """The matcher of a schema, or in words why there is none."""
+        """The matcher of a schema, or the reason why there is none."""
         from llguidance import LLMatcher
 
         try:
@@ -121,7 +121,7 @@ def _call_opens(name: str) -> str:
 
 
 class _GrammarConstraint:
-    """Holds one answer to a grammar."""
+    """Constrains one answer to a grammar."""
 
     def __init__(self, matcher: Any, end_token_ids: frozenset[int]) -> None:
         self._matcher, self._end_token_ids = matcher, sorted(end_token_ids)
@@ -131,7 +131,7 @@ class _GrammarConstraint:
         """Forbid, in place, every token that cannot come next. ``logits`` [vocabulary]."""
         import torch
 
-        if len(produced) < self._taken:  # a job that was begun again
+        if len(produced) < self._taken:  # the job was preempted and restarted
             self._matcher.reset()
             self._taken = 0
         for token in produced[self._taken :]:

@@ -1,7 +1,7 @@
-"""Follows jobs to their ends: tokens to text, stop strings, and everything back to the event loop.
+"""Streams jobs: tokens to text, stop strings, and everything to the event loop.
 
 Used by every endpoint that generates. Each job has a thread that waits for its tokens. Invariant: when a
-:class:`TokenStream` is left, by its end, an error or the client's going away, all of its jobs are over or cancelled.
+:class:`TokenStream` is left, by its end, an error or a disconnect, all of its jobs are over or cancelled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Piece:
     text: str
     tokens: tuple[NewToken, ...] = ()
     offsets: tuple[int, ...] = ()
-    """For each token, how many characters of the answer stand before it."""
+    """For each token, how many characters of the answer are before it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Ended:
     token_ids: tuple[int, ...] = field(repr=False)
     """All that were produced."""
     reply_ids: tuple[int, ...] = field(repr=False)
-    """Those of them that are the text: without end tokens and stop strings. Empty where they cannot be told apart."""
+    """Those of them that are the text: without end tokens and stop strings. Empty where these cannot be separated."""
     report: ReuseReport | None
     first_token_seconds: float | None
     error: str | None = None
@@ -58,7 +58,7 @@ def follow(
     """The pieces of one job, then its end. Blocks. Cancels the job at a stop string."""
     detokenizer, cutter = Detokenizer(decode), StopCutter(stops)
     produced: list[int] = []
-    borders: list[int] = [0]  # characters that stand before the token with this index
+    borders: list[int] = [0]  # characters before the token with this index
     decoded = 0
     waiting: list[tuple[NewToken, int]] = []  # tokens whose text has not been given out
     texts: list[str] = []
@@ -70,7 +70,7 @@ def follow(
             finished = event
             break
         if stopped:
-            continue  # computed before the job heard of its end; how many come so late is chance
+            continue  # computed before the job was cancelled; how many come so late is chance
         produced.append(event.token_id)
         if event.token_id in end_token_ids:
             continue
@@ -111,14 +111,14 @@ def follow(
 
 
 def _piece(index: int, text: str, waiting: list[tuple[NewToken, int]], *, up_to: int) -> Piece:
-    """Takes those of the ``waiting`` tokens along that begin before ``up_to`` characters."""
+    """A piece with those of the ``waiting`` tokens that begin before ``up_to`` characters."""
     ready = [entry for entry in waiting if entry[1] < up_to]
     waiting[:] = [entry for entry in waiting if entry[1] >= up_to]
     return Piece(index, text, tuple(token for token, _ in ready), tuple(offset for _, offset in ready))
 
 
 class TokenStream:
-    """Several jobs, followed side by side. An async context manager; iterate over it once."""
+    """The events of several jobs. An async context manager; iterate over it once."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class TokenStream:
     async def __aenter__(self) -> Self:
         try:
             for index, ticket in enumerate(self._tickets):
-                threading.Thread(target=self._follow, args=(index, ticket), name="kvboost-follow", daemon=True).start()
+                threading.Thread(target=self._follow, args=(index, ticket), name="kvboost-stream", daemon=True).start()
         except BaseException:  # no thread could be started, and ``__aexit__`` does not run for a failed entry
             self._cancel()
             raise
@@ -152,7 +152,7 @@ class TokenStream:
             ticket.cancel()
 
     async def events(self) -> AsyncIterator[Piece | Ended]:
-        """What comes, until all choices have ended."""
+        """Events until all choices have ended."""
         left = len(self._tickets)
         while left:
             event = await self._events.get()
@@ -162,11 +162,11 @@ class TokenStream:
     def _follow(self, index: int, ticket: Ticket) -> None:
         try:
             for event in follow(ticket, index=index, **self._arguments):  # type: ignore[arg-type]
-                self._tell(event)
+                self._put(event)
         except Exception as error:  # noqa: BLE001 - a thread has nobody to raise to: the client is told
             ticket.cancel()
-            self._tell(Ended(index, "error", "", (), (), None, None, error=repr(error)))
+            self._put(Ended(index, "error", "", (), (), None, None, error=repr(error)))
 
-    def _tell(self, event: Piece | Ended) -> None:
+    def _put(self, event: Piece | Ended) -> None:
         with suppress(RuntimeError):  # the loop is closed: the server has stopped, and nobody listens
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)

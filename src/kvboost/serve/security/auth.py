@@ -1,6 +1,6 @@
 """Who may call what: keys, tenants, and the gate before every route.
 
-The gate stands before the app's routing. Invariant: a route that is not listed is denied, and a listed one answers
+The gate runs before the app's routing. Invariant: a route that is not listed is denied, and a listed one answers
 only to a caller of its kind; a tenant is never taken from what a client writes, only from its key.
 """
 
@@ -76,7 +76,7 @@ class Keys:
 
     @property
     def every_tenant(self) -> list[str]:
-        """All who may have asked for something: of the API keys, of the admin's, and of who needed no key."""
+        """Every tenant that can have sent a request: of the API keys, of the admin's, and of callers without a key."""
         return ["", *(caller.tenant for _, caller in self._known)]
 
     def __bool__(self) -> bool:
@@ -128,7 +128,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_binding(host: str, keys: Keys, *, allow_open: bool) -> None:
-    """Refuse to be reached by other machines without a key, unless told so."""
+    """Refuse to be reached by other machines without a key, unless ``allow_open``."""
     if not keys and not allow_open and not is_loopback(host):
         raise ConfigError(
             f"binding {host} would let everybody who can reach this machine use the model; set an API key "
@@ -156,7 +156,7 @@ class Gate:
         self._only_local_names = only_local_names and not keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or hand on."""
+        """Answer, or pass the request on."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -206,7 +206,7 @@ class Gate:
 
 
 def _single_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
-    """The headers by name; one that is sent twice is not taken from either place."""
+    """The headers by name; one that is sent twice counts as empty."""
     found: dict[bytes, bytes] = {}
     for name, value in headers:
         found[name] = b"" if name in found else value
