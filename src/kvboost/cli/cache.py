@@ -17,27 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvboost.cli.cache_records import (
-    confirm,
-    console,
-    count_summary,
-    default_budget,
-    describe_record,
-    find_by_key,
-    header_fields,
-    iso_time,
-    json_counts,
-    open_for_reading,
-    open_for_writing,
-    open_location,
-    parse_header,
-    read_key_files,
-    record_flags,
-    select_records,
-    tenant_name,
-    to_hex,
-    with_progress,
-)
+from kvboost.cli import cache_records as records
 from kvboost.cli.output import ProgressBar, age, note, size
 from kvboost.config import parse_bytes
 from kvboost.errors import ConfigError
@@ -83,14 +63,14 @@ def list_records(
 ) -> None:
     """List the records, the most recently used first. With --json one object per line, in no order without --limit."""
     max_shown = (0 if as_json else _SHOWN) if limit is None else limit
-    with open_location(place) as catalogue, ProgressBar("listing") as bar:
-        entries: Iterable[Entry] = with_progress(select_records(catalogue, tenant, space), bar)
+    with records.open_location(place) as catalogue, ProgressBar("listing") as bar:
+        entries: Iterable[Entry] = records.with_progress(records.select_records(catalogue, tenant, space), bar)
         total = 0
         if max_shown or not as_json:
             found = list(entries)
             total = len(found)
             entries = heapq.nlargest(max_shown or total, found, key=lambda entry: entry.used_at or 0.0)
-        rows = (describe_record(entry, head) for entry, head in catalogue.heads(entries))
+        rows = (records.describe_record(entry, head) for entry, head in catalogue.heads(entries))
         if as_json:
             for row in rows:
                 print(json.dumps(row))
@@ -104,15 +84,15 @@ def list_records(
             table.add_row(
                 row["key"][:12],
                 row["space"][:8],
-                tenant_name(row["tenant"], tenant),
+                records.tenant_name(row["tenant"], tenant),
                 str(row.get("codec", "?")),
                 str(row.get("tokens", "?")),
                 str(row.get("start", "?")),
                 size(row["bytes"]),
                 age(row["used_at_s"], now=now) + " ago",
-                record_flags(row),
+                records.record_flags(row),
             )
-    console().print(table)
+    records.console().print(table)
     if total > table.row_count:
         print(f"{total - table.row_count} more; --limit 0 shows all")
 
@@ -128,11 +108,14 @@ def inspect_record(
     """Show all about one record: its header, and whether it is intact."""
     from kvboost.store.admin import verified
 
-    with open_location(place) as catalogue:
-        entries = find_by_key(catalogue, [key])
-        ((entry, finding),) = verified(catalogue, entries, keys=read_key_files(key_file))
+    with records.open_location(place) as catalogue:
+        entries = records.find_by_key(catalogue, [key])
+        ((entry, finding),) = verified(catalogue, entries, keys=records.read_key_files(key_file))
         heads = dict(catalogue.heads([entry]))
-    row = describe_record(entry, heads[entry]) | {"state": finding.verdict.value, "reason": finding.reason or None}
+    row = records.describe_record(entry, heads[entry]) | {
+        "state": finding.verdict.value,
+        "reason": finding.reason or None,
+    }
     if as_json:
         print(json.dumps(row))
         return
@@ -146,11 +129,11 @@ def statistics(place: Place, *, as_json: AsJson = False) -> None:
     """Show how much is stored, by space: a model with its settings, a tenant and a codec."""
     counted: dict[bytes, dict[str, Any]] = {}
     samples: dict[bytes, list[Entry]] = {}
-    with open_location(place) as catalogue, ProgressBar("listing") as bar:
-        for entry in with_progress(catalogue.entries(), bar):
+    with records.open_location(place) as catalogue, ProgressBar("listing") as bar:
+        for entry in records.with_progress(catalogue.entries(), bar):
             row = counted.setdefault(
                 entry.space,
-                {"space": entry.space.hex(), "tenant": to_hex(entry.tenant), "records": 0, "bytes": 0}
+                {"space": entry.space.hex(), "tenant": records.to_hex(entry.tenant), "records": 0, "bytes": 0}
                 | {"used_first": entry.used_at, "used_last": entry.used_at},
             )
             row["records"] += 1
@@ -161,13 +144,13 @@ def statistics(place: Place, *, as_json: AsJson = False) -> None:
             if row["records"] <= _SAMPLES:
                 samples.setdefault(entry.space, []).append(entry)
         for entry, head in catalogue.heads(entry for some in samples.values() for entry in some):
-            counted[entry.space] |= header_fields(parse_header(entry, head))
+            counted[entry.space] |= records.header_fields(records.parse_header(entry, head))
         name = catalogue.place
     rows = sorted(counted.values(), key=lambda row: -row["bytes"])
     totals = {"records": sum(row["records"] for row in rows), "bytes": sum(row["bytes"] for row in rows)}
     if as_json:
         for row in rows:
-            row |= {"used_first": iso_time(row["used_first"]), "used_last": iso_time(row["used_last"])}
+            row |= {"used_first": records.iso_time(row["used_first"]), "used_last": records.iso_time(row["used_last"])}
         print(json.dumps({"place": name, **totals, "spaces": rows}))
         return
     table = Table("space", "model", "tenant", "codec", "tensors", box=None, pad_edge=False)
@@ -178,14 +161,14 @@ def statistics(place: Place, *, as_json: AsJson = False) -> None:
         table.add_row(
             row["space"][:8],
             model[:12] if model else "?",
-            tenant_name(row["tenant"], None),
+            records.tenant_name(row["tenant"], None),
             row.get("codec", "?"),
             row.get("tensors", "?"),
             str(row["records"]),
             size(row["bytes"]),
             f"{age(row['used_last'])} to {age(row['used_first'])} ago",
         )
-    console().print(table)
+    records.console().print(table)
     print(f"{totals['records']} records, {size(totals['bytes'])} in {name}")
 
 
@@ -201,12 +184,12 @@ def remove(
     """Remove records: those named, or all of a space. Engines that run keep what they have in memory."""
     if bool(keys) == (space is not None):
         raise ConfigError("say what to remove: the keys' first digits, or --space")
-    with open_location(place) as catalogue:
+    with records.open_location(place) as catalogue:
         if keys:
-            entries = find_by_key(catalogue, keys)
+            entries = records.find_by_key(catalogue, keys)
         else:
-            entries = list(select_records(catalogue, None, space))
-            confirm(f"Remove {len(entries)} records from {catalogue.place}?", yes)
+            entries = list(records.select_records(catalogue, None, space))
+            records.confirm(f"Remove {len(entries)} records from {catalogue.place}?", yes)
         removed = catalogue.remove(entries)
     print(json.dumps({"removed": removed}) if as_json else f"{removed} records removed")
 
@@ -220,8 +203,8 @@ def purge(
     as_json: AsJson = False,
 ) -> None:
     """Remove everything of a tenant, of every model. Engines that run keep what they have in memory."""
-    with open_location(place) as catalogue:
-        confirm(f"Remove everything of tenant {tenant!r} from {catalogue.place}?", yes)
+    with records.open_location(place) as catalogue:
+        records.confirm(f"Remove everything of tenant {tenant!r} from {catalogue.place}?", yes)
         removed = catalogue.purge(tenant_digest(tenant))
     print(json.dumps({"removed": removed}) if as_json else f"{removed} records removed")
 
@@ -241,12 +224,12 @@ def verify(
 
     counts: Counter[str] = Counter({verdict.value: 0 for verdict in Verdict})
     damaged: list[tuple[Entry, Finding]] = []
-    with open_location(place) as catalogue:
-        keys = read_key_files(key_file)
+    with records.open_location(place) as catalogue:
+        keys = records.read_key_files(key_file)
         with ProgressBar("counting") as bar:  # listed twice rather than kept in memory: there may be tens of millions
-            total = sum(1 for _ in with_progress(select_records(catalogue, tenant, space), bar))
+            total = sum(1 for _ in records.with_progress(records.select_records(catalogue, tenant, space), bar))
         with ProgressBar("checking", total=total) as bar:
-            for entry, finding in verified(catalogue, select_records(catalogue, tenant, space), keys=keys):
+            for entry, finding in verified(catalogue, records.select_records(catalogue, tenant, space), keys=keys):
                 counts[finding.verdict.value] += 1
                 if finding.verdict is Verdict.DAMAGED:
                     damaged.append((entry, finding))
@@ -254,11 +237,11 @@ def verify(
         removed = catalogue.remove([entry for entry, _ in damaged]) if remove_damaged else 0
     if as_json:
         reports = [{"key": e.key.hex(), "space": e.space.hex(), "reason": finding.reason} for e, finding in damaged]
-        print(json.dumps({**json_counts(counts), "removed": removed, "damage": reports}))
+        print(json.dumps({**records.json_counts(counts), "removed": removed, "damage": reports}))
     else:
         for entry, finding in damaged:
             print(f"{entry.key.hex()[:12]} in {entry.space.hex()[:8]}: {finding.reason}")
-        print(count_summary(counts) + (f"; {removed} removed" if remove_damaged else ""))
+        print(records.count_summary(counts) + (f"; {removed} removed" if remove_damaged else ""))
         if counts[Verdict.LOCKED.value]:
             note("give the keys of the locked ones with --key-file to check them")
     if damaged:
@@ -284,19 +267,19 @@ def export(
     if as_json and str(file) == "-":
         raise ConfigError("--json and the records cannot both go to the output; give a file")
     counts: Counter[str] = Counter({verdict.value: 0 for verdict in Verdict})
-    with open_location(place) as catalogue:
+    with records.open_location(place) as catalogue:
         # Space by space, in each the most recently used last, so that an import keeps that order.
-        selected = select_records(catalogue, tenant, space)
+        selected = records.select_records(catalogue, tenant, space)
         entries = sorted(selected, key=lambda entry: (entry.space, entry.used_at or 0.0))
-        with open_for_writing(file) as stream, ProgressBar("exporting", total=len(entries)) as bar:
-            found = exported(catalogue, entries, keys=read_key_files(key_file), into=ArchiveWriter(stream))
+        with records.open_for_writing(file) as stream, ProgressBar("exporting", total=len(entries)) as bar:
+            found = exported(catalogue, entries, keys=records.read_key_files(key_file), into=ArchiveWriter(stream))
             for _, finding in found:
                 counts[finding.verdict.value] += 1
                 bar.advance()
     if as_json:
-        print(json.dumps(json_counts(counts)))
+        print(json.dumps(records.json_counts(counts)))
     else:
-        note(count_summary(counts))
+        note(records.count_summary(counts))
     if counts[Verdict.DAMAGED.value]:
         raise typer.Exit(_DAMAGE)
 
@@ -319,10 +302,10 @@ def import_records(
     """
     from kvboost.store.admin import ArchiveReader, Importer, Outcome
 
-    limit = parse_bytes(budget, name="--budget") if budget is not None else default_budget(place)
-    with open_for_reading(file) as stream, open_location(place, create=True) as catalogue:
+    limit = parse_bytes(budget, name="--budget") if budget is not None else records.default_budget(place)
+    with records.open_for_reading(file) as stream, records.open_location(place, create=True) as catalogue:
         reader = ArchiveReader(stream)
-        importer = Importer(catalogue, keys=read_key_files(key_file), capacity_bytes=limit)
+        importer = Importer(catalogue, keys=records.read_key_files(key_file), capacity_bytes=limit)
         counts: Counter[str] = Counter({outcome.value: 0 for outcome in Outcome})
         with ProgressBar("importing") as bar:
             for arrival in importer.arrivals(reader):
@@ -332,9 +315,9 @@ def import_records(
     counts["other version"] = reader.other_version
     counts["evicted"] = importer.evicted
     if as_json:
-        print(json.dumps({**json_counts(counts), "complete": reader.complete}))
+        print(json.dumps({**records.json_counts(counts), "complete": reader.complete}))
     else:
-        print(count_summary(counts))
+        print(records.count_summary(counts))
         if not reader.complete:
             note(f"{file} was cut short or damaged: not everything is in it that was exported")
         if counts["locked"]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvboost.cli.conversation import Conversation
+from kvboost.cli.flags import Model, with_settings
 from kvboost.cli.output import note, reuse_line
-from kvboost.cli.settings import Model, ReplyConfig, Settings, with_settings
+from kvboost.cli.settings import ReplyConfig, Settings
 from kvboost.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
@@ -103,9 +104,8 @@ def _loaded(model: str, settings: Settings) -> KVBoost:
 def _answer(engine: KVBoost, ids: Sequence[int], boundaries: Sequence[int], reply: ReplyConfig) -> GenerationResult:
     """Stream the answer to the output. An interruption ends it early."""
     result: GenerationResult | None = None
-    with closing(
-        engine.stream(ids, boundaries=boundaries, max_new_tokens=reply.max_new_tokens, temperature=reply.temperature)
-    ) as stream:
+    options: dict[str, Any] = {"max_new_tokens": reply.max_new_tokens, "temperature": reply.temperature}
+    with closing(engine.stream(ids, boundaries=boundaries, **options)) as stream:
         for piece in stream:
             print(piece.text, end="", flush=True)
             result = piece.result

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvboost import __version__
+from kvboost.cli.flags import with_settings
 from kvboost.cli.output import note, size
-from kvboost.cli.settings import Settings, with_settings
+from kvboost.cli.settings import Settings
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -105,7 +107,7 @@ def machine() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
         "transformers": metadata.version("transformers"),
-        "kvboost": metadata.version("kvboost") if _installed("kvboost") else "from its sources",
+        "kvboost": __version__,
     }
     for extra, modules in _EXTRAS.items():
         missing = [module for module in modules if util.find_spec(module) is None]
@@ -206,11 +208,3 @@ def _advice(forecast: Forecast) -> str:
         return "nothing listed fits: lower --context or --batch, or take a smaller model"
     best = max(fitting, key=lambda option: option.speed.decode if option.speed is not None else 0.0)
     return f"{best.name}: {_flags(best)}"
-
-
-def _installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True

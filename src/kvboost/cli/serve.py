@@ -10,8 +10,9 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from kvboost.cli.flags import Model, with_settings
 from kvboost.cli.output import note
-from kvboost.cli.settings import Model, Settings, with_settings
+from kvboost.cli.settings import Settings
 from kvboost.config import RunnerConfig
 from kvboost.errors import ConfigError
 from kvboost.serve.config import ServerConfig

@@ -10,11 +10,12 @@ import difflib
 import functools
 import os
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -81,35 +82,27 @@ def read_settings(flags: Mapping[Setting, Any], *, file: Path | None = None) -> 
     """The values of all settings, and who gave them. Raises ConfigError."""
     _check_variables()
     model = type("KVBoostSettings", (_model(),), {"model_config": {"toml_file": _checked(file)}})
-    given = _nested(flags)
+    given: dict[str, Any] = {}
+    for setting, value in flags.items():
+        (given.setdefault(setting.section, {}) if setting.section else given)[setting.name] = value
+    environment: Mapping[str, Any] = {}
     try:
         environment, table = EnvSettingsSource(model)(), TomlConfigSettingsSource(model)()
-        values = model(**given)
+        values = model(**given).model_dump()
     except ValidationError as error:
-        raise _told(error, given=given, environment=environment, file=file) from error
+        raise _config_error(error.errors()[0], flags, environment, file) from error
     except SettingsError as error:
         raise ConfigError(f"{error}; see kvboost COMMAND --show-config for the names") from error
     sources: dict[Setting, str] = {}
     for setting in SETTINGS:
-        places = ((given, setting.flag), (environment, setting.variable), (table, str(file)))
-        if name := next((name for place, name in places if setting.name in _table(place, setting.section)), None):
-            sources[setting] = name
-    return Settings({setting: _value(values, setting) for setting in SETTINGS}, sources)
+        for names, name in ((given, setting.flag), (environment, setting.variable), (table, str(file))):
+            if setting.name in _table(names, setting.section):
+                sources.setdefault(setting, name)
+    return Settings({setting: _table(values, setting.section)[setting.name] for setting in SETTINGS}, sources)
 
 
-def _nested(flags: Mapping[Setting, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for setting, value in flags.items():
-        (nested.setdefault(setting.section, {}) if setting.section else nested)[setting.name] = value
-    return nested
-
-
-def _table(place: Mapping[str, Any], section: str) -> Mapping[str, Any]:
-    return place.get(section, {}) if section else place
-
-
-def _value(values: BaseModel, setting: Setting) -> Any:
-    return getattr(getattr(values, setting.section) if setting.section else values, setting.name)
+def _table(values: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+    return values.get(section, {}) if section else values
 
 
 def _checked(file: Path | None) -> Path | None:
@@ -132,29 +125,20 @@ def _check_variables() -> None:
             raise ConfigError(f"the environment variable {name} is not a setting; did you mean {near[0]}?")
 
 
-def _told(
-    error: ValidationError, *, given: Mapping[str, Any], environment: Mapping[str, Any], file: Path | None
+def _config_error(
+    found: ErrorDetails, flags: Mapping[Setting, Any], environment: Mapping[str, Any], file: Path | None
 ) -> ConfigError:
-    """The first thing that is wrong, by the name that its giver knows."""
-    found = error.errors()[0]
-    *tables, name = [str(part) for part in found["loc"][: 2 if found["loc"][0] in SECTIONS else 1]]
-    section = tables[0] if tables else ""
-    from_environment = name in _table(environment, section)
-    variable = "_".join(part.upper() for part in ("KVBOOST", section, name) if part)
-    where = variable if from_environment else f"{name} in {file}"
+    """What is wrong, by the name under which it was given."""
+    place = [str(part) for part in found["loc"]]
+    section, name = place[:2] if place[0] in SECTIONS and len(place) > 1 else ("", place[0])
+    known = {setting.name: setting for setting in SETTINGS if setting.section == section}
+    in_environment = name in _table(environment, section)
+    where = "_".join(filter(None, ("KVBOOST", section, name))).upper() if in_environment else f"{name} in {file}"
     if found["type"] == "extra_forbidden":
-        return ConfigError(f"{where} is not a setting; {_hint(name, section)}")
-    if name in _table(given, section):
-        where = "--" + name.replace("_", "-")
-    return ConfigError(f"{where} is {without_password(found['input'])!r}; {_wanted(found['msg'])}")
-
-
-def _hint(name: str, section: str) -> str:
-    known: Collection[str] = [setting.name for setting in SETTINGS if setting.section == section]
-    near = difflib.get_close_matches(name, [*known, *(SECTIONS if not section else ())], n=1)
-    return f"did you mean {near[0]}?" if near else "run with --show-config to see all"
-
-
-def _wanted(message: str) -> str:
-    """``Input should be a valid integer, ...`` as a request."""
-    return message.replace("Input should be", "give", 1).partition(",")[0]
+        near = difflib.get_close_matches(name, [*known, *([] if section else SECTIONS)], n=1)
+        hint = f"did you mean {near[0]}?" if near else "run with --show-config to see all"
+        return ConfigError(f"{where} is not a setting; {hint}")
+    if known.get(name) in flags:
+        where = known[name].flag
+    wanted = found["msg"].replace("Input should be", "give", 1).partition(",")[0]
+    return ConfigError(f"{where} is {without_password(found['input'])!r}; {wanted}")

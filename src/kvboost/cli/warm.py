@@ -11,8 +11,9 @@ from typing import Annotated
 
 import typer
 
+from kvboost.cli.flags import Model, with_settings
 from kvboost.cli.output import note
-from kvboost.cli.settings import Model, Settings, with_settings
+from kvboost.cli.settings import Settings
 from kvboost.errors import CapacityError, ConfigError
 
 _TEXTS = ("*.txt", "*.md", "*.rst")

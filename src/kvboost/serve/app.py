@@ -110,22 +110,10 @@ def _describe(app: FastAPI) -> None:
     """Say in /openapi.json what FastAPI cannot know: the key, and that what is wrong is a 400 in OpenAI's shape."""
     description = app.openapi()
     description["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    shape = {
-        "type": "object",
-        "properties": {
-            "error": {
-                "type": "object",
-                "properties": {
-                    "message": {"type": "string"},
-                    "type": {"type": "string"},
-                    "param": {"type": ["string", "null"]},
-                    "code": {"type": ["string", "null"]},
-                },
-                "required": ["message", "type", "param", "code"],
-            }
-        },
-        "required": ["error"],
-    }
+    text, optional = {"type": "string"}, {"type": ["string", "null"]}
+    fields = {"message": text, "type": text, "param": optional, "code": optional}
+    error = {"type": "object", "properties": fields, "required": list(fields)}
+    shape = {"type": "object", "properties": {"error": error}, "required": ["error"]}
     refusal = {"description": "Refused", "content": {"application/json": {"schema": shape}}}
     for path, methods in description["paths"].items():
         for method, operation in methods.items():

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvboost.errors import CapacityError, ConfigError, StoreError
 from kvboost.scheduler.jobs import Sampling
-from kvboost.serve.api.chat import encode_messages
+from kvboost.serve.api.chat import encode_either
 from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.api.sse import while_connected
 from kvboost.serve.errors import ApiError, bad_request
@@ -70,15 +70,9 @@ async def unpin(service: AppService, pin: str) -> Response:
 
 async def _generation(service: Service, body: WarmRequest) -> GenerationRequest:
     caller = Caller(_tenant(service, body), admin=False)
-    if body.messages is not None and body.prompt is None:
-        chat = await asyncio.to_thread(encode_messages, service, body.messages, caller, None)
-        ids, boundaries = chat.token_ids, chat.boundaries
-    elif body.prompt is not None and body.messages is None:
-        ids, boundaries = await asyncio.to_thread(service.encode, body.prompt), []
-    else:
-        raise bad_request("give prompt or messages, one of them", param="prompt")
+    prompt = await encode_either(service, body, caller)
     # A job of one token is prefilled like every other job, in the same batch and under the same budgets.
-    return GenerationRequest("warm", [(ids, boundaries)], caller, 1, Sampling())
+    return GenerationRequest("warm", [prompt], caller, 1, Sampling())
 
 
 async def _prefill(service: Service, generation: GenerationRequest) -> Answer:

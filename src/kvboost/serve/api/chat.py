@@ -21,9 +21,9 @@ from kvboost.serve.generation.prompts import ChatPrompt, to_turn
 from kvboost.serve.generation.service import GenerationRequest, Service, sampling_of
 from kvboost.serve.generation.token_stream import Piece
 from kvboost.serve.generation.tools import ToolReader, make_forced_reader, make_reader
-from kvboost.serve.schemas import ChatRequest, Message, NamedChoice
+from kvboost.serve.schemas import ChatRequest, Message, NamedChoice, TokenizeRequest, WarmRequest
 from kvboost.serve.security.auth import Caller, caller_of
-from kvboost.serve.security.limits import check_count, check_json
+from kvboost.serve.security.limits import check_json
 
 
 class _Chat:
@@ -192,11 +192,22 @@ def encode_messages(
     param: str = "messages",
 ) -> ChatPrompt:
     """A chat as ids, checked; ``param`` is the field it came in. For worker threads."""
-    check_count(len(messages), service.limits.max_messages, param=param)
     prompt = service.chats.encode(
         [to_turn(message) for message in messages], tenant=caller.tenant, cache_key=cache_key or "", tools=tools
     )
     return replace(prompt, token_ids=service.encode(prompt.token_ids, param=param))
+
+
+async def encode_either(
+    service: Service, body: TokenizeRequest | WarmRequest, caller: Caller
+) -> tuple[list[int], list[int]]:
+    """Token ids and boundaries of a body that has a prompt or messages."""
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give prompt or messages, one of them", param="prompt")
+    if body.messages is not None:
+        chat = await asyncio.to_thread(encode_messages, service, body.messages, caller, None)
+        return chat.token_ids, chat.boundaries
+    return await asyncio.to_thread(service.encode, body.prompt or ""), []
 
 
 def _usable_tools(service: Service, body: ChatRequest) -> list[dict[str, Any]]:
@@ -206,7 +217,6 @@ def _usable_tools(service: Service, body: ChatRequest) -> list[dict[str, Any]]:
             field = "tool_choice" if body.tool_choice is not None else "parallel_tool_calls"
             raise bad_request(f"{field} needs tools", param=field)
         return []
-    check_count(len(body.tools), service.limits.max_tools, param="tools")
     check_json([tool.function.parameters for tool in body.tools], limits=service.limits, param="tools")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
     check_json(tools, limits=service.limits, param="tools")  # descriptions count as well

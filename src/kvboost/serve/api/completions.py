@@ -17,7 +17,6 @@ from kvboost.serve.generation.service import GenerationRequest, Service, samplin
 from kvboost.serve.generation.token_stream import Piece
 from kvboost.serve.schemas import CompletionRequest
 from kvboost.serve.security.auth import caller_of
-from kvboost.serve.security.limits import check_count
 
 _DEFAULT_TOKENS = 16  # OpenAI's
 
@@ -29,7 +28,6 @@ async def completions(service: AppService, body: CompletionRequest, request: Req
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream", param="stream_options")
     prompts = _prompts(body.prompt)
-    check_count(len(prompts), service.limits.max_prompts, param="prompt")
     if len(prompts) * (body.n or 1) > service.limits.max_prompts * service.limits.max_choices:
         raise bad_request("too many choices in all; ask for fewer prompts or choices", param="n")
     grammar = await service.grammar(body.response_format, param="response_format")

@@ -7,7 +7,7 @@ import asyncio
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvboost.serve.api.chat import encode_messages
+from kvboost.serve.api.chat import encode_either
 from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.errors import bad_request
 from kvboost.serve.schemas import DetokenizeRequest, TokenizeRequest
@@ -17,13 +17,7 @@ from kvboost.serve.security.auth import caller_of
 async def tokenize(service: AppService, body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a text or of a chat, as a generation would use them."""
     service.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise bad_request("give prompt or messages, one of them", param="prompt")
-    if body.messages is not None:
-        chat = await asyncio.to_thread(encode_messages, service, body.messages, caller_of(request), None)
-        tokens = chat.token_ids
-    else:
-        tokens = await asyncio.to_thread(service.encode, body.prompt or "")
+    tokens, _ = await encode_either(service, body, caller_of(request))
     return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_positions})
 
 

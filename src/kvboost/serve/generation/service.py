@@ -10,9 +10,10 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from kvboost.core.chunking import make_chunker
@@ -31,7 +32,7 @@ from kvboost.serve.observability.recent import RecentRequests, RequestRecord
 from kvboost.serve.observability.tracing import RequestSpan, current_span
 from kvboost.serve.schemas import InlineSchemaFormat, ResponseFormat
 from kvboost.serve.security.auth import Caller, Keys
-from kvboost.serve.security.limits import Limits, Streams, check_count
+from kvboost.serve.security.limits import Limits, Streams
 
 _log = logging.getLogger("kvboost.serve")
 
@@ -183,10 +184,6 @@ class Service:
             )
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
-        return self.chats.decode(ids)
-
     async def remember(self, prompt: ChatPrompt, ended: Ended) -> None:
         """Keep the ids of a reply, to use them when the chat goes on."""
         await asyncio.to_thread(self.chats.remember, prompt, reply=ended.text, ids=ended.reply_ids)
@@ -207,7 +204,7 @@ class Service:
         answer: Answer | None = None
         try:
             tickets = await self._submitted(generation)
-            decode = self.chats.decode if not generation.special else self._decode_special
+            decode = partial(self.chats.decode, special=generation.special)
             stream = TokenStream(tickets, decode=decode, stops=generation.stops, end_token_ids=self.end_token_ids)
             answer = Answer(prefix + secrets.token_hex(12), int(time.time()), self.model_name, generation, stream)
             async with stream:
@@ -218,9 +215,6 @@ class Service:
                     self._count(answer, seconds=time.monotonic() - started, span=span)
             finally:
                 self.streams.leave(generation.caller.tenant)  # last: a server that is idle has counted everything
-
-    def _decode_special(self, ids: Sequence[int]) -> str:
-        return self.chats.decode(ids, special=True)
 
     async def _submitted(self, generation: GenerationRequest) -> list[Ticket]:
         """Submit the jobs of ``generation``. A client that disconnects meanwhile must not leave them behind."""
@@ -236,39 +230,20 @@ class Service:
     def _submit(self, generation: GenerationRequest) -> list[Ticket]:
         tickets: list[Ticket] = []
         try:
-            for ids, boundaries in generation.prompts:
-                max_new_tokens = self._max_new_tokens(len(ids), generation)
-                for choice in range(generation.n):
-                    sampling = generation.sampling
-                    if sampling.seed is not None and choice:
-                        sampling = _with_seed(sampling, sampling.seed + choice)
-                    tickets.append(
-                        self.runner.submit(
-                            Job(
-                                token_ids=tuple(ids),
-                                max_new_tokens=max_new_tokens,
-                                may_shorten=generation.max_new_tokens is None,
-                                sampling=sampling,
-                                boundaries=tuple(boundaries),
-                                stop_token_ids=self.end_token_ids,
-                                top_logprobs=generation.top_logprobs,
-                                constrain=generation.grammar() if generation.grammar is not None else None,
-                                tenant=generation.caller.tenant,
-                            )
-                        )
-                    )
+            with ExitStack() as submitted:
+                for job in self._jobs(generation):
+                    tickets.append(self.runner.submit(job))
+                    submitted.callback(tickets[-1].cancel)
+                submitted.pop_all()  # all of them were taken: none is cancelled
+            return tickets
         except BusyError as error:
-            self._cancel(tickets)
             raise ApiError(429, str(error), code="server_busy", headers={"Retry-After": "1"}) from error
         except ClosedError as error:
-            self._cancel(tickets)
             _log.error("a request was refused: %s", error)
             raise ApiError(503, "the server takes no more requests; restart it") from error
         except ConfigError as error:
-            self._cancel(tickets)
             raise bad_request(str(error)) from error
         except CapacityError as error:
-            self._cancel(tickets)
             _log.info("a request was refused: %s", error)
             less = "" if generation.max_new_tokens is None else f" or lower {generation.max_param}"
             raise ApiError(
@@ -278,10 +253,26 @@ class Service:
                 param=generation.prompt_param if generation.max_new_tokens is None else generation.max_param,
                 code="too_large",
             ) from error
-        except BaseException:
-            self._cancel(tickets)
-            raise
-        return tickets
+
+    def _jobs(self, generation: GenerationRequest) -> Iterator[Job]:
+        for ids, boundaries in generation.prompts:
+            max_new_tokens = self._max_new_tokens(len(ids), generation)
+            for choice in range(generation.n):
+                sampling = generation.sampling
+                if sampling.seed is not None and choice:
+                    seed = sampling.seed + choice
+                    sampling = replace(sampling, seed=seed if seed < 2**63 else seed - 2**64)
+                yield Job(
+                    token_ids=tuple(ids),
+                    max_new_tokens=max_new_tokens,
+                    may_shorten=generation.max_new_tokens is None,
+                    sampling=sampling,
+                    boundaries=tuple(boundaries),
+                    stop_token_ids=self.end_token_ids,
+                    top_logprobs=generation.top_logprobs,
+                    constrain=generation.grammar() if generation.grammar is not None else None,
+                    tenant=generation.caller.tenant,
+                )
 
     @staticmethod
     def _cancel(tickets: Sequence[Ticket]) -> None:
@@ -341,17 +332,11 @@ class Service:
         )
 
 
-def _with_seed(sampling: Sampling, seed: int) -> Sampling:
-    return replace(sampling, seed=seed if seed < 2**63 else seed - 2**64)
-
-
 def sampling_of(body: Any, *, limits: Limits, vocab_size: int) -> tuple[Sampling, list[str]]:
     """How to draw tokens, and the stop strings, from a body with OpenAI's fields. Their defaults are OpenAI's."""
     stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
-    check_count(len(stops), limits.max_stop_strings, param="stop")
     if any(not stop or len(stop) > limits.max_stop_characters for stop in stops):
         raise bad_request(f"a stop string has 1 to {limits.max_stop_characters} characters", param="stop")
-    check_count(len(body.logit_bias or {}), limits.max_logit_bias, param="logit_bias")
     bias: Mapping[int, float] = {int(token): value for token, value in (body.logit_bias or {}).items()}
     if any(token >= vocab_size for token in bias):
         raise bad_request(f"logit_bias names tokens beyond this model's {vocab_size}", param="logit_bias")

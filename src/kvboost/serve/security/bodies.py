@@ -36,12 +36,10 @@ class BodyLimit:
         try:
             async with asyncio.timeout(self._limits.body_seconds):
                 body = await self._body(scope, receive)
-        except TimeoutError:
-            error = ApiError(408, f"the body took longer than {self._limits.body_seconds:g} seconds", code="too_slow")
-            await JSONResponse(error.body(), error.status, headers={"Connection": "close"})(scope, receive, send)
-            return
-        except ApiError as error:
-            await JSONResponse(error.body(), error.status, headers={"Connection": "close"})(scope, receive, send)
+        except (ApiError, TimeoutError) as error:
+            late = f"the body took longer than {self._limits.body_seconds:g} seconds"
+            refusal = error if isinstance(error, ApiError) else ApiError(408, late, code="too_slow")
+            await JSONResponse(refusal.body(), refusal.status, headers={"Connection": "close"})(scope, receive, send)
             return
         if body is None:
             return  # the client has gone

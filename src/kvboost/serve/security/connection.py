@@ -24,6 +24,10 @@ def bounded_connection(limits: Limits) -> type[H11Protocol]:
         _header_timer: asyncio.TimerHandle | None = None
         _write_timer: asyncio.TimerHandle | None = None
 
+        @property
+        def _answering(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
+
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             if len(self.connections) > limits.max_connections:
@@ -71,8 +75,7 @@ def bounded_connection(limits: Limits) -> type[H11Protocol]:
 
         def _update_header_timer(self) -> None:
             """The clock runs from the first byte of a request's headers to their last, and before the first request."""
-            answering = self.cycle is not None and not self.cycle.response_complete
-            if answering or self.transport.is_closing():
+            if self._answering or self.transport.is_closing():
                 self._stop_header_timer()
             elif self._header_timer is None:
                 self._header_timer = self.loop.call_later(limits.header_seconds, self._headers_late)
@@ -84,8 +87,7 @@ def bounded_connection(limits: Limits) -> type[H11Protocol]:
 
         def _headers_late(self) -> None:
             self._header_timer = None
-            answering = self.cycle is not None and not self.cycle.response_complete
-            if not answering:
+            if not self._answering:
                 self.transport.close()
 
     return BoundedConnection
