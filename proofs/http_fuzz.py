@@ -32,13 +32,14 @@ import torch
 torch.set_num_threads(1)
 from kvboost import KVBoost
 from kvboost.scheduler.runner import BatchRunner
-from kvboost.serve import Limits, serve
+from kvboost.serve import Limits, ServerConfig, serve
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 
 engine = KVBoost(tiny_model("llama", vocab_size=260, max_position_embeddings=2048), byte_tokenizer(), chunk_size=32)
 with BatchRunner(engine) as runner:
-    serve(engine, runner, model_name="tiny", port=0, limits=Limits(new_tokens=8, header_seconds=2, body_seconds=2),
+    limits = Limits(max_new_tokens=8, header_seconds=2, body_seconds=2)
+    serve(engine, runner, ServerConfig(name="tiny", port=0), limits=limits,
           ready=lambda host, port: print(port, flush=True))
 """
 

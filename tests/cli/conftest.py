@@ -19,5 +19,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_settings_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KVBOOST_CONFIG", "KVBOOST_CACHE_DIR", "KVBOOST_TENANT", "KVBOOST_REMOTE_URL"):
+    for name in ("KVBOOST_CONFIG", "KVBOOST_DISK_CACHE_DIR", "KVBOOST_TENANT", "KVBOOST_REMOTE_URL"):
         monkeypatch.delenv(name, raising=False)

@@ -124,7 +124,7 @@ def test_rm_and_purge(filled: Place, kvboost: Said, monkeypatch: pytest.MonkeyPa
     assert kvboost.json("rm", filled.url, b[:12], c) == {"removed": 2}
     for arguments in (["rm", filled.url], ["rm", filled.url, a, "--space", "0000"]):
         assert kvboost(*arguments) == 2
-        assert "say what goes" in kvboost.err
+        assert "say what to remove" in kvboost.err
     assert kvboost("rm", filled.url, a, "0123456789") == 2, "one that is not there"
     for arguments in (["rm", filled.url, "--space", NOBODY.space.hex()], ["purge", filled.url, "--tenant", "acme"]):
         assert kvboost(*arguments) == 2

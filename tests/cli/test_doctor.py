@@ -37,7 +37,7 @@ def test_a_model_is_tried_and_estimated(folder: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr()
     assert "exact reuse         on" in said.out
     assert "attention           sdpa" in said.out
-    assert "self-test           passed: of 96 tokens read twice, 64 came from the cache bit for bit" in said.out
+    assert "self-test           passed: of 96 prompt tokens, 64 came from the cache bit for bit" in said.out
     assert "Memory for 4 x 1000 tokens, with all caches full:" in said.out
     assert "KV of running requests" in said.out
     assert "Measured here: memory" in said.out
@@ -87,7 +87,7 @@ def test_settings_reach_the_plan(folder: Path, capsys: pytest.CaptureFixture[str
 
 def test_a_self_test_without_reuse_says_why(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(folder), "--cache-bytes", "0"]) == 0
-    assert "self-test           nothing was reused: no room in the cache" in capsys.readouterr().out
+    assert "self-test           nothing was reused: the cache is too small" in capsys.readouterr().out
 
 
 def test_another_answer_from_the_cache_fails_the_test() -> None:

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from kvboost.approx import calibrate as calibration
 from kvboost.cli import main
+from kvboost.cli.calibrate import read_prompts
 from kvboost.cli.main import app
-from kvboost.cli.models import read_prompts
 from tests.approx.test_calibrate import traffic
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
@@ -24,12 +24,12 @@ def test_doctor_says_what_a_model_allows(folder: Path, capsys: pytest.CaptureFix
     assert main(["doctor", str(folder)]) == 0
     said = capsys.readouterr().out
     assert "exact reuse         on" in said
-    assert "moved reuse         on: auto" in said
+    assert "non-prefix reuse    on: auto" in said
     tiny_model("gpt2").save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     assert main(["doctor", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "moved reuse         off: gpt2" in said
+    assert "non-prefix reuse    off: gpt2" in said
 
 
 def test_calibrate_writes_a_file_an_engine_takes(
@@ -42,7 +42,7 @@ def test_calibrate_writes_a_file_an_engine_takes(
     code = main(["calibrate", str(folder), "--prompts", str(prompts), "--tolerated", "0.5", "--out", str(out)])
     said = capsys.readouterr()
     assert code == 0, said.err
-    assert "quality=0.5 computes 50% of the rows again" in said.out
+    assert "quality=0.5 recomputes 50% of the tokens" in said.out
     assert json.loads(out.read_text())["format"] == 3
 
 
@@ -61,12 +61,12 @@ def test_calibrate_writes_a_file_an_engine_takes(
         (["cache"], "Missing command. Try 'kvboost cache --help'."),
         (["cache", "ls", "absent"], "there is no directory absent"),
         (["cache", "ls", "EMPTY"], "no directory"),
-        (["warm", "MODEL", "TEXT"], "give --cache-dir or --remote-url"),
-        (["warm", "MODEL", "absent.txt", "--cache-dir", "CACHE"], "there is no absent.txt"),
-        (["warm", "MODEL", "CACHE", "--cache-dir", "CACHE"], "holds no *.txt"),
+        (["warm", "MODEL", "TEXT"], "give --disk-cache-dir or --remote-url"),
+        (["warm", "MODEL", "absent.txt", "--disk-cache-dir", "CACHE"], "there is no absent.txt"),
+        (["warm", "MODEL", "CACHE", "--disk-cache-dir", "CACHE"], "holds no *.txt"),
         (["run", "MODEL", "hello", "--quality", "best"], "quality='best' is not known"),
         (["run", "MODEL", "hello", "--kv-cache-bits", "5"], "use 16, 8 or 4"),
-        (["run", "MODEL", "hello", "--max-new-tokens", "0"], "greater than or equal to 1. Try 'kvboost run --help'."),
+        (["run", "MODEL", "hello", "--max-new-tokens", "0"], "max_new_tokens=0 gives no answer"),
         (["run", "MODEL", "hello", "--config", "absent.toml"], "cannot be read as TOML"),
         (["run", "MODEL", "hello", "--raw", "--system", "x"], "--raw has no system message"),
     ],
@@ -105,7 +105,7 @@ def test_warm_reads_directories_and_goes_on_where_it_stopped(
     (documents / "more").mkdir(parents=True)
     for number in range(3):
         (documents / f"{number}.txt").write_text(f"document {number} " * 30)
-    call = ["warm", str(folder), str(documents), "--cache-dir", str(tmp_path / "cache")]
+    call = ["warm", str(folder), str(documents), "--disk-cache-dir", str(tmp_path / "cache")]
     assert main(call) == 0
     first = capsys.readouterr().out
     assert first.startswith("3 documents with ")

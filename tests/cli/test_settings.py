@@ -3,112 +3,183 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvboost.cli.settings import ENGINE, Option, Settings, resolve, with_settings
-from kvboost.config import EngineConfig
+from kvboost import KVBoost
+from kvboost.cli.flags import with_settings
+from kvboost.cli.main import main
+from kvboost.cli.settings import SECTIONS, SETTINGS, ReplyConfig, Settings
+from kvboost.cli.sources import read_settings
+from kvboost.config import EngineConfig, LoadConfig, RunnerConfig
 from kvboost.errors import ConfigError
+from kvboost.scheduler.runner import BatchRunner
+from kvboost.serve import Limits, ServerConfig
 
-PORT = Option("port", int, "Where to listen.", default=8000)
+
+def read(file: Path | None = None, **flags: Any) -> Settings:
+    """As a command reads them; a flag of a table is ``serve__port``."""
+    named = {"__".join(filter(None, (setting.section, setting.name))): setting for setting in SETTINGS}
+    return read_settings({named[name]: value for name, value in flags.items()}, file=file)
 
 
-def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+def source(settings: Settings, name: str) -> str | None:
+    return next((where for setting, where in settings.sources.items() if setting.name == name), None)
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "k.toml"
-    file.write_text('cache_dir = "/file"\ntenant = "file"\nkv_cache_bits = 8\nreuse_generated = true\n')
-    environ = {"KVBOOST_TENANT": "environment", "KVBOOST_CACHE_DIR": "/environment", "KVBOOST_MODELS": "not ours"}
-    settings = resolve({"cache_dir": "/flag", "tenant": None}, file=file, environ=environ)
+    file.write_text('disk_cache_dir = "/file"\ntenant = "file"\nkv_cache_bits = 8\nreuse_generated = true\n')
+    monkeypatch.setenv("KVBOOST_TENANT", "environment")
+    monkeypatch.setenv("KVBOOST_DISK_CACHE_DIR", "/environment")
+    monkeypatch.setenv("KVBOOST_CHUNK_SIZE", "")  # as if it were not there
+    monkeypatch.setenv("KVBOOST_MODELS", "not ours")
+    settings = read(file, disk_cache_dir="/flag")
     assert settings.engine() == {
-        "disk_cache_dir": "/flag",
+        "disk_cache_dir": Path("/flag"),
         "tenant": "environment",
         "kv_cache_bits": 8,
         "reuse_generated": True,
     }
-    assert [settings.sources[name] for name in ("cache_dir", "tenant", "kv_cache_bits", "dtype")] == [
-        "--cache-dir",
+    assert [source(settings, name) for name in ("disk_cache_dir", "tenant", "kv_cache_bits", "dtype")] == [
+        "--disk-cache-dir",
         "KVBOOST_TENANT",
         str(file),
-        "default",
+        None,
     ]
 
 
-def test_every_setting_is_one_that_an_engine_takes() -> None:
-    arguments = {option.argument or option.name for option in ENGINE}
-    fields = {field.name for field in dataclasses.fields(EngineConfig)}
-    assert arguments - fields == {"dtype", "device", "weight_budget", "weight_dir"}  # of from_pretrained
-    assert fields - arguments == {"force_approx"}  # for measurements
+def test_every_field_is_a_setting_with_its_own_default_and_help() -> None:
+    for configs in SECTIONS.values():
+        for config in configs:
+            mine = [setting for setting in SETTINGS if setting.config is config]
+            assert [setting.name for setting in mine] == [field.name for field in dataclasses.fields(config)]
+            assert all(len(setting.help) > 10 and "``" not in setting.help for setting in mine), config
+            assert read().of(config) == config()
+    serve_flags = [setting.flag for setting in SETTINGS if setting.section in ("", "serve")]
+    assert len(serve_flags) == len(set(serve_flags))
+    variables = [setting.variable for setting in SETTINGS]
+    assert len(variables) == len(set(variables))
 
 
-def test_values_are_read_as_what_they_are() -> None:
-    environ = {
-        "KVBOOST_QUALITY": "0.05",
-        "KVBOOST_STRICT": "no",
-        "KVBOOST_CHUNK_SIZE": "64",
-        "KVBOOST_CACHE_DIR": "~/kv",
+def test_the_settings_of_loading_and_running_are_what_these_take() -> None:
+    loading = inspect.signature(KVBoost.from_pretrained).parameters
+    running = inspect.signature(BatchRunner).parameters
+    for config, parameters in ((LoadConfig, loading), (RunnerConfig, running)):
+        for field in dataclasses.fields(config):
+            assert parameters[field.name].default == field.default, field.name
+
+
+def test_values_are_read_as_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"QUALITY": "0.05", "STRICT": "no", "CHUNK_SIZE": "64", "DISK_CACHE_DIR": "~/kv", "CACHE_BYTES": "1GiB"}
+    for name, value in given.items():
+        monkeypatch.setenv(f"KVBOOST_{name}", value)
+    assert read().engine() == {
+        "quality": 0.05,
+        "strict": False,
+        "chunk_size": 64,
+        "disk_cache_dir": Path.home() / "kv",
+        "cache_bytes": "1GiB",
     }
-    settings = resolve({}, environ=environ)
-    assert settings["quality"] == 0.05
-    assert settings["strict"] is False
-    assert settings["chunk_size"] == 64
-    assert settings["cache_dir"] == str(Path.home() / "kv")
-    EngineConfig(**settings.engine())
-    assert resolve({"quality": "fast"}, environ={})["quality"] == "fast"
+    assert EngineConfig(**read().engine()).cache_bytes == 2**30
+    assert read(quality="fast").engine()["quality"] == "fast"
+    assert read(cache_bytes="1000").engine()["cache_bytes"] == 1000
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('cache_dri = "x"', "did you mean cache_dir"),
+        ('disk_cache_dri = "x"', "disk_cache_dri in .* did you mean disk_cache_dir"),
         ("zzz = 1", "--show-config"),
         ("= 1", "cannot be read as TOML"),
-        ('chunk_size = "many"', "give a whole number"),
-        ("chunk_size = [1]", "give a whole number"),
-        ("reuse_generated = 3", "give true or false"),
+        ('chunk_size = "many"', "chunk_size in .* is 'many'; give a valid integer"),
+        ("chunk_size = [1]", "give a valid integer"),
+        ("reuse_generated = 3", "give a valid boolean"),
         ("[serve]\nprot = 1", "did you mean port"),
+        ("[serve]\nmax_tool = 1", "did you mean max_tools"),
+        ("[server]\nport = 1", "did you mean serve"),
+        ("serve = 1", "serve in "),
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "k.toml"
     file.write_text(content)
     with pytest.raises(ConfigError, match=message):
-        resolve({}, file=file, environ={}, own=(PORT,), section="serve")
+        read(file)
 
 
-def test_a_mistake_in_the_environment_is_named() -> None:
-    with pytest.raises(ConfigError, match="KVBOOST_KV_CACHE_BITS is 'eight'"):
-        resolve({}, environ={"KVBOOST_KV_CACHE_BITS": "eight"})
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("KVBOOST_KV_CACHE_BITS", "eight", "KVBOOST_KV_CACHE_BITS is 'eight'; give a valid integer"),
+        ("KVBOOST_SERVE_PORT", "http", "KVBOOST_SERVE_PORT is 'http'; give a valid integer"),
+        ("KVBOOST_CACHE_DIR", "x", "did you mean KVBOOST_DISK_CACHE_DIR"),
+        ("KVBOOST_SERVE_PROT", "1", "did you mean KVBOOST_SERVE_PORT"),
+        ("KVBOOST_SERVE_COLOUR", "1", "KVBOOST_SERVE_COLOUR is not a setting"),
+    ],
+)
+def test_a_mistake_in_the_environment_is_named(
+    variable: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=message):
+        read()
 
 
-def test_a_command_has_settings_of_its_own(tmp_path: Path) -> None:
+def test_a_mistake_in_a_flag_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBOOST_CHUNK_SIZE", "64")
+    with pytest.raises(ConfigError, match="--chunk-size is 'x'; give a valid integer"):
+        read(chunk_size="x")
+
+
+def test_every_limit_can_be_set_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [field.name for field in dataclasses.fields(Limits)]
     file = tmp_path / "k.toml"
-    file.write_text("chunk_size = 64\n[serve]\nport = 81\n[other]\nx = 1\n")
-    own = {"own": (PORT,), "section": "serve"}
-    assert resolve({}, environ={}, **own)["port"] == 8000  # type: ignore[arg-type]
-    assert resolve({}, file=file, environ={}, **own)["port"] == 81  # type: ignore[arg-type]
-    assert resolve({}, file=file, environ={"KVBOOST_SERVE_PORT": "82"}, **own)["port"] == 82  # type: ignore[arg-type]
-    assert resolve({}, file=file, environ={"KVBOOST_PORT": "83"}, **own)["port"] == 81  # type: ignore[arg-type]
-    assert "port" not in resolve({}, file=file, environ={}).values
+    file.write_text("[serve]\n" + "".join(f"{name} = 7\n" for name in names))
+    assert read(file).of(Limits) == Limits(**dict.fromkeys(names, 7))
+    for name in names:
+        monkeypatch.setenv(f"KVBOOST_SERVE_{name.upper()}", "8")
+    assert read(file).of(Limits) == Limits(**dict.fromkeys(names, 8))
+    flags = {f"serve__{name}": "9" for name in names}
+    assert read(file, **flags).of(Limits) == Limits(**dict.fromkeys(names, 9))
 
 
-def test_what_is_shown_gives_the_same_again_and_no_password(tmp_path: Path) -> None:
-    settings = resolve(
-        {"cache_dir": 'a "quoted" dir', "port": 81},
-        environ={"KVBOOST_KV_CACHE_BITS": "8", "KVBOOST_REUSE_GENERATED": "true"},
-        own=(PORT,),
-        section="serve",
-    )
-    shown = settings.show_config()
+def test_tables_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "k.toml"
+    file.write_text("chunk_size = 64\n[serve]\nport = 81\nmax_new_tokens = 5\n[chat]\nmax_new_tokens = 6\n")
+    assert read(file).of(ServerConfig).port == 81
+    assert read(file).of(Limits).max_new_tokens == 5
+    assert read(file).of(ReplyConfig).max_new_tokens == 6
+    assert read(file).engine() == {"chunk_size": 64}
+    monkeypatch.setenv("KVBOOST_SERVE_PORT", "82")
+    assert read(file).of(ServerConfig).port == 82
+    assert read(file).of(Limits).max_new_tokens == 5
+
+
+def test_what_is_shown_gives_the_same_again_and_no_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBOOST_KV_CACHE_BITS", "8")
+    monkeypatch.setenv("KVBOOST_REUSE_GENERATED", "true")
+    settings = read(disk_cache_dir='a "quoted" dir', serve__port="81")
+    shown = settings.show_config("", "serve")
     file = tmp_path / "k.toml"
     file.write_text(shown)
-    assert tomllib.loads(shown)["serve"] == {"port": 81}
-    again = resolve({}, file=file, environ={}, own=(PORT,), section="serve")
-    assert again.engine() == settings.engine()
+    assert tomllib.loads(shown)["serve"]["port"] == 81
+    assert "chat" not in tomllib.loads(shown)
+    assert "kv_cache_bits = 8  # KVBOOST_KV_CACHE_BITS" in shown
+    monkeypatch.delenv("KVBOOST_KV_CACHE_BITS")
+    monkeypatch.delenv("KVBOOST_REUSE_GENERATED")
+    assert read(file).values == settings.values
     for url in ("redis://:pass@h:1/0", "rediss://user:pass@h:1/0"):
-        shown = resolve({"remote_url": url}, environ={}).show_config()
+        shown = read(remote_url=url).show_config("")
         assert "pass" not in shown
         assert "***@h:1/0" in shown
 
@@ -118,16 +189,29 @@ def test_a_command_gets_flags_and_settings() -> None:
     got: list[Settings] = []
 
     @app.command()
-    @with_settings(PORT, section="serve")
+    @with_settings("serve")
     def serve(model: str, *, settings: Settings) -> None:
         got.append(settings)
         assert model == "m"
 
-    run = CliRunner().invoke(app, ["m", "--port", "81", "--tenant", "acme"])
+    run = CliRunner().invoke(app, ["m", "--port", "81", "--tenant", "acme", "--no-strict", "--max-tools", "3"])
     assert run.exit_code == 0, run.output
-    assert (got[0]["port"], got[0]["tenant"], got[0].engine()) == (81, "acme", {"tenant": "acme"})
+    assert (got[0].of(ServerConfig).port, got[0].of(Limits).max_tools) == (81, 3)
+    assert got[0].engine() == {"tenant": "acme", "strict": False}
     shown = CliRunner().invoke(app, ["m", "--show-config", "--quality", "0.02"], env={"KVBOOST_SERVE_PORT": "82"})
     assert shown.exit_code == 0
     assert len(got) == 1
     assert "quality = 0.02  # --quality" in shown.output
     assert "port = 82  # KVBOOST_SERVE_PORT" in shown.output
+    assert "max_tools = 128  # default" in shown.output
+
+
+def test_without_pydantic_settings_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pydantic_settings", None)
+    monkeypatch.delitem(sys.modules, "kvboost.cli.sources")
+    assert main(["run", "no-such-model", "hello"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.endswith('pydantic_settings is missing; install it with pip install "kvboost[cli]"')
+    assert main(["run", "--help"]) == 0

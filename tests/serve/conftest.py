@@ -59,7 +59,7 @@ def start_server() -> Iterator[Callable[..., Running]]:
         send_buffer: int | None = None,
     ) -> Running:
         runner = runner or Recording(BatchRunner(engine))
-        limits = limits or Limits(new_tokens=64)
+        limits = limits or Limits(max_new_tokens=64)
         app = make_app(engine, runner, model_name=model_name, keys=keys, limits=limits)
         config = http_config(app, limits=limits, drain_seconds=1)
         config.port = 0

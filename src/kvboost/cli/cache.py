@@ -1,4 +1,4 @@
-"""``kvboost cache``: look after the chunk records of a directory, a Redis server or a bucket.
+"""``kvboost cache``: manage the chunk records of a directory, a Redis server or a bucket.
 
 Called by :mod:`kvboost.cli.main`. It needs no model: records say what they are. Invariants: only ``rm``, ``purge``,
 ``import`` and ``verify --remove`` change anything; with ``--json`` the output is JSON and nothing else.
@@ -17,28 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from kvboost.cli.records import (
-    by_keys,
-    chosen,
-    confirm,
-    console,
-    header_of,
-    hex_of,
-    moment,
-    opened,
-    read,
-    remark,
-    ring,
-    row_of,
-    stepping,
-    summary,
-    tenant_name,
-    traits,
-    underscored,
-    usual_budget,
-    written,
-)
-from kvboost.cli.show import Bar, age, note, size
+from kvboost.cli import cache_records as records
+from kvboost.cli.output import ProgressBar, age, note, size
 from kvboost.config import parse_bytes
 from kvboost.errors import ConfigError
 from kvboost.types import tenant_digest
@@ -54,7 +34,7 @@ Place = Annotated[
     str,
     typer.Argument(metavar="PLACE", help="A cache directory, redis://HOST:PORT, rediss://... or s3://BUCKET/FOLDER."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="For scripts.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Tenant = Annotated[str | None, typer.Option("--tenant", metavar="NAME", help="Only this tenant's.")]
 Space = Annotated[
     str | None, typer.Option("--space", metavar="HEX", help="Only of this space, by its first digits (see stat).")
@@ -63,10 +43,10 @@ Keys = Annotated[
     list[Path] | None,
     typer.Option("--key-file", metavar="FILE", help="An engine's record_key_file; may be given several times."),
 ]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 app = typer.Typer(
-    help="Look after stored chunks: list, check, remove, carry elsewhere. Works without the model.",
+    help="Manage stored chunks: list, check, remove, export and import. Needs no model.",
     rich_markup_mode="rich",
     no_args_is_help=False,
 )
@@ -78,19 +58,19 @@ def list_records(
     *,
     tenant: Tenant = None,
     space: Space = None,
-    limit: Annotated[int | None, typer.Option(min=0, help="Show so many, those used last first; 0: all.")] = None,
+    limit: Annotated[int | None, typer.Option(min=0, help="Show this many; 0 shows all.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the records, those used last first. With --json one object per line, in no order unless --limit is given."""
-    most = (0 if as_json else _SHOWN) if limit is None else limit
-    with opened(place) as catalogue, Bar("listing") as bar:
-        entries: Iterable[Entry] = stepping(chosen(catalogue, tenant, space), bar)
+    """List the records, the most recently used first. With --json one object per line, in no order without --limit."""
+    max_shown = (0 if as_json else _SHOWN) if limit is None else limit
+    with records.open_location(place) as catalogue, ProgressBar("listing") as bar:
+        entries: Iterable[Entry] = records.with_progress(records.select_records(catalogue, tenant, space), bar)
         total = 0
-        if most or not as_json:
+        if max_shown or not as_json:
             found = list(entries)
             total = len(found)
-            entries = heapq.nlargest(most or total, found, key=lambda entry: entry.used_at or 0.0)
-        rows = (row_of(entry, head) for entry, head in catalogue.heads(entries))
+            entries = heapq.nlargest(max_shown or total, found, key=lambda entry: entry.used_at or 0.0)
+        rows = (records.describe_record(entry, head) for entry, head in catalogue.heads(entries))
         if as_json:
             for row in rows:
                 print(json.dumps(row))
@@ -104,15 +84,15 @@ def list_records(
             table.add_row(
                 row["key"][:12],
                 row["space"][:8],
-                tenant_name(row["tenant"], tenant),
+                records.tenant_name(row["tenant"], tenant),
                 str(row.get("codec", "?")),
                 str(row.get("tokens", "?")),
                 str(row.get("start", "?")),
                 size(row["bytes"]),
                 age(row["used_at_s"], now=now) + " ago",
-                remark(row),
+                records.record_flags(row),
             )
-    console().print(table)
+    records.console().print(table)
     if total > table.row_count:
         print(f"{total - table.row_count} more; --limit 0 shows all")
 
@@ -125,14 +105,17 @@ def inspect_record(
     key_file: Keys = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say everything about one record: what its header says, and whether it is whole."""
+    """Show all about one record: its header, and whether it is intact."""
     from kvboost.store.admin import verified
 
-    with opened(place) as catalogue:
-        entries = by_keys(catalogue, [key])
-        ((entry, finding),) = verified(catalogue, entries, keys=ring(key_file))
+    with records.open_location(place) as catalogue:
+        entries = records.find_by_key(catalogue, [key])
+        ((entry, finding),) = verified(catalogue, entries, keys=records.read_key_files(key_file))
         heads = dict(catalogue.heads([entry]))
-    row = row_of(entry, heads[entry]) | {"state": finding.verdict.value, "reason": finding.reason or None}
+    row = records.describe_record(entry, heads[entry]) | {
+        "state": finding.verdict.value,
+        "reason": finding.reason or None,
+    }
     if as_json:
         print(json.dumps(row))
         return
@@ -143,14 +126,14 @@ def inspect_record(
 
 @app.command("stat", epilog="Example:  kvboost cache stat redis://127.0.0.1:6379/0 --json")
 def statistics(place: Place, *, as_json: AsJson = False) -> None:
-    """Say how much lies there, by space: a model with its settings, a tenant and a codec."""
+    """Show how much is stored, by space: a model with its settings, a tenant and a codec."""
     counted: dict[bytes, dict[str, Any]] = {}
     samples: dict[bytes, list[Entry]] = {}
-    with opened(place) as catalogue, Bar("listing") as bar:
-        for entry in stepping(catalogue.entries(), bar):
+    with records.open_location(place) as catalogue, ProgressBar("listing") as bar:
+        for entry in records.with_progress(catalogue.entries(), bar):
             row = counted.setdefault(
                 entry.space,
-                {"space": entry.space.hex(), "tenant": hex_of(entry.tenant), "records": 0, "bytes": 0}
+                {"space": entry.space.hex(), "tenant": records.to_hex(entry.tenant), "records": 0, "bytes": 0}
                 | {"used_first": entry.used_at, "used_last": entry.used_at},
             )
             row["records"] += 1
@@ -161,13 +144,13 @@ def statistics(place: Place, *, as_json: AsJson = False) -> None:
             if row["records"] <= _SAMPLES:
                 samples.setdefault(entry.space, []).append(entry)
         for entry, head in catalogue.heads(entry for some in samples.values() for entry in some):
-            counted[entry.space] |= traits(header_of(entry, head))
+            counted[entry.space] |= records.header_fields(records.parse_header(entry, head))
         name = catalogue.place
     rows = sorted(counted.values(), key=lambda row: -row["bytes"])
     totals = {"records": sum(row["records"] for row in rows), "bytes": sum(row["bytes"] for row in rows)}
     if as_json:
         for row in rows:
-            row |= {"used_first": moment(row["used_first"]), "used_last": moment(row["used_last"])}
+            row |= {"used_first": records.iso_time(row["used_first"]), "used_last": records.iso_time(row["used_last"])}
         print(json.dumps({"place": name, **totals, "spaces": rows}))
         return
     table = Table("space", "model", "tenant", "codec", "tensors", box=None, pad_edge=False)
@@ -178,14 +161,14 @@ def statistics(place: Place, *, as_json: AsJson = False) -> None:
         table.add_row(
             row["space"][:8],
             model[:12] if model else "?",
-            tenant_name(row["tenant"], None),
+            records.tenant_name(row["tenant"], None),
             row.get("codec", "?"),
             row.get("tensors", "?"),
             str(row["records"]),
             size(row["bytes"]),
             f"{age(row['used_last'])} to {age(row['used_first'])} ago",
         )
-    console().print(table)
+    records.console().print(table)
     print(f"{totals['records']} records, {size(totals['bytes'])} in {name}")
 
 
@@ -200,13 +183,13 @@ def remove(
 ) -> None:
     """Remove records: those named, or all of a space. Engines that run keep what they have in memory."""
     if bool(keys) == (space is not None):
-        raise ConfigError("say what goes: the keys' first digits, or --space")
-    with opened(place) as catalogue:
+        raise ConfigError("say what to remove: the keys' first digits, or --space")
+    with records.open_location(place) as catalogue:
         if keys:
-            entries = by_keys(catalogue, keys)
+            entries = records.find_by_key(catalogue, keys)
         else:
-            entries = list(chosen(catalogue, None, space))
-            confirm(f"Remove {len(entries)} records from {catalogue.place}?", yes)
+            entries = list(records.select_records(catalogue, None, space))
+            records.confirm(f"Remove {len(entries)} records from {catalogue.place}?", yes)
         removed = catalogue.remove(entries)
     print(json.dumps({"removed": removed}) if as_json else f"{removed} records removed")
 
@@ -220,8 +203,8 @@ def purge(
     as_json: AsJson = False,
 ) -> None:
     """Remove everything of a tenant, of every model. Engines that run keep what they have in memory."""
-    with opened(place) as catalogue:
-        confirm(f"Remove everything of tenant {tenant!r} from {catalogue.place}?", yes)
+    with records.open_location(place) as catalogue:
+        records.confirm(f"Remove everything of tenant {tenant!r} from {catalogue.place}?", yes)
         removed = catalogue.purge(tenant_digest(tenant))
     print(json.dumps({"removed": removed}) if as_json else f"{removed} records removed")
 
@@ -241,24 +224,24 @@ def verify(
 
     counts: Counter[str] = Counter({verdict.value: 0 for verdict in Verdict})
     damaged: list[tuple[Entry, Finding]] = []
-    with opened(place) as catalogue:
-        keys = ring(key_file)
-        with Bar("counting") as bar:  # listed twice rather than held: there may be tens of millions
-            total = sum(1 for _ in stepping(chosen(catalogue, tenant, space), bar))
-        with Bar("checking", total=total) as bar:
-            for entry, finding in verified(catalogue, chosen(catalogue, tenant, space), keys=keys):
+    with records.open_location(place) as catalogue:
+        keys = records.read_key_files(key_file)
+        with ProgressBar("counting") as bar:  # listed twice rather than kept in memory: there may be tens of millions
+            total = sum(1 for _ in records.with_progress(records.select_records(catalogue, tenant, space), bar))
+        with ProgressBar("checking", total=total) as bar:
+            for entry, finding in verified(catalogue, records.select_records(catalogue, tenant, space), keys=keys):
                 counts[finding.verdict.value] += 1
                 if finding.verdict is Verdict.DAMAGED:
                     damaged.append((entry, finding))
                 bar.advance()
         removed = catalogue.remove([entry for entry, _ in damaged]) if remove_damaged else 0
     if as_json:
-        told = [{"key": e.key.hex(), "space": e.space.hex(), "reason": finding.reason} for e, finding in damaged]
-        print(json.dumps({**underscored(counts), "removed": removed, "damage": told}))
+        reports = [{"key": e.key.hex(), "space": e.space.hex(), "reason": finding.reason} for e, finding in damaged]
+        print(json.dumps({**records.json_counts(counts), "removed": removed, "damage": reports}))
     else:
         for entry, finding in damaged:
             print(f"{entry.key.hex()[:12]} in {entry.space.hex()[:8]}: {finding.reason}")
-        print(summary(counts) + (f"; {removed} removed" if remove_damaged else ""))
+        print(records.count_summary(counts) + (f"; {removed} removed" if remove_damaged else ""))
         if counts[Verdict.LOCKED.value]:
             note("give the keys of the locked ones with --key-file to check them")
     if damaged:
@@ -284,18 +267,19 @@ def export(
     if as_json and str(file) == "-":
         raise ConfigError("--json and the records cannot both go to the output; give a file")
     counts: Counter[str] = Counter({verdict.value: 0 for verdict in Verdict})
-    with opened(place) as catalogue:
-        # Spaces one after the other, and in each what was used last comes last, as it is to be after an import.
-        entries = sorted(chosen(catalogue, tenant, space), key=lambda entry: (entry.space, entry.used_at or 0.0))
-        with written(file) as stream, Bar("exporting", total=len(entries)) as bar:
-            found = exported(catalogue, entries, keys=ring(key_file), into=ArchiveWriter(stream))
+    with records.open_location(place) as catalogue:
+        # Space by space, in each the most recently used last, so that an import keeps that order.
+        selected = records.select_records(catalogue, tenant, space)
+        entries = sorted(selected, key=lambda entry: (entry.space, entry.used_at or 0.0))
+        with records.open_for_writing(file) as stream, ProgressBar("exporting", total=len(entries)) as bar:
+            found = exported(catalogue, entries, keys=records.read_key_files(key_file), into=ArchiveWriter(stream))
             for _, finding in found:
                 counts[finding.verdict.value] += 1
                 bar.advance()
     if as_json:
-        print(json.dumps(underscored(counts)))
+        print(json.dumps(records.json_counts(counts)))
     else:
-        note(summary(counts))
+        note(records.count_summary(counts))
     if counts[Verdict.DAMAGED.value]:
         raise typer.Exit(_DAMAGE)
 
@@ -306,24 +290,24 @@ def import_records(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What export wrote; - for the input.")],
     *,
     budget: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What may lie there in all; 20GiB, in a bucket no limit.")
+        str | None, typer.Option(metavar="SIZE", help="Limit for all records there; 20GiB, in a bucket none.")
     ] = None,
     key_file: Keys = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bring records into a place, each checked. What is there already is passed over, so it can be run again.
+    """Import records, each checked. Those that are there already are skipped, so it can be run again.
 
-    Records go, least recently used first, to stay within the budget. Exit code 1: some were damaged or locked, or the
-    file was cut short.
+    To stay within the budget, the least recently used records are evicted. Exit code 1: some were damaged or locked,
+    or the file was cut short.
     """
     from kvboost.store.admin import ArchiveReader, Importer, Outcome
 
-    limit = parse_bytes(budget, name="--budget") if budget is not None else usual_budget(place)
-    with read(file) as stream, opened(place, create=True) as catalogue:
+    limit = parse_bytes(budget, name="--budget") if budget is not None else records.default_budget(place)
+    with records.open_for_reading(file) as stream, records.open_location(place, create=True) as catalogue:
         reader = ArchiveReader(stream)
-        importer = Importer(catalogue, keys=ring(key_file), capacity_bytes=limit)
+        importer = Importer(catalogue, keys=records.read_key_files(key_file), capacity_bytes=limit)
         counts: Counter[str] = Counter({outcome.value: 0 for outcome in Outcome})
-        with Bar("importing") as bar:
+        with ProgressBar("importing") as bar:
             for arrival in importer.arrivals(reader):
                 counts[arrival.outcome.value] += 1
                 bar.advance()
@@ -331,9 +315,9 @@ def import_records(
     counts["other version"] = reader.other_version
     counts["evicted"] = importer.evicted
     if as_json:
-        print(json.dumps({**underscored(counts), "complete": reader.complete}))
+        print(json.dumps({**records.json_counts(counts), "complete": reader.complete}))
     else:
-        print(summary(counts))
+        print(records.count_summary(counts))
         if not reader.complete:
             note(f"{file} was cut short or damaged: not everything is in it that was exported")
         if counts["locked"]:

@@ -1,7 +1,7 @@
 """A chat that keeps the token ids it has seen, so that every turn finds the ones before it.
 
 Used by ``kvboost chat``. Text that was generated does not always tokenise to the ids it was generated as; a chat that
-is rendered and tokenised anew each turn would then miss from the first such place on. Invariant: what the model reads
+is rendered and tokenised anew each turn would then miss from the first difference on. Invariant: the prompt
 is the template's text, with the ids of earlier turns where the template leaves those turns as they were.
 """
 
@@ -14,7 +14,7 @@ from kvboost.errors import ConfigError
 
 
 class Conversation:
-    """The messages of one chat, and the ids they were read and written as."""
+    """The messages of one chat, and their token ids."""
 
     def __init__(self, tokenizer: Any, *, system: str | None = None) -> None:
         """Raises ConfigError if the tokenizer has no chat template."""
@@ -29,7 +29,7 @@ class Conversation:
         self.boundaries: list[int] = []
         """Where to cut the ids that :meth:`ask` gave last: before the last token of each turn's prompt.
 
-        So all that a turn has read is kept for the next, however short it is; the last token never is, as it is always
+        So the next turn finds the prompt of this one, however short it is, up to its last token, which is always
         computed.
         """
 

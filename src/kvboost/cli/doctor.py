@@ -1,4 +1,4 @@
-"""``kvboost doctor``: what this machine, and with it a model, allow; what fits; and what to change.
+"""``kvboost doctor``: what this machine and a model allow, what fits, and what to change.
 
 Called by :mod:`kvboost.cli.main`, which turns errors into one line. Invariant: the estimate is told before the model is
 loaded, and a model that does not fit is not loaded at all.
@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvboost.cli.settings import Settings, with_settings
-from kvboost.cli.show import note, size
+from kvboost import __version__
+from kvboost.cli.flags import with_settings
+from kvboost.cli.output import note, size
+from kvboost.cli.settings import Settings
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from kvboost.engine.forecast import Forecast
 
 _EXTRAS = {
+    "cli": ("pydantic_settings",),
     "serve": ("fastapi", "uvicorn", "prometheus_client"),
     "structured": ("llguidance",),
     "redis": ("redis",),
@@ -37,7 +40,7 @@ _TEST_NEW = 8
 
 _Model = Annotated[
     str | None,
-    typer.Argument(metavar="[MODEL]", help="Folder or hub name; without one, what this machine has is told."),
+    typer.Argument(metavar="[MODEL]", help="Folder or hub name; without one, only the machine is described."),
 ]
 
 
@@ -47,15 +50,17 @@ def doctor(
     *,
     context: Annotated[
         int | None,
-        typer.Option(min=1, show_default=False, help="Plan for so many tokens, prompt and answer (4096 if it can)."),
+        typer.Option(
+            min=1, show_default=False, help="Plan for this many tokens, prompt and answer (4096 if left out)."
+        ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Plan for so many requests side by side.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Plan for this many requests side by side.")] = 1,
     load: Annotated[bool, typer.Option("--load/--no-load", help="Load the model and try it, or only estimate.")] = True,
     settings: Settings,
 ) -> None:
-    """Say what this machine and a model allow: which reuse, what fits into memory, how fast, and what to change."""
+    """Show what this machine and a model allow: which reuse, what fits into memory, how fast, and what to change."""
     if model is None:
-        _tell(machine())
+        _print_report(machine())
         return
     forecast, reason = None, ""
     note(f"estimating {model}")
@@ -71,20 +76,20 @@ def doctor(
 
         note(f"loading {model}")
         with KVBoost.from_pretrained(model, **{"strict": False, **settings.engine()}) as engine:
-            told = engine.describe()
+            report = engine.describe()
             note("testing")
-            told["self-test"] = self_test(engine)
-            told["attention"] = str(engine.model.config._attn_implementation)
-            _tell(told)
+            report["self-test"] = self_test(engine)
+            report["attention"] = str(engine.model.config._attn_implementation)
+            _print_report(report)
     elif forecast is not None:
-        told = {"attention": forecast.model.attention, "dtype": str(forecast.model.dtype)}
-        told["self-test"] = "not run: " + ("as asked" if fits else "the model does not fit into memory")
-        _tell(told)
+        report = {"attention": forecast.model.attention, "dtype": str(forecast.model.dtype)}
+        report["self-test"] = "not run: " + ("as asked" if fits else "the model does not fit into memory")
+        _print_report(report)
     if forecast is None:
-        _tell({"memory estimate": f"none: {reason}"})
+        _print_report({"memory estimate": f"none: {reason}"})
         return
     print()
-    _tell_estimate(forecast)
+    _print_estimate(forecast)
 
 
 def machine() -> dict[str, str]:
@@ -95,35 +100,35 @@ def machine() -> dict[str, str]:
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    told = {
+    report = {
         "machine": f"{platform.system()} {platform.machine()}, {cores} cores",
         "memory": f"{size(memory_available())} free",
         "accelerator": str(accelerator or "none: models run on the CPU"),
         "python": platform.python_version(),
         "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
         "transformers": metadata.version("transformers"),
-        "kvboost": metadata.version("kvboost") if _installed("kvboost") else "from its sources",
+        "kvboost": __version__,
     }
     for extra, modules in _EXTRAS.items():
         missing = [module for module in modules if util.find_spec(module) is None]
-        told[f"[{extra}]"] = f'missing: pip install "kvboost[{extra}]"' if missing else "installed"
-    return told
+        report[f"[{extra}]"] = f'missing: pip install "kvboost[{extra}]"' if missing else "installed"
+    return report
 
 
 def self_test(engine: KVBoost) -> str:
-    """Read a short prompt twice: the second time from the cache, with the same tokens."""
+    """Run a short prompt twice: the second time from the cache, with the same tokens."""
     vocab = engine.model.get_input_embeddings().weight.shape[0]
     tokens = [(i * 7919 + 11) % vocab for i in range(_TEST_TOKENS)]
-    asked: dict[str, Any] = {"boundaries": [_TEST_BOUNDARY], "max_new_tokens": _TEST_NEW, "temperature": 0}
-    first, second = engine.generate(tokens, **asked), engine.generate(tokens, **asked)
+    options: dict[str, Any] = {"boundaries": [_TEST_BOUNDARY], "max_new_tokens": _TEST_NEW, "temperature": 0}
+    first, second = engine.generate(tokens, **options), engine.generate(tokens, **options)
     if first.token_ids != second.token_ids:
-        return "FAILED: the same prompt gave other tokens when it was read from the cache; please report this model"
+        return "FAILED: the same prompt gave other tokens from the cache; please report this model"
     if not second.reuse.exact_tokens:
-        return f"nothing was reused: {second.reuse.reason or 'no room in the cache (cache_bytes)'}"
+        return f"nothing was reused: {second.reuse.reason or 'the cache is too small (cache_bytes)'}"
     bits = "bit for bit" if second.reuse.bitwise else "approximately, as kv_cache_bits asks"
     return (
-        f"passed: of {_TEST_TOKENS} tokens read twice, {second.reuse.exact_tokens} came from the cache {bits}, "
-        f"and the {len(second.token_ids)} tokens behind them were the same"
+        f"passed: of {_TEST_TOKENS} prompt tokens, {second.reuse.exact_tokens} came from the cache {bits}, "
+        f"and the {len(second.token_ids)} new tokens were the same"
     )
 
 
@@ -150,12 +155,12 @@ def _loads(forecast: Forecast) -> bool:
     return estimate.weights.in_memory + estimate.weights.converted_from + estimate.runtime <= forecast.machine.available
 
 
-def _tell(told: Mapping[str, str]) -> None:
-    for name, value in told.items():
+def _print_report(report: Mapping[str, str]) -> None:
+    for name, value in report.items():
         print(f"{name:<{_WIDTH}}{value}")
 
 
-def _tell_estimate(forecast: Forecast) -> None:
+def _print_estimate(forecast: Forecast) -> None:
     estimate, shape = forecast.estimate, forecast.model.shape
     print(f"Memory for {estimate.batch} x {estimate.context} tokens, with all caches full:")
     for name, count in estimate.lines().items():
@@ -169,9 +174,9 @@ def _tell_estimate(forecast: Forecast) -> None:
     rates = forecast.machine.rates
     print(
         f"Measured here: memory {rates.memory / 1e9:.1f} GB/s, disk {rates.disk / 1e9:.2f} GB/s, "
-        f"{rates.multiply / 1e9:.0f} GFLOP/s. Tokens/s are what these allow at most, for all requests together."
+        f"{rates.multiply / 1e9:.0f} GFLOP/s. Tokens/s are upper bounds, for all requests together."
     )
-    print(f"{'':<24}{'peak':>10}  {'fits':<5}{'reading':>9}{'decoding':>10}  settings")
+    print(f"{'':<24}{'peak':>10}  {'fits':<5}{'prefill':>9}{'decode':>10}  settings")
     for option in forecast.options:
         print(_row(option))
     print()
@@ -201,11 +206,3 @@ def _advice(forecast: Forecast) -> str:
         return "nothing listed fits: lower --context or --batch, or take a smaller model"
     best = max(fitting, key=lambda option: option.speed.decode)
     return f"{best.name}: {_flags(best)}"
-
-
-def _installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True

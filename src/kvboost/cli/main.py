@@ -1,8 +1,8 @@
-"""``kvboost``: what can be done with a model and a cache without writing Python.
+"""``kvboost``: the commands, and how their errors are shown.
 
 Exit codes: 0 done; 1 damage was found; 2 the call cannot work and the message says what to do. Invariants: a user's
-mistake is one line, never a stack trace; nothing that is slow to import is imported before a command runs, as help
-texts and shell completion must not wait for it.
+mistake is one line, never a stack trace; slow modules are imported once a command runs, as help texts and
+shell completion must not wait for them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from kvboost.cli import cache, models, serving, talking
+from kvboost.cli import cache
+from kvboost.cli.calibrate import calibrate
+from kvboost.cli.chat import chat, run
 from kvboost.cli.doctor import doctor
+from kvboost.cli.serve import serve
+from kvboost.cli.warm import warm
 from kvboost.errors import KVBoostError
 
 _INTERRUPTED = 130
-_PASSED_ON: dict[str, Any] = {
+_PASS_THROUGH: dict[str, Any] = {
     "allow_extra_args": True,
     "ignore_unknown_options": True,
     "help_option_names": [],
@@ -28,7 +32,7 @@ _PASSED_ON: dict[str, Any] = {
 
 app = typer.Typer(
     name="kvboost",
-    help="KV-cache reuse for Hugging Face models: read a text once, use it again.",
+    help="KV-cache reuse for Hugging Face models: compute the KV of a text once and reuse it.",
     epilog="Start with:  kvboost doctor MODEL  and then  kvboost chat MODEL",
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -37,22 +41,22 @@ app = typer.Typer(
 
 
 @app.callback()
-def _alone(context: typer.Context) -> None:
+def _no_command(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(2)
 
 
-app.command(epilog="Example:  kvboost serve ./model --port 8000 --cache-dir ~/.cache/kvboost")(serving.serve)
-app.command(epilog='Example:  kvboost run ./model "Why is the sky blue?" --cache-dir ~/.cache/kvboost')(talking.run)
-app.command(epilog="Example:  kvboost chat ./model --cache-dir ~/.cache/kvboost")(talking.chat)
-app.command(epilog="Example:  kvboost warm ./model docs/ handbook.md --cache-dir ~/.cache/kvboost")(models.warm)
+app.command(epilog="Example:  kvboost serve ./model --port 8000 --disk-cache-dir ~/.cache/kvboost")(serve)
+app.command(epilog='Example:  kvboost run ./model "Why is the sky blue?" --disk-cache-dir ~/.cache/kvboost')(run)
+app.command(epilog="Example:  kvboost chat ./model --disk-cache-dir ~/.cache/kvboost")(chat)
+app.command(epilog="Example:  kvboost warm ./model docs/ handbook.md --disk-cache-dir ~/.cache/kvboost")(warm)
 app.command(epilog="Example:  kvboost doctor ./model --context 32768 --batch 4")(doctor)
-app.command(epilog="Example:  kvboost calibrate ./model --prompts traffic.jsonl --tolerated 0.05")(models.calibrate)
+app.command(epilog="Example:  kvboost calibrate ./model --prompts traffic.jsonl --tolerated 0.05")(calibrate)
 app.add_typer(cache.app, name="cache", epilog="Example:  kvboost cache stat ~/.cache/kvboost")
 
 
-@app.command(context_settings=_PASSED_ON, epilog="Example:  kvboost bench restart --help", add_help_option=False)
+@app.command(context_settings=_PASS_THROUGH, epilog="Example:  kvboost bench restart --help", add_help_option=False)
 def bench(context: typer.Context) -> None:
     """Run a measurement: the same as python -m kvboost.bench."""
     from kvboost.bench.cli import main as measure
@@ -62,27 +66,27 @@ def bench(context: typer.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
     group: Any = typer.main.get_command(app)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Transformers' own; ours are in what is printed
-            code = group.main(args=words, prog_name="kvboost", standalone_mode=False)
+            warnings.simplefilter("ignore")  # those of Transformers
+            code = group.main(args=given, prog_name="kvboost", standalone_mode=False)
     except typer.TyperException as error:
-        name = _named(group, words)
-        return _said(name, f"{error.format_message().rstrip('.')}. Try '{name} --help'.")
+        name = _command_name(group, given)
+        return _fail(name, f"{error.format_message().rstrip('.')}. Try '{name} --help'.")
     except (KVBoostError, OSError) as error:
-        return _said(_named(group, words), str(error))
+        return _fail(_command_name(group, given), str(error))
     except (typer.Abort, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     return code if isinstance(code, int) else 0
 
 
-def _named(group: Any, words: Sequence[str]) -> str:
+def _command_name(group: Any, arguments: Sequence[str]) -> str:
     """The command that was called, with its groups."""
     name = ["kvboost"]
-    for word in words:
+    for word in arguments:
         if not isinstance(group, TyperGroup) or word not in group.commands:
             break
         name.append(word)
@@ -90,6 +94,6 @@ def _named(group: Any, words: Sequence[str]) -> str:
     return " ".join(name)
 
 
-def _said(name: str, message: str) -> int:
+def _fail(name: str, message: str) -> int:
     print(f"{name}: {' '.join(message.split())}", file=sys.stderr)
     return 2

@@ -1,6 +1,6 @@
 """Runs a server until it is told to stop.
 
-``serve`` is for Python, ``main`` for ``kvboost serve``. Invariant: SIGTERM and SIGINT end it with nothing cut off that
+Called from Python and by ``kvboost serve``. Invariant: SIGTERM and SIGINT end it with nothing cut off that
 could be finished in ``drain_seconds``, everything released, and no error.
 """
 
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -21,12 +20,11 @@ from kvboost.engine import KVBoost
 from kvboost.errors import ConfigError
 from kvboost.scheduler.jobs import JobRunner
 from kvboost.serve.app import make_app
+from kvboost.serve.config import ServerConfig
 from kvboost.serve.generation.service import Service
 from kvboost.serve.security.auth import Keys, check_binding, is_loopback
 from kvboost.serve.security.connection import bounded_connection
 from kvboost.serve.security.limits import Limits
-
-_log = logging.getLogger("kvboost.serve")
 
 
 class _Server(uvicorn.Server):
@@ -38,7 +36,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop at a signal and do not raise it again: who asked for the end gets exit code 0."""
+        """Stop at a signal and do not raise it again, so that the exit code is 0."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -58,15 +56,10 @@ class _Server(uvicorn.Server):
 def serve(
     engine: KVBoost,
     runner: JobRunner,
+    config: ServerConfig,
     *,
-    model_name: str,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    api_keys: Sequence[str] = (),
-    admin_key: str | None = None,
-    allow_open: bool = False,
+    keys: Keys | None = None,
     limits: Limits | None = None,
-    drain_seconds: float = 30.0,
     ready: Callable[[str, int], None] | None = None,
 ) -> None:
     """Answer requests until SIGTERM or SIGINT. The engine and the runner stay the caller's.
@@ -74,29 +67,26 @@ def serve(
     Args:
         engine: With a tokenizer.
         runner: Runs the jobs on that engine.
-        model_name: What clients call the model.
-        host: Other addresses than this machine's own need ``api_keys``, or ``allow_open``.
-        port: 0 takes a free one.
-        api_keys: Each is a tenant of its own. Without any, everybody on this machine may do everything.
-        admin_key: For /metrics and /v1/cache, which API keys do not open.
-        allow_open: Let everybody who can reach ``host`` use the model without a key.
+        config: Where to listen and what clients call the model (``name``).
+        keys: Instead of those in the config's files.
         limits: What one client may ask for.
-        drain_seconds: For requests that run when the end is asked for; then they are cancelled.
         ready: Called with the address once requests are taken.
     """
-    keys = Keys(api_keys, admin_key=admin_key)
-    check_binding(host, keys, allow_open=allow_open)
-    limits = limits or Limits()
-    app = make_app(engine, runner, model_name=model_name, keys=keys, limits=limits, only_local_names=is_loopback(host))
-    config = http_config(app, limits=limits, drain_seconds=drain_seconds)
+    if config.name is None:
+        raise ConfigError("clients need a name for the model; give ServerConfig(name=...)")
+    keys = keys if keys is not None else Keys.from_files(config.api_key_file, config.admin_key_file)
+    check_binding(config.host, keys, allow_open=config.allow_open)
+    limits, local = limits or Limits(), is_loopback(config.host)
+    app = make_app(engine, runner, model_name=config.name, keys=keys, limits=limits, only_local_names=local)
     try:
-        listening = _bind(host, port)
+        listening = _bind(config.host, config.port)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port} ({error}); choose another port") from error
+        raise ConfigError(f"cannot listen on {config.host}:{config.port} ({error}); choose another port") from error
     with listening:
         if ready is not None:
-            ready(host, int(listening.getsockname()[1]))
-        asyncio.run(_Server(config, app.state.service).serve(sockets=[listening]))
+            ready(config.host, int(listening.getsockname()[1]))
+        server = _Server(http_config(app, limits=limits, drain_seconds=config.drain_seconds), app.state.service)
+        asyncio.run(server.serve(sockets=[listening]))
 
 
 def http_config(app: Any, *, limits: Limits, drain_seconds: float) -> uvicorn.Config:
@@ -112,7 +102,7 @@ def http_config(app: Any, *, limits: Limits, drain_seconds: float) -> uvicorn.Co
         server_header=False,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=max(1, round(drain_seconds)),
-        h11_max_incomplete_event_size=limits.header_bytes,
+        h11_max_incomplete_event_size=limits.max_header_bytes,
     )
 
 

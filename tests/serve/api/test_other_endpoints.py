@@ -144,7 +144,7 @@ def test_answers_without_a_number_get_what_there_is_room_for(
     bytes_for = engine.session.prefiller.pool.bytes_for
     most = max(rows for rows in range(500) if bytes_for(rows) <= bytes_for(200))
     runner = BatchRunner(engine, kv_bytes=bytes_for(most))
-    running = start_server(engine, runner=runner, limits=Limits(new_tokens=1000))
+    running = start_server(engine, runner=runner, limits=Limits(max_new_tokens=1000))
     ids = [40] * (most - 10)
     with running.http() as http:
         answer = http.post("/v1/completions", json={"model": "tiny", "prompt": ids, "logit_bias": {"50": 100}})

@@ -8,9 +8,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvboost import KVBoost
-from kvboost.serve.api.schemas import Message
+from kvboost.serve.generation import replies
 from kvboost.serve.generation.prompts import ChatPrompts, Turn, to_turn
-from kvboost.serve.generation.replies import _IDS_PER_KEY, ReplyMemory
+from kvboost.serve.generation.replies import ReplyMemory
+from kvboost.serve.schemas import Message
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 from tests.serve.conftest import Running
@@ -59,7 +60,7 @@ def test_ids_that_were_produced_are_put_back_for_their_tenant_only() -> None:
     tokenizer = merging_tokenizer()
     first = _encode(chats, _user("hello"))
     produced = [tokenizer.convert_tokens_to_ids(letter) for letter in "abcdabcd"]  # not as a tokenizer writes it
-    chats.remember(first, tenant="t", cache_key="", reply="abcdabcd", ids=produced)
+    chats.remember(first, reply="abcdabcd", ids=produced)
     turns = (_user("hello"), _assistant("abcdabcd"), _user("more"))
     second = _encode(chats, *turns)
     assert second.token_ids[: len(first.token_ids) + 8] == [*first.token_ids, *produced]
@@ -75,7 +76,7 @@ def test_the_end_of_a_reply_is_put_back_where_its_reasoning_was_taken_out() -> N
     first = _encode(chats, _user("hello"))
     reply = "let me see</think>abcdabcd"
     produced = [tokenizer.convert_tokens_to_ids(letter) for letter in reply.replace(" ", "Ġ")]
-    chats.remember(first, tenant="t", cache_key="", reply=reply, ids=produced)
+    chats.remember(first, reply=reply, ids=produced)
     second = _encode(chats, _user("hello"), _assistant(reply), _user("more"))
     assert "let me see" not in second.text
     assert second.token_ids[: len(first.token_ids) + 8] == [*first.token_ids, *produced[-8:]]
@@ -85,7 +86,7 @@ def test_the_end_of_a_reply_is_put_back_where_its_reasoning_was_taken_out() -> N
 def test_a_reply_whose_ids_are_not_its_text_is_not_kept() -> None:
     chats = _chats()
     first = _encode(chats, _user("hello"))
-    chats.remember(first, tenant="t", cache_key="", reply="abcd", ids=[3, 4, 5])
+    chats.remember(first, reply="abcd", ids=[3, 4, 5])
     assert chats.replies.find(tenant="t", cache_key="", before=first.text, reply="abcd") is None
 
 
@@ -132,8 +133,9 @@ def test_a_longer_chat_has_the_boundaries_of_the_shorter_one() -> None:
     assert len(before) == 24
 
 
-def test_the_memory_of_replies_is_bounded() -> None:
-    memory = ReplyMemory(most_ids=10 * (10 + _IDS_PER_KEY))
+def test_the_memory_of_replies_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "_MAX_IDS", 10 * (10 + replies._IDS_PER_KEY))
+    memory = ReplyMemory()
     for number in range(50):
         memory.remember(tenant="t", cache_key="", before="b", reply=f"reply {number}", ids=range(10))
     kept = [n for n in range(50) if memory.find(tenant="t", cache_key="", before="b", reply=f"reply {n}")]

@@ -7,8 +7,8 @@ import openai
 import pytest
 import torch
 
-from kvboost.serve.api.schemas import InlineSchemaFormat
 from kvboost.serve.generation.structured import Grammars
+from kvboost.serve.schemas import InlineSchemaFormat
 from kvboost.serve.security.limits import Limits
 from tests.helpers.tokenizer import byte_tokenizer
 from tests.serve.conftest import Running
@@ -93,7 +93,7 @@ def test_schemas_that_cannot_be_used_are_refused(keyed: Running, schema: dict[st
 def test_a_grammar_that_fails_on_the_way_is_no_answer() -> None:
     schema = InlineSchemaFormat.model_validate({"type": "json_schema", "name": "x", "schema": {"type": "object"}})
     ends = frozenset({int(byte_tokenizer().eos_token_id)})
-    make = Grammars(byte_tokenizer(), vocab_size=260, ends=ends).compile(schema, limits=Limits(), param="x")
+    make = Grammars(byte_tokenizer(), vocab_size=260, end_token_ids=ends).compile(schema, limits=Limits(), param="x")
     assert make is not None
     held = make()
     held([], torch.zeros(260))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvboost.scheduler.jobs import Finished, NewToken
-from kvboost.serve.generation.token_stream import Ended, Following, follow
+from kvboost.serve.generation.token_stream import Ended, TokenStream, follow
 
 
 class Scripted:
@@ -31,7 +31,7 @@ def _decode(ids: object) -> str:
 
 def test_tokens_that_come_after_a_stop_string_are_not_counted() -> None:
     ticket = Scripted("one two three")
-    *_, last = follow(ticket, index=0, decode=_decode, stops=["two"], ends=frozenset())
+    *_, last = follow(ticket, index=0, decode=_decode, stops=["two"], end_token_ids=frozenset())
     assert isinstance(last, Ended)
     assert ticket.cancelled
     assert (last.reason, last.text, _decode(last.token_ids), _decode(last.reply_ids)) == (
@@ -47,14 +47,14 @@ def test_jobs_that_nobody_can_follow_are_cancelled(monkeypatch: pytest.MonkeyPat
     start, started = threading.Thread.start, []
 
     def starts(self: threading.Thread) -> None:
-        if self.name == "kvboost-follow":
+        if self.name == "kvboost-stream":
             started.append(self)
             if len(started) == 2:
                 raise RuntimeError("can't start new thread")
         start(self)
 
     async def enter() -> None:
-        async with Following(tickets, decode=_decode, stops=(), ends=frozenset()):
+        async with TokenStream(tickets, decode=_decode, stops=(), end_token_ids=frozenset()):
             pass
 
     monkeypatch.setattr(threading.Thread, "start", starts)

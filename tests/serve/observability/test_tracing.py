@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvboost.serve.app import LISTED
-from kvboost.serve.observability.tracing import Tracing, is_listened_to
+from kvboost.serve.app import ROUTES
+from kvboost.serve.observability.tracing import Tracing, is_enabled
 from kvboost.serve.security.auth import tenant_of
 from tests.serve.conftest import ADMIN_KEY, KEY, Running
 
@@ -112,7 +112,7 @@ _BODIES: dict[str, dict[str, Any] | None] = {
 }
 
 
-@pytest.mark.parametrize("path", [path for method, path in LISTED if method == "POST"])
+@pytest.mark.parametrize("path", [path for method, path in ROUTES if method == "POST"])
 def test_every_route_answers_while_somebody_listens(keyed: Running, spans: InMemorySpanExporter, path: str) -> None:
     with keyed.http(ADMIN_KEY) as http:
         answer = http.post(path, json=_BODIES[path])
@@ -189,10 +189,10 @@ def test_nobody_pays_who_set_no_provider(monkeypatch: pytest.MonkeyPatch) -> Non
     send = object()
     app = Tracing(answer, paths={"/x"})
     scope = {"type": "http", "method": "POST", "path": "/x", "headers": []}
-    assert not is_listened_to(), "OpenTelemetry is there, but nobody has set a provider"
+    assert not is_enabled(), "OpenTelemetry is there, but nobody has set a provider"
     asyncio.run(app(scope, None, send))  # type: ignore[arg-type]
     monkeypatch.delitem(sys.modules, "opentelemetry.trace")
     monkeypatch.setitem(sys.modules, "opentelemetry", None)  # an import now raises
-    assert not is_listened_to()
+    assert not is_enabled()
     asyncio.run(app(scope, None, send))  # type: ignore[arg-type]
     assert seen == [send, send], "what is sent is not even watched"

@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import Route
 
 from kvboost import ConfigError, KVBoost
-from kvboost.serve.app import LISTED
+from kvboost.serve.app import ACCESS
 from kvboost.serve.security.auth import Access, Keys, check_binding, is_loopback, tenant_of
 from tests.serve.conftest import ADMIN_KEY, KEY, OTHER_KEY, Running
 
@@ -26,8 +26,8 @@ def _routes(running: Running) -> list[tuple[str, str]]:
 
 
 def test_every_route_is_listed_and_every_listed_route_is_there(keyed: Running) -> None:
-    assert set(_routes(keyed)) == set(LISTED)
-    assert {path for (_, path), access in LISTED.items() if access is Access.OPEN} == _OPEN
+    assert set(_routes(keyed)) == set(ACCESS)
+    assert {path for (_, path), access in ACCESS.items() if access is Access.OPEN} == _OPEN
 
 
 def test_every_route_is_denied_without_a_key(keyed: Running) -> None:
@@ -55,7 +55,7 @@ def test_two_keys_are_none(keyed: Running) -> None:
 
 
 def test_admin_routes_need_the_admins_key(keyed: Running) -> None:
-    admin = [(method, path) for (method, path), access in LISTED.items() if access is Access.ADMIN]
+    admin = [(method, path) for (method, path), access in ACCESS.items() if access is Access.ADMIN]
     assert len(admin) >= 5
     with keyed.http(KEY) as http:
         for method, path in admin:
@@ -94,7 +94,7 @@ def open_server(start_server: Callable[..., Running], make_engine: Callable[...,
     return start_server(make_engine())
 
 
-@pytest.mark.parametrize(("method", "path"), [listed for listed in LISTED if listed[0] != "GET"])
+@pytest.mark.parametrize(("method", "path"), [listed for listed in ACCESS if listed[0] != "GET"])
 def test_without_keys_pages_of_other_sites_may_do_nothing(open_server: Running, method: str, path: str) -> None:
     foreign: list[dict[str, str]] = [
         {"Origin": "https://attacker.example"},

@@ -30,13 +30,13 @@ def slow(start_server: Callable[..., Running], make_engine: Callable[..., KVBoos
     """Small limits, and a model that takes its time."""
     engine = make_engine()
     limits = Limits(
-        new_tokens=64,
-        body_bytes=10_000,
+        max_new_tokens=64,
+        max_body_bytes=10_000,
         body_seconds=0.5,
         header_seconds=0.5,
-        header_bytes=2000,
-        streams=2,
-        connections=20,
+        max_header_bytes=2000,
+        max_streams=2,
+        max_connections=20,
     )
     return start_server(engine, runner=OneByOne(engine, pause=0.05), limits=limits)
 
@@ -79,7 +79,7 @@ def test_a_client_that_goes_away_cancels_its_job(slow: Running, stream: bool) ->
 def unread(start_server: Callable[..., Running], make_engine: Callable[..., KVBoost]) -> Running:
     """Cuts those off who do not read."""
     engine = make_engine()
-    limits = Limits(new_tokens=1500, write_seconds=0.5)
+    limits = Limits(max_new_tokens=1500, write_seconds=0.5)
     return start_server(engine, runner=OneByOne(engine, pause=0.002), limits=limits, send_buffer=4096)
 
 
@@ -257,14 +257,14 @@ def test_prompts_are_not_logged(slow: Running, http: httpx.Client, caplog: pytes
 _SERVER = """
 import sys
 from kvboost import KVBoost
-from kvboost.serve import serve
+from kvboost.serve import ServerConfig, serve
 from tests.helpers.models import tiny_model
 from tests.helpers.runner import OneByOne
 from tests.helpers.tokenizer import byte_tokenizer
 
 engine = KVBoost(tiny_model("llama", vocab_size=260), byte_tokenizer(), chunk_size=32)
 runner = OneByOne(engine, pause=0.05)
-serve(engine, runner, model_name="tiny", port=0, drain_seconds=float(sys.argv[1]),
+serve(engine, runner, ServerConfig(name="tiny", port=0, drain_seconds=float(sys.argv[1])),
       ready=lambda host, port: print(port, flush=True))
 runner.close()
 print("done", flush=True)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvboost.serve.api.errors import ApiError
+from kvboost.serve.errors import ApiError
 from kvboost.serve.security.limits import Streams
 
 

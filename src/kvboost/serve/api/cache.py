@@ -1,4 +1,4 @@
-"""/v1/cache, for the admin: what is kept, reading ahead, pinning and forgetting."""
+"""/v1/cache, for the admin: what is stored, warming, pinning and clearing."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from starlette.responses import JSONResponse, Response
 
 from kvboost.errors import CapacityError, ConfigError, StoreError
 from kvboost.scheduler.jobs import Sampling
-from kvboost.serve.api.chat import encode_messages
-from kvboost.serve.api.errors import ApiError, bad_request
-from kvboost.serve.api.schemas import WarmRequest
+from kvboost.serve.api.chat import encode_either
+from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.api.sse import while_connected
-from kvboost.serve.generation.service import Answer, Asked, Service
+from kvboost.serve.errors import ApiError, bad_request
+from kvboost.serve.generation.service import Answer, GenerationRequest, Service
 from kvboost.serve.observability.totals import total_stats
+from kvboost.serve.schemas import WarmRequest
 from kvboost.serve.security.auth import Caller
 
 
-async def show(service: Service) -> Response:
+async def show(service: AppService) -> Response:
     """What the cache holds, what runs, and the last requests."""
     stats = await asyncio.to_thread(total_stats, service.engine)
     hottest = await asyncio.to_thread(service.engine.hottest_chunks)
@@ -48,55 +49,49 @@ async def show(service: Service) -> Response:
     )
 
 
-async def warm(service: Service, body: WarmRequest, request: Request) -> Response:
-    """Read a prompt ahead, for one tenant."""
-    asked = await _asked(service, body)
-    return await while_connected(request, _warmed(service, asked))
+async def warm(service: AppService, body: WarmRequest, request: Request) -> Response:
+    """Prefill a prompt for one tenant."""
+    generation = await _generation(service, body)
+    return await while_connected(request, _warm(service, generation))
 
 
-async def pin(service: Service, body: WarmRequest, request: Request) -> Response:
-    """Read a prompt ahead and hold it against eviction."""
-    asked = await _asked(service, body)
-    return await while_connected(request, _pinned(service, asked))
+async def pin(service: AppService, body: WarmRequest, request: Request) -> Response:
+    """Prefill a prompt and hold it against eviction."""
+    generation = await _generation(service, body)
+    return await while_connected(request, _pin(service, generation))
 
 
-async def unpin(service: Service, id: str) -> Response:
+async def unpin(service: AppService, pin: str) -> Response:
     """Let a pin go."""
-    if not await asyncio.to_thread(service.pins.remove, id):
+    if not await asyncio.to_thread(service.pins.remove, pin):
         raise ApiError(404, "there is no such pin; GET /v1/cache lists them", code="unknown_pin")
-    return JSONResponse({"object": "kvboost.pin", "id": id, "deleted": True})
+    return JSONResponse({"object": "kvboost.pin", "id": pin, "deleted": True})
 
 
-async def _asked(service: Service, body: WarmRequest) -> Asked:
+async def _generation(service: Service, body: WarmRequest) -> GenerationRequest:
     caller = Caller(_tenant(service, body), admin=False)
-    if body.messages is not None and body.prompt is None:
-        chat = await asyncio.to_thread(encode_messages, service, body.messages, caller, None)
-        ids, boundaries = chat.token_ids, chat.boundaries
-    elif body.prompt is not None and body.messages is None:
-        ids, boundaries = await asyncio.to_thread(service.encode, body.prompt), []
-    else:
-        raise bad_request("give prompt or messages, one of them", param="prompt")
-    # A job of one token reads as every other job reads, in the same batch and under the same budgets.
-    return Asked("warm", [(ids, boundaries)], caller, 1, Sampling())
+    prompt = await encode_either(service, body, caller)
+    # A job of one token is prefilled like every other job, in the same batch and under the same budgets.
+    return GenerationRequest("warm", [prompt], caller, 1, Sampling())
 
 
-async def _read(service: Service, asked: Asked) -> Answer:
-    async with service.answering(asked, prefix="warm-") as answer:
+async def _prefill(service: Service, generation: GenerationRequest) -> Answer:
+    async with service.generating(generation, prefix="warm-") as answer:
         async for _ in answer.events():
             pass
     return answer
 
 
-async def _warmed(service: Service, asked: Asked) -> Response:
-    answer = await _read(service, asked)
+async def _warm(service: Service, generation: GenerationRequest) -> Response:
+    answer = await _prefill(service, generation)
     return JSONResponse({"object": "kvboost.warm", "prompt_tokens": answer.prompt_tokens, **answer.reuse()})
 
 
-async def _pinned(service: Service, asked: Asked) -> Response:
-    await _read(service, asked)
-    ((ids, boundaries),) = asked.prompts
+async def _pin(service: Service, generation: GenerationRequest) -> Response:
+    await _prefill(service, generation)
+    ((ids, boundaries),) = generation.prompts
     try:
-        pin = await asyncio.to_thread(service.pins.add, ids, boundaries=boundaries, tenant=asked.caller.tenant)
+        pin = await asyncio.to_thread(service.pins.add, ids, boundaries=boundaries, tenant=generation.caller.tenant)
     except CapacityError as error:
         raise ApiError(413, str(error), code="too_many_pins") from error
     except ConfigError as error:
@@ -104,14 +99,14 @@ async def _pinned(service: Service, asked: Asked) -> Response:
     return JSONResponse({"object": "kvboost.pin", **asdict(pin)})
 
 
-async def clear(service: Service) -> Response:
-    """Forget everything that was read and answered, of all tenants, also what an earlier process left on a disk."""
+async def clear(service: AppService) -> Response:
+    """Remove all stored KV and replies of all tenants, also what an earlier process left on a disk."""
     await asyncio.to_thread(service.pins.clear)
     service.chats.replies.clear()
     try:
         await asyncio.to_thread(_purge, service)
     except StoreError as error:
-        raise ApiError(503, "a tier could not be asked and may hold more; try again", code="not_cleared") from error
+        raise ApiError(503, "a tier did not answer and may hold more; try again", code="not_cleared") from error
     return JSONResponse({"object": "kvboost.clear", "cleared": True})
 
 
@@ -121,12 +116,12 @@ def _purge(service: Service) -> None:
     try:
         for tenant in dict.fromkeys([*opened, *service.keys.every_tenant]):
             engine.purge_tenant(tenant)
-    except ConfigError:  # the store was given to the engine: it cannot tell tenants apart, and forgets all of them
+    except ConfigError:  # the store was given to the engine: it has no tenants, so all of it is cleared
         engine.clear()
 
 
 def _tenant(service: Service, body: WarmRequest) -> str:
-    """Whose prompts will find what is read ahead."""
+    """Whose prompts will find the KV."""
     known = service.keys.tenants
     if body.tenant is not None:
         if body.tenant not in known:

@@ -7,34 +7,36 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.scheduler.jobs import NewToken
-from kvboost.serve.api.errors import bad_request
-from kvboost.serve.api.schemas import ChatRequest, Message, NamedChoice
+from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.api.sse import DONE, EventStream, chained, while_connected
+from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.prompts import ChatPrompt, to_turn
-from kvboost.serve.generation.service import Answer, Asked, Service, sampling_of
-from kvboost.serve.generation.token_stream import Ended, Piece
+from kvboost.serve.generation.service import GenerationRequest, Service, sampling_of
+from kvboost.serve.generation.token_stream import Piece
 from kvboost.serve.generation.tools import ToolReader, make_forced_reader, make_reader
+from kvboost.serve.schemas import ChatRequest, Message, NamedChoice, TokenizeRequest, WarmRequest
 from kvboost.serve.security.auth import Caller, caller_of
-from kvboost.serve.security.limits import check_count, check_json
+from kvboost.serve.security.limits import check_json
 
 
 class _Chat:
-    """One request: what was asked, and how to write what comes."""
+    """One request: what was generation, and how to write what comes."""
 
     def __init__(self, service: Service, body: ChatRequest, caller: Caller) -> None:
         self.service, self.body, self.caller = service, body, caller
-        self.prompt: ChatPrompt = ChatPrompt("", [], [])
+        self.prompt: ChatPrompt
         self.tools = _usable_tools(service, body)
         self.forced = _forced_functions(body)
         self.readers: dict[int, ToolReader] = {}
 
-    async def ask(self) -> Asked:
+    async def ask(self) -> GenerationRequest:
         """Check everything and tokenise the chat."""
         service, body = self.service, self.body
         service.check_model(body.model)
@@ -53,7 +55,7 @@ class _Chat:
         self.prompt = await asyncio.to_thread(
             encode_messages, service, body.messages, self.caller, body.prompt_cache_key, self.tools
         )
-        return Asked(
+        return GenerationRequest(
             endpoint="chat",
             prompts=[(self.prompt.token_ids, self.prompt.boundaries)],
             caller=self.caller,
@@ -80,41 +82,30 @@ class _Chat:
             )
         return self.readers[index]
 
-    async def remember(self, ended: Ended) -> None:
-        """Keep the reply's ids, to find them again when the chat goes on."""
-        await asyncio.to_thread(
-            self.service.chats.remember,
-            self.prompt,
-            tenant=self.caller.tenant,
-            cache_key=self.body.prompt_cache_key or "",
-            reply=ended.text,
-            ids=ended.reply_ids,
-        )
-
     def calls_of(self, reader: ToolReader) -> tuple[str, list[dict[str, Any]]]:
         """What is left of a choice's text, and its tool calls."""
         text, calls = reader.end()
         return text, calls[:1] if self.body.parallel_tool_calls is False else calls
 
 
-async def chat_completions(service: Service, body: ChatRequest, request: Request) -> Response:
+async def chat_completions(service: AppService, body: ChatRequest, request: Request) -> Response:
     """Answer a chat, whole or as a stream."""
     chat = _Chat(service, body, caller_of(request))
-    asked = await chat.ask()
+    generation = await chat.ask()
     if not body.stream:
-        return await while_connected(request, _whole(chat, asked))
-    return EventStream(await chained(_stream(chat, asked)))
+        return await while_connected(request, _whole(chat, generation))
+    return EventStream(await chained(_stream(chat, generation)))
 
 
-async def _whole(chat: _Chat, asked: Asked) -> Response:
+async def _whole(chat: _Chat, generation: GenerationRequest) -> Response:
     tokens: dict[int, list[NewToken]] = {}
     choices: list[dict[str, Any]] = []
-    async with chat.service.answering(asked, prefix="chatcmpl-") as answer:
+    async with chat.service.generating(generation, prefix="chatcmpl-") as answer:
         async for event in answer.events():
             if isinstance(event, Piece):
                 tokens.setdefault(event.index, []).extend(event.tokens)
                 continue
-            await chat.remember(event)
+            await chat.service.remember(chat.prompt, event)
             message: dict[str, Any] = {"role": "assistant", "content": event.text, "refusal": None}
             reason = event.reason
             if (reader := chat.reader(event.index)) is not None:
@@ -129,35 +120,35 @@ async def _whole(chat: _Chat, asked: Asked) -> Response:
                     "index": event.index,
                     "message": message,
                     "logprobs": _logprobs(chat.service, tokens.get(event.index, []))
-                    if asked.top_logprobs is not None
+                    if generation.top_logprobs is not None
                     else None,
                     "finish_reason": reason,
                 }
             )
     choices.sort(key=lambda choice: int(choice["index"]))
-    return JSONResponse({**_head(answer, chat, "chat.completion"), "choices": choices, "usage": answer.usage()})
+    return JSONResponse({**answer.head("chat.completion"), "choices": choices, "usage": answer.usage()})
 
 
-async def _stream(chat: _Chat, asked: Asked) -> AsyncIterator[Any]:
+async def _stream(chat: _Chat, generation: GenerationRequest) -> AsyncIterator[Any]:
     with_usage = chat.body.stream_options is not None and chat.body.stream_options.include_usage
-    async with chat.service.answering(asked, prefix="chatcmpl-") as answer:
+    async with chat.service.generating(generation, prefix="chatcmpl-") as answer:
 
         def chunk(index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
             usage = {"usage": None} if with_usage else {}
-            return {**_head(answer, chat, "chat.completion.chunk"), "choices": [choice], **usage}
+            return {**answer.head("chat.completion.chunk"), "choices": [choice], **usage}
 
-        for index in range(asked.n):
+        for index in range(generation.n):
             yield chunk(index, {"role": "assistant", "content": ""})
         async for event in answer.events():
             reader = chat.reader(event.index)
             if isinstance(event, Piece):
                 text = event.text if reader is None else reader.add(event.text)
-                logprobs = _logprobs(chat.service, event.tokens) if asked.top_logprobs is not None else None
+                logprobs = _logprobs(chat.service, event.tokens) if generation.top_logprobs is not None else None
                 if text or (logprobs and event.tokens):
                     yield chunk(event.index, {"content": text}, logprobs=logprobs)
                 continue
-            await chat.remember(event)
+            await chat.service.remember(chat.prompt, event)
             reason = event.reason
             if reader is not None:
                 text, calls = chat.calls_of(reader)
@@ -169,12 +160,8 @@ async def _stream(chat: _Chat, asked: Asked) -> AsyncIterator[Any]:
                     reason = "tool_calls" if reason == "stop" else reason
             yield chunk(event.index, {}, reason)
     if with_usage:
-        yield {**_head(answer, chat, "chat.completion.chunk"), "choices": [], "usage": answer.usage()}
+        yield {**answer.head("chat.completion.chunk"), "choices": [], "usage": answer.usage()}
     yield DONE
-
-
-def _head(answer: Answer, chat: _Chat, kind: str) -> dict[str, Any]:
-    return {"id": answer.id, "object": kind, "created": answer.created, "model": chat.service.model_name}
 
 
 def _logprobs(service: Service, tokens: Sequence[NewToken]) -> dict[str, Any]:
@@ -205,11 +192,22 @@ def encode_messages(
     param: str = "messages",
 ) -> ChatPrompt:
     """A chat as ids, checked; ``param`` is the field it came in. For worker threads."""
-    check_count(len(messages), service.limits.messages, param=param)
     prompt = service.chats.encode(
         [to_turn(message) for message in messages], tenant=caller.tenant, cache_key=cache_key or "", tools=tools
     )
-    return ChatPrompt(prompt.text, service.encode(prompt.token_ids, param=param), prompt.boundaries)
+    return replace(prompt, token_ids=service.encode(prompt.token_ids, param=param))
+
+
+async def encode_either(
+    service: Service, body: TokenizeRequest | WarmRequest, caller: Caller
+) -> tuple[list[int], list[int]]:
+    """Token ids and boundaries of a body that has a prompt or messages."""
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give prompt or messages, one of them", param="prompt")
+    if body.messages is not None:
+        chat = await asyncio.to_thread(encode_messages, service, body.messages, caller, None)
+        return chat.token_ids, chat.boundaries
+    return await asyncio.to_thread(service.encode, body.prompt or ""), []
 
 
 def _usable_tools(service: Service, body: ChatRequest) -> list[dict[str, Any]]:
@@ -219,7 +217,6 @@ def _usable_tools(service: Service, body: ChatRequest) -> list[dict[str, Any]]:
             field = "tool_choice" if body.tool_choice is not None else "parallel_tool_calls"
             raise bad_request(f"{field} needs tools", param=field)
         return []
-    check_count(len(body.tools), service.limits.tools, param="tools")
     check_json([tool.function.parameters for tool in body.tools], limits=service.limits, param="tools")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
     check_json(tools, limits=service.limits, param="tools")  # descriptions count as well

@@ -10,30 +10,29 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.scheduler.jobs import NewToken
-from kvboost.serve.api.errors import bad_request
-from kvboost.serve.api.schemas import CompletionRequest
+from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.api.sse import DONE, EventStream, chained, while_connected
-from kvboost.serve.generation.service import Answer, Asked, Service, sampling_of
+from kvboost.serve.errors import bad_request
+from kvboost.serve.generation.service import GenerationRequest, Service, sampling_of
 from kvboost.serve.generation.token_stream import Piece
+from kvboost.serve.schemas import CompletionRequest
 from kvboost.serve.security.auth import caller_of
-from kvboost.serve.security.limits import check_count
 
 _DEFAULT_TOKENS = 16  # OpenAI's
 
 
-async def completions(service: Service, body: CompletionRequest, request: Request) -> Response:
+async def completions(service: AppService, body: CompletionRequest, request: Request) -> Response:
     """Continue prompts, whole or as a stream."""
     service.check_model(body.model)
     sampling, stops = sampling_of(body, limits=service.limits, vocab_size=service.vocab_size)
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream", param="stream_options")
     prompts = _prompts(body.prompt)
-    check_count(len(prompts), service.limits.prompts, param="prompt")
-    if len(prompts) * (body.n or 1) > service.limits.prompts * service.limits.n:
+    if len(prompts) * (body.n or 1) > service.limits.max_prompts * service.limits.max_choices:
         raise bad_request("too many choices in all; ask for fewer prompts or choices", param="n")
     grammar = await service.grammar(body.response_format, param="response_format")
     encoded = await asyncio.to_thread(lambda: [(service.encode(prompt), ()) for prompt in prompts])
-    asked = Asked(
+    generation = GenerationRequest(
         endpoint="completions",
         prompts=encoded,
         caller=caller_of(request),
@@ -46,9 +45,9 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
         grammar=grammar,
     )
     if not body.stream:
-        return await while_connected(request, _whole(service, asked))
+        return await while_connected(request, _whole(service, generation))
     with_usage = body.stream_options is not None and body.stream_options.include_usage
-    return EventStream(await chained(_stream(service, asked, with_usage=with_usage)))
+    return EventStream(await chained(_stream(service, generation, with_usage=with_usage)))
 
 
 def _prompts(given: str | list[Any]) -> Sequence[str | list[int]]:
@@ -59,10 +58,10 @@ def _prompts(given: str | list[Any]) -> Sequence[str | list[int]]:
     return [given] if isinstance(given[0], int) else given
 
 
-async def _whole(service: Service, asked: Asked) -> Response:
+async def _whole(service: Service, generation: GenerationRequest) -> Response:
     pieces: dict[int, list[Piece]] = {}
     choices: list[dict[str, Any]] = []
-    async with service.answering(asked, prefix="cmpl-") as answer:
+    async with service.generating(generation, prefix="cmpl-") as answer:
         async for event in answer.events():
             if isinstance(event, Piece):
                 pieces.setdefault(event.index, []).append(event)
@@ -71,42 +70,33 @@ async def _whole(service: Service, asked: Asked) -> Response:
                 {
                     "index": event.index,
                     "text": event.text,
-                    "logprobs": _logprobs(service, asked, pieces.get(event.index, [])),
+                    "logprobs": _logprobs(service, generation, pieces.get(event.index, [])),
                     "finish_reason": event.reason,
                 }
             )
     choices.sort(key=lambda choice: int(choice["index"]))
-    return JSONResponse({**_head(answer, service), "choices": choices, "usage": answer.usage()})
+    return JSONResponse({**answer.head("text_completion"), "choices": choices, "usage": answer.usage()})
 
 
-async def _stream(service: Service, asked: Asked, *, with_usage: bool) -> AsyncIterator[Any]:
-    async with service.answering(asked, prefix="cmpl-") as answer:
+async def _stream(service: Service, generation: GenerationRequest, *, with_usage: bool) -> AsyncIterator[Any]:
+    async with service.generating(generation, prefix="cmpl-") as answer:
         yield None  # the jobs were taken
         async for event in answer.events():
             choice = {
                 "index": event.index,
                 "text": event.text if isinstance(event, Piece) else "",
-                "logprobs": _logprobs(service, asked, [event]) if isinstance(event, Piece) else None,
+                "logprobs": _logprobs(service, generation, [event]) if isinstance(event, Piece) else None,
                 "finish_reason": None if isinstance(event, Piece) else event.reason,
             }
-            yield {**_head(answer, service), "choices": [choice], **({"usage": None} if with_usage else {})}
+            yield {**answer.head("text_completion"), "choices": [choice], **({"usage": None} if with_usage else {})}
     if with_usage:
-        yield {**_head(answer, service), "choices": [], "usage": answer.usage()}
+        yield {**answer.head("text_completion"), "choices": [], "usage": answer.usage()}
     yield DONE
 
 
-def _head(answer: Answer, service: Service) -> dict[str, Any]:
-    return {
-        "id": answer.id,
-        "object": "text_completion",
-        "created": answer.created,
-        "model": service.model_name,
-    }
-
-
-def _logprobs(service: Service, asked: Asked, pieces: Sequence[Piece]) -> dict[str, Any] | None:
-    """Log-probabilities in the shape of completions; None where they were not asked for."""
-    if asked.top_logprobs is None:
+def _logprobs(service: Service, generation: GenerationRequest, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+    """Log-probabilities in the shape of completions; None where they were not requested."""
+    if generation.top_logprobs is None:
         return None
 
     def text(token_id: int) -> str:
@@ -125,5 +115,5 @@ def _logprobs(service: Service, asked: Asked, pieces: Sequence[Piece]) -> dict[s
 
 
 def _chosen(token: NewToken) -> tuple[int, float]:
-    """The token that was drawn stands among the likeliest, whether it is one or not."""
+    """The sampled token is listed among the likeliest, whether it is one or not."""
     return token.token_id, token.logprob if token.logprob is not None else -9999.0

@@ -12,14 +12,16 @@ from starlette.responses import JSONResponse, Response
 
 from kvboost.scheduler.jobs import Sampling
 from kvboost.serve.api.chat import encode_messages
-from kvboost.serve.api.schemas import Message, ResponsesRequest
+from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.api.sse import EventStream, chained, while_connected
-from kvboost.serve.generation.service import Answer, Asked, Service
+from kvboost.serve.generation.prompts import ChatPrompt
+from kvboost.serve.generation.service import Answer, GenerationRequest, Service
 from kvboost.serve.generation.token_stream import Ended, Piece
+from kvboost.serve.schemas import Message, ResponsesRequest
 from kvboost.serve.security.auth import caller_of
 
 
-async def responses(service: Service, body: ResponsesRequest, request: Request) -> Response:
+async def responses(service: AppService, body: ResponsesRequest, request: Request) -> Response:
     """Answer, whole or as a stream of events."""
     service.check_model(body.model)
     wanted = body.text.format if body.text is not None else None
@@ -29,17 +31,7 @@ async def responses(service: Service, body: ResponsesRequest, request: Request) 
         encode_messages, service, _messages(body), caller, body.prompt_cache_key, param="input"
     )
 
-    async def remember(ended: Ended) -> None:
-        await asyncio.to_thread(
-            service.chats.remember,
-            prompt,
-            tenant=caller.tenant,
-            cache_key=body.prompt_cache_key or "",
-            reply=ended.text,
-            ids=ended.reply_ids,
-        )
-
-    asked = Asked(
+    generation = GenerationRequest(
         endpoint="responses",
         prompts=[(prompt.token_ids, prompt.boundaries)],
         caller=caller,
@@ -52,10 +44,10 @@ async def responses(service: Service, body: ResponsesRequest, request: Request) 
         ),
         grammar=grammar,
     )
-    writing = _Writing(service, body, remember)
+    writing = _ResponseWriter(service, body, prompt)
     if not body.stream:
-        return await while_connected(request, writing.whole(asked))
-    return EventStream(await chained(writing.stream(asked)))
+        return await while_connected(request, writing.whole(generation))
+    return EventStream(await chained(writing.stream(generation)))
 
 
 def _messages(body: ResponsesRequest) -> list[Message]:
@@ -67,48 +59,48 @@ def _messages(body: ResponsesRequest) -> list[Message]:
     return given
 
 
-class _Writing:
+class _ResponseWriter:
     """Writes one response."""
 
-    def __init__(self, service: Service, body: ResponsesRequest, remember: Any) -> None:
-        self._service, self._body, self._remember = service, body, remember
+    def __init__(self, service: Service, body: ResponsesRequest, prompt: ChatPrompt) -> None:
+        self._service, self._body, self._prompt = service, body, prompt
         self._item_id = "msg_" + secrets.token_hex(12)
 
-    async def whole(self, asked: Asked) -> Response:
+    async def whole(self, generation: GenerationRequest) -> Response:
         """The response as one object."""
-        async with self._service.answering(asked, prefix="resp_") as answer:
+        async with self._service.generating(generation, prefix="resp_") as answer:
             async for event in answer.events():
                 if isinstance(event, Ended):
-                    await self._remember(event)
+                    await self._service.remember(self._prompt, event)
         return JSONResponse(self._object(answer))
 
-    async def stream(self, asked: Asked) -> AsyncIterator[Any]:
+    async def stream(self, generation: GenerationRequest) -> AsyncIterator[Any]:
         """The response as events, numbered from 0."""
         number = 0
 
-        def told(name: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+        def numbered(name: str, **fields: Any) -> tuple[str, dict[str, Any]]:
             nonlocal number
             number += 1
             return name, {"type": name, "sequence_number": number - 1, **fields}
 
-        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        async with self._service.answering(asked, prefix="resp_") as answer:
-            yield told("response.created", response=self._object(answer))
-            yield told("response.in_progress", response=self._object(answer))
-            yield told("response.output_item.added", output_index=0, item=self._item("", "in_progress"))
-            yield told("response.content_part.added", **place, part=_part(""))
+        location = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+        async with self._service.generating(generation, prefix="resp_") as answer:
+            yield numbered("response.created", response=self._object(answer))
+            yield numbered("response.in_progress", response=self._object(answer))
+            yield numbered("response.output_item.added", output_index=0, item=self._item("", "in_progress"))
+            yield numbered("response.content_part.added", **location, part=_part(""))
             async for event in answer.events():
                 if isinstance(event, Piece):
                     if event.text:
-                        yield told("response.output_text.delta", **place, delta=event.text, logprobs=[])
+                        yield numbered("response.output_text.delta", **location, delta=event.text, logprobs=[])
                     continue
-                await self._remember(event)
+                await self._service.remember(self._prompt, event)
                 status = _status(event)
-                yield told("response.output_text.done", **place, text=event.text, logprobs=[])
-                yield told("response.content_part.done", **place, part=_part(event.text))
-                yield told("response.output_item.done", output_index=0, item=self._item(event.text, status))
+                yield numbered("response.output_text.done", **location, text=event.text, logprobs=[])
+                yield numbered("response.content_part.done", **location, part=_part(event.text))
+                yield numbered("response.output_item.done", output_index=0, item=self._item(event.text, status))
         end = self._object(answer)
-        yield told(f"response.{end['status']}", response=end)
+        yield numbered(f"response.{end['status']}", response=end)
 
     def _item(self, text: str, status: str) -> dict[str, Any]:
         content = [_part(text)] if status != "in_progress" else []

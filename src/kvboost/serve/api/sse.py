@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvboost.serve.api.errors import ApiError
+from kvboost.serve.errors import ApiError
 
 _log = logging.getLogger("kvboost.serve")
 DONE = "[DONE]"

@@ -1,4 +1,4 @@
-"""Chats to token ids: through the tokenizer's own template, with the ids that were produced put back in.
+"""Chats to token ids: through the tokenizer's own template, with the ids of generated replies put back in.
 
 Called by the endpoints that take messages, in a worker thread. Invariant: the ids decode to the text that the template
 wrote; where pieces tokenised one by one would not, the text is tokenised as a whole.
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvboost.errors import ConfigError
-from kvboost.serve.api.errors import bad_request
-from kvboost.serve.api.schemas import Message
+from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.replies import ReplyMemory
+from kvboost.serve.schemas import Message
 
-_SHORTEST_SPLICE = 4  # tokens of a reply's end; less is not worth a search
+_MIN_SPLICE = 4  # tokens of a reply's end; fewer are not worth a search
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A message as templates take it, and where its parts asked for a cut (characters of its content)."""
+    """A message as templates take it, and where its parts mark a cut (characters of its content)."""
 
     fields: dict[str, Any]
     marks: tuple[int, ...] = ()
@@ -41,6 +41,9 @@ class ChatPrompt:
     text: str
     token_ids: list[int]
     boundaries: list[int]
+    tenant: str
+    cache_key: str
+    """Replies are remembered for this tenant and key only."""
 
 
 def to_turn(message: Message) -> Turn:
@@ -86,12 +89,12 @@ def _arguments(text: str) -> dict[str, Any]:
 class ChatPrompts:
     """Renders and tokenises chats with one tokenizer. Thread-safe."""
 
-    def __init__(self, tokenizer: Any, *, min_gap: int, replies: ReplyMemory | None = None) -> None:
+    def __init__(self, tokenizer: Any, *, min_gap: int) -> None:
         self._tokenizer = tokenizer
         self._min_gap = min_gap
-        self.replies = replies if replies is not None else ReplyMemory()
+        self.replies = ReplyMemory()
         self.lock = threading.Lock()
-        """For whoever tokenises: a fast tokenizer refuses to be set up by two threads at once."""
+        """Held while tokenising: a fast tokenizer cannot be set up by two threads at once."""
         template = getattr(tokenizer, "chat_template", None)
         written = json.dumps(template) if template is not None else ""
         self.takes_tools = "tools" in written
@@ -103,31 +106,33 @@ class ChatPrompts:
         if getattr(self._tokenizer, "chat_template", None) is None:
             raise ConfigError("this model has no chat template; use /v1/completions with the text you want")
         text = self._render([turn.fields for turn in turns], tools=tools, reply_follows=True)
-        splices, marks, ends = self._places(turns, text, tenant=tenant, cache_key=cache_key)
+        splices, marks, ends = self._locate(turns, text, tenant=tenant, cache_key=cache_key)
         pieces = _Pieces(self._tokenize)
         with self.lock:
             start = 0
-            for place, ids, length in [*splices, (len(text), [], 0)]:
-                for cut in [mark for mark in marks if start < mark < place]:
+            for found, ids, length in [*splices, (len(text), [], 0)]:
+                for cut in [mark for mark in marks if start < mark < found]:
                     pieces.add_text(text[start:cut])
                     start = cut
-                pieces.add_text(text[start:place])
+                pieces.add_text(text[start:found])
                 pieces.add_ids(ids, length)
-                start = place + length
+                start = found + length
             if splices or marks:  # tokenizers that write a space before every piece would change the text
                 whole = _Pieces(self._tokenize)
                 whole.add_text(text)
                 if self._decode(pieces.ids) != self._decode(whole.ids):
                     pieces = whole
         wanted = [(mark, 1) for mark in marks] + [(end, self._min_gap) for end in ends]
-        return ChatPrompt(text, pieces.ids, _spaced(pieces, wanted))
+        return ChatPrompt(text, pieces.ids, _spaced(pieces, wanted), tenant, cache_key)
 
-    def remember(self, prompt: ChatPrompt, *, tenant: str, cache_key: str, reply: str, ids: Sequence[int]) -> None:
+    def remember(self, prompt: ChatPrompt, *, reply: str, ids: Sequence[int]) -> None:
         """Keep the ids of a reply, if they are its text and nothing else."""
         with self.lock:
             whole = self._decode(ids) == reply
         if whole:
-            self.replies.remember(tenant=tenant, cache_key=cache_key, before=prompt.text, reply=reply, ids=ids)
+            self.replies.remember(
+                tenant=prompt.tenant, cache_key=prompt.cache_key, before=prompt.text, reply=reply, ids=ids
+            )
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of ``ids``, with special tokens written out or left out."""
@@ -163,13 +168,13 @@ class ChatPrompts:
                 f"this model's chat template does not take these messages: {error}", param="messages"
             ) from error
 
-    def _places(
+    def _locate(
         self, turns: Sequence[Turn], text: str, *, tenant: str, cache_key: str
     ) -> tuple[list[tuple[int, list[int], int]], list[int], list[int]]:
-        """Where known replies stand (place, ids, characters), where clients marked a cut, and where messages end.
+        """Where known replies are (position, ids, characters), where clients marked a cut, and where messages end.
 
-        A message is looked for behind the one before. One that is found too early, in another's words, costs a hit at
-        most: whatever is put in is the text that stands there.
+        Each message is searched for after the one before. One that is found too early, in another's words, only costs a
+        hit: the ids put in always decode to the text at that position.
         """
         splices: list[tuple[int, list[int], int]] = []
         marks: list[int] = []
@@ -177,27 +182,27 @@ class ChatPrompts:
         position = 0
         for turn in turns:
             content = turn.content
-            place = text.find(content, position) if content else -1
+            found = text.find(content, position) if content else -1
             if turn.fields["role"] == "assistant" and content:
-                before = text[:place] if place >= 0 else ""
+                before = text[:found] if found >= 0 else ""
                 ids = self.replies.find(tenant=tenant, cache_key=cache_key, before=before, reply=content)
-                if ids is not None and place < 0:  # a template that takes a part of earlier replies out
-                    place, ids = self._longest_end(ids, text, position)
-                if ids is not None and place >= 0:
+                if ids is not None and found < 0:  # a template that cuts earlier replies
+                    found, ids = self._longest_suffix(ids, text, position)
+                if ids is not None and found >= 0:
                     length = len(self._decode(ids))
-                    splices.append((place, ids, length))
-                    position = place + length
+                    splices.append((found, ids, length))
+                    position = found + length
                     ends.append(position)
                     continue
-            if place >= 0:
-                marks += [place + mark for mark in turn.marks]
-                position = place + len(content)
+            if found >= 0:
+                marks += [found + mark for mark in turn.marks]
+                position = found + len(content)
                 ends.append(position)
         return splices, marks, ends
 
-    def _longest_end(self, ids: list[int], text: str, position: int) -> tuple[int, list[int] | None]:
-        """The longest end of ``ids`` whose text stands in ``text`` behind ``position``, and where."""
-        low, high = 0, max(0, len(ids) - _SHORTEST_SPLICE)  # shorter ends stand wherever longer ones do
+    def _longest_suffix(self, ids: list[int], text: str, position: int) -> tuple[int, list[int] | None]:
+        """The longest suffix of ``ids`` whose text is in ``text`` after ``position``, and where."""
+        low, high = 0, max(0, len(ids) - _MIN_SPLICE)  # a shorter suffix is found wherever a longer one is
         if high == 0 or text.find(self._decode(ids[high:]), position) < 0:
             return -1, None
         while low < high:
@@ -210,7 +215,7 @@ class ChatPrompts:
 
 
 class _Pieces:
-    """Ids of a text that is put together from pieces, and where in the text each id ends, as far as that is known."""
+    """Ids of a text that is joined from pieces, and where in the text each id ends, as far as that is known."""
 
     def __init__(self, tokenize: Any) -> None:
         self._tokenize = tokenize
@@ -230,7 +235,7 @@ class _Pieces:
         self._grow(ids, len(text))
 
     def add_ids(self, ids: Sequence[int], characters: int) -> None:
-        """Put ids in that stand for so many characters."""
+        """Append ids that are the text of the next ``characters`` characters."""
         if ids:
             self._grow(ids, characters)
 
@@ -242,7 +247,7 @@ class _Pieces:
             self._counts.append(len(self.ids))
 
     def ids_up_to(self, character: int) -> int | None:
-        """How many ids stand for exactly the first ``character`` characters; None where one reaches over them."""
+        """How many ids are exactly the first ``character`` characters; None where an id crosses that border."""
         index = bisect_left(self._ends, character)
         while index + 1 < len(self._ends) and self._ends[index + 1] == character:
             index += 1
@@ -252,7 +257,7 @@ class _Pieces:
 
 
 def _spaced(pieces: _Pieces, wanted: Sequence[tuple[int, int]]) -> list[int]:
-    """Positions in ids of the wanted cuts (characters, least distance to the one before), ascending."""
+    """Positions in ids of the wanted cuts (characters, minimum distance to the one before), ascending."""
     chosen: list[int] = []
     for character, gap in sorted(wanted):
         count = pieces.ids_up_to(character)

@@ -1,8 +1,8 @@
-"""The ids of replies that were produced here, found again by their text.
+"""The ids of generated replies, found by their text.
 
-A reply that comes back in a chat is text, and its text tokenised need not give the ids that were produced: then none
-of their KV would be found. Filled and asked by :class:`kvboost.serve.generation.prompts.ChatPrompts`. Invariant: what
-is found belongs to the tenant who asks, and what is kept takes no more memory than ``most_ids`` ids, keys counted.
+A reply comes back in a chat as text. Tokenising that text need not give the ids that were generated, and then none of
+their KV would be found. Used by :class:`kvboost.serve.generation.prompts.ChatPrompts`. Invariant: a tenant finds its
+own replies only, and the memory holds at most ``_MAX_IDS`` ids, keys counted.
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 _Key = tuple[str, str, bytes]
-_IDS_PER_KEY = (
-    64  # that take as much memory as a key: otherwise many short replies would take a hundred times the bound
-)
+_MAX_IDS = 2_000_000
+_IDS_PER_KEY = 64  # what a key counts for; without it many short replies would take a hundred times the bound
 
 
 class ReplyMemory:
-    """Replies by tenant, cache key and text, the least recently used forgotten first. Thread-safe."""
+    """Replies by tenant, cache key and text; evicts the least recently used. Thread-safe."""
 
-    def __init__(self, most_ids: int = 2_000_000) -> None:
-        self._most_ids = most_ids
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._replies: OrderedDict[_Key, array[int]] = OrderedDict()
         self._ids = 0
 
     def remember(self, *, tenant: str, cache_key: str, before: str, reply: str, ids: Sequence[int]) -> None:
-        """Keep the ids of ``reply``, which was produced behind the rendered text ``before``."""
-        if not reply or not ids or len(ids) + _IDS_PER_KEY > self._most_ids // 2:
+        """Keep the ids of ``reply``, which was generated after the rendered text ``before``."""
+        if not reply or not ids or len(ids) + _IDS_PER_KEY > _MAX_IDS // 2:
             return
         kept = array("I", ids)
         with self._lock:
@@ -38,7 +36,7 @@ class ReplyMemory:
                 old = self._replies.pop(key, None)
                 self._ids += _cost(kept) - (_cost(old) if old is not None else 0)
                 self._replies[key] = kept
-            while self._ids > self._most_ids:
+            while self._ids > _MAX_IDS:
                 _, gone = self._replies.popitem(last=False)
                 self._ids -= _cost(gone)
 
@@ -49,7 +47,7 @@ class ReplyMemory:
             self._ids = 0
 
     def find(self, *, tenant: str, cache_key: str, before: str, reply: str) -> list[int] | None:
-        """The ids of ``reply`` behind exactly this text, else behind any other; None if it was not produced here."""
+        """The ids of ``reply`` after exactly this text, else after any other; None if it was not generated here."""
         with self._lock:
             for key in _keys(tenant, cache_key, before, reply):
                 if key in self._replies:

@@ -10,9 +10,10 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from kvboost.core.chunking import make_chunker
@@ -21,23 +22,23 @@ from kvboost.engine.pinning import Pins
 from kvboost.errors import BusyError, CapacityError, ClosedError, ConfigError
 from kvboost.hf.generate import end_token_ids
 from kvboost.scheduler.jobs import Job, JobRunner, Sampling, Ticket
-from kvboost.serve.api.errors import ApiError, bad_request
-from kvboost.serve.api.schemas import InlineSchemaFormat, ResponseFormat
-from kvboost.serve.generation.prompts import ChatPrompts
+from kvboost.serve.errors import ApiError, bad_request
+from kvboost.serve.generation.prompts import ChatPrompt, ChatPrompts
 from kvboost.serve.generation.structured import Grammars
 from kvboost.serve.generation.text import token_bytes
-from kvboost.serve.generation.token_stream import Ended, Following, Piece
+from kvboost.serve.generation.token_stream import Ended, Piece, TokenStream
 from kvboost.serve.observability.metrics import Metrics
 from kvboost.serve.observability.recent import RecentRequests, RequestRecord
-from kvboost.serve.observability.tracing import Traced, traced_now
+from kvboost.serve.observability.tracing import RequestSpan, current_span
+from kvboost.serve.schemas import InlineSchemaFormat, ResponseFormat
 from kvboost.serve.security.auth import Caller, Keys
-from kvboost.serve.security.limits import Limits, Streams, check_count
+from kvboost.serve.security.limits import Limits, Streams
 
 _log = logging.getLogger("kvboost.serve")
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerationRequest:
     """What to generate: for each prompt, ``n`` choices. Endpoints make this from their own bodies."""
 
     endpoint: str
@@ -45,7 +46,7 @@ class Asked:
     """Token ids and boundaries of each."""
     caller: Caller
     max_new_tokens: int | None
-    """As the client named it; None for as many as there is room for, within the server's limit."""
+    """As the client named it; None for as many as fit, within the server's limit."""
     sampling: Sampling
     default_new_tokens: int | None = None
     """No more than these if the client named no number."""
@@ -57,9 +58,9 @@ class Asked:
     stops: Sequence[str] = ()
     top_logprobs: int | None = None
     grammar: Callable[[], Callable[[list[int], Any], None]] | None = None
-    """Makes what holds one choice to a grammar."""
+    """Makes the constraint of one choice."""
     special: bool = False
-    """Whether special tokens are written out: tool calls are told by them."""
+    """Whether special tokens are written out: tool calls are recognised by them."""
 
 
 @dataclass
@@ -68,13 +69,14 @@ class Answer:
 
     id: str
     created: int
-    asked: Asked
-    following: Following
+    model: str
+    request: GenerationRequest
+    stream: TokenStream
     ended: list[Ended] = field(default_factory=list)
 
     async def events(self) -> AsyncIterator[Piece | Ended]:
-        """What comes, until all choices have ended. Raises for one that failed."""
-        async for event in self.following.events():
+        """Events until all choices have ended. Raises for one that failed."""
+        async for event in self.stream.events():
             if isinstance(event, Ended):
                 self.ended.append(event)
                 if event.reason == "error":
@@ -84,19 +86,23 @@ class Answer:
                     raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
             yield event
 
+    def head(self, kind: str) -> dict[str, Any]:
+        """The fields that every object of OpenAI's begins with."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts; choices of one prompt read it together."""
-        return sum(len(ids) for ids, _ in self.asked.prompts)
+        """Of all prompts; choices of one prompt count it once."""
+        return sum(len(ids) for ids, _ in self.request.prompts)
 
     @property
     def new_tokens(self) -> int:
-        """Produced so far, by choices that ended."""
+        """New tokens of the choices that ended."""
         return sum(len(ended.token_ids) for ended in self.ended)
 
     def reuse(self) -> dict[str, Any]:
-        """Where the prompts' KV came from: of the first choice of each, as the others read after it."""
-        first = [ended for ended in self.ended if ended.index % self.asked.n == 0 and ended.report is not None]
+        """Where the prompts' KV came from: of the first choice of each, as the others reuse its KV."""
+        first = [ended for ended in self.ended if ended.index % self.request.n == 0 and ended.report is not None]
         reports = [ended.report for ended in first if ended.report is not None]
         seconds = [ended.first_token_seconds for ended in self.ended if ended.first_token_seconds is not None]
         tiers: Counter[str] = Counter()
@@ -136,12 +142,14 @@ class Service:
         min_gap = make_chunker(engine.config.chunking, size=engine.config.chunk_size).min_tokens
         self.chats = ChatPrompts(engine.tokenizer, min_gap=min_gap)
         own_end = engine.tokenizer.eos_token_id  # of chat models often the end of a turn, which the model does not name
-        self.ends = frozenset(end_token_ids(engine.model, {}) | ({int(own_end)} if own_end is not None else set()))
+        self.end_token_ids = frozenset(
+            end_token_ids(engine.model, {}) | ({int(own_end)} if own_end is not None else set())
+        )
         self.vocab_size = int(engine.model.get_input_embeddings().weight.shape[0])
-        self.longest = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_positions = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
         self.token_bytes = token_bytes(engine.tokenizer)
-        self.grammars = Grammars(engine.tokenizer, vocab_size=self.vocab_size, ends=self.ends)
-        self.streams = Streams(limits.streams)
+        self.grammars = Grammars(engine.tokenizer, vocab_size=self.vocab_size, end_token_ids=self.end_token_ids)
+        self.streams = Streams(limits.max_streams)
         self.metrics = Metrics(engine, runner)
         self.recent = RecentRequests()
         self.pins = Pins(engine)
@@ -167,51 +175,50 @@ class Service:
             raise bad_request(str(error), param=param, code="context_length_exceeded") from error
         except ConfigError as error:
             raise bad_request(str(error), param=param) from error
-        most = self.limits.prompt_tokens
-        if most is not None and len(ids) > most:
+        limit = self.limits.max_prompt_tokens
+        if limit is not None and len(ids) > limit:
             raise bad_request(
-                f"the prompt has {len(ids)} tokens, this server takes {most}",
+                f"the prompt has {len(ids)} tokens, this server takes {limit}",
                 param=param,
                 code="context_length_exceeded",
             )
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
-        return self.chats.decode(ids)
+    async def remember(self, prompt: ChatPrompt, ended: Ended) -> None:
+        """Keep the ids of a reply, to use them when the chat goes on."""
+        await asyncio.to_thread(self.chats.remember, prompt, reply=ended.text, ids=ended.reply_ids)
 
     async def grammar(
         self, wanted: ResponseFormat | InlineSchemaFormat | None, *, param: str
     ) -> Callable[[], Callable[[list[int], Any], None]] | None:
-        """What holds answers to the format a client asked for; None for free text."""
+        """What constrains answers to the format a client wants; None for free text."""
         return await asyncio.to_thread(self.grammars.compile, wanted, limits=self.limits, param=param)
 
     @asynccontextmanager
-    async def answering(self, asked: Asked, *, prefix: str) -> AsyncIterator[Answer]:
-        """Start the jobs of ``asked``, and see that they are over when the block is left."""
+    async def generating(self, generation: GenerationRequest, *, prefix: str) -> AsyncIterator[Answer]:
+        """Start the jobs of ``generation``; none is left running at the end of the block."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
-        self.streams.enter(asked.caller.tenant)
-        started, traced = time.monotonic(), traced_now()
+        self.streams.enter(generation.caller.tenant)
+        started, span = time.monotonic(), current_span()
         answer: Answer | None = None
         try:
-            tickets = await self._submitted(asked)
-            decode = self.chats.decode if not asked.special else self._decode_special
-            following = Following(tickets, decode=decode, stops=asked.stops, ends=self.ends)
-            answer = Answer(prefix + secrets.token_hex(12), int(time.time()), asked, following)
-            async with following:
+            tickets = await self._submitted(generation)
+            decode = partial(self.chats.decode, special=generation.special)
+            stream = TokenStream(tickets, decode=decode, stops=generation.stops, end_token_ids=self.end_token_ids)
+            answer = Answer(prefix + secrets.token_hex(12), int(time.time()), self.model_name, generation, stream)
+            async with stream:
                 yield answer
         finally:
-            self.streams.leave(asked.caller.tenant)
-            if answer is not None:
-                self._count(answer, seconds=time.monotonic() - started, traced=traced)
+            try:
+                if answer is not None:
+                    self._count(answer, seconds=time.monotonic() - started, span=span)
+            finally:
+                self.streams.leave(generation.caller.tenant)  # last: a server that is idle has counted everything
 
-    def _decode_special(self, ids: Sequence[int]) -> str:
-        return self.chats.decode(ids, special=True)
-
-    async def _submitted(self, asked: Asked) -> list[Ticket]:
-        """The jobs of ``asked``. A client who goes away just now must not leave them behind."""
-        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, asked))
+    async def _submitted(self, generation: GenerationRequest) -> list[Ticket]:
+        """Submit the jobs of ``generation``. A client that disconnects meanwhile must not leave them behind."""
+        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, generation))
         try:
             return await asyncio.shield(submitting)
         except asyncio.CancelledError:
@@ -220,86 +227,83 @@ class Service:
             )
             raise
 
-    def _submit(self, asked: Asked) -> list[Ticket]:
+    def _submit(self, generation: GenerationRequest) -> list[Ticket]:
         tickets: list[Ticket] = []
         try:
-            for ids, boundaries in asked.prompts:
-                room = self._room(len(ids), asked)
-                for choice in range(asked.n):
-                    sampling = asked.sampling
-                    if sampling.seed is not None and choice:
-                        sampling = _with_seed(sampling, sampling.seed + choice)
-                    tickets.append(
-                        self.runner.submit(
-                            Job(
-                                token_ids=tuple(ids),
-                                max_new_tokens=room,
-                                may_shorten=asked.max_new_tokens is None,
-                                sampling=sampling,
-                                boundaries=tuple(boundaries),
-                                stop_token_ids=self.ends,
-                                top_logprobs=asked.top_logprobs,
-                                constrain=asked.grammar() if asked.grammar is not None else None,
-                                tenant=asked.caller.tenant,
-                            )
-                        )
-                    )
+            with ExitStack() as submitted:
+                for job in self._jobs(generation):
+                    tickets.append(self.runner.submit(job))
+                    submitted.callback(tickets[-1].cancel)
+                submitted.pop_all()  # all of them were taken: none is cancelled
+            return tickets
         except BusyError as error:
-            self._cancel(tickets)
             raise ApiError(429, str(error), code="server_busy", headers={"Retry-After": "1"}) from error
         except ClosedError as error:
-            self._cancel(tickets)
             _log.error("a request was refused: %s", error)
-            raise ApiError(503, "the server takes no more requests; it has to be started again") from error
+            raise ApiError(503, "the server takes no more requests; restart it") from error
         except ConfigError as error:
-            self._cancel(tickets)
             raise bad_request(str(error)) from error
         except CapacityError as error:
-            self._cancel(tickets)
             _log.info("a request was refused: %s", error)
-            less = "" if asked.max_new_tokens is None else f" or lower {asked.max_param}"
+            less = "" if generation.max_new_tokens is None else f" or lower {generation.max_param}"
             raise ApiError(
                 413,
-                f"{asked.prompt_param} and the answer may come to need more memory than this server gives to one "
-                f"request; shorten {asked.prompt_param}{less}",
-                param=asked.prompt_param if asked.max_new_tokens is None else asked.max_param,
+                f"{generation.prompt_param} and the answer may need more memory than this server gives to one "
+                f"request; shorten {generation.prompt_param}{less}",
+                param=generation.prompt_param if generation.max_new_tokens is None else generation.max_param,
                 code="too_large",
             ) from error
-        except BaseException:
-            self._cancel(tickets)
-            raise
-        return tickets
+
+    def _jobs(self, generation: GenerationRequest) -> Iterator[Job]:
+        for ids, boundaries in generation.prompts:
+            max_new_tokens = self._max_new_tokens(len(ids), generation)
+            for choice in range(generation.n):
+                sampling = generation.sampling
+                if sampling.seed is not None and choice:
+                    seed = sampling.seed + choice
+                    sampling = replace(sampling, seed=seed if seed < 2**63 else seed - 2**64)
+                yield Job(
+                    token_ids=tuple(ids),
+                    max_new_tokens=max_new_tokens,
+                    may_shorten=generation.max_new_tokens is None,
+                    sampling=sampling,
+                    boundaries=tuple(boundaries),
+                    stop_token_ids=self.end_token_ids,
+                    top_logprobs=generation.top_logprobs,
+                    constrain=generation.grammar() if generation.grammar is not None else None,
+                    tenant=generation.caller.tenant,
+                )
 
     @staticmethod
     def _cancel(tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
             ticket.cancel()
 
-    def _room(self, prompt_tokens: int, asked: Asked) -> int:
-        """How many tokens the answer may have."""
-        wanted = asked.max_new_tokens
-        left = self.longest - prompt_tokens if self.longest is not None else self.limits.new_tokens
+    def _max_new_tokens(self, prompt_tokens: int, generation: GenerationRequest) -> int:
+        """How many new tokens the answer may have."""
+        wanted, limit = generation.max_new_tokens, self.limits.max_new_tokens
+        left = self.max_positions - prompt_tokens if self.max_positions is not None else limit
         if left < 1 or (wanted is not None and wanted > left):
             raise bad_request(
-                f"this model has {self.longest} positions: {prompt_tokens} tokens of prompt leave {max(left, 0)} for "
-                f"the answer; shorten {asked.prompt_param} or lower {asked.max_param}",
-                param=asked.prompt_param if left < 1 else asked.max_param,
+                f"this model has {self.max_positions} positions: {prompt_tokens} tokens of prompt leave {max(left, 0)} "
+                f"for the answer; shorten {generation.prompt_param} or lower {generation.max_param}",
+                param=generation.prompt_param if left < 1 else generation.max_param,
                 code="context_length_exceeded",
             )
-        if wanted is not None and wanted > self.limits.new_tokens:
+        if wanted is not None and wanted > limit:
             raise bad_request(
-                f"this server writes at most {self.limits.new_tokens} tokens per answer; lower {asked.max_param}",
-                param=asked.max_param,
+                f"this server writes at most {limit} tokens per answer; lower {generation.max_param}",
+                param=generation.max_param,
             )
-        return wanted or min(left, self.limits.new_tokens, asked.default_new_tokens or self.limits.new_tokens)
+        return wanted or min(left, limit, generation.default_new_tokens or limit)
 
-    def _count(self, answer: Answer, *, seconds: float, traced: Traced | None) -> None:
+    def _count(self, answer: Answer, *, seconds: float, span: RequestSpan | None) -> None:
         reuse = answer.reuse()
-        whole = len(answer.ended) == len(answer.asked.prompts) * answer.asked.n
+        whole = len(answer.ended) == len(answer.request.prompts) * answer.request.n
         reason = answer.ended[0].reason if whole else "cancelled"
         record = RequestRecord(
             id=answer.id,
-            endpoint=answer.asked.endpoint,
+            endpoint=answer.request.endpoint,
             at=round(time.time(), 3),
             exact=reuse["exact_tokens"],
             moved=reuse["moved_tokens"],
@@ -312,10 +316,10 @@ class Service:
         )
         self.recent.add(record)
         self.metrics.count(record)
-        if traced is not None:
+        if span is not None:
             reports = [ended.report for ended in answer.ended if ended.report is not None]
             timings = reports[0].timings_ms if reports else {}
-            traced.describe(record, model=self.model_name, bitwise=reuse["bitwise"], timings_ms=timings)
+            span.describe(record, model=self.model_name, bitwise=reuse["bitwise"], timings_ms=timings)
         _log.info(
             "%s %s prompt=%d cached=%d new=%d ttft_ms=%s finish=%s",
             record.endpoint,
@@ -328,22 +332,16 @@ class Service:
         )
 
 
-def _with_seed(sampling: Sampling, seed: int) -> Sampling:
-    return replace(sampling, seed=seed if seed < 2**63 else seed - 2**64)
-
-
 def sampling_of(body: Any, *, limits: Limits, vocab_size: int) -> tuple[Sampling, list[str]]:
     """How to draw tokens, and the stop strings, from a body with OpenAI's fields. Their defaults are OpenAI's."""
     stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
-    check_count(len(stops), limits.stop_strings, param="stop")
-    if any(not stop or len(stop) > limits.stop_characters for stop in stops):
-        raise bad_request(f"a stop string has 1 to {limits.stop_characters} characters", param="stop")
-    check_count(len(body.logit_bias or {}), limits.logit_bias, param="logit_bias")
+    if any(not stop or len(stop) > limits.max_stop_characters for stop in stops):
+        raise bad_request(f"a stop string has 1 to {limits.max_stop_characters} characters", param="stop")
     bias: Mapping[int, float] = {int(token): value for token, value in (body.logit_bias or {}).items()}
     if any(token >= vocab_size for token in bias):
         raise bad_request(f"logit_bias names tokens beyond this model's {vocab_size}", param="logit_bias")
-    if (body.n or 1) > limits.n:
-        raise bad_request(f"this server makes at most {limits.n} choices", param="n")
+    if (body.n or 1) > limits.max_choices:
+        raise bad_request(f"this server makes at most {limits.max_choices} choices", param="n")
     sampling = Sampling(
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvboost.serve.api.errors import ApiError, bad_request
-from kvboost.serve.api.schemas import InlineSchemaFormat, JsonObjectFormat, ResponseFormat, TextFormat
+from kvboost.serve.errors import ApiError, bad_request
+from kvboost.serve.schemas import InlineSchemaFormat, JsonObjectFormat, ResponseFormat, TextFormat
 from kvboost.serve.security.limits import Limits, check_json
 
 if TYPE_CHECKING:
@@ -29,15 +29,15 @@ Constrain = Callable[[list[int], "torch.Tensor"], None]
 class Grammars:
     """Compiles formats for one tokenizer. Thread-safe."""
 
-    def __init__(self, tokenizer: Any, *, vocab_size: int, ends: frozenset[int]) -> None:
-        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, ends
+    def __init__(self, tokenizer: Any, *, vocab_size: int, end_token_ids: frozenset[int]) -> None:
+        self._tokenizer, self._vocab_size, self._end_token_ids = tokenizer, vocab_size, end_token_ids
         self._lock = threading.Lock()
         self._made: Any = None
 
     def compile(
         self, wanted: ResponseFormat | InlineSchemaFormat | None, *, limits: Limits, param: str
     ) -> Callable[[], Constrain] | None:
-        """A maker of what holds one answer each to the format; None for free text."""
+        """Makes constraints, one per answer, for the format; None for free text."""
         if wanted is None or isinstance(wanted, TextFormat):
             return None
         if isinstance(wanted, JsonObjectFormat):
@@ -49,13 +49,13 @@ class Grammars:
         first = self._matcher(schema)
         if isinstance(first, str):
             raise bad_request(f"this schema cannot be used: {first}", param=param, code="invalid_schema")
-        return lambda: _Held(first.deep_copy(), self._ends)
+        return lambda: _GrammarConstraint(first.deep_copy(), self._end_token_ids)
 
     def compile_call(self, functions: Mapping[str, Mapping[str, Any] | None]) -> Callable[[], Constrain]:
-        """A maker of what holds one answer each to one call, ``{"name": ..., "arguments": {...}}``.
+        """Makes constraints, one per answer, for one call, ``{"name": ..., "arguments": {...}}``.
 
         ``functions`` are the names that may be called and the schemas of their arguments; None for no arguments.
-        The caller has held the schemas to its limits.
+        The caller has checked the schemas against its limits.
         """
         _check_installed("tool_choice")
         from llguidance import LLMatcher
@@ -66,7 +66,7 @@ class Grammars:
             if given.setdefault("type", "object") != "object":
                 raise _no_schema(name, "arguments are an object")
             schemas[name] = given
-        # Each schema stands for itself, so that "#/$defs" in it still means its own.
+        # Each schema is compiled by itself, so that "#/$defs" in it still means its own.
         rules = [
             f'call{number}: {json.dumps(_call_opens(name))} %json {json.dumps({**schema, "x-guidance": _WRITTEN})} "}}"'
             for number, (name, schema) in enumerate(schemas.items())
@@ -80,14 +80,14 @@ class Grammars:
                 if isinstance(alone, str):
                     raise _no_schema(name, alone)
             raise bad_request(
-                f"these tools cannot be held to: {first.get_error().splitlines()[0]}",
+                f"these tools cannot be used: {first.get_error().splitlines()[0]}",
                 param="tools",
                 code="invalid_schema",
             )
-        return lambda: _Held(first.deep_copy(), self._ends)
+        return lambda: _GrammarConstraint(first.deep_copy(), self._end_token_ids)
 
     def _matcher(self, schema: dict[str, Any]) -> Any:
-        """The matcher of a schema, or in words why there is none."""
+        """The matcher of a schema, or the reason why there is none."""
         from llguidance import LLMatcher
 
         try:
@@ -102,8 +102,8 @@ class Grammars:
 
         with self._lock:
             if self._made is None:
-                ends = sorted(self._ends) or None
-                self._made = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=ends)
+                end_tokens = sorted(self._end_token_ids) or None
+                self._made = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=end_tokens)
             return self._made
 
 
@@ -120,18 +120,18 @@ def _call_opens(name: str) -> str:
     return '{"name": ' + json.dumps(name) + ', "arguments": '
 
 
-class _Held:
-    """Holds one answer to a grammar."""
+class _GrammarConstraint:
+    """Constrains one answer to a grammar."""
 
-    def __init__(self, matcher: Any, ends: frozenset[int]) -> None:
-        self._matcher, self._ends = matcher, sorted(ends)
+    def __init__(self, matcher: Any, end_token_ids: frozenset[int]) -> None:
+        self._matcher, self._end_token_ids = matcher, sorted(end_token_ids)
         self._taken = 0
 
     def __call__(self, produced: list[int], logits: torch.Tensor) -> None:
         """Forbid, in place, every token that cannot come next. ``logits`` [vocabulary]."""
         import torch
 
-        if len(produced) < self._taken:  # a job that was begun again
+        if len(produced) < self._taken:  # the job was preempted and restarted
             self._matcher.reset()
             self._taken = 0
         for token in produced[self._taken :]:
@@ -141,10 +141,10 @@ class _Held:
         if self._matcher.is_error():  # its limits, for example: what was written so far may be half of an answer
             raise RuntimeError(f"the grammar cannot go on: {self._matcher.get_error().splitlines()[0]}")
         if self._matcher.is_stopped():
-            if not self._ends:
+            if not self._end_token_ids:
                 return  # a model that cannot end: what follows the answer is free
             allowed = torch.zeros(logits.shape[0], dtype=torch.bool)
-            allowed[self._ends] = True
+            allowed[self._end_token_ids] = True
         else:
             bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
             allowed = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[: logits.shape[0]].bool()

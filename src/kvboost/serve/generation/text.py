@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _BROKEN = "\ufffd"  # what decoders write for bytes that are no character, or not one yet
-_MAX_HELD = 64  # tokens that are no text together; then they are let go as they are
-_LONGEST_RUN = 3  # replacement characters that can still become one character: its bytes but the last
+_MAX_HELD = 64  # tokens that are no text together; then they are given out as they are
+_MAX_RUN = 3  # replacement characters that can still become one character: its bytes but the last
 
 
 class Detokenizer:
@@ -35,7 +35,7 @@ class Detokenizer:
             return ""  # decoders that write a whole run of bytes as broken until its last character is complete
         certain = text[len(self._before) :]
         run = len(certain) - len(certain.rstrip(_BROKEN))
-        certain = certain[: len(certain) - min(run, _LONGEST_RUN)]
+        certain = certain[: len(certain) - min(run, _MAX_RUN)]
         piece, self._given = certain[self._given :], max(self._given, len(certain))
         return piece
 
@@ -65,10 +65,10 @@ class StopCutter:
         if self.found:
             return ""
         self._held += text
-        places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if places:
+        starts = [start for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if starts:
             self.found = True
-            piece, self._held = self._held[: min(places)], ""
+            piece, self._held = self._held[: min(starts)], ""
             return piece
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep
@@ -82,7 +82,7 @@ class StopCutter:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of ``text`` that ``stop`` begins with."""
+    """The length of the longest suffix of ``text`` that ``stop`` begins with."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

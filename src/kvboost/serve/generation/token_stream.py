@@ -1,7 +1,7 @@
-"""Follows jobs to their ends: tokens to text, stop strings, and everything back to the event loop.
+"""Streams jobs: tokens to text, stop strings, and everything to the event loop.
 
 Used by every endpoint that generates. Each job has a thread that waits for its tokens. Invariant: when a
-:class:`Following` is left, by its end, an error or the client's going away, all of its jobs are over or cancelled.
+:class:`TokenStream` is left, by its end, an error or a disconnect, all of its jobs are over or cancelled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Piece:
     text: str
     tokens: tuple[NewToken, ...] = ()
     offsets: tuple[int, ...] = ()
-    """For each token, how many characters of the answer stand before it."""
+    """For each token, how many characters of the answer are before it."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,24 @@ class Ended:
     token_ids: tuple[int, ...] = field(repr=False)
     """All that were produced."""
     reply_ids: tuple[int, ...] = field(repr=False)
-    """Those of them that are the text: without end tokens and stop strings. Empty where they cannot be told apart."""
+    """Those of them that are the text: without end tokens and stop strings. Empty where these cannot be separated."""
     report: ReuseReport | None
     first_token_seconds: float | None
     error: str | None = None
 
 
 def follow(
-    ticket: Ticket, *, index: int, decode: Callable[[Sequence[int]], str], stops: Sequence[str], ends: frozenset[int]
+    ticket: Ticket,
+    *,
+    index: int,
+    decode: Callable[[Sequence[int]], str],
+    stops: Sequence[str],
+    end_token_ids: frozenset[int],
 ) -> Iterator[Piece | Ended]:
     """The pieces of one job, then its end. Blocks. Cancels the job at a stop string."""
     detokenizer, cutter = Detokenizer(decode), StopCutter(stops)
     produced: list[int] = []
-    borders: list[int] = [0]  # characters that stand before the token with this index
+    borders: list[int] = [0]  # characters before the token with this index
     decoded = 0
     waiting: list[tuple[NewToken, int]] = []  # tokens whose text has not been given out
     texts: list[str] = []
@@ -65,9 +70,9 @@ def follow(
             finished = event
             break
         if stopped:
-            continue  # computed before the job heard of its end; how many come so late is chance
+            continue  # computed before the job was cancelled; how many come so late is chance
         produced.append(event.token_id)
-        if event.token_id in ends:
+        if event.token_id in end_token_ids:
             continue
         waiting.append((event, decoded))
         more = detokenizer.add(event.token_id)
@@ -90,7 +95,7 @@ def follow(
             yield _piece(index, text, waiting, up_to=given + 1)
     elif waiting and waiting[0][1] < given:
         yield _piece(index, "", waiting, up_to=given)
-    plain = [token for token in produced if token not in ends]
+    plain = [token for token in produced if token not in end_token_ids]
     if cutter.found:  # the tokens before it are the reply, if one of them ends where the stop string begins
         plain = plain[: borders.index(given)] if given in borders else []
     yield Ended(
@@ -106,14 +111,14 @@ def follow(
 
 
 def _piece(index: int, text: str, waiting: list[tuple[NewToken, int]], *, up_to: int) -> Piece:
-    """Takes those of the ``waiting`` tokens along that begin before ``up_to`` characters."""
+    """A piece with those of the ``waiting`` tokens that begin before ``up_to`` characters."""
     ready = [entry for entry in waiting if entry[1] < up_to]
     waiting[:] = [entry for entry in waiting if entry[1] >= up_to]
     return Piece(index, text, tuple(token for token, _ in ready), tuple(offset for _, offset in ready))
 
 
-class Following:
-    """Several jobs, followed side by side. An async context manager; iterate over it once."""
+class TokenStream:
+    """The events of several jobs. An async context manager; iterate over it once."""
 
     def __init__(
         self,
@@ -121,20 +126,18 @@ class Following:
         *,
         decode: Callable[[Sequence[int]], str],
         stops: Sequence[str],
-        ends: frozenset[int],
+        end_token_ids: frozenset[int],
     ) -> None:
         self._tickets = tickets
-        self._arguments = {"decode": decode, "stops": stops, "ends": ends}
+        self._arguments = {"decode": decode, "stops": stops, "end_token_ids": end_token_ids}
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Piece | Ended] = asyncio.Queue()
 
     async def __aenter__(self) -> Self:
         try:
             for index, ticket in enumerate(self._tickets):
-                threading.Thread(target=self._follow, args=(index, ticket), name="kvboost-follow", daemon=True).start()
-        except (
-            BaseException
-        ):  # no thread to be had: nobody would follow the jobs, and nobody leaves what was not entered
+                threading.Thread(target=self._follow, args=(index, ticket), name="kvboost-stream", daemon=True).start()
+        except BaseException:  # no thread could be started, and ``__aexit__`` does not run for a failed entry
             self._cancel()
             raise
         return self
@@ -149,7 +152,7 @@ class Following:
             ticket.cancel()
 
     async def events(self) -> AsyncIterator[Piece | Ended]:
-        """What comes, until all choices have ended."""
+        """Events until all choices have ended."""
         left = len(self._tickets)
         while left:
             event = await self._events.get()
@@ -159,11 +162,11 @@ class Following:
     def _follow(self, index: int, ticket: Ticket) -> None:
         try:
             for event in follow(ticket, index=index, **self._arguments):  # type: ignore[arg-type]
-                self._tell(event)
+                self._put(event)
         except Exception as error:  # noqa: BLE001 - a thread has nobody to raise to: the client is told
             ticket.cancel()
-            self._tell(Ended(index, "error", "", (), (), None, None, error=repr(error)))
+            self._put(Ended(index, "error", "", (), (), None, None, error=repr(error)))
 
-    def _tell(self, event: Piece | Ended) -> None:
+    def _put(self, event: Piece | Ended) -> None:
         with suppress(RuntimeError):  # the loop is closed: the server has stopped, and nobody listens
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)

@@ -1,7 +1,7 @@
 """Tool calls out of a model's text.
 
 Used by chats with tools. Where the tokenizer says how its model writes them (``response_template``), Transformers'
-own parser reads them; otherwise the format is told from the chat template. Invariant: text that is not a whole and
+own parser reads them; otherwise the chat template shows the format. Invariant: text that is not a whole and
 valid call is given to the client as text.
 """
 

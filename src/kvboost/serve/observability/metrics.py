@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost.engine import KVBoost
 from kvboost.scheduler.jobs import JobRunner
@@ -21,13 +22,13 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 
 
 class _Live(Collector):
-    """What the engine and the runner say when they are asked."""
+    """The engine's and the runner's own numbers, taken at each scrape."""
 
     def __init__(self, engine: KVBoost, runner: JobRunner) -> None:
         self._engine, self._runner = engine, runner
 
     def collect(self) -> Iterator[Metric]:
-        """One reading."""
+        """One scrape."""
         stats, load = total_stats(self._engine), self._runner.load()
         yield GaugeMetricFamily("kvboost_jobs_running", "Jobs in the batch.", value=load.running)
         yield GaugeMetricFamily("kvboost_jobs_waiting", "Jobs that wait.", value=load.waiting)
@@ -45,15 +46,15 @@ class _Live(Collector):
         )
         yield CounterMetricFamily("kvboost_chunk_hits", "Chunks found as they were.", value=stats["cache_hits"])
         yield CounterMetricFamily(
-            "kvboost_chunk_moved", "Chunks moved from elsewhere.", value=stats["approximate_hits"]
+            "kvboost_chunk_moved", "Chunks found by non-prefix reuse.", value=stats["approximate_hits"]
         )
         yield CounterMetricFamily("kvboost_chunk_misses", "Chunks not found.", value=stats["cache_misses"])
-        yield CounterMetricFamily("kvboost_chunk_evictions", "Chunks let go.", value=stats["evictions"])
+        yield CounterMetricFamily("kvboost_chunk_evictions", "Chunks evicted.", value=stats["evictions"])
         yield CounterMetricFamily("kvboost_store_errors", "Failures of the store.", value=stats["store_errors"])
 
 
 class Metrics:
-    """Counters and histograms of requests, with the engine's own beside them. Thread-safe."""
+    """Counters and histograms of requests, and the engine's own. Thread-safe."""
 
     def __init__(self, engine: KVBoost, runner: JobRunner) -> None:
         self._registry = CollectorRegistry()
@@ -91,3 +92,20 @@ class Metrics:
     def text(self) -> bytes:
         """As Prometheus reads it."""
         return generate_latest(self._registry)
+
+
+class CountResponses:
+    """Counts responses by status, refused ones too. The outermost layer."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on and count the response."""
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.responded(message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted if scope["type"] == "http" else send)

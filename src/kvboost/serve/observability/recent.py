@@ -1,4 +1,4 @@
-"""The last requests, for the page to draw: numbers only, never a word of a prompt."""
+"""The last requests, for the page: numbers only, never a word of a prompt."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
+_MAX_RECORDS = 60
+
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
-    """What one request cost and what it was spared. Token counts are of its prompt, except ``new``."""
+    """What one request computed and reused. Token counts are of its prompt, except ``new``."""
 
     id: str
     endpoint: str
@@ -29,9 +31,9 @@ class RequestRecord:
 class RecentRequests:
     """The newest few records. Thread-safe."""
 
-    def __init__(self, most: int = 60) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._records: deque[RequestRecord] = deque(maxlen=most)
+        self._records: deque[RequestRecord] = deque(maxlen=_MAX_RECORDS)
 
     def add(self, record: RequestRecord) -> None:
         """One more."""

@@ -25,11 +25,11 @@ def total_stats(engine: KVBoost) -> CacheStats:
         total["workspace_bytes"] += stats["workspace_bytes"]
         total["leased_chunks"] += stats["leased_chunks"]
         for tier, held in stats["bytes_by_tier"].items():
-            # The memory is told for each tenant; a tier below is one for all of them.
+            # Memory is counted for each tenant; a tier below is shared by all of them.
             by_tier[tier] = by_tier.get(tier, 0) + held if tier == "memory" else max(by_tier.get(tier, 0), held)
     total["bytes_by_tier"] = by_tier
     found = total["cache_hits"] + total["approximate_hits"]
-    asked = found + total["cache_misses"]
-    total["hit_rate"] = found / asked if asked else 0.0
-    total["exact_hit_rate"] = total["cache_hits"] / asked if asked else 0.0
+    looked_up = found + total["cache_misses"]
+    total["hit_rate"] = found / looked_up if looked_up else 0.0
+    total["exact_hit_rate"] = total["cache_hits"] / looked_up if looked_up else 0.0
     return total

@@ -1,8 +1,8 @@
-"""OpenTelemetry spans: one for each request that a key let in, with what it read and reused, never what it said.
+"""OpenTelemetry spans: one for each request that a key let in, with what it computed and reused, never its text.
 
-Stands in the app between the gate and the routes; :class:`kvboost.serve.generation.service.Service` fills the spans
+Runs between the gate and the routes; :class:`kvboost.serve.generation.service.Service` fills the spans
 in. The process sets the provider and the exporter (``kvboost[otel]``, docs/serving.md). Invariants: as long as it has
-set none, nothing is imported and a request pays for one look-up; no text, key or tenant of a client's is written, and
+set none, nothing is imported and a request costs one look-up; no text, key or tenant of a client's is written, and
 no attribute but the trace's own id comes from one.
 """
 
@@ -26,15 +26,15 @@ _SERVER_FAILED = 500
 
 
 class Tracing:
-    """Opens a span for each POST to a listed path and ends it with the response. Stands behind the gate."""
+    """Opens a span for each POST to a listed path and ends it with the response. Runs after the gate."""
 
     def __init__(self, app: ASGIApp, *, paths: Collection[str]) -> None:
         self._app, self._paths = app, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand on, in a span if anybody listens."""
+        """Pass the request on, in a span if tracing is enabled."""
         wanted = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._paths
-        if not wanted or not is_listened_to():
+        if not wanted or not is_enabled():
             await self._app(scope, receive, send)
             return
         from opentelemetry import trace
@@ -48,7 +48,7 @@ class Tracing:
                     span.set_status(trace.StatusCode.ERROR)
             await send(message)
 
-        # An exception's words may be a client's; only its kind is told.
+        # An exception's message may hold a client's text; only its type is recorded.
         with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
             try:
                 await self._app(scope, receive, watched)
@@ -58,7 +58,7 @@ class Tracing:
                 raise
 
 
-def is_listened_to() -> bool:
+def is_enabled() -> bool:
     """Whether the process has set a provider: then it has imported OpenTelemetry, so that this need not."""
     api = sys.modules.get("opentelemetry.trace")
     if api is None:
@@ -83,16 +83,16 @@ def _opened(scope: Scope) -> Span:
 
 
 @dataclass(frozen=True)
-class Traced:
+class RequestSpan:
     """The span of one generation, and when it was handed to the runner."""
 
     span: Span
     submitted_ns: int
 
     def describe(self, record: RequestRecord, *, model: str, bitwise: bool, timings_ms: Mapping[str, float]) -> None:
-        """Write down what became of it; ``timings_ms`` are the stages of its first prompt's reading."""
+        """Set the attributes; ``timings_ms`` are the stages of its first prompt's prefill."""
         known: dict[str, Any] = {"kvboost.ttft_ms": record.ttft_ms} if record.ttft_ms is not None else {}
-        if record.endpoint in _OPERATIONS:  # reading ahead is no operation of those that OpenTelemetry names
+        if record.endpoint in _OPERATIONS:  # OpenTelemetry has no name for warming a cache
             known["gen_ai.operation.name"] = _OPERATIONS[record.endpoint]
         self.span.set_attributes(
             {
@@ -113,7 +113,7 @@ class Traced:
             self._add_stages(record.ttft_ms, waited_ms=min(timings_ms.get("waiting", 0.0), record.ttft_ms))
 
     def _add_stages(self, ttft_ms: float, *, waited_ms: float) -> None:
-        """The three stages as spans of their own, one behind the other: waiting is told as if it were all at once."""
+        """The three stages as spans of their own, one after the other; all waiting counts as before the prefill."""
         from opentelemetry import trace
 
         read_from = self.submitted_ns + int(waited_ms * 1e6)
@@ -125,11 +125,11 @@ class Traced:
             tracer.start_span(name, context=context, start_time=start).end(end)
 
 
-def traced_now() -> Traced | None:
-    """The span this request runs in, as it is handed to the runner; None if nobody listens."""
-    if not is_listened_to():
+def current_span() -> RequestSpan | None:
+    """The span this request runs in, as it is handed to the runner; None without tracing."""
+    if not is_enabled():
         return None
     from opentelemetry import trace
 
     span = trace.get_current_span()
-    return Traced(span, time.time_ns()) if span.is_recording() else None
+    return RequestSpan(span, time.time_ns()) if span.is_recording() else None

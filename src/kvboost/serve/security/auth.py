@@ -1,6 +1,6 @@
 """Who may call what: keys, tenants, and the gate before every route.
 
-The gate stands before the app's routing. Invariant: a route that is not listed is denied, and a listed one answers
+The gate runs before the app's routing. Invariant: a route that is not listed is denied, and a listed one answers
 only to a caller of its kind; a tenant is never taken from what a client writes, only from its key.
 """
 
@@ -12,17 +12,19 @@ import hmac
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from starlette.responses import JSONResponse
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvboost.errors import ConfigError
-from kvboost.serve.api.errors import ApiError
+from kvboost.serve.errors import ApiError
+from kvboost.serve.security.limits import Limits
 
 _TENANT_PURPOSE = b"kvboost tenant v1"
-_SHORTEST_KEY = 8
+_MIN_KEY_LENGTH = 8
 
 
 class Access(enum.Enum):
@@ -47,9 +49,9 @@ class Keys:
 
     def __init__(self, api_keys: Sequence[str] = (), *, admin_key: str | None = None) -> None:
         for key in (*api_keys, *([admin_key] if admin_key is not None else [])):
-            if len(key) < _SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+            if len(key) < _MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
                 raise ConfigError(
-                    f"a key needs {_SHORTEST_KEY} or more printable ASCII characters without spaces; "
+                    f"a key needs {_MIN_KEY_LENGTH} or more printable ASCII characters without spaces; "
                     "make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
                 )
         if admin_key is not None and admin_key in api_keys:
@@ -59,6 +61,14 @@ class Keys:
         known = [(key, False) for key in api_keys] + ([(admin_key, True)] if admin_key is not None else [])
         self._known = [(_digest(key.encode()), Caller(tenant_of(key), admin)) for key, admin in known]
 
+    @classmethod
+    def from_files(cls, api_keys: str | Path | None, admin_key: str | Path | None) -> Self:
+        """The keys in these files, one per line; of the admin's file the only one. Raises ConfigError."""
+        admin = _read_keys(admin_key)
+        if len(admin) > 1:
+            raise ConfigError("the file for the admin key holds several lines; give one key")
+        return cls(_read_keys(api_keys), admin_key=admin[0] if admin else None)
+
     @property
     def tenants(self) -> list[str]:
         """Of all API keys, in their order; none where no key is needed."""
@@ -66,7 +76,7 @@ class Keys:
 
     @property
     def every_tenant(self) -> list[str]:
-        """All who may have asked for something: of the API keys, of the admin's, and of who needed no key."""
+        """Every tenant that can have sent a request: of the API keys, of the admin's, and of callers without a key."""
         return ["", *(caller.tenant for _, caller in self._known)]
 
     def __bool__(self) -> bool:
@@ -84,6 +94,18 @@ class Keys:
             if hmac.compare_digest(known, digest):
                 found = caller
         return found if scheme.lower() == b"bearer" else None
+
+
+def _read_keys(file: str | Path | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        keys = Path(file).expanduser().read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); give a text file with one key per line") from error
+    if not keys:
+        raise ConfigError(f"{file} holds no key; write one per line, for example from `openssl rand -hex 32`")
+    return keys
 
 
 def _digest(key: bytes) -> bytes:
@@ -106,11 +128,11 @@ def is_loopback(host: str) -> bool:
 
 
 def check_binding(host: str, keys: Keys, *, allow_open: bool) -> None:
-    """Refuse to be reached by other machines without a key, unless told so."""
+    """Refuse to be reached by other machines without a key, unless ``allow_open``."""
     if not keys and not allow_open and not is_loopback(host):
         raise ConfigError(
             f"binding {host} would let everybody who can reach this machine use the model; set an API key "
-            "(--api-key-file, or api_keys), or say that you want this (--allow-open, or allow_open)"
+            "(--api-key-file), or say that you want this (--allow-open)"
         )
 
 
@@ -121,20 +143,20 @@ class Gate:
         self,
         app: ASGIApp,
         *,
-        listed: Mapping[tuple[str, str], Access],
+        routes: Mapping[tuple[str, str], Access],
         keys: Keys,
+        limits: Limits,
         only_local_names: bool,
-        header_bytes: int,
     ) -> None:
         self._app = app
-        self._header_bytes = header_bytes
-        self._listed = [(method, compile_path(path)[0], access) for (method, path), access in listed.items()]
+        self._max_header_bytes = limits.max_header_bytes
+        self._routes = [(method, compile_path(path)[0], access) for (method, path), access in routes.items()]
         self._keys = keys
         # Without keys, a page in a browser on this machine could reach us under a name of its own (DNS rebinding).
         self._only_local_names = only_local_names and not keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or hand on."""
+        """Answer, or pass the request on."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -149,8 +171,8 @@ class Gate:
         await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope) -> Caller | None:
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > self._header_bytes:
-            raise ApiError(431, f"the headers are larger than {self._header_bytes} bytes", code="headers_too_large")
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > self._max_header_bytes:
+            raise ApiError(431, f"the headers are larger than {self._max_header_bytes} bytes", code="headers_too_large")
         headers = _single_headers(scope["headers"])
         if self._only_local_names and not _is_local_name(headers.get(b"host", b"")):
             raise ApiError(
@@ -158,7 +180,7 @@ class Gate:
             )
         caller = self._keys.caller(headers.get(b"authorization"))
         path, method = scope["path"], scope["method"]
-        methods = {listed: access for listed, pattern, access in self._listed if pattern.match(path)}
+        methods = {name: access for name, pattern, access in self._routes if pattern.match(path)}
         access = methods.get(method)
         if access is Access.OPEN:
             return caller
@@ -184,7 +206,7 @@ class Gate:
 
 
 def _single_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
-    """The headers by name; one that is sent twice is not taken from either place."""
+    """The headers by name; one that is sent twice counts as empty."""
     found: dict[bytes, bytes] = {}
     for name, value in headers:
         found[name] = b"" if name in found else value

@@ -1,6 +1,6 @@
-"""Bounds a request's body in bytes and in time, whatever its headers say. Stands before the app's routing.
+"""Bounds a request's body in bytes and in time, whatever its headers say. Runs before the app's routing.
 
-While a body is read into its schema, :func:`limits_now` says what the server takes: pydantic has no other way to know.
+While a body is parsed, :func:`limits_now` says what the server takes: pydantic has no other way to know.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from contextvars import ContextVar
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvboost.serve.api.errors import ApiError
+from kvboost.serve.errors import ApiError
 from kvboost.serve.security.limits import Limits
 
 _limits: ContextVar[Limits | None] = ContextVar("limits of this request's server", default=None)
 
 
 def limits_now() -> Limits:
-    """Of the server that reads a body now; the usual ones outside of any."""
+    """Of the server that parses a body now; the defaults outside of any."""
     return _limits.get() or Limits()
 
 
@@ -36,21 +36,19 @@ class BodyLimit:
         try:
             async with asyncio.timeout(self._limits.body_seconds):
                 body = await self._body(scope, receive)
-        except TimeoutError:
-            error = ApiError(408, f"the body took longer than {self._limits.body_seconds:g} seconds", code="too_slow")
-            await JSONResponse(error.body(), error.status, headers={"Connection": "close"})(scope, receive, send)
-            return
-        except ApiError as error:
-            await JSONResponse(error.body(), error.status, headers={"Connection": "close"})(scope, receive, send)
+        except (ApiError, TimeoutError) as error:
+            late = f"the body took longer than {self._limits.body_seconds:g} seconds"
+            refusal = error if isinstance(error, ApiError) else ApiError(408, late, code="too_slow")
+            await JSONResponse(refusal.body(), refusal.status, headers={"Connection": "close"})(scope, receive, send)
             return
         if body is None:
             return  # the client has gone
-        handed = False
+        replayed = False
 
         async def replay() -> Message:
-            nonlocal handed
-            if not handed:
-                handed = True
+            nonlocal replayed
+            if not replayed:
+                replayed = True
                 return {"type": "http.request", "body": body, "more_body": False}
             return await receive()
 
@@ -58,10 +56,10 @@ class BodyLimit:
         await self._app(scope, replay, send)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        most = self._limits.body_bytes
-        refusal = ApiError(413, f"the body is larger than {most} bytes, the most this server takes", code="too_large")
+        limit = self._limits.max_body_bytes
+        refusal = ApiError(413, f"the body is larger than {limit} bytes, this server's limit", code="too_large")
         for name, value in scope["headers"]:
-            if name == b"content-length" and value.isdigit() and int(value[:19]) > most:
+            if name == b"content-length" and value.isdigit() and int(value[:19]) > limit:
                 raise refusal
         parts: list[bytes] = []
         size = 0
@@ -71,7 +69,7 @@ class BodyLimit:
                 return None
             parts.append(message.get("body", b""))
             size += len(parts[-1])
-            if size > most:
+            if size > limit:
                 raise refusal
             if not message.get("more_body", False):
                 return b"".join(parts)

@@ -14,78 +14,80 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvboost.serve.security.limits import Limits
 
-_MIN_READ = 16 * 2**10  # bytes in write_seconds of those that wait: fewer would let a trickle hold a job for hours
+_MIN_READ = 16 * 2**10  # bytes a client must take in write_seconds: fewer would let a trickle hold a job for hours
 
 
 def bounded_connection(limits: Limits) -> type[H11Protocol]:
     """The protocol class for these limits."""
 
     class BoundedConnection(H11Protocol):
-        _waiting_for_headers: asyncio.TimerHandle | None = None
-        _waiting_for_reader: asyncio.TimerHandle | None = None
+        _header_timer: asyncio.TimerHandle | None = None
+        _write_timer: asyncio.TimerHandle | None = None
+
+        @property
+        def _answering(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            if len(self.connections) > limits.connections:
+            if len(self.connections) > limits.max_connections:
                 transport.abort()
                 return
             transport.set_write_buffer_limits(high=0)  # so that writing pauses as soon as the client lags behind
-            self._watch()
+            self._update_header_timer()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            self._watch()
+            self._update_header_timer()
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
             if self.conn.trailing_data[0]:  # the beginning of another request came along with the last one
-                self._watch()
+                self._update_header_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._unwatch()
-            self._reader_is_there()
+            self._stop_header_timer()
+            self._stop_write_timer()
             super().connection_lost(exc)
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._expect_reader()
+            self._start_write_timer()
 
         def resume_writing(self) -> None:
-            self._reader_is_there()
+            self._stop_write_timer()
             super().resume_writing()
 
-        def _expect_reader(self) -> None:
+        def _start_write_timer(self) -> None:
             waiting = self.transport.get_write_buffer_size()
-            self._waiting_for_reader = self.loop.call_later(limits.write_seconds, self._look_for_reader, waiting)
+            self._write_timer = self.loop.call_later(limits.write_seconds, self._check_written, waiting)
 
-        def _reader_is_there(self) -> None:
-            if self._waiting_for_reader is not None:
-                self._waiting_for_reader.cancel()
-                self._waiting_for_reader = None
+        def _stop_write_timer(self) -> None:
+            if self._write_timer is not None:
+                self._write_timer.cancel()
+                self._write_timer = None
 
-        def _look_for_reader(self, waiting: int) -> None:
+        def _check_written(self, waiting: int) -> None:
             if waiting - self.transport.get_write_buffer_size() < _MIN_READ:
                 self.transport.abort()  # closing would wait for the same reader
             else:
-                self._expect_reader()
+                self._start_write_timer()
 
-        def _watch(self) -> None:
+        def _update_header_timer(self) -> None:
             """The clock runs from the first byte of a request's headers to their last, and before the first request."""
-            answering = self.cycle is not None and not self.cycle.response_complete
-            if answering or self.transport.is_closing():
-                self._unwatch()
-            elif self._waiting_for_headers is None:
-                self._waiting_for_headers = self.loop.call_later(limits.header_seconds, self._too_slow)
+            if self._answering or self.transport.is_closing():
+                self._stop_header_timer()
+            elif self._header_timer is None:
+                self._header_timer = self.loop.call_later(limits.header_seconds, self._headers_late)
 
-        def _unwatch(self) -> None:
-            if self._waiting_for_headers is not None:
-                self._waiting_for_headers.cancel()
-                self._waiting_for_headers = None
+        def _stop_header_timer(self) -> None:
+            if self._header_timer is not None:
+                self._header_timer.cancel()
+                self._header_timer = None
 
-        def _too_slow(self) -> None:
-            self._waiting_for_headers = None
-            answering = self.cycle is not None and not self.cycle.response_complete
-            if not answering:
+        def _headers_late(self) -> None:
+            self._header_timer = None
+            if not self._answering:
                 self.transport.close()
 
     return BoundedConnection

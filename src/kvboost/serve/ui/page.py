@@ -18,10 +18,10 @@ _POLICY = (
 
 @cache
 def _text() -> bytes:
-    return files("kvboost.serve").joinpath("page.html").read_bytes()
+    return files("kvboost.serve.ui").joinpath("page.html").read_bytes()
 
 
-def page() -> Response:
+async def page() -> Response:
     """The page; nothing in it comes from anywhere else."""
     headers = {
         "Content-Security-Policy": _POLICY,

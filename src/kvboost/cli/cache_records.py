@@ -1,4 +1,4 @@
-"""What the ``kvboost cache`` commands share: choosing records, describing them, files, questions.
+"""What the ``kvboost cache`` commands share: selecting and describing records, files, confirmation.
 
 Used by :mod:`kvboost.cli.cache`. Invariant: digits that begin nothing, or several things, are a ConfigError that says
 where to look.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import typer
 from rich.console import Console
 
-from kvboost.cli.show import Bar
+from kvboost.cli.output import ProgressBar
 from kvboost.errors import ConfigError
 from kvboost.types import tenant_digest
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from kvboost.store.admin import Catalogue, Entry, KeyRing
     from kvboost.store.record.header import RecordHeader
 
-_FEWEST_DIGITS = 4
+_MIN_DIGITS = 4
 
 
 @contextmanager
-def opened(place: str, *, create: bool = False) -> Iterator[Catalogue]:
-    """The records of a place, for one ``with`` block."""
+def open_location(place: str, *, create: bool = False) -> Iterator[Catalogue]:
+    """The records of a directory, server or bucket, for one ``with`` block."""
     from kvboost.store.admin import open_catalogue
 
     catalogue = open_catalogue(place, create=create)
@@ -41,7 +41,7 @@ def opened(place: str, *, create: bool = False) -> Iterator[Catalogue]:
         catalogue.close()
 
 
-def chosen(catalogue: Catalogue, tenant: str | None, space: str | None) -> Iterator[Entry]:
+def select_records(catalogue: Catalogue, tenant: str | None, space: str | None) -> Iterator[Entry]:
     """The records of a tenant and of a space, where these are given."""
     digest = tenant_digest(tenant) if tenant is not None else None
     wanted = _digits(space) if space is not None else ""
@@ -56,8 +56,8 @@ def chosen(catalogue: Catalogue, tenant: str | None, space: str | None) -> Itera
         raise ConfigError(f"no space begins with {wanted}; see kvboost cache stat {catalogue.place}")
 
 
-def by_keys(catalogue: Catalogue, prefixes: Sequence[str]) -> list[Entry]:
-    """The one record that each of these begins the key of."""
+def find_by_key(catalogue: Catalogue, prefixes: Sequence[str]) -> list[Entry]:
+    """For each prefix, the one record whose key begins with it."""
     wanted = {_digits(prefix): [] for prefix in prefixes}  # type: dict[str, list[Entry]]
     for entry in catalogue.entries():
         for prefix, found in wanted.items():
@@ -73,12 +73,12 @@ def by_keys(catalogue: Catalogue, prefixes: Sequence[str]) -> list[Entry]:
 
 def _digits(prefix: str) -> str:
     lower = prefix.lower()
-    if len(lower) < _FEWEST_DIGITS or any(letter not in "0123456789abcdef" for letter in lower):
-        raise ConfigError(f"{prefix!r} is no beginning of a digest; give {_FEWEST_DIGITS} hexadecimal digits or more")
+    if len(lower) < _MIN_DIGITS or any(letter not in "0123456789abcdef" for letter in lower):
+        raise ConfigError(f"{prefix!r} is no beginning of a digest; give {_MIN_DIGITS} hexadecimal digits or more")
     return lower
 
 
-def ring(files: Sequence[Path] | None) -> KeyRing:
+def read_key_files(files: Sequence[Path] | None) -> KeyRing:
     """The keys in these files, which are as an engine's ``record_key_file`` must be."""
     from kvboost.store.admin import KeyRing
     from kvboost.store.record.protection import read_key
@@ -89,7 +89,7 @@ def ring(files: Sequence[Path] | None) -> KeyRing:
         raise ConfigError(str(error).replace("record_key_file", "--key-file")) from error
 
 
-def stepping(entries: Iterable[Entry], bar: Bar) -> Iterator[Entry]:
+def with_progress(entries: Iterable[Entry], bar: ProgressBar) -> Iterator[Entry]:
     """The same entries, each a step of the bar."""
     for entry in entries:
         bar.advance()
@@ -97,17 +97,17 @@ def stepping(entries: Iterable[Entry], bar: Bar) -> Iterator[Entry]:
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Ask, unless told not to. Raises typer.Abort for a no, ConfigError where nobody can answer."""
+    """Ask, unless ``yes``. Raises typer.Abort for a no, ConfigError where nobody can answer."""
     if yes:
         return
     if not sys.stdin.isatty():
-        raise ConfigError(f"{question} Nobody is there to answer; say --yes")
+        raise ConfigError(f"{question} There is no terminal to answer on; give --yes")
     if not typer.confirm(question, err=True):
         raise typer.Abort
 
 
-def usual_budget(place: str) -> int | None:
-    """What an engine would allow that was told nothing."""
+def default_budget(place: str) -> int | None:
+    """The limit of an engine with default settings."""
     from kvboost.config import EngineConfig
 
     if place.startswith(("redis://", "rediss://")):
@@ -116,8 +116,8 @@ def usual_budget(place: str) -> int | None:
 
 
 @contextmanager
-def written(file: Path) -> Iterator[BinaryIO]:
-    """A file that has its name only once it is whole; for this user alone, as it holds token ids."""
+def open_for_writing(file: Path) -> Iterator[BinaryIO]:
+    """A file that gets its name once it is complete. Only this user may read it, as it holds token ids."""
     if str(file) == "-":
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
@@ -135,7 +135,7 @@ def written(file: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def read(file: Path) -> Iterator[BinaryIO]:
+def open_for_reading(file: Path) -> Iterator[BinaryIO]:
     """A file's bytes, or the input's."""
     if str(file) == "-":
         yield sys.stdin.buffer
@@ -148,14 +148,14 @@ def read(file: Path) -> Iterator[BinaryIO]:
         yield stream
 
 
-def header_of(entry: Entry, head: bytes | None) -> RecordHeader | None:
+def parse_header(entry: Entry, head: bytes | None) -> RecordHeader | None:
     """What a record's header says; None if it cannot be read or is of another record."""
     from kvboost.store.admin import examine
 
     return None if head is None else examine(head, space=entry.space, key=entry.key).header
 
 
-def traits(header: RecordHeader | None) -> dict[str, Any]:
+def header_fields(header: RecordHeader | None) -> dict[str, Any]:
     """What all records of a space have in common."""
     if header is None:
         return {}
@@ -170,39 +170,39 @@ def traits(header: RecordHeader | None) -> dict[str, Any]:
     }
 
 
-def row_of(entry: Entry, head: bytes | None) -> dict[str, Any]:
+def describe_record(entry: Entry, head: bytes | None) -> dict[str, Any]:
     """A record as JSON. Fields of the header are missing where it cannot be read."""
     row: dict[str, Any] = {
         "key": entry.key.hex(),
         "space": entry.space.hex(),
-        "tenant": hex_of(entry.tenant),
+        "tenant": to_hex(entry.tenant),
         "bytes": entry.size,
-        "used_at": moment(entry.used_at),
+        "used_at": iso_time(entry.used_at),
         "used_at_s": entry.used_at,
         "readable": False,
     }
-    header = header_of(entry, head)
+    header = parse_header(entry, head)
     if header is None:
         return row
     shapes = [[run.count, str(run.dtype).removeprefix("torch."), list(run.shape)] for run in header.runs]
     return {
         **row,
-        **traits(header),
+        **header_fields(header),
         "readable": True,
         "tensors": shapes,
         "version": header.version,
         "record_bytes": header.record_bytes,
         "tokens": header.tokens,
         "start": header.start,
-        "parent": hex_of(header.parent_key),
+        "parent": to_hex(header.parent_key),
         "content": header.content_key.hex(),
         "bitwise": header.bitwise,
         "approx_depth": header.approx_depth,
     }
 
 
-def remark(row: dict[str, Any]) -> str:
-    """What is special about a record."""
+def record_flags(row: dict[str, Any]) -> str:
+    """What sets a record apart."""
     if not row["readable"]:
         return "unreadable: see verify"
     marks = [("sealed", row["sealed"]), ("encrypted", row["encrypted"]), ("approximate", not row["bitwise"])]
@@ -218,26 +218,26 @@ def tenant_name(digest: str | None, asked: str | None) -> str:
     return "-" if digest == tenant_digest("").hex() else digest[:8]
 
 
-def hex_of(digest: bytes | None) -> str | None:
+def to_hex(digest: bytes | None) -> str | None:
     """A digest as text."""
     return None if digest is None else digest.hex()
 
 
-def moment(seconds: float | None) -> str | None:
+def iso_time(seconds: float | None) -> str | None:
     """A time as scripts read it."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
-def underscored(counts: Counter[str]) -> dict[str, int]:
+def json_counts(counts: Counter[str]) -> dict[str, int]:
     """Counts by names that need no quotes."""
     return {name.replace(" ", "_"): count for name, count in counts.items()}
 
 
-def summary(counts: Counter[str]) -> str:
+def count_summary(counts: Counter[str]) -> str:
     """Counts in words."""
-    return ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "nothing is there"
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "no records"
 
 
 def console() -> Console:
-    """Wide enough for the table where nobody looks at it."""
+    """A console that is wide enough for tables where there is no terminal."""
     return Console() if sys.stdout.isatty() else Console(width=200)

@@ -1,9 +1,9 @@
 """What clients may send, field by field.
 
 Used by FastAPI to read bodies and to describe them in /openapi.json. Invariant: a field that is not written here is
-refused by name, never ignored; so every field written here has an effect. What is wrong is told once: the first entry
-of a list, the first unknown field. A body of a million wrong entries would otherwise be a million errors, made on the
-event loop while all others wait.
+refused by name, never ignored; so every field written here has an effect. Only the first error is reported: the first
+entry of a list, the first unknown field. A body of a million wrong entries would otherwise be a million errors, made
+on the event loop while all others wait.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def _no_half_surrogates(text: str) -> str:
     return text
 
 
-def _at_most(param: str, most: Callable[[Limits], int]) -> BeforeValidator:
+def _at_most(param: str, limit: Callable[[Limits], int]) -> BeforeValidator:
     """Refuse a list or an object that is too long before its entries are looked at."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list | dict):
-            check_count(len(value), most(limits_now()), param=param)
+            check_count(len(value), limit(limits_now()), param=param)
         return value
 
     return BeforeValidator(check)
@@ -48,7 +48,7 @@ def _at_most(param: str, most: Callable[[Limits], int]) -> BeforeValidator:
 def _few_prompts(value: Any) -> Any:
     """Token ids are one prompt, however many; anything else in a list is a prompt each."""
     if isinstance(value, list) and value and not isinstance(value[0], int):
-        check_count(len(value), limits_now().prompts, param="prompt")
+        check_count(len(value), limits_now().max_prompts, param="prompt")
     return value
 
 
@@ -65,8 +65,8 @@ class _Body(BaseModel):
     @classmethod
     def _one_unknown_field(cls, value: Any) -> Any:
         """Of more fields than there are, one is unknown: that many are enough to say so."""
-        most = len(cls.model_fields) + 1
-        return dict(islice(value.items(), most)) if isinstance(value, dict) and len(value) > most else value
+        enough = len(cls.model_fields) + 1
+        return dict(islice(value.items(), enough)) if isinstance(value, dict) and len(value) > enough else value
 
 
 class CacheControl(_Body):
@@ -115,7 +115,7 @@ class Message(_Body):
 
 
 Messages = Annotated[
-    list[Message], Field(min_length=1, fail_fast=True), _at_most("messages", lambda limits: limits.messages)
+    list[Message], Field(min_length=1, fail_fast=True), _at_most("messages", lambda limits: limits.max_messages)
 ]
 
 
@@ -190,7 +190,7 @@ _MIN_SHARE = 1e-9
 
 
 class _Sampling(_Body):
-    """What all three ways to generate take."""
+    """What all three endpoints that generate take."""
 
     model: Text
     stream: Annotated[bool, BeforeValidator(lambda value: value is not None and value)] = False
@@ -204,16 +204,17 @@ Biases = dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[float, Fie
 
 
 class _Choices(_Sampling):
-    """What the two older ways take beside it."""
+    """What the two older endpoints take as well."""
 
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: Annotated[
-        Text | Annotated[list[Text], Field(fail_fast=True)] | None, _at_most("stop", lambda limits: limits.stop_strings)
+        Text | Annotated[list[Text], Field(fail_fast=True)] | None,
+        _at_most("stop", lambda limits: limits.max_stop_strings),
     ] = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[Biases | None, _at_most("logit_bias", lambda limits: limits.logit_bias)] = None
+    logit_bias: Annotated[Biases | None, _at_most("logit_bias", lambda limits: limits.max_logit_bias)] = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
@@ -227,7 +228,7 @@ class ChatRequest(_Choices):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[
-        Annotated[list[Tool], Field(fail_fast=True)] | None, _at_most("tools", lambda limits: limits.tools)
+        Annotated[list[Tool], Field(fail_fast=True)] | None, _at_most("tools", lambda limits: limits.max_tools)
     ] = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -278,7 +279,7 @@ class ResponsesRequest(_Sampling):
 
     input: Annotated[
         Text | Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)],
-        _at_most("input", lambda limits: limits.messages),
+        _at_most("input", lambda limits: limits.max_messages),
     ]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -303,7 +304,7 @@ class DetokenizeRequest(_Body):
 
 
 class WarmRequest(_Body):
-    """POST /v1/cache/warm and /v1/cache/pin: a text, token ids or a chat to read ahead, for one tenant."""
+    """POST /v1/cache/warm and /v1/cache/pin: a text, token ids or a chat to prefill, for one tenant."""
 
     prompt: Text | TokenIds | None = None
     messages: Messages | None = None

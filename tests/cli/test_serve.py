@@ -9,15 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 from kvboost.cli.main import main
+from kvboost.cli.serve import model_name
 
 
 def test_a_served_model_answers_and_ends_when_told(folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("first-key\nsecond-key\n")
     command = [sys.executable, "-m", "kvboost", "serve", str(folder), "--port", "0", "--api-key-file", str(keys)]
+    command += ["--max-new-tokens", "5"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             address = _address(process)
@@ -26,6 +28,8 @@ def test_a_served_model_answers_and_ends_when_told(folder: Path, tmp_path: Path)
             answer = client.completions.create(**asked)
             assert answer.usage is not None
             assert answer.usage.completion_tokens == 4
+            with pytest.raises(BadRequestError, match="at most 5 tokens"):
+                client.completions.create(**{**asked, "max_tokens": 6})
             client.close()
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=60)
@@ -51,13 +55,19 @@ def _address(process: subprocess.Popen[str]) -> str:
         (["--host", "0.0.0.0"], "key"),
         (["--api-key-file", "absent"], "cannot be read"),
         (["--api-key-file", "EMPTY"], "holds no key"),
+        (["--api-key-file", "SHORT"], "8 or more"),
+        (["--api-key-file", "KEYS", "--admin-key-file", "KEYS"], "several lines"),
+        (["--max-streams", "0"], "max_streams=0 refuses everything"),
+        (["--max-streams", "many"], "--max-streams is 'many'"),
+        (["--draft", "prompt-lookup"], "draft"),
     ],
 )
 def test_a_mistake_is_one_line_before_the_model_is_loaded(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "empty").write_text("\n")
-    words = [str(tmp_path / "empty") if word == "EMPTY" else word for word in arguments]
+    for name, text in (("EMPTY", "\n"), ("SHORT", "short\n"), ("KEYS", "first-key\nsecond-key\n")):
+        (tmp_path / name).write_text(text)
+    words = [str(tmp_path / word) if word.isupper() else word for word in arguments]
     assert main(["serve", "no-such-model", *words]) == 2
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
@@ -67,3 +77,12 @@ def test_everything_set_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "[serve]" in said
     assert "port = 81  # --port" in said
+
+
+def test_a_model_is_called_by_the_last_part_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert model_name("x/y") == "y"
+    (tmp_path / "tiny" / "inner").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "tiny")
+    assert model_name(".") == "tiny"
+    monkeypatch.chdir("inner")
+    assert model_name("..") == "tiny"

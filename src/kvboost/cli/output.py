@@ -1,6 +1,6 @@
-"""How commands show things to people: sizes, ages, a bar for what takes long, a line about what was reused.
+"""What commands print: sizes, ages, a progress bar, a line about what was reused.
 
-Used by the commands. Invariant: answers go to the output, everything about their making to the error output, so that
+Used by the commands. Invariant: answers go to the output, everything else to the error output, so that
 ``kvboost ... | other`` gets answers only.
 """
 
@@ -16,10 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from kvboost.types import GenerationResult
 
-_QUIET_S = 2.0
+_DELAY_S = 2.0
 
 
-class Bar:
+class ProgressBar:
     """A progress bar on a terminal's error output, from two seconds on."""
 
     def __init__(self, label: str, *, total: float | None = None) -> None:
@@ -31,9 +31,9 @@ class Bar:
         self._task: TaskID | None = None
 
     def advance(self, amount: float = 1) -> None:
-        """So much more is done."""
+        """Add to what is done."""
         self._done += amount
-        if self._progress is None and sys.stderr.isatty() and time.monotonic() - self._begin > _QUIET_S:
+        if self._progress is None and sys.stderr.isatty() and time.monotonic() - self._begin > _DELAY_S:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
             self._task = self._progress.add_task(self._label, total=self._total)
@@ -52,7 +52,7 @@ class Bar:
 
 
 def note(text: str) -> None:
-    """Say something about the making of an answer."""
+    """Print a line to the error output."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -81,7 +81,7 @@ def reuse_line(result: GenerationResult) -> str:
     report = result.reuse
     parts = [
         f"{report.exact_tokens} exact",
-        f"{report.moved_tokens} moved",
+        f"{report.moved_tokens} non-prefix",
         f"{report.recomputed_tokens} recomputed",
         f"{report.fresh_tokens} fresh",
     ]

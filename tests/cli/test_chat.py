@@ -15,7 +15,7 @@ from kvboost.cli import main
 
 LONG = "a long question about the moon and the sun and everything else " * 8
 REUSE = re.compile(
-    r"\[(\d+) prompt tokens: (\d+) exact, (\d+) moved, (\d+) recomputed, (\d+) fresh .*first token after"
+    r"\[(\d+) prompt tokens: (\d+) exact, (\d+) non-prefix, (\d+) recomputed, (\d+) fresh .*first token after"
 )
 
 
@@ -26,7 +26,7 @@ def reuse(said: str) -> list[list[int]]:
 def test_run_answers_and_the_next_one_finds_what_it_read(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = ["run", str(folder), LONG, "--max-new-tokens", "4", "--cache-dir", str(tmp_path / "cache")]
+    call = ["run", str(folder), LONG, "--max-new-tokens", "4", "--disk-cache-dir", str(tmp_path / "cache")]
     assert main(call) == 0
     cold = capsys.readouterr()
     ((tokens, exact, _, _, fresh),) = reuse(cold.err)
@@ -74,12 +74,12 @@ def test_chat_in_a_process_of_its_own_with_settings_from_outside(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "kvboost.toml"
-    config.write_text(f'cache_dir = "{tmp_path / "cache"}"\n')
+    config.write_text(f'disk_cache_dir = "{tmp_path / "cache"}"\n')
     monkeypatch.setenv("KVBOOST_CONFIG", str(config))
     monkeypatch.setenv("KVBOOST_TENANT", "acme")
     assert main(["chat", str(folder), "--show-config"]) == 0
     shown = capsys.readouterr().out
-    assert f'cache_dir = "{tmp_path / "cache"}"  # {config}' in shown
+    assert f'disk_cache_dir = "{tmp_path / "cache"}"  # {config}' in shown
     assert 'tenant = "acme"  # KVBOOST_TENANT' in shown
 
     command = [sys.executable, "-m", "kvboost", "chat", str(folder), "--max-new-tokens", "4"]

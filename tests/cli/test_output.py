@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from kvboost.cli import show
-from kvboost.cli.show import Bar, age, reuse_line, size
+from kvboost.cli import output
+from kvboost.cli.output import ProgressBar, age, reuse_line, size
 from kvboost.types import GenerationResult, ReuseReport
 
 
@@ -20,10 +20,10 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(("quiet", "shown"), [(0.0, True), (60.0, False)])
 def test_a_bar_is_shown_for_what_takes_long(monkeypatch: pytest.MonkeyPatch, quiet: float, shown: bool) -> None:
     terminal = Terminal()
-    monkeypatch.setattr(show, "_QUIET_S", quiet)
+    monkeypatch.setattr(output, "_DELAY_S", quiet)
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    with Bar("checking", total=3) as bar:
+    with ProgressBar("checking", total=3) as bar:
         for _ in range(3):
             bar.advance()
     assert ("checking" in terminal.getvalue()) is shown
@@ -32,9 +32,9 @@ def test_a_bar_is_shown_for_what_takes_long(monkeypatch: pytest.MonkeyPatch, qui
 
 def test_a_bar_is_not_shown_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
-    monkeypatch.setattr(show, "_QUIET_S", 0.0)
+    monkeypatch.setattr(output, "_DELAY_S", 0.0)
     monkeypatch.setattr(sys, "stderr", file)
-    with Bar("checking") as bar:
+    with ProgressBar("checking") as bar:
         bar.advance()
     assert file.getvalue() == ""
 
@@ -55,6 +55,6 @@ def test_the_line_about_reuse_names_what_stood_in_the_way() -> None:
     report = ReuseReport(1, 2, 3, 4, bitwise=False, reason="the model is odd")
     result = GenerationResult("", (1, 2), tuple(range(10)), "stop", 12.3, 1000.0, report)
     assert reuse_line(result) == (
-        "[10 prompt tokens: 1 exact, 2 moved, 3 recomputed, 4 fresh (approximate); "
+        "[10 prompt tokens: 1 exact, 2 non-prefix, 3 recomputed, 4 fresh (approximate); "
         "first token after 12 ms, 2 new ones at 2.0/s; the model is odd]"
     )

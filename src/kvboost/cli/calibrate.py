@@ -1,0 +1,90 @@
+"""``kvboost calibrate``: measure on a user's own prompts how much non-prefix reuse has to recompute.
+
+Called by :mod:`kvboost.cli.main`, which turns errors into one line.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvboost.cli.flags import Model
+from kvboost.cli.output import note
+from kvboost.errors import ConfigError
+
+
+def calibrate(
+    model: Model,
+    *,
+    prompts: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help='Your traffic, in order: JSON Lines with {"prompt": text} or {"token_ids": [[...]]}, '
+            "or one text per line.",
+        ),
+    ],
+    tolerated: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="Say what this quality takes: answers that may differ, such as 0.05."),
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the result goes.")] = Path(
+        "kvboost-calibration.json"
+    ),
+    dtype: Annotated[str, typer.Option(help="The model's dtype; auto takes the checkpoint's own.")] = "auto",
+) -> None:
+    """Measure on your prompts how many tokens non-prefix reuse must recompute."""
+    from kvboost.approx.levels import tolerated_share
+    from kvboost.config import EngineConfig
+    from kvboost.engine import KVBoost
+
+    texts, boundaries = read_prompts(prompts)
+    if tolerated is not None and not 0.0 < tolerated < 1.0:
+        raise ConfigError(f"--tolerated {tolerated} is not a share; give 0.05 for five answers in a hundred")
+    if not out.expanduser().resolve().parent.is_dir():
+        raise ConfigError(f"there is no folder to write {out} into; create it first")
+    note(f"loading {model}")
+    with KVBoost.from_pretrained(model, dtype=dtype) as engine:
+        result = engine.calibrate(texts, boundaries=boundaries, save_to=out.expanduser())
+        quality = tolerated if tolerated is not None else engine.config.quality
+    share = tolerated_share(EngineConfig(quality=quality))
+    print("recomputed   answers that differ   at most (90 % sure)   tokens that agree")
+    for row in result.rows:
+        differing = f"{row.differing} of {row.compared}"
+        print(f"{row.ratio:>9.0%}{differing:>20}{row.largest_share:>22.1%}{row.agreement:>20.1%}")
+    chosen = result.choose(share)
+    if chosen is None:
+        print(
+            f"No ratio is shown to change at most {share:.3g} of the answers: quality={quality!r} is exact reuse only."
+        )
+    else:
+        print(f"quality={quality!r} recomputes {chosen.ratio:.0%} of the tokens.")
+    print(f'Written to {out}; use it with KVBoost(..., quality={quality!r}, calibration="{out}").')
+
+
+def read_prompts(file: Path) -> tuple[list[str | list[int]], list[list[int]]]:
+    """The prompts in ``file`` and the boundaries of each: JSON Lines, or one text per line. Blank lines are skipped."""
+    try:
+        lines = [line for line in file.expanduser().read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read ({error}); give a text file with --prompts") from error
+    if not lines:
+        raise ConfigError(f"{file} is empty; give the prompts of your traffic, one per line")
+    if not lines[0].lstrip().startswith("{"):
+        return list(lines), [[]] * len(lines)
+    prompts: list[str | list[int]] = []
+    boundaries: list[list[int]] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            prompts.append(str(record["prompt"]) if "prompt" in record else [int(i) for i in record["token_ids"]])
+            boundaries.append([int(i) for i in record.get("boundaries", [])])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f'{file}, line {number}: expected {{"prompt": text}} or {{"token_ids": [...]}}, '
+                f'with "boundaries": [...] if there are any ({error!r})'
+            ) from error
+    return prompts, boundaries

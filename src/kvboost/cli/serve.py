@@ -1,0 +1,66 @@
+"""``kvboost serve``: an OpenAI-compatible endpoint around a model.
+
+Called by :mod:`kvboost.cli.main`. Invariants: keys come from files, never from a flag, as flags are seen by everybody
+on the machine; what cannot work is said before the model is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from kvboost.cli.flags import Model, with_settings
+from kvboost.cli.output import note
+from kvboost.cli.settings import Settings
+from kvboost.config import RunnerConfig
+from kvboost.errors import ConfigError
+from kvboost.serve.config import ServerConfig
+from kvboost.serve.security.limits import Limits
+
+_SHADOW_SHARE = 0.02  # of the requests with non-prefix reuse are answered both ways
+
+
+@with_settings("serve")
+def serve(model: Model, *, settings: Settings) -> None:
+    """Serve a model to any OpenAI client, with the cache shared by all requests of a key.
+
+    Ends at SIGTERM or Ctrl-C, once running requests are answered.
+    """
+    try:
+        from kvboost.serve.run import serve as serve_engine
+        from kvboost.serve.security.auth import Keys, check_binding
+    except ModuleNotFoundError as error:
+        raise ConfigError(f'{error.name} is missing; install it with pip install "kvboost[serve]"') from error
+    from kvboost.engine import KVBoost
+    from kvboost.scheduler.runner import BatchRunner
+
+    config, limits = settings.of(ServerConfig), settings.of(Limits)
+    config = replace(config, name=config.name or model_name(model))
+    keys = Keys.from_files(config.api_key_file, config.admin_key_file)
+    check_binding(config.host, keys, allow_open=config.allow_open)
+    engine_settings = {"shadow_share": _SHADOW_SHARE, **settings.engine()}
+    if "draft" in engine_settings:
+        raise ConfigError("requests that run side by side are decoded without a draft; leave draft out of a server")
+    note(f"loading {model}")
+    with (
+        KVBoost.from_pretrained(model, **engine_settings) as engine,
+        BatchRunner(engine, **asdict(settings.of(RunnerConfig))) as runner,
+    ):
+        if (short := runner.shortfall()) is not None:
+            note(short)
+        serve_engine(
+            engine,
+            runner,
+            config,
+            keys=keys,
+            limits=limits,
+            ready=lambda host, port: note(
+                f"serving on http://{host}:{port} (a page to look at; OpenAI clients: /v1, model {config.name})"
+            ),
+        )
+
+
+def model_name(model: str) -> str:
+    """What clients call a model that was given no name: the last part of its folder or hub name."""
+    return Path(os.path.abspath(model)).name  # "." has no name of its own

@@ -1,0 +1,83 @@
+"""``kvboost warm``: prefill documents before anybody asks.
+
+Called by :mod:`kvboost.cli.main`, which turns errors into one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvboost.cli.flags import Model, with_settings
+from kvboost.cli.output import note
+from kvboost.cli.settings import Settings
+from kvboost.errors import CapacityError, ConfigError
+
+_TEXTS = ("*.txt", "*.md", "*.rst")
+
+
+@with_settings()
+def warm(
+    model: Model,
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Documents, or directories: their .txt, .md and .rst files.")
+    ],
+    *,
+    head: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What your prompts begin with, such as the system prompt.")
+    ] = None,
+    context_documents: Annotated[int, typer.Option(help="Prefill each document after this many others.")] = 2,
+    settings: Settings,
+) -> None:
+    """Prefill documents now, so that later prompts find their KV.
+
+    Needs --disk-cache-dir or --remote-url, where the KV stays. Documents that are there already are skipped: a run that
+    was interrupted goes on where it stopped.
+    """
+    if not {"disk_cache_dir", "remote_url", "object_url"} & settings.engine().keys():
+        raise ConfigError("the KV would be gone with this process; give --disk-cache-dir or --remote-url to keep it")
+    documents = [(path, _text_of(path)) for path in _documents(files)]
+    beginning = _text_of(head) if head is not None else None
+    from kvboost.engine import KVBoost
+
+    note(f"loading {model}")
+    with KVBoost.from_pretrained(model, **settings.engine()) as engine:
+        first = engine.encode(beginning) if beginning is not None else []
+        encoded: list[list[int]] = []
+        for path, text in documents:
+            ids = [int(i) for i in engine.tokenizer(text, add_special_tokens=False)["input_ids"]]
+            try:
+                if ids:
+                    engine.encode([*first, *ids])
+                    encoded.append(ids)
+            except CapacityError as error:
+                note(f"left out {path}: {error}")
+        new = engine.warm_documents(encoded, head=beginning, context_documents=context_documents)
+        engine.flush()
+    tokens = sum(map(len, encoded))
+    print(f"{len(encoded)} documents with {tokens} tokens are stored; {new} chunks were new.")
+
+
+def _documents(files: Sequence[Path]) -> Iterator[Path]:
+    """The files among ``files``, and those in its directories."""
+    for file in files:
+        path = file.expanduser()
+        if not path.exists():
+            raise ConfigError(f"there is no {file}; give files or directories of documents")
+        if not path.is_dir():
+            yield path
+            continue
+        found = sorted({text for pattern in _TEXTS for text in path.rglob(pattern) if text.is_file()})
+        if not found:
+            raise ConfigError(f"{file} holds no {', '.join(_TEXTS)}; name the files themselves")
+        yield from found
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); give text files in UTF-8") from error

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvboost import ConfigError, KVBoost
+from kvboost.serve import Keys, ServerConfig, serve
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        ({"name": None}, {}, r"ServerConfig\(name=\.\.\.\)"),
+        ({"host": "0.0.0.0"}, {}, "API key"),
+        ({"host": "192.0.2.1", "allow_open": True}, {}, "cannot listen on 192.0.2.1:8000"),
+        ({"host": "192.0.2.1"}, {"keys": Keys(["key-of-somebody"])}, "cannot listen on 192.0.2.1:8000"),
+    ],
+)
+def test_what_cannot_work_is_said(
+    config: dict[str, Any], arguments: dict[str, Any], message: str, make_engine: Callable[..., KVBoost]
+) -> None:
+    runner: Any = None  # nothing gets so far as to run a job
+    with make_engine() as engine, pytest.raises(ConfigError, match=message):
+        serve(engine, runner, ServerConfig(**{"name": "tiny", **config}), **arguments)
