@@ -40,8 +40,8 @@ class Place:
         if self.kind == "disk":
             return DiskTier(self.url, capacity_bytes=2**30, records=records)
         if self.kind == "redis":
-            return RedisTier(self.url, capacity_bytes=2**30, records=records, patience_s=30.0)
-        return ObjectTier(self.url, records=records, patience_s=30.0)
+            return RedisTier(self.url, capacity_bytes=2**30, records=records, timeout_s=30.0)
+        return ObjectTier(self.url, records=records, timeout_s=30.0)
 
     def fill(self, records: RecordFormat, blocks: Sequence[KVBlock]) -> None:
         tier = self.tier(records)

@@ -135,7 +135,7 @@ class EvictsForNothing(MemoryStore):
     """Throws everything away before it sees that a block can never fit."""
 
     def put(self, block: KVBlock) -> PutOutcome:
-        if block.nbytes > self._capacity:
+        if block.nbytes > self._quota:
             self.clear()
         return super().put(block)
 
@@ -161,7 +161,7 @@ class OffByOneByte(MemoryStore):
         super().__init__(capacity_bytes + 1, max_chunks=max_chunks)
 
     def stats(self) -> StoreStats:
-        return replace(super().stats(), capacity_bytes=self._capacity - 1)
+        return replace(super().stats(), capacity_bytes=self._quota - 1)
 
 
 class NeverEvicts(MemoryStore):
@@ -290,7 +290,7 @@ class TrustsContentKeys(MemoryStore):
     """Does not compare the tokens of what it finds by content."""
 
     def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> Any:
-        same = {chunk.content_key: self._same_content.get(chunk.content_key, ()) for chunk in chunks}
+        same = {chunk.content_key: self._contents.of(chunk.content_key) for chunk in chunks}
         trusting = [
             replace(c, tokens=self._entries[same[c.content_key][0]].block.tokens) if same[c.content_key] else c
             for c in chunks

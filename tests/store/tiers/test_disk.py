@@ -124,7 +124,7 @@ def test_many_uses_are_written_before_they_are_too_many(tmp_path: Path) -> None:
     store_all(tier, prompt("a"))
     for number in range(600):
         tier.used([*keys(prompt("a")), number.to_bytes(32, "little")])
-    assert len(tier._uses) < 512
+    assert len(tier._unwritten.take()[0]) < 512
     tier.close()
 
 
@@ -227,7 +227,7 @@ def test_eight_threads_never_pass_the_budget(tmp_path: Path) -> None:
     assert max(over) <= 0
     assert tier.stats().evictions > 0
     assert tier.stats().chunks == len(record_files(tmp_path))
-    assert list(tier.troubles()) == []
+    assert list(tier.health()) == []
     tier.close()
 
 
@@ -330,5 +330,5 @@ def test_a_block_must_fit_the_format(tmp_path: Path) -> None:
         assert tier.store(block_of(prompt("a")[0], 2000)) is PutOutcome.REFUSED
     odd = replace(block_of(prompt("a")[0], 10), key=b"short")
     assert tier.store(odd) is PutOutcome.REFUSED
-    assert tier.troubles() == {"a block cannot be written": 2}
+    assert tier.health() == {"a block cannot be written": 2}
     tier.close()

@@ -60,7 +60,7 @@ CROWD = """
 import random, sys
 from kvboost.store.tiers.disk import index
 from tests.store.tiers.test_disk import *
-index._PATIENCE_S = 120  # a machine may stop a process for long while it holds the index
+index._TIMEOUT_S = 120  # a machine may stop a process for long while it holds the index
 tier = open_tier(Path(sys.argv[1]), room=10)
 chooser = random.Random(int(sys.argv[2]))
 for _ in range(80):
@@ -70,7 +70,7 @@ for _ in range(80):
     for found, chunk in zip(tier.load(keys(chunks)), chunks, strict=True):
         assert found is None or found.tokens == chunk.tokens
     tier.used(keys(chunks))
-assert tier.troubles() == {}, tier.troubles()
+assert tier.health() == {}, tier.health()
 tier.close()
 """
 
@@ -126,7 +126,7 @@ def test_a_block_entered_by_another_in_the_last_moment_is_left_to_it(
     store_all(one, prompt("b"))
     monkeypatch.setattr(one._directory.index(), "has", lambda key: store_all(other, prompt("a")) and None)
     assert store_all(one, prompt("a")) == [PutOutcome.REFUSED]
-    assert one.troubles() == {}
+    assert one.health() == {}
     assert there(one, "a") == [True]
     one.close()
     other.close()

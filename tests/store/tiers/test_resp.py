@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost.store.tiers.redis.resp import Link, Patience, ProtocolError, Reply, ServerError
+from kvboost.store.tiers.redis.resp import Deadline, Link, ProtocolError, Reply, ServerError
 
 
-def patience(seconds: float = 30.0) -> Patience:
-    return Patience(seconds, slowest_bytes_per_s=1e6)
+def deadline(seconds: float = 30.0) -> Deadline:
+    return Deadline(seconds, slowest_bytes_per_s=1e6)
 
 
 def encode(reply: Reply | str) -> bytes:
@@ -52,14 +52,14 @@ def test_replies_are_read_however_they_are_cut(wanted: list[Reply], data: st.Dat
         sender = threading.Thread(target=send)
         sender.start()
         link = Link(ours)
-        assert [link.reply(patience()) for _ in wanted] == wanted
+        assert [link.reply(deadline()) for _ in wanted] == wanted
         sender.join()
 
 
 @given(st.binary(max_size=300))
 @settings(max_examples=200, deadline=None)
 def test_garbage_is_an_error_of_the_protocol_or_the_end(garbage: bytes) -> None:
-    for read in (lambda link: link.reply(patience()), lambda link: link.length(patience())):
+    for read in (lambda link: link.reply(deadline()), lambda link: link.length(deadline())):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             theirs.sendall(garbage)
@@ -79,7 +79,7 @@ def test_lengths_that_nobody_would_send_are_not_believed(reply: bytes) -> None:
     with ours, theirs:
         theirs.sendall(reply)
         with pytest.raises(ProtocolError):
-            Link(ours).reply(patience())
+            Link(ours).reply(deadline())
 
 
 def test_values_go_out_whole_and_in_pieces() -> None:
@@ -95,7 +95,7 @@ def test_values_go_out_whole_and_in_pieces() -> None:
 
         receiver = threading.Thread(target=receive)
         receiver.start()
-        Link(ours).send([(b"SET", b"k", parts), (b"SET", b"k", memoryview(large)), (b"GET", b"k")], patience())
+        Link(ours).send([(b"SET", b"k", parts), (b"SET", b"k", memoryview(large)), (b"GET", b"k")], deadline())
         ours.shutdown(socket.SHUT_WR)
         receiver.join()
     value = b"$%d\r\n%s\r\n" % (len(large), large)
@@ -121,7 +121,7 @@ def test_nobody_waits_longer_than_his_patience(what: str) -> None:
         command = (b"SET", b"k", memoryview(bytes(10**8)))
         begin = time.monotonic()
         with pytest.raises(TimeoutError):
-            link.send([command], patience(0.1)) if what == "sending" else link.reply(patience(0.1))
+            link.send([command], deadline(0.1)) if what == "sending" else link.reply(deadline(0.1))
         assert time.monotonic() - begin < 1.0
         stop.set()
         if what == "dribble":
@@ -133,7 +133,7 @@ def test_what_has_come_already_is_taken_though_time_is_over() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(encode(b"here"))
-        assert Link(ours).reply(patience(0.0)) == b"here"
+        assert Link(ours).reply(deadline(0.0)) == b"here"
 
 
 def test_a_link_with_something_unread_is_not_used_again() -> None:

@@ -95,8 +95,8 @@ class Importer:
         if finding.block is None:
             return Arrival(header, Outcome.DAMAGED, finding.reason)
         outcome = tier.store(finding.block)
-        if outcome is PutOutcome.REFUSED and tier.troubles():
-            told = ", ".join(tier.troubles())
+        if outcome is PutOutcome.REFUSED and (failures := tier.health()):
+            told = ", ".join(failures)
             raise PlaceError(f"{self._catalogue.place} takes no records ({told}); mend that and import again")
         return Arrival(header, Outcome(outcome.value))
 

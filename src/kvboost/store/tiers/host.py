@@ -19,14 +19,17 @@ from dataclasses import replace
 import torch
 
 from kvboost.extend import EvictionPolicy
+from kvboost.store.counters import ContentKeys, Counters
 from kvboost.store.eviction import LeafFirstLRU
+from kvboost.store.tiers.base import MAX_VARIANTS, info_of
 from kvboost.types import BlockInfo, KVBlock, PutOutcome, StoreStats
-
-_MAX_VARIANTS = 8  # of one content in a lookup, as in memory
 
 
 class HostTier:
     """Blocks in host memory, at most ``capacity_bytes`` of them."""
+
+    name = "host"
+    outlives_process = False
 
     def __init__(
         self, capacity_bytes: int, *, pinned: bool | None = None, policy: EvictionPolicy | None = None
@@ -39,19 +42,9 @@ class HostTier:
         self._blocks: dict[bytes, KVBlock] = {}
         self._coming: set[bytes] = set()  # room is reserved, the tensors are being copied
         self._successors: Counter[bytes] = Counter()  # of stored and coming blocks, by their parent's key
-        self._same_content: dict[bytes, tuple[bytes, ...]] = {}  # content key -> keys, oldest first
+        self._contents = ContentKeys()
         self._bytes = 0
-        self._hits = self._misses = self._evictions = self._refused = 0
-
-    @property
-    def name(self) -> str:
-        """``"host"``."""
-        return "host"
-
-    @property
-    def outlives_process(self) -> bool:
-        """No."""
-        return False
+        self._counters = Counters()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these are here."""
@@ -61,16 +54,15 @@ class HostTier:
     def variants(self, content_keys: Sequence[bytes]) -> list[list[BlockInfo]]:
         """For each content, the newest blocks that hold it, newest last."""
         with self._lock:
-            newest = [self._same_content.get(content, ())[-_MAX_VARIANTS:] for content in content_keys]
-            return [[_info(self._blocks[key]) for key in keys] for keys in newest]
+            newest = [self._contents.of(content)[-MAX_VARIANTS:] for content in content_keys]
+            return [[info_of(self._blocks[key]) for key in keys] for keys in newest]
 
     def load(self, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
         """The blocks under these keys, in this order. Their tensors are this tier's own and lie in host memory."""
         for key in keys:
             with self._lock:
                 block = self._blocks.get(key)
-                self._hits += block is not None
-                self._misses += block is None
+                self._counters.looked_up(found=block is not None)
             yield block
 
     def store(self, block: KVBlock) -> PutOutcome:
@@ -79,7 +71,7 @@ class HostTier:
             if block.key in self._blocks:
                 return PutOutcome.PRESENT
             if block.key in self._coming or not self._reserve(block):
-                self._refused += 1
+                self._counters.refused += 1
                 return PutOutcome.REFUSED
             self._coming.add(block.key)
         kept: KVBlock | None = None
@@ -92,8 +84,7 @@ class HostTier:
                     self._give_back(block)
                 else:
                     self._blocks[block.key] = kept
-                    others = self._same_content.get(block.content_key, ())
-                    self._same_content[block.content_key] = (*others, block.key)
+                    self._contents.add(block.content_key, block.key)
                     self._policy.inserted(
                         block.key, parent=block.parent_key, nbytes=block.nbytes, content=block.content_key
                     )
@@ -123,17 +114,8 @@ class HostTier:
     def stats(self) -> StoreStats:
         """Counters and sizes, consistent with each other."""
         with self._lock:
-            return StoreStats(
-                tier=self.name,
-                chunks=len(self._blocks),
-                bytes=self._bytes,
-                capacity_bytes=self._capacity,
-                hits=self._hits,
-                misses=self._misses,
-                rejected=0,
-                evictions=self._evictions,
-                refused=self._refused,
-                leased=0,
+            return self._counters.stats(
+                self.name, chunks=len(self._blocks), nbytes=self._bytes, capacity_bytes=self._capacity
             )
 
     def close(self) -> None:
@@ -153,7 +135,7 @@ class HostTier:
                 self._give_back(block)
                 return False
             self._drop(victim)
-            self._evictions += 1
+            self._counters.evictions += 1
         return True
 
     def _is_leaf(self, key: bytes) -> bool:
@@ -163,11 +145,7 @@ class HostTier:
         block = self._blocks.pop(key)
         self._policy.removed(key)
         self._give_back(block)
-        others = tuple(other for other in self._same_content[block.content_key] if other != key)
-        if others:
-            self._same_content[block.content_key] = others
-        else:
-            del self._same_content[block.content_key]
+        self._contents.remove(block.content_key, key)
 
     def _give_back(self, block: KVBlock) -> None:
         self._bytes -= block.nbytes
@@ -182,7 +160,3 @@ class HostTier:
             return tensor.cpu()
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return copy.copy_(tensor)
-
-
-def _info(block: KVBlock) -> BlockInfo:
-    return BlockInfo(**{name: getattr(block, name) for name in BlockInfo.__slots__})

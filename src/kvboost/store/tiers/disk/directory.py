@@ -14,16 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvboost.errors import ConfigError
-from kvboost.store.health import Troubles
+from kvboost.store.health import Health
 from kvboost.store.record.format import RecordFormat
+from kvboost.store.tiers.base import Place
 from kvboost.store.tiers.disk.files import Files, Layout, Presence
-from kvboost.store.tiers.disk.index import ChunkIndex, IndexUnavailableError, Place, is_damaged
+from kvboost.store.tiers.disk.index import ChunkIndex, IndexUnavailableError, is_damaged
 from kvboost.store.tiers.disk.recovery import index_lock, inode, is_recorded, rebuild, reconcile
 
-TROUBLE = (sqlite3.Error, OSError, IndexUnavailableError)
+FAILURES = (sqlite3.Error, OSError, IndexUnavailableError)
 """What using a directory may raise; :meth:`Directory.failed` takes it."""
 
-_PATIENCE_S = 2.0  # with other processes that open the index at the same time
+_TIMEOUT_S = 2.0  # with other processes that open the index at the same time
 
 
 class Directory:
@@ -35,14 +36,14 @@ class Directory:
         *,
         records: RecordFormat,
         files: Files,
-        troubles: Troubles,
+        health: Health,
         is_being_written: Callable[[Place], bool],
     ) -> None:
         """``is_being_written`` tells what this tier is writing now from what it failed to write."""
         self._layout = layout
         self._records = records
         self._files = files
-        self._troubles = troubles
+        self._health = health
         self._is_being_written = is_being_written
         self._lock = threading.RLock()
         self._index: ChunkIndex | None = None
@@ -55,24 +56,24 @@ class Directory:
         """
         _claim(self._layout)
         try:
-            self.index(patience_s=_PATIENCE_S)
-        except TROUBLE as error:
+            self.index(timeout_s=_TIMEOUT_S)
+        except FAILURES as error:
             self.failed(error)
 
-    def index(self, *, patience_s: float = 0.0) -> ChunkIndex:
-        """The index as it is now: another process may have made it anew. Raises what TROUBLE names."""
+    def index(self, *, timeout_s: float = 0.0) -> ChunkIndex:
+        """The index as it is now: another process may have made it anew. Raises what FAILURES names."""
         with self._lock:
             if self._index is not None and not self._index.is_current:
                 self._index.close()
                 self._index = None
             if self._index is None:
                 self._writer()  # before the index: see settle
-                with index_lock(self._layout, patience_s=patience_s):
+                with index_lock(self._layout, timeout_s=timeout_s):
                     index = self._make(self._layout.index)
                 try:
                     self.settle(index)
                     reconcile(index, self._layout, self._files)
-                except TROUBLE:
+                except FAILURES:
                     index.close()
                     raise
                 self._index = index
@@ -85,7 +86,7 @@ class Directory:
             return presence.writer, presence.new_path()
 
     def settle(self, index: ChunkIndex) -> None:
-        """Free what dead writers hold. Raises what TROUBLE names."""
+        """Free what dead writers hold. Raises what FAILURES names."""
         with self._lock:
             presence = self._writer()
 
@@ -99,9 +100,9 @@ class Directory:
         """Count a trouble, say it the first time, and make the index anew if it is broken."""
         if not is_damaged(error):
             remedy = "look for a full disk, missing permissions or a file system without locks"
-            self._troubles.met("the directory cannot be used", error, remedy=remedy)
+            self._health.failed("the directory cannot be used", error, remedy=remedy)
             return
-        self._troubles.met("the index was damaged and is made anew", error, remedy="look at the disk if it goes on")
+        self._health.failed("the index was damaged and is made anew", error, remedy="look at the disk if it goes on")
         with self._lock:
             broken = inode(self._layout.index)
             if self._index is not None:
@@ -109,8 +110,8 @@ class Directory:
                 self._index = None
             try:
                 rebuild(self._layout, self._files, self.new_file()[1], broken, self._make)
-            except TROUBLE as again:
-                self._troubles.met("the index cannot be made anew", again, remedy="remove the directory's index files")
+            except FAILURES as again:
+                self._health.failed("the index cannot be made anew", again, remedy="remove the directory's index files")
 
     def close(self) -> None:
         """Let go of the directory."""

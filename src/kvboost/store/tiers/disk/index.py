@@ -16,9 +16,10 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvboost.store.tiers.base import Place
 from kvboost.types import BlockInfo, Namespace
 
-_PATIENCE_S = 2.0  # for another process's transaction; they take a millisecond
+_TIMEOUT_S = 2.0  # for another process's transaction; they take a millisecond
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 _SCHEMA = """
@@ -53,9 +54,6 @@ END;
 """
 # The column "generation" is approx_depth: indexes on users' disks have the older name.
 _INFO = "key, parent, content, nbytes, bitwise, start, context, generation"
-
-Place = tuple[bytes, bytes]
-"""Space and key: what names a file."""
 
 
 class IndexUnavailableError(Exception):
@@ -360,7 +358,7 @@ class IndexView:
     """The index of a directory, to look at only: opening it makes and changes nothing. May raise sqlite3.Error."""
 
     def __init__(self, path: Path) -> None:
-        self._read = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=_PATIENCE_S, check_same_thread=False)
+        self._read = sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=_TIMEOUT_S, check_same_thread=False)
 
     def namespaces(self) -> dict[bytes, Namespace]:
         """Whose spaces these are."""
@@ -382,7 +380,7 @@ class IndexView:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=_PATIENCE_S, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(path, timeout=_TIMEOUT_S, isolation_level=None, check_same_thread=False)
     try:
         with closing(connection.cursor()) as cursor:
             cursor.execute("PRAGMA synchronous = NORMAL")  # survives a killed process; see sync() for more

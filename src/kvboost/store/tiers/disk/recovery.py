@@ -38,11 +38,11 @@ def is_recorded(path: Path, charged: int) -> bool:
 
 
 @contextmanager
-def index_lock(layout: Layout, *, patience_s: float) -> Iterator[None]:
+def index_lock(layout: Layout, *, timeout_s: float) -> Iterator[None]:
     """Held while the index is opened or replaced. Raises IndexUnavailableError if another process holds it."""
     descriptor = os.open(layout.index_lock, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         while not _locked(descriptor):
             if time.monotonic() > deadline:
                 raise IndexUnavailableError("another process is opening or rebuilding the index")
@@ -82,7 +82,7 @@ def rebuild(layout: Layout, files: Files, new: Path, broken: int | None, make: C
     ``new`` is a free name in ``tmp/``, ``broken`` the inode of the broken index. Recency starts anew with the times
     the files were written.
     """
-    with index_lock(layout, patience_s=0.0):
+    with index_lock(layout, timeout_s=0.0):
         if inode(layout.index) != broken:
             return
         index = make(new)

@@ -2,7 +2,7 @@
 in where they are wanted.
 
 Used by :mod:`kvboost.store.tiers.redis.server`; redis-py makes the connection. Invariants: no call waits longer than
-its :class:`Patience`; no length that the server names is believed beyond the caller's limit; after an error the link
+its :class:`Deadline`; no length that the server names is believed beyond the caller's limit; after an error the link
 is of no more use.
 """
 
@@ -37,7 +37,7 @@ class ProtocolError(Exception):
     """What came is no reply."""
 
 
-class Patience:
+class Deadline:
     """How long one caller still waits: some time, and what the bytes that did come would take at the slowest rate.
 
     So a stalled or dribbling server is given up after that time, however much was asked of it. Only waiting counts, and
@@ -86,12 +86,12 @@ class Link:
             return False
         return False
 
-    def call(self, commands: Sequence[Command], patience: Patience) -> list[Reply]:
+    def call(self, commands: Sequence[Command], deadline: Deadline) -> list[Reply]:
         """The replies to some commands, in one round trip. A refusal is returned in its place, not raised."""
-        self.send(commands, patience)
-        return [self.reply(patience) for _ in commands]
+        self.send(commands, deadline)
+        return [self.reply(deadline) for _ in commands]
 
-    def send(self, commands: Iterable[Command], patience: Patience) -> None:
+    def send(self, commands: Iterable[Command], deadline: Deadline) -> None:
         """Ask without waiting for the replies."""
         pieces: list[memoryview] = []
         small = bytearray()
@@ -110,39 +110,39 @@ class Link:
                 small += b"\r\n"
         pieces.append(memoryview(small))
         if self._gathers:
-            self._send_gathered(pieces, patience)
+            self._send_gathered(pieces, deadline)
         else:
             for piece in pieces:
-                self._socket.settimeout(max(patience.left, 1e-3))
+                self._socket.settimeout(max(deadline.left, 1e-3))
                 begin = time.monotonic()
                 self._socket.sendall(piece)
-                patience.waited(time.monotonic() - begin)
-                patience.moved(len(piece))
+                deadline.waited(time.monotonic() - begin)
+                deadline.moved(len(piece))
 
-    def _send_gathered(self, pieces: list[memoryview], patience: Patience) -> None:
+    def _send_gathered(self, pieces: list[memoryview], deadline: Deadline) -> None:
         at = 0
         while at < len(pieces):
-            self._socket.settimeout(patience.left)
+            self._socket.settimeout(deadline.left)
             begin = time.monotonic()
             try:
                 sent = self._socket.sendmsg(pieces[at : at + _MAX_PIECES])
             except BlockingIOError as error:
                 raise TimeoutError("the server does not take what it is sent") from error
-            patience.waited(time.monotonic() - begin)
-            patience.moved(sent)
+            deadline.waited(time.monotonic() - begin)
+            deadline.moved(sent)
             while at < len(pieces) and sent >= len(pieces[at]):
                 sent -= len(pieces[at])
                 at += 1
             if sent:
                 pieces[at] = pieces[at][sent:]
 
-    def reply(self, patience: Patience) -> Reply:
+    def reply(self, deadline: Deadline) -> Reply:
         """The next reply. Values in it are copied and may have :data:`SMALL_BYTES`."""
         self.awaited -= 1
-        return self._reply(patience, 0)
+        return self._reply(deadline, 0)
 
-    def _reply(self, patience: Patience, depth: int) -> Reply:
-        kind, rest = self._line(patience)
+    def _reply(self, deadline: Deadline, depth: int) -> Reply:
+        kind, rest = self._line(deadline)
         if kind == b"+":
             return rest
         if kind == b"-":
@@ -154,16 +154,16 @@ class Link:
             return None
         if kind == b"$" and 0 <= number <= SMALL_BYTES:
             value = bytearray(number)
-            self._take(memoryview(value), patience)
+            self._take(memoryview(value), deadline)
             return bytes(value)
         if kind == b"*" and 0 <= number <= _MAX_ITEMS and depth < _DEEPEST:
-            return [self._reply(patience, depth + 1) for _ in range(number)]
+            return [self._reply(deadline, depth + 1) for _ in range(number)]
         raise ProtocolError(f"a reply that begins with {kind + rest[:20]!r}")
 
-    def length(self, patience: Patience) -> int | None:
+    def length(self, deadline: Deadline) -> int | None:
         """The length of the value that comes next, to be taken with :meth:`take`; None if there is none."""
         self.awaited -= 1
-        kind, rest = self._line(patience)
+        kind, rest = self._line(deadline)
         if kind == b"-":
             raise ServerError(rest.decode("utf-8", "replace"))
         number = _number(rest)
@@ -171,28 +171,28 @@ class Link:
             raise ProtocolError(f"a reply that begins with {kind + rest[:20]!r} instead of a value")
         return None if number == -1 else number
 
-    def take(self, into: memoryview, patience: Patience) -> None:
+    def take(self, into: memoryview, deadline: Deadline) -> None:
         """Read the value whose length was given, all of it, into this memory."""
-        self._take(into, patience)
+        self._take(into, deadline)
 
     def close(self) -> None:
         """Close the connection. May be called twice."""
         self._socket.close()
         self._owner = None
 
-    def _take(self, into: memoryview, patience: Patience) -> None:
+    def _take(self, into: memoryview, deadline: Deadline) -> None:
         at = min(len(into), self._end - self._begin)
         into[:at] = self._buffer[self._begin : self._begin + at]
         self._begin += at
         while at < len(into):
-            at += self._receive(into[at:], patience)
+            at += self._receive(into[at:], deadline)
         while self._end - self._begin < 2:
-            self._more(patience)
+            self._more(deadline)
         if bytes(self._buffer[self._begin : self._begin + 2]) != b"\r\n":
             raise ProtocolError("a value that does not end where it said")
         self._begin += 2
 
-    def _line(self, patience: Patience) -> tuple[bytes, bytes]:
+    def _line(self, deadline: Deadline) -> tuple[bytes, bytes]:
         """The first byte of the next line and the others."""
         searched = 0
         while True:
@@ -204,18 +204,18 @@ class Link:
             if at == 0 or len(held) > _MAX_LINE_BYTES:
                 raise ProtocolError(f"a reply that begins with {held[:20]!r}")
             searched = len(held)
-            self._more(patience)
+            self._more(deadline)
 
-    def _more(self, patience: Patience) -> None:
+    def _more(self, deadline: Deadline) -> None:
         """Read more lines into the buffer."""
         held = self._end - self._begin
         if self._begin:
             self._buffer[:held] = bytes(self._buffer[self._begin : self._end])
             self._begin, self._end = 0, held
-        self._end += self._receive(self._buffer[held:], patience)
+        self._end += self._receive(self._buffer[held:], deadline)
 
-    def _receive(self, into: memoryview, patience: Patience) -> int:
-        self._socket.settimeout(patience.left)  # zero: what lies here already is still taken
+    def _receive(self, into: memoryview, deadline: Deadline) -> int:
+        self._socket.settimeout(deadline.left)  # zero: what lies here already is still taken
         begin = time.monotonic()
         try:
             count = self._socket.recv_into(into)
@@ -223,8 +223,8 @@ class Link:
             raise TimeoutError("timed out") from error
         if not count:
             raise ConnectionResetError("the server closed the connection")
-        patience.waited(time.monotonic() - begin)
-        patience.moved(count)
+        deadline.waited(time.monotonic() - begin)
+        deadline.moved(count)
         return count
 
 
