@@ -12,8 +12,8 @@ from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.disk.files import Layout
 from kvboost.store.tiers.s3 import ObjectTier
+from kvboost.testing.blocks import block_of, namespace
 from kvboost.testing.content import prompt
-from kvboost.testing.tier import block_of, namespace
 from kvboost.types import KVBlock, Namespace, PutOutcome, tenant_digest
 
 KINDS = ("disk", "redis", "s3")

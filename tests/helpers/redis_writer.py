@@ -15,7 +15,7 @@ import torch
 
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.redis.tier import RedisTier
-from kvboost.testing.tier import namespace
+from kvboost.testing.blocks import namespace
 from kvboost.types import KVBlock, PutOutcome
 
 

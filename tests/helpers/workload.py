@@ -20,8 +20,8 @@ from typing import Any
 
 from kvboost.store import DiskTier, MemoryStore, RecordFormat, RedisTier, TieredStore
 from kvboost.store.tiers.disk.recovery import charge
+from kvboost.testing.blocks import assert_same, block_of, namespace
 from kvboost.testing.content import prompt
-from kvboost.testing.tier import assert_same, block_of, namespace
 from kvboost.types import Chunk, KVBlock, PutOutcome
 
 MEMORY, MEMORY_QUOTA = 60_000, 30_000

@@ -12,9 +12,9 @@ import pytest
 from kvboost.extend import Tier
 from kvboost.store import DiskTier, LoadRules, MemoryStore, RecordFormat, TieredStore
 from kvboost.store.lookup import Speed
+from kvboost.testing.blocks import block_of, namespace
 from kvboost.testing.content import prompt
 from kvboost.testing.store import ChunkStoreContract, held_keys
-from kvboost.testing.tier import block_of, namespace
 from kvboost.types import BlockInfo, Chunk, KVBlock, LoadReport, PutOutcome, StoreStats
 
 _SIZE = 1000

@@ -30,7 +30,7 @@ from kvboost.types import (
     context_mark,
 )
 
-MAX_VARIANTS = 4  # of one content that are kept for moving only
+MAX_VARIANTS = 4  # of one content that are kept for non-prefix reuse only
 _MAX_LOOKED_AT = 8  # of one content in a lookup; exact blocks may hold the same text behind any number of beginnings
 
 
@@ -220,7 +220,7 @@ class MemoryStore:
         self._policy.found([entry.block.key for entry in entries])
 
     def put(self, block: KVBlock) -> PutOutcome:
-        """Keep ``block``; evict others to make room."""
+        """Keep ``block``; evict others for it."""
         with self._lock:
             if block.key in self._entries:
                 return PutOutcome.PRESENT if self._own(block.key) else self._refuse()
@@ -231,8 +231,8 @@ class MemoryStore:
                 parent = self._own(block.parent_key)
                 if parent is None:
                     return self._refuse()
-                parent.successors += 1  # before making room: the parent itself must not be the victim
-            if not self._make_room(block):
+                parent.successors += 1  # before evicting: the parent itself must not be the victim
+            if not self._evict_for(block):
                 if parent is not None:
                     parent.successors -= 1
                 return self._refuse()
@@ -279,13 +279,13 @@ class MemoryStore:
         self._bytes += nbytes
         self._memory.bytes += nbytes
 
-    def _make_room(self, block: KVBlock) -> bool:
+    def _evict_for(self, block: KVBlock) -> bool:
         """Evict until ``block`` fits. False if it cannot or is not worth it; the lock is held."""
         nbytes, newcomer = block.nbytes, block if self.selective else None
         memory = self._memory
         if nbytes > self._quota or memory.max_chunks == 0:
             return False
-        while self._bytes + nbytes > self._quota:  # a tenant makes room for itself at its own cost
+        while self._bytes + nbytes > self._quota:  # a tenant evicts its own blocks first
             if not self._evict_one(lambda key: self._own(key) is not None and self._evictable(key), newcomer):
                 return False
             newcomer = None  # once is enough

@@ -118,7 +118,7 @@ class TieredStore:
         """Bring the longest leading run of ``chunks`` up into memory, in the background.
 
         Returns at once. The result is how many tokens came up. Nothing is held: what comes up is the most recent there
-        is, and goes when others need the room. Where too many wait already, nothing is done.
+        is, and may be evicted for others. Where too many wait already, nothing is done.
         """
         with self._lock:
             taken = self._prefetches < _MAX_PREFETCHES

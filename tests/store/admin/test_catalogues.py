@@ -31,7 +31,7 @@ from kvboost.store.admin import (
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.protection import record_format
 from kvboost.store.tiers.redis.loading import PIECE_BYTES
-from kvboost.testing.tier import assert_same
+from kvboost.testing.blocks import assert_same
 from kvboost.types import tenant_digest
 from tests.helpers.places import Place, blocks_of, of
 

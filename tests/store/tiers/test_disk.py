@@ -19,8 +19,8 @@ from kvboost.store.tiers.disk import recovery
 from kvboost.store.tiers.disk.files import Files, Layout
 from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.testing import TierContract
+from kvboost.testing.blocks import assert_same, block_of, namespace
 from kvboost.testing.content import prompt
-from kvboost.testing.tier import assert_same, block_of, namespace
 from kvboost.types import Chunk, Namespace, PutOutcome
 
 EACH = 2 * 4096 + 1024
@@ -289,7 +289,7 @@ def test_files_the_index_forgot_are_counted_again(tmp_path: Path, monkeypatch: p
     tier = open_tier(tmp_path)
     index = tier._directory.index()
     a, b, c = keys(prompt("a", "b", "c"))
-    index.strike([(tier._space, b), (tier._space, c)], lambda place: False)
+    index.delete_missing([(tier._space, b), (tier._space, c)], lambda place: False)
     tier._layout.record(tier._space, a).unlink()
     strange = tier._layout.record(tier._space, b).with_name(b.hex()[:2] + "00" * 31 + ".kv")
     strange.write_bytes(tier._layout.record(tier._space, b).read_bytes())  # whole, but not what its name says

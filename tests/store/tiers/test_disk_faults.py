@@ -19,8 +19,8 @@ import pytest
 from kvboost.store.record.header import PAGE, seal_of
 from kvboost.store.tiers.disk.files import Files
 from kvboost.store.tiers.disk.tier import DiskTier
+from kvboost.testing.blocks import assert_same, block_of, namespace
 from kvboost.testing.content import prompt
-from kvboost.testing.tier import assert_same, block_of, namespace
 from kvboost.types import PutOutcome
 from tests.helpers.failing import Failing
 from tests.store.tiers.test_disk import EACH, keys, open_tier, record_files, store_all, there
@@ -84,13 +84,13 @@ def test_a_full_index_is_a_refusal(tmp_path: Path) -> None:
     """SQLite's own full disk: no page more."""
     tier = open_tier(tmp_path)
     index = tier._directory.index()
-    pages = index._write.execute("PRAGMA page_count").fetchone()[0]
-    index._write.execute(f"PRAGMA max_page_count = {pages}")
+    pages = index._database._write.execute("PRAGMA page_count").fetchone()[0]
+    index._database._write.execute(f"PRAGMA max_page_count = {pages}")
     with one_warning():
         outcomes = [tier.store(block_of(prompt(f"text {n}")[0])) for n in range(100)]
     assert outcomes[-1] is PutOutcome.REFUSED
     consistent(tier, tmp_path)
-    index._write.execute("PRAGMA max_page_count = 1000000")
+    index._database._write.execute("PRAGMA max_page_count = 1000000")
     assert store_all(tier, prompt("room again")) == [PutOutcome.STORED]
     tier.close()
 
@@ -296,9 +296,9 @@ def test_an_index_of_somebody_who_rebuilds_is_waited_for_by_nobody(tmp_path: Pat
 
 
 def test_a_locked_index_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvboost.store.tiers.disk import index
+    from kvboost.store.tiers.disk import database
 
-    monkeypatch.setattr(index, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(database, "_TIMEOUT_S", 0.05)
     tier = open_tier(tmp_path)
     store_all(tier, CHUNKS)
     blocker = sqlite3.connect(tier._layout.index)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kvboost.extend import Tier
 from kvboost.store import HostTier, LoadRules, MemoryStore, TieredStore
 from kvboost.testing import TierContract
+from kvboost.testing.blocks import assert_same, block_of
 from kvboost.testing.content import prompt
 from kvboost.testing.store import held_keys
-from kvboost.testing.tier import assert_same, block_of
 from kvboost.types import KVBlock, Namespace, PutOutcome
 
 _SIZE = 1000

@@ -18,9 +18,9 @@ from kvboost.extend import ChunkStore, Tier
 from kvboost.store import DiskTier, MemoryStore, ObjectTier, RecordFormat, RedisTier, TieredStore
 from kvboost.store.write_behind import WriteBehind, WriteQueue
 from kvboost.testing import ChunkStoreContract, TierContract
+from kvboost.testing.blocks import assert_same, block_of, namespace
 from kvboost.testing.content import prompt
 from kvboost.testing.store import held_keys
-from kvboost.testing.tier import assert_same, block_of, namespace
 from kvboost.types import Namespace, PutOutcome
 from tests.store.test_memory import put_all
 from tests.store.test_tiered import ShelfTier

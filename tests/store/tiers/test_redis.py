@@ -25,8 +25,8 @@ from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.redis.loading import PIECE_BYTES, split
 from kvboost.store.tiers.redis.tier import RedisTier
 from kvboost.testing import TierContract
+from kvboost.testing.blocks import assert_same, block_of, namespace
 from kvboost.testing.content import prompt
-from kvboost.testing.tier import assert_same, block_of, namespace
 from kvboost.types import Chunk, Namespace, PutOutcome
 from tests.helpers.redis_writer import numbered
 

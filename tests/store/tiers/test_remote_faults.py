@@ -15,8 +15,8 @@ from kvboost.bench.servers import RedisServer, free_port, redis_server
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.breaker import Breaker
 from kvboost.store.tiers.redis.tier import RedisTier
+from kvboost.testing.blocks import assert_same, block_of, namespace
 from kvboost.testing.content import prompt
-from kvboost.testing.tier import assert_same, block_of, namespace
 from kvboost.types import PutOutcome
 
 

@@ -16,8 +16,8 @@ from kvboost.extend import Tier
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.s3 import ObjectTier
 from kvboost.testing import TierContract
+from kvboost.testing.blocks import assert_same, block_of, namespace
 from kvboost.testing.content import prompt
-from kvboost.testing.tier import assert_same, block_of, namespace
 from kvboost.types import Namespace, PutOutcome
 from tests.helpers.redis_writer import numbered
 

@@ -1,6 +1,6 @@
 """What lies in a place of chunk records, whosever it is: the language of ``kvboost cache``.
 
-A tier sees the blocks of one namespace and hides every trouble; a :class:`Catalogue` sees all records of a directory,
+A tier sees the blocks of one namespace and hides every failure; a :class:`Catalogue` sees all records of a directory,
 server or bucket, without a model, and says what is wrong. Invariants: looking changes nothing; what a name or a header
 claims is believed only where :mod:`kvboost.store.admin.check` has proven it.
 """

@@ -155,7 +155,7 @@ def _ledger(entry: Entry) -> Ledger:
 
 
 def _entry(name: bytes, found: tuple[int, int] | None) -> Entry | None:
-    """What the ledger says about a chunk; None for one that is being written, or for a stranger's."""
+    """What the ledger says about a chunk; None for one that is being written, or for another program's."""
     try:
         tenant, space, key = (bytes.fromhex(part.decode("ascii")) for part in name.split(b":"))
     except ValueError:

@@ -50,7 +50,7 @@ class Outcome(enum.Enum):
     STORED = "stored"
     PRESENT = "present"
     REFUSED = "refused"
-    """Whole, but there is no room for it within the budget."""
+    """Whole, but it does not fit the capacity."""
     LOCKED = "locked"
     DAMAGED = "damaged"
 
@@ -74,7 +74,7 @@ class Importer:
         self._space: bytes | None = None
         self._tier: ImportTier | None = None
         self.evicted = 0
-        """Records that went to make room."""
+        """Records that were evicted for new ones."""
 
     def arrivals(self, archive: ArchiveReader) -> Iterator[Arrival]:
         """Import each record; what came of it. Raises PlaceError if the place cannot be used."""

@@ -40,7 +40,7 @@ class HostTier:
         self._policy = policy if policy is not None else LeafFirstLRU()
         self._lock = threading.Lock()
         self._blocks: dict[bytes, KVBlock] = {}
-        self._coming: set[bytes] = set()  # room is reserved, the tensors are being copied
+        self._copying: set[bytes] = set()  # capacity is reserved, the tensors are being copied
         self._successors: Counter[bytes] = Counter()  # of stored and coming blocks, by their parent's key
         self._contents = ContentKeys()
         self._bytes = 0
@@ -66,22 +66,22 @@ class HostTier:
             yield block
 
     def store(self, block: KVBlock) -> PutOutcome:
-        """Copy ``block`` to host memory; others go, leaves first and least recently used first, to make room."""
+        """Copy ``block`` to host memory; others are evicted for it, leaves first and least recently used first."""
         with self._lock:
             if block.key in self._blocks:
                 return PutOutcome.PRESENT
-            if block.key in self._coming or not self._reserve(block):
+            if block.key in self._copying or not self._reserve(block):
                 self._counters.refused += 1
                 return PutOutcome.REFUSED
-            self._coming.add(block.key)
+            self._copying.add(block.key)
         kept: KVBlock | None = None
         try:
             kept = replace(block, tensors=tuple(self._on_host(tensor) for tensor in block.tensors))
         finally:
             with self._lock:
-                self._coming.discard(block.key)
+                self._copying.discard(block.key)
                 if kept is None:
-                    self._give_back(block)
+                    self._uncount(block)
                 else:
                     self._blocks[block.key] = kept
                     self._contents.add(block.content_key, block.key)
@@ -123,16 +123,16 @@ class HostTier:
         self.clear()
 
     def _reserve(self, block: KVBlock) -> bool:
-        """Make room for ``block`` and count it; False if that cannot be. The lock is held."""
+        """Evict others until ``block`` fits, and count it; False if it cannot. The lock is held."""
         if block.nbytes > self._capacity:
             return False
         self._bytes += block.nbytes
         if block.parent_key is not None:
-            self._successors[block.parent_key] += 1  # before making room: the parent must not be the victim
+            self._successors[block.parent_key] += 1  # before evicting: the parent must not be the victim
         while self._bytes > self._capacity:
             victim = self._policy.victim(self._is_leaf)
             if victim is None:
-                self._give_back(block)
+                self._uncount(block)
                 return False
             self._drop(victim)
             self._counters.evictions += 1
@@ -144,10 +144,10 @@ class HostTier:
     def _drop(self, key: bytes) -> None:
         block = self._blocks.pop(key)
         self._policy.removed(key)
-        self._give_back(block)
+        self._uncount(block)
         self._contents.remove(block.content_key, key)
 
-    def _give_back(self, block: KVBlock) -> None:
+    def _uncount(self, block: KVBlock) -> None:
         self._bytes -= block.nbytes
         if block.parent_key is not None:
             self._successors[block.parent_key] -= 1

@@ -210,7 +210,7 @@ class ObjectTier(RecordTier[_ObjectBackend]):
         size = self._records.size_of(block)
         if self._size(block.key) is not None:
             return PutOutcome.PRESENT
-        if not self._has_room(size):
+        if not self._fits(size):
             return PutOutcome.REFUSED
         # If this fails the bytes stay counted: they may have arrived all the same.
         self._objects.put(self._path(block.key), self._records.encode(block).join())
@@ -218,7 +218,7 @@ class ObjectTier(RecordTier[_ObjectBackend]):
         self._objects.put(f"{self._space}/contents/{block.content_key.hex()}/{stamp:016x}-{block.key.hex()}", b"")
         return PutOutcome.STORED
 
-    def _has_room(self, size: int) -> bool:
+    def _fits(self, size: int) -> bool:
         """Whether so many bytes more fit; if they do, they are counted."""
         if self._backend.capacity_bytes == _UNLIMITED:
             return True

@@ -1,4 +1,4 @@
-"""A cache directory that several processes share: opened, told from strangers', its index kept usable.
+"""A cache directory that several processes share: opening it, refusing one of other programs, a usable index.
 
 Used by the disk tier. Invariant: nobody but this user can read what lies in the directory. The index must lie on a
 local file system, as SQLite's log needs shared memory.
@@ -17,8 +17,9 @@ from kvboost.errors import ConfigError
 from kvboost.store.health import Health
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.base import Place
+from kvboost.store.tiers.disk.database import IndexUnavailableError, is_damaged
 from kvboost.store.tiers.disk.files import Files, Layout, Presence
-from kvboost.store.tiers.disk.index import ChunkIndex, IndexUnavailableError, is_damaged
+from kvboost.store.tiers.disk.index import ChunkIndex
 from kvboost.store.tiers.disk.recovery import index_lock, inode, is_recorded, rebuild, reconcile
 
 FAILURES = (sqlite3.Error, OSError, IndexUnavailableError)
@@ -52,7 +53,7 @@ class Directory:
     def open(self) -> None:
         """Make the directory for this user alone and open its index.
 
-        Raises ConfigError for one that is used for other things; any other trouble is a warning.
+        Raises ConfigError for one that is used for other things; any other failure is a warning.
         """
         _claim(self._layout)
         try:
@@ -61,17 +62,17 @@ class Directory:
             self.failed(error)
 
     def index(self, *, timeout_s: float = 0.0) -> ChunkIndex:
-        """The index as it is now: another process may have made it anew. Raises what FAILURES names."""
+        """The index as it is now: another process may have rebuilt it. Raises what FAILURES names."""
         with self._lock:
             if self._index is not None and not self._index.is_current:
                 self._index.close()
                 self._index = None
             if self._index is None:
-                self._writer()  # before the index: see settle
+                self._writer()  # before the index: see recover
                 with index_lock(self._layout, timeout_s=timeout_s):
                     index = self._make(self._layout.index)
                 try:
-                    self.settle(index)
+                    self.recover(index)
                     reconcile(index, self._layout, self._files)
                 except FAILURES:
                     index.close()
@@ -85,7 +86,7 @@ class Directory:
             presence = self._writer()
             return presence.writer, presence.new_path()
 
-    def settle(self, index: ChunkIndex) -> None:
+    def recover(self, index: ChunkIndex) -> None:
         """Free what dead writers hold. Raises what FAILURES names."""
         with self._lock:
             presence = self._writer()
@@ -93,16 +94,16 @@ class Directory:
         def is_being_written(writer: str, place: Place) -> bool:
             return self._is_being_written(place) if writer == presence.writer else presence.is_alive(writer)
 
-        presence.bury()  # first: their room is free only once their files are gone
-        index.settle(is_being_written, lambda place, size: is_recorded(self._layout.record(*place), size))
+        presence.reap()  # first: their bytes are free only once their files are gone
+        index.recover(is_being_written, lambda place, size: is_recorded(self._layout.record(*place), size))
 
     def failed(self, error: Exception) -> None:
-        """Count a trouble, say it the first time, and make the index anew if it is broken."""
+        """Count a failure, warn of the first one, and rebuild the index if it is broken."""
         if not is_damaged(error):
             remedy = "look for a full disk, missing permissions or a file system without locks"
             self._health.failed("the directory cannot be used", error, remedy=remedy)
             return
-        self._health.failed("the index was damaged and is made anew", error, remedy="look at the disk if it goes on")
+        self._health.failed("the index was damaged and is rebuilt", error, remedy="look at the disk if it goes on")
         with self._lock:
             broken = inode(self._layout.index)
             if self._index is not None:
@@ -111,7 +112,7 @@ class Directory:
             try:
                 rebuild(self._layout, self._files, self.new_file()[1], broken, self._make)
             except FAILURES as again:
-                self._health.failed("the index cannot be made anew", again, remedy="remove the directory's index files")
+                self._health.failed("the index cannot be rebuilt", again, remedy="remove the directory's index files")
 
     def close(self) -> None:
         """Let go of the directory."""
@@ -130,7 +131,7 @@ class Directory:
 
     def _make(self, path: Path) -> ChunkIndex:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its other files the same permissions
-        return ChunkIndex(path, space=self._records.space, namespace=self._records.namespace)
+        return ChunkIndex.open(path, space=self._records.space, namespace=self._records.namespace)
 
 
 def _claim(layout: Layout) -> None:

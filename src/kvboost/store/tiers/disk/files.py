@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvboost.direct_io import DIRECT, PAGE, page_aligned, up_to_page
+from kvboost.store.tiers.base import Place
 
 _MAX_PARTS = 512  # of one writev; the system allows 1,024
 _SUFFIX = ".kv"
@@ -147,6 +148,10 @@ class Layout:
         """The file of a record."""
         return self.folder(space, key[0]) / (key.hex() + _SUFFIX)
 
+    def has(self, place: Place) -> bool:
+        """Whether a record has a file."""
+        return os.path.exists(self.record(*place))
+
     def spaces(self) -> list[bytes]:
         """Every space that has a folder."""
         return [bytes.fromhex(name) for name in _names(self.directory, 32)]
@@ -209,7 +214,7 @@ class Presence:
             os.close(descriptor)
         return False
 
-    def bury(self) -> None:
+    def reap(self) -> None:
         """Remove what dead writers left in ``tmp/``."""
         names = os.listdir(self._tmp)
         for writer in {name.partition(".")[0] for name in names} - {self.writer}:

@@ -23,7 +23,7 @@ from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.base import MAX_VARIANTS, Backend, Place, RecordTier, Unwritten, in_order, info_of
 from kvboost.store.tiers.disk.directory import FAILURES, Directory
 from kvboost.store.tiers.disk.files import Files, Layout
-from kvboost.store.tiers.disk.index import ChunkIndex, Limits
+from kvboost.store.tiers.disk.index import ChunkIndex, Limits, NewEntry
 from kvboost.store.tiers.disk.recovery import charge, is_recorded
 from kvboost.types import BlockInfo, KVBlock, PutOutcome
 
@@ -55,7 +55,7 @@ class _DiskBackend(Backend):
 class DiskTier(RecordTier[_DiskBackend]):
     """Records in a directory, at most ``capacity_bytes`` of them.
 
-    To make room, leaves are evicted first, and of them the least recently used.
+    Leaves are evicted first, and of them the least recently used.
     """
 
     name = "disk"
@@ -93,7 +93,7 @@ class DiskTier(RecordTier[_DiskBackend]):
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these have a file."""
-        return [os.path.exists(self._layout.record(self._space, key)) for key in keys]
+        return [self._layout.has((self._space, key)) for key in keys]
 
     def variants(self, content_keys: Sequence[bytes]) -> list[list[BlockInfo]]:
         """For each content, the most recently used blocks that hold it, newest last."""
@@ -130,17 +130,17 @@ class DiskTier(RecordTier[_DiskBackend]):
         return PutOutcome.REFUSED
 
     def _reserved(self, block: KVBlock) -> PutOutcome:
-        """Enter the block in the index, making room, and write it."""
+        """Enter the block in the index, evicting others for it, and write it."""
         size = charge(self._records.size_of(block))
         if size > self._backend.limits.capacity:
             return PutOutcome.REFUSED
         path = self._layout.record(self._space, block.key)
         index = self._index()
         writer, temporary = self._directory.new_file()
-        self._write_uses(index)  # so that those who go are the right ones
+        self._write_uses(index)  # so that the right ones are evicted
         entered = index.has(block.key)
         if entered:  # by somebody who may have died
-            self._directory.settle(index)
+            self._directory.recover(index)
             entered = index.has(block.key)
         if entered == "":
             if is_recorded(path, size):
@@ -149,21 +149,14 @@ class DiskTier(RecordTier[_DiskBackend]):
         elif entered is not None:
             return PutOutcome.REFUSED
         with self._lock:
-            stamp = self._unwritten.stamp()
+            entry = NewEntry(info_of(block), size, self._unwritten.stamp(), writer)
         for _ in range(2):
-            evicted = index.reserve(
-                info_of(block),
-                size=size,
-                stamp=stamp,
-                writer=writer,
-                limits=self._backend.limits,
-                remove=self._remove_file,
-            )
+            evicted = index.reserve(entry, limits=self._backend.limits, remove=self._remove_file)
             if evicted is not None:
                 with self._lock:
                     self._counters.evictions += evicted
                 return self._write(block, path, temporary, index, writer)
-            self._directory.settle(index)  # the dead may hold room
+            self._directory.recover(index)  # dead writers may hold some of the capacity
         return PutOutcome.REFUSED
 
     def _write(self, block: KVBlock, path: Path, temporary: Path, index: ChunkIndex, writer: str) -> PutOutcome:
@@ -178,8 +171,8 @@ class DiskTier(RecordTier[_DiskBackend]):
                     self._files.remove(temporary)
                 with suppress(OSError):
                     self._files.remove(path)
-                with suppress(sqlite3.Error):  # if this fails too, the row is settled later
-                    index.forget([block.key], self._has_file, writer=writer)
+                with suppress(sqlite3.Error):  # if this fails too, the entry is recovered later
+                    index.delete_missing([(self._space, block.key)], self._layout.has, writer=writer)
         if not finished:
             return PutOutcome.REFUSED
         self._wants_sync(block.key, path)
@@ -198,7 +191,7 @@ class DiskTier(RecordTier[_DiskBackend]):
         if uses:
             index.touch(uses.items())
         if missing:
-            index.forget(missing, self._has_file)
+            index.delete_missing([(self._space, key) for key in missing], self._layout.has)
 
     def flush(self) -> None:
         """Return once everything stored before is on the disk: files, names and index.
@@ -248,9 +241,10 @@ class DiskTier(RecordTier[_DiskBackend]):
         self._with_index(lambda index: self._remove(index, keys), None)
 
     def _remove(self, index: ChunkIndex, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self._remove_file((self._space, key))
-        index.forget(keys, self._has_file)
+        places = [(self._space, key) for key in keys]
+        for place in places:
+            self._remove_file(place)
+        index.delete_missing(places, self._layout.has)
 
     def clear(self) -> None:
         """Remove every block of this namespace."""
@@ -287,12 +281,9 @@ class DiskTier(RecordTier[_DiskBackend]):
     def _remove_file(self, place: Place) -> None:
         self._files.remove(self._layout.record(*place))
 
-    def _has_file(self, key: bytes) -> bool:
-        return os.path.exists(self._layout.record(self._space, key))
-
     def _index(self) -> ChunkIndex:
         """The directory's index, for this namespace. Raises what FAILURES names."""
-        return self._directory.index().of(self._space, self._records.namespace)
+        return self._directory.index().for_space(self._space, self._records.namespace)
 
     def _with_index(self, work: Callable[[ChunkIndex], T], otherwise: T) -> T:
         """The index's answer, or ``otherwise`` if it has none: the cache may only help."""

@@ -17,7 +17,7 @@ from kvboost.types import BlockInfo, PutOutcome
 
 _LEASE_MS = 30_000  # a writer's; it is far slower than any deadline lets it be
 _PIECE_MS = 15_000  # what a killed writer leaves is gone before its lease
-_SETTLED_AT_ONCE = 64
+_REAPED_AT_ONCE = 64
 _MAX_BY_CONTENT = 32  # remembered of one content
 _INFO = struct.Struct("<?QQI?32s")
 
@@ -39,10 +39,10 @@ class Writing:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What came of asking for room."""
+    """What came of asking for capacity."""
 
     outcome: PutOutcome | None
-    """None: the room is there, and the chunk must be written now."""
+    """None: it is reserved, and the chunk must be written now."""
     evicted: int
     is_new: bool
     """There was no ledger: what lies under the prefix, if anything, is in nobody's books."""
@@ -88,9 +88,9 @@ class Ledger:
         capacity: int,
         quota: int | None,
     ) -> Reservation:
-        """Enter a chunk that is about to be written, and make room for it: leaves first, least recently used first."""
+        """Enter a chunk that is about to be written, and evict others for it: the least recently used leaves."""
         parent = b"" if info.parent_key is None else self.id(info.parent_key)
-        limits = (size, writing.pieces, capacity, capacity if quota is None else quota, _LEASE_MS, _SETTLED_AT_ONCE)
+        limits = (size, writing.pieces, capacity, capacity if quota is None else quota, _LEASE_MS, _REAPED_AT_ONCE)
         names = (self.id(info.key), parent, info.content_key.hex().encode(), writing.seal, writing.writer)
         reply = self._run(
             link, deadline, scripts.RESERVE, *names, _packed(info), *(b"%d" % number for number in limits)
@@ -111,7 +111,7 @@ class Ledger:
         *,
         ttl_ms: int,
     ) -> bool:
-        """Write the pieces and then, in the same round trip, show them as one chunk. False if the room is gone."""
+        """Write the pieces and then, in the same round trip, show them as one chunk. False if its entry is gone."""
         commands = [
             (b"SET", self.piece(writing.key, writing.seal, number), piece, b"PX", b"%d" % _PIECE_MS)
             for number, piece in enumerate(pieces)
@@ -128,18 +128,18 @@ class Ledger:
         """Note that chunks were used, the most recent last."""
         self._run(link, deadline, scripts.TOUCH, *map(self.id, keys))
 
-    def forget(self, link: Link, deadline: Deadline, keys: Sequence[bytes]) -> None:
-        """Strike out chunks that were not found, if they are not all there."""
-        self._run(link, deadline, scripts.FORGET, *map(self.id, keys))
+    def delete_missing(self, link: Link, deadline: Deadline, keys: Sequence[bytes]) -> None:
+        """Delete the entries of chunks that were not found, if not all of their pieces are there."""
+        self._run(link, deadline, scripts.DELETE_MISSING, *map(self.id, keys))
 
     def remove(self, link: Link, deadline: Deadline, ids: Sequence[bytes]) -> None:
         """Remove chunks and their entries."""
         self._run(link, deadline, scripts.REMOVE, *ids)
 
-    def variants(self, link: Link, deadline: Deadline, contents: Sequence[bytes], most: int) -> list[list[BlockInfo]]:
+    def variants(self, link: Link, deadline: Deadline, contents: Sequence[bytes], limit: int) -> list[list[BlockInfo]]:
         """For each content, the most recently used chunks that hold it, newest last."""
         hexes = (content.hex().encode() for content in contents)
-        reply = self._run(link, deadline, scripts.VARIANTS, self._space, b"%d" % most, *hexes)
+        reply = self._run(link, deadline, scripts.VARIANTS, self._space, b"%d" % limit, *hexes)
         if not isinstance(reply, list) or len(reply) != len(contents):
             raise ProtocolError("an answer that is none of the ledger's")
         return [_infos(found, content) for found, content in zip(reply, contents, strict=True)]
@@ -147,7 +147,7 @@ class Ledger:
     def totals(self, link: Link, deadline: Deadline) -> tuple[int, int, int]:
         """Chunks and bytes of this space, and the bytes of all."""
         fields = (b"chunks:" + self._space, b"bytes:" + self._space, b"bytes")
-        reply = self._run(link, deadline, scripts.TOTALS, b"%d" % _SETTLED_AT_ONCE, *fields)
+        reply = self._run(link, deadline, scripts.TOTALS, b"%d" % _REAPED_AT_ONCE, *fields)
         numbers = [number for number in reply if isinstance(number, int)] if isinstance(reply, list) else []
         if len(numbers) != 3:
             raise ProtocolError("an answer that is none of the ledger's")

@@ -20,7 +20,7 @@ from kvboost.store.tiers.redis.resp import Deadline, Link, ServerError
 from kvboost.store.tiers.redis.server import Server, UnavailableError
 
 PIECE_BYTES = 2**20 - 64
-"""The most in one value: with what Redis adds, a megabyte of its allocator's; 64 more would take a quarter more."""
+"""The largest value: with what Redis adds, a megabyte of its allocator's; 64 more would take a quarter more."""
 
 _AHEAD = 3  # values asked for at once: of more, the server would keep copies
 _WAITING = 2  # records that wait for the reader
@@ -41,15 +41,15 @@ def split(parts: Sequence[memoryview], nbytes: int) -> list[tuple[memoryview, ..
         return [tuple(parts)]
     pieces: list[tuple[memoryview, ...]] = [(parts[0],)]
     group: list[memoryview] = []
-    room = PIECE_BYTES
+    left = PIECE_BYTES
     for part in parts[1:]:
         while len(part):
-            group.append(part[:room])
-            part = part[room:]
-            room -= len(group[-1])
-            if not room:
+            group.append(part[:left])
+            part = part[left:]
+            left -= len(group[-1])
+            if not left:
                 pieces.append(tuple(group))
-                group, room = [], PIECE_BYTES
+                group, left = [], PIECE_BYTES
     if group:
         pieces.append(tuple(group))
     return pieces

@@ -24,7 +24,7 @@ _COPIED_BELOW = 4096  # smaller pieces are sent together
 _MAX_PIECES = 256  # in one system call
 _MAX_LINE_BYTES = 8 * 1024
 _MAX_ITEMS = 2**20
-_DEEPEST = 4
+_MAX_DEPTH = 4
 SMALL_BYTES = 2**20
 """The largest value that :meth:`Link.reply` takes. Larger ones are asked for with :meth:`Link.length`."""
 
@@ -54,7 +54,7 @@ class Deadline:
         if seconds <= self.left:
             self.left -= seconds
 
-    def moved(self, count: int) -> None:
+    def transferred(self, count: int) -> None:
         """So many bytes came or went."""
         self.left += count * self._per_byte
 
@@ -117,7 +117,7 @@ class Link:
                 begin = time.monotonic()
                 self._socket.sendall(piece)
                 deadline.waited(time.monotonic() - begin)
-                deadline.moved(len(piece))
+                deadline.transferred(len(piece))
 
     def _send_gathered(self, pieces: list[memoryview], deadline: Deadline) -> None:
         at = 0
@@ -129,7 +129,7 @@ class Link:
             except BlockingIOError as error:
                 raise TimeoutError("the server does not take what it is sent") from error
             deadline.waited(time.monotonic() - begin)
-            deadline.moved(sent)
+            deadline.transferred(sent)
             while at < len(pieces) and sent >= len(pieces[at]):
                 sent -= len(pieces[at])
                 at += 1
@@ -156,7 +156,7 @@ class Link:
             value = bytearray(number)
             self._take(memoryview(value), deadline)
             return bytes(value)
-        if kind == b"*" and 0 <= number <= _MAX_ITEMS and depth < _DEEPEST:
+        if kind == b"*" and 0 <= number <= _MAX_ITEMS and depth < _MAX_DEPTH:
             return [self._reply(deadline, depth + 1) for _ in range(number)]
         raise ProtocolError(f"a reply that begins with {kind + rest[:20]!r}")
 
@@ -224,7 +224,7 @@ class Link:
         if not count:
             raise ConnectionResetError("the server closed the connection")
         deadline.waited(time.monotonic() - begin)
-        deadline.moved(count)
+        deadline.transferred(count)
         return count
 
 

@@ -31,7 +31,7 @@ from kvboost.store.tiers.redis.server import Server, UnavailableError
 from kvboost.types import BlockInfo, KVBlock, PutOutcome
 
 _AT_ONCE = 256  # chunks in one script: others must get their turn
-_BEHIND_S = 1.0  # deadline of what is done behind requests
+_BEHIND_S = 1.0  # deadline of what no request waits for
 _ENTRY_BYTES = 4096  # what a chunk takes in Redis beside its record: names, entries, the ends of pages (measured)
 _REMEDY = "check that the server runs, that remote_url is right and that the network is fast enough"
 
@@ -64,7 +64,7 @@ class _RedisBackend(Backend):
 class RedisTier(RecordTier[_RedisBackend]):
     """Records in a server, at most ``capacity_bytes`` of them under one ``prefix``.
 
-    To make room, leaves are evicted first, and of them the least recently used.
+    Leaves are evicted first, and of them the least recently used.
     """
 
     name = "redis"
@@ -157,7 +157,7 @@ class RedisTier(RecordTier[_RedisBackend]):
         return self._behind(lambda link, deadline: self._stored(link, deadline, block, size), PutOutcome.REFUSED)
 
     def _stored(self, link: Link, deadline: Deadline, block: KVBlock, size: int) -> PutOutcome:
-        self._write_uses(link, deadline)  # so that those who go are the right ones
+        self._write_uses(link, deadline)  # so that the right ones are evicted
         if self._ledger.has(link, deadline, block.key):
             return PutOutcome.PRESENT
         record = self._records.encode(block)
@@ -168,7 +168,7 @@ class RedisTier(RecordTier[_RedisBackend]):
             writer=os.urandom(8).hex().encode(),
             pieces=len(pieces),
         )
-        room = self._ledger.reserve(
+        reserved = self._ledger.reserve(
             link,
             deadline,
             writing,
@@ -178,16 +178,16 @@ class RedisTier(RecordTier[_RedisBackend]):
             quota=self._limits.tenant_quota_bytes,
         )
         with self._lock:
-            self._counters.evictions += room.evicted
-        if room.was_broken:
+            self._counters.evictions += reserved.evicted
+        if reserved.was_broken:
             remedy = "set maxmemory-policy to noeviction or volatile-lru, and maxmemory well above capacity_bytes"
             self._backend.health.failed(
-                "the server dropped a part of the ledger", "all blocks are given up", remedy=remedy
+                "the server dropped a part of the ledger", "all blocks are dropped", remedy=remedy
             )
-        if room.is_new:
+        if reserved.is_new:
             threading.Thread(target=self._sweep, name="kvboost-redis-sweep", daemon=True).start()
-        if room.outcome is not None:
-            return room.outcome
+        if reserved.outcome is not None:
+            return reserved.outcome
         written = self._ledger.write(link, deadline, writing, pieces, ttl_ms=self._limits.ttl_ms)
         return PutOutcome.STORED if written else PutOutcome.REFUSED
 
@@ -204,7 +204,7 @@ class RedisTier(RecordTier[_RedisBackend]):
         if uses:
             self._ledger.touch(link, deadline, list(uses))
         if missing:
-            self._ledger.forget(link, deadline, missing)
+            self._ledger.delete_missing(link, deadline, missing)
 
     def flush(self) -> None:
         """Write down recency. What was stored lies in the server already."""
