@@ -112,7 +112,7 @@ def _speed(url: str, args: argparse.Namespace, raw: dict[str, Any]) -> Table:
     for megabytes in (1, 6):
         nbytes = megabytes * 2**20 - 2**15  # the record of the smaller one fits one value
         blocks = [make_block(number, nbytes) for number in range(args.blocks)]
-        server = Server(url, timeout_s=5.0, slowest_bytes_per_s=1e6)
+        server = Server(url, timeout_s=5.0, min_bytes_per_s=1e6)
         with closing(open_tier(url, timeout_s=5.0)) as tier, closing(server), server.link(server.deadline()) as link:
             stores, loads = _contestants(blocks, rivals, link, tier)
             for what, contestants in (("store", stores), ("load", loads)):
@@ -205,7 +205,7 @@ def _link_alone(link: Link, values: Sequence[tuple[bytes, bytes]]) -> tuple[Call
     """One ready value per block and nothing else, as redis-py has it."""
 
     def deadline() -> Deadline:
-        return Deadline(5.0, slowest_bytes_per_s=1e6)
+        return Deadline(5.0, min_bytes_per_s=1e6)
 
     def store() -> float:
         begin = time.perf_counter()

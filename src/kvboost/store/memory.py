@@ -65,7 +65,7 @@ class _Held:
         self._store = store
         self._entries: Sequence[_Entry | None] | None = entries
         self.loads: LoadReport = NOTHING_LOADED
-        """What tiers below had to do with this lookup; told by the store that asked them."""
+        """What the tiers below did for this lookup; set by the store above them."""
 
     def _held(self) -> Sequence[_Entry | None]:
         if self._entries is None:

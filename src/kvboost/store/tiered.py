@@ -96,7 +96,7 @@ class TieredStore:
         lookup = Lookup(arrived)
         self._bring_up_run(chunks, lookup)
         lease = self._memory.lease(chunks)
-        if lookup.asked_for_more:
+        if lookup.has_report:
             held = {block.key for block in lease.blocks}
             lease.loads = lookup.report(lambda chunk: chunk.prefix_key not in held)
         return lease
@@ -108,7 +108,7 @@ class TieredStore:
         if unknown:
             self._bring_up_content(chunks, [after + index for index in unknown], lookup)
         lease = self._memory.lease_content(chunks, after=after)
-        if lookup.asked_for_more:
+        if lookup.has_report:
             blocks = zip(chunks[after:], lease.blocks, strict=True)
             found = {chunk.start for chunk, block in blocks if block is not None}
             lease.loads = lookup.report(lambda chunk: chunk.start not in found)

@@ -1,7 +1,7 @@
 """Writes to slower tiers behind the request's back, in order, with a bound on what waits.
 
 Used by :class:`kvboost.store.tiered.TieredStore`. Invariants: what waits never takes more than the bound; a block
-that is not taken is told to the caller at once, and one that a tier did not keep when it was tried; after
+that is not taken is reported to the caller at once, and one that a tier did not keep when it was tried; after
 :meth:`WriteBehind.wait` everything taken before was offered to its tiers.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kvboost.extend import Tier
 from kvboost.types import KVBlock, PutOutcome
 
-_MAX_NOTES = 1024  # further ones are let go: they only say what was used lately
+_MAX_NOTES = 1024  # further ones are dropped: they only say what was used lately
 
 
 @dataclass(frozen=True, slots=True, eq=False)

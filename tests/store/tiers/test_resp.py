@@ -14,7 +14,7 @@ from kvboost.store.tiers.redis.resp import Deadline, Link, ProtocolError, Reply,
 
 
 def deadline(seconds: float = 30.0) -> Deadline:
-    return Deadline(seconds, slowest_bytes_per_s=1e6)
+    return Deadline(seconds, min_bytes_per_s=1e6)
 
 
 def encode(reply: Reply | str) -> bytes:

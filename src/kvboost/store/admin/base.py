@@ -1,4 +1,4 @@
-"""What lies in a place of chunk records, whosever it is: the language of ``kvboost cache``.
+"""All chunk records of one directory, server or bucket: what ``kvboost cache`` works with.
 
 A tier sees the blocks of one namespace and hides every failure; a :class:`Catalogue` sees all records of a directory,
 server or bucket, without a model, and says what is wrong. Invariants: looking changes nothing; what a name or a header

@@ -71,7 +71,7 @@ class DiskCatalogue:
             try:
                 used = view.last_used(space, first)
             except sqlite3.Error:
-                used = {}  # broken: the next engine makes it anew; files have a time of their own
+                used = {}  # broken: the next engine rebuilds it; files have a time of their own
         for key, path in sorted(there.items()):
             try:
                 status = path.stat()
@@ -135,7 +135,7 @@ class DiskCatalogue:
             return None
         except sqlite3.Error as error:
             if is_damaged(error):
-                return None  # the next engine makes it anew from the files
+                return None  # the next engine rebuilds it from the files
             raise self._failed(error) from error
         finally:
             view.close()

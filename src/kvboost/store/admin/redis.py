@@ -24,7 +24,7 @@ from kvboost.store.tiers.redis.tier import RedisTier
 
 _PREFIX = "kvboost"  # as the tiers of engines have it
 _TIMEOUT_S = 30.0
-_SLOWEST_BYTES_PER_S = 1e6
+_MIN_BYTES_PER_S = 1e6
 _AT_ONCE = 256  # chunks in one script: others must get their turn
 _LOADED_AT_ONCE = 64
 
@@ -37,7 +37,7 @@ class RedisCatalogue:
     def __init__(self, url: str) -> None:
         """Raises ConfigError for an URL that cannot work, PlaceError if nobody answers there."""
         self._url = url
-        self._server = Server(url, timeout_s=_TIMEOUT_S, slowest_bytes_per_s=_SLOWEST_BYTES_PER_S)
+        self._server = Server(url, timeout_s=_TIMEOUT_S, min_bytes_per_s=_MIN_BYTES_PER_S)
         self._whole = Ledger(_PREFIX, tenant=b"", space=b"")
         try:
             self._with_link(lambda link, deadline: link.call([(b"PING",)], deadline))

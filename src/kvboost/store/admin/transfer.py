@@ -96,8 +96,8 @@ class Importer:
             return Arrival(header, Outcome.DAMAGED, finding.reason)
         outcome = tier.store(finding.block)
         if outcome is PutOutcome.REFUSED and (failures := tier.health()):
-            told = ", ".join(failures)
-            raise PlaceError(f"{self._catalogue.place} takes no records ({told}); mend that and import again")
+            kinds = ", ".join(failures)
+            raise PlaceError(f"{self._catalogue.place} takes no records ({kinds}); repair that and import again")
         return Arrival(header, Outcome(outcome.value))
 
     def _tier_for(self, header: RecordHeader) -> ImportTier:

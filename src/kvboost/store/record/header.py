@@ -224,7 +224,9 @@ def read_header(view: memoryview, max_bytes: int) -> RecordHeader:
     """The header's fields, every length held against the bytes at hand, the limit and the others."""
     header_bytes = header_length(view[:PAGE])
     if int.from_bytes(view[8:10], "little") != VERSION:
-        raise RecordVersionError(f"this code reads records of version {VERSION}; let it write them anew")
+        raise RecordVersionError(
+            f"this code reads records of version {VERSION}; remove this one, and it is written again"
+        )
     if len(view) < header_bytes:
         raise DamagedRecordError(f"{len(view)} bytes of a header of {header_bytes}")
     fields = _FIXED.unpack_from(view)

@@ -1,9 +1,9 @@
 """Blocks in host memory, below a memory store whose tensors lie on an accelerator.
 
 Made by the engine for ``host_cache_bytes``; used as a :class:`kvboost.extend.Tier`. It ends with the process, so it
-is filled by what the accelerator's memory lets go. Invariants: the bytes held, those being copied included, never pass
-the capacity; a block with stored successors is not evicted, whether its own parent is here or not, as leaves come down
-first.
+is filled by what is evicted from the accelerator's memory. Invariants: the bytes held, those being copied included,
+never exceed the capacity; a block with stored successors is not evicted, whether its own parent is here or not, as
+leaves come down first.
 
 Where there is an accelerator the copies lie in pinned memory, which it reads without another copy. Pinned copies were
 not run on an accelerator here: the tests run this tier on the CPU, pinning nothing.

@@ -2,7 +2,7 @@
 
 Used by the disk tier. Every system call that can fail goes through :class:`Files`, so that tests can make each one
 fail. Invariant: under a record's name there is a whole record or nothing; a process that dies leaves only files in
-``tmp/``, which :class:`Presence` tells from those of the living.
+``tmp/``, which :class:`Presence` tells from those of live processes.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Presence:
             path = self._lock_path(self.writer)
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-            if os.fstat(self._descriptor).st_nlink:  # else somebody took it for a dead one's before it was locked
+            if os.fstat(self._descriptor).st_nlink:  # else it was taken for a dead one before it was locked
                 break
             os.close(self._descriptor)
         self._files = 0

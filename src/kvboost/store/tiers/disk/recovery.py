@@ -78,9 +78,9 @@ def reconcile(index: ChunkIndex, layout: Layout, files: Files) -> None:
 
 
 def rebuild(layout: Layout, files: Files, new: Path, broken: int | None, make: Callable[[Path], ChunkIndex]) -> None:
-    """Put an index made from the records' headers in place of a broken one, unless somebody else did already.
+    """Put an index made from the records' headers in place of a broken one, unless another process did already.
 
-    ``new`` is a free name in ``tmp/``, ``broken`` the inode of the broken index. Recency starts anew with the times
+    ``new`` is a free name in ``tmp/``, ``broken`` the inode of the broken index. Recency starts with the times
     the files were written.
     """
     with index_lock(layout, timeout_s=0.0):

@@ -124,7 +124,7 @@ class DiskTier(RecordTier[_DiskBackend]):
         try:
             return self._reserved(block)
         except sqlite3.IntegrityError:
-            pass  # somebody else has entered it a moment ago and is writing it
+            pass  # another process has entered it a moment ago and is writing it
         except FAILURES as error:
             self._directory.failed(error)
         return PutOutcome.REFUSED
@@ -139,7 +139,7 @@ class DiskTier(RecordTier[_DiskBackend]):
         writer, temporary = self._directory.new_file()
         self._write_uses(index)  # so that the right ones are evicted
         entered = index.has(block.key)
-        if entered:  # by somebody who may have died
+        if entered:  # by a writer that may have died
             self._directory.recover(index)
             entered = index.has(block.key)
         if entered == "":

@@ -45,7 +45,7 @@ class Reservation:
     """None: it is reserved, and the chunk must be written now."""
     evicted: int
     is_new: bool
-    """There was no ledger: what lies under the prefix, if anything, is in nobody's books."""
+    """There was no ledger: what lies under the prefix, if anything, is not counted."""
     was_broken: bool
     """The server had dropped a part of the ledger; the rest is dropped too."""
 
@@ -174,7 +174,7 @@ class Ledger:
         return [_pair(found) for found in reply]
 
     def sweep(self, link: Link, deadline: Deadline, *, cursor: bytes) -> bytes:
-        """Remove some of what lies under the prefix and is in nobody's books; the next cursor, ``b"0"`` at the end."""
+        """Remove some of what lies under the prefix and is not counted; the next cursor, ``b"0"`` at the end."""
         below = self.prefix + b":"
         scan = (b"SCAN", cursor, b"MATCH", _literal(below) + b"*", b"COUNT", b"1000")
         cursor, found = _page(link.call([scan], deadline)[0])

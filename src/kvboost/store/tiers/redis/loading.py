@@ -203,5 +203,5 @@ def _feed(
                     return
     except UnavailableError as error:
         into.put(error)
-    except Exception as error:  # noqa: BLE001 - whoever waits for what comes would wait for ever
+    except Exception as error:  # noqa: BLE001 - the reader would wait for ever
         into.put(UnavailableError(error))

@@ -44,10 +44,10 @@ class Deadline:
     not what the caller does between; nor a wait that ended well after its limit, as then this process was held up.
     """
 
-    def __init__(self, seconds: float, *, slowest_bytes_per_s: float) -> None:
+    def __init__(self, seconds: float, *, min_bytes_per_s: float) -> None:
         self.left = seconds
         """Seconds; zero when it is over."""
-        self._per_byte = 1.0 / slowest_bytes_per_s
+        self._per_byte = 1.0 / min_bytes_per_s
 
     def waited(self, seconds: float) -> None:
         """So long was waited, and something came of it."""

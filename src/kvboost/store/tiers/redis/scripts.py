@@ -263,17 +263,17 @@ return totals
 """
 
 DESCRIBE = """
-local told = {}
+local described = {}
 for _, id in ipairs(ARGV) do
   local e = entry(id)
   local stamp = e and call('ZSCORE', RECENCY, id)
   if stamp and e.writer == '' then
-    told[#told + 1] = {e.size, math.floor(tonumber(stamp) / 1000000)}
+    described[#described + 1] = {e.size, math.floor(tonumber(stamp) / 1000000)}
   else
-    told[#told + 1] = false
+    described[#described + 1] = false
   end
 end
-return told
+return described
 """
 
 ORPHANS = """

@@ -1,7 +1,7 @@
-"""A Redis or Valkey server as one tier sees it: links that are kept, made anew, and given up behind a breaker.
+"""A Redis or Valkey server as one tier sees it: a pool of links behind a breaker.
 
 Used by the Redis tier. redis-py makes the connections (addresses, TLS, options of the URL); what is said over them is
-:mod:`kvboost.store.tiers.redis.resp`'s. Invariants: whoever asks for a link waits no longer than his deadline,
+:mod:`kvboost.store.tiers.redis.resp`'s. Invariants: a caller waits for a link no longer than its deadline,
 whatever name lookup, connecting or TLS do, as that happens in another thread; a link that failed is never used again.
 """
 
@@ -32,13 +32,13 @@ class UnavailableError(Exception):
 
 
 class Server:
-    """The way to one server. Thread-safe."""
+    """The links to one server. Thread-safe."""
 
-    def __init__(self, url: str, *, timeout_s: float, slowest_bytes_per_s: float) -> None:
+    def __init__(self, url: str, *, timeout_s: float, min_bytes_per_s: float) -> None:
         """Raises ConfigError for an URL that cannot work or if redis-py is missing. Connects only when asked."""
         self._make_socket = _connector(url)
         self._timeout_s = timeout_s
-        self._slowest = slowest_bytes_per_s
+        self._slowest = min_bytes_per_s
         self._lock = threading.Lock()
         self._idle: list[Link] = []
         self._closed = False
@@ -46,7 +46,7 @@ class Server:
 
     def deadline(self, seconds: float | None = None) -> Deadline:
         """For one call: the usual, or so many seconds."""
-        return Deadline(self._timeout_s if seconds is None else seconds, slowest_bytes_per_s=self._slowest)
+        return Deadline(self._timeout_s if seconds is None else seconds, min_bytes_per_s=self._slowest)
 
     @contextmanager
     def link(self, deadline: Deadline) -> Iterator[Link]:
@@ -101,7 +101,7 @@ class Server:
             link.close()
 
     def _connected(self, deadline: Deadline) -> Link:
-        """A new link. What comes too late is kept for the next one who asks."""
+        """A new link. One that comes too late is kept for the next caller."""
         done = threading.Event()
         lock = threading.Lock()
         made: list[Link] = []

@@ -3,7 +3,7 @@
 Made by the engine for a namespace; used as a :class:`kvboost.extend.Tier`. The value is the record as on disk
 (:mod:`kvboost.store.record.format`), in pieces of at most a megabyte. Invariants: only whole records that passed
 their checks are handed out; the ledger of all processes with one prefix never counts more than the capacity of the
-one that writes; no lookup waits longer than ``timeout_s`` beyond what its bytes take at ``slowest_bytes_per_s``, and
+one that writes; no lookup waits longer than ``timeout_s`` beyond what its bytes take at ``min_bytes_per_s``, and
 none at all while the breaker is open.
 
 What survives is what the server keeps: its own eviction or a restart without persistence is a miss. One server (with
@@ -80,7 +80,7 @@ class RedisTier(RecordTier[_RedisBackend]):
         tenant_quota_bytes: int | None = None,
         prefix: str = "kvboost",
         timeout_s: float = 0.03,
-        slowest_bytes_per_s: float = 64e6,
+        min_bytes_per_s: float = 64e6,
     ) -> None:
         """``url`` is ``redis://`` or ``rediss://`` (TLS), with password and database if there are any.
 
@@ -93,7 +93,7 @@ class RedisTier(RecordTier[_RedisBackend]):
             raise ConfigError(f"prefix={prefix!r} must be letters, digits, '_', '.' or '-'")
         ttl_ms = 0 if ttl_seconds is None else int(ttl_seconds * 1000)
         backend = _RedisBackend(
-            Server(url, timeout_s=timeout_s, slowest_bytes_per_s=slowest_bytes_per_s),
+            Server(url, timeout_s=timeout_s, min_bytes_per_s=min_bytes_per_s),
             prefix=prefix,
             limits=_Limits(capacity_bytes, tenant_quota_bytes, ttl_ms),
         )
