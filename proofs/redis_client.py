@@ -30,8 +30,9 @@ _OURS = "our link"
 class RedisPyLink:
     """The tier's link, spoken by a connection of redis-py."""
 
-    def __init__(self, connection: Any) -> None:
+    def __init__(self, connection: Any, deadline: Deadline) -> None:
         self._connection = connection
+        self.deadline = deadline
         self._values: deque[bytes] = deque()
         self.awaited = 0
 
@@ -39,40 +40,40 @@ class RedisPyLink:
     def is_fresh(self) -> bool:
         return not self.awaited and not self._connection.can_read(0)
 
-    def call(self, commands: Sequence[Command], deadline: Deadline) -> list[Reply]:
-        self.send(commands, deadline)
-        return [self.reply(deadline) for _ in commands]
+    def call(self, commands: Sequence[Command]) -> list[Reply]:
+        self.send(commands)
+        return [self.reply() for _ in commands]
 
-    def send(self, commands: Iterable[Command], deadline: Deadline) -> None:
+    def send(self, commands: Iterable[Command]) -> None:
         whole = [[b"".join(v) if isinstance(v, tuple) else v for v in command] for command in commands]
         self.awaited += len(whole)
-        self._connection._sock.settimeout(deadline.left)
+        self._connection._sock.settimeout(self.deadline.left)
         for command in whole:
             self._connection.send_packed_command(self._connection.pack_command(*command), check_health=False)
-        deadline.transferred(sum(len(value) for command in whole for value in command))
+        self.deadline.transferred(sum(len(value) for command in whole for value in command))
 
-    def reply(self, deadline: Deadline) -> Reply:
+    def reply(self) -> Reply:
         import redis
 
         self.awaited -= 1
-        self._connection._sock.settimeout(deadline.left)
+        self._connection._sock.settimeout(self.deadline.left)
         begin = time.monotonic()
         try:
             reply: Any = self._connection.read_response(disable_decoding=True)
         except redis.ResponseError as error:
             return ServerError(str(error))
-        deadline.waited(time.monotonic() - begin)
-        deadline.transferred(len(reply) if isinstance(reply, bytes) else 0)
+        self.deadline.waited(time.monotonic() - begin)
+        self.deadline.transferred(len(reply) if isinstance(reply, bytes) else 0)
         return reply  # type: ignore[no-any-return]
 
-    def length(self, deadline: Deadline) -> int | None:
-        value = self.reply(deadline)
+    def length(self) -> int | None:
+        value = self.reply()
         if not isinstance(value, bytes):
             return None
         self._values.append(value)
         return len(value)
 
-    def take(self, into: memoryview, deadline: Deadline) -> None:
+    def take(self, into: memoryview) -> None:
         into[:] = self._values.popleft()
 
     def close(self) -> None:
@@ -92,12 +93,12 @@ def _connectors() -> dict[str, Callable[[str], Any]]:
         def for_url(url: str) -> Any:
             options: Any = parse_url(url)  # type: ignore[no-untyped-call]
 
-            def make() -> Any:
+            def make(deadline: Deadline) -> Any:
                 connection: Any = Connection(  # type: ignore[no-untyped-call]
                     **options, protocol=2, parser_class=parser, command_packer=packer, socket_timeout=5.0, **more
                 )
                 connection.connect()
-                return RedisPyLink(connection), []
+                return RedisPyLink(connection, deadline), []
 
             return make
 

@@ -210,16 +210,18 @@ def _link_alone(link: Link, values: Sequence[tuple[bytes, bytes]]) -> tuple[Call
     def store() -> float:
         begin = time.perf_counter()
         for key, value in values:
-            link.call([(b"SET", key, memoryview(value), b"PX", b"600000")], deadline())
+            link.deadline = deadline()
+            link.call([(b"SET", key, memoryview(value), b"PX", b"600000")])
         return 1e3 * (time.perf_counter() - begin)
 
     def load() -> float:
         begin = time.perf_counter()
         found = []
         for key, _ in values:
-            link.send([(b"GET", key)], deadline())
-            found.append(page_aligned(link.length(deadline()) or 0))
-            link.take(found[-1], deadline())
+            link.deadline = deadline()
+            link.send([(b"GET", key)])
+            found.append(page_aligned(link.length() or 0))
+            link.take(found[-1])
         took = 1e3 * (time.perf_counter() - begin)
         _must(all(len(value) == len(wanted) for value, (_, wanted) in zip(found, values, strict=True)))
         return took

@@ -18,7 +18,7 @@ from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.header import PAGE
 from kvboost.store.tiers.redis.ledger import Ledger
 from kvboost.store.tiers.redis.loading import OversizedValueError, received
-from kvboost.store.tiers.redis.resp import Deadline, Link, ServerError
+from kvboost.store.tiers.redis.resp import Link, ServerError
 from kvboost.store.tiers.redis.server import Server, UnavailableError
 from kvboost.store.tiers.redis.tier import RedisTier
 
@@ -40,7 +40,7 @@ class RedisCatalogue:
         self._server = Server(url, timeout_s=_TIMEOUT_S, min_bytes_per_s=_MIN_BYTES_PER_S)
         self._whole = Ledger(_PREFIX, tenant=b"", space=b"")
         try:
-            self._with_link(lambda link, deadline: link.call([(b"PING",)], deadline))
+            self._with_link(lambda link: link.call([(b"PING",)]))
         except PlaceError:
             self.close()
             raise
@@ -78,7 +78,7 @@ class RedisCatalogue:
     def _first_bytes(self, entries: Sequence[Entry], length: int) -> list[bytes]:
         last = b"%d" % (length - 1)
         commands = [(b"GETRANGE", _ledger(entry).value(entry.key), b"0", last) for entry in entries]
-        replies = self._with_link(lambda link, deadline: link.call(commands, deadline))
+        replies = self._with_link(lambda link: link.call(commands))
         return [reply if isinstance(reply, bytes) else b"" for reply in replies]
 
     def records(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, memoryview | None]]:
@@ -89,12 +89,11 @@ class RedisCatalogue:
 
     def _loaded(self, batch: Sequence[Entry]) -> Iterator[tuple[Entry, memoryview | None]]:
         done = 0
-        deadline = self._server.deadline()
         try:
-            with self._server.link(deadline) as link:
+            with self._server.link(self._server.deadline()) as link:
                 keys = [entry.key for entry in batch]
                 ledger = _ledger(batch[0])
-                for record in received(link, deadline, keys, ledger=ledger, max_bytes=MAX_RECORD_BYTES):
+                for record in received(link, keys, ledger=ledger, max_bytes=MAX_RECORD_BYTES):
                     done += 1
                     yield batch[done - 1], record
         except UnavailableError as error:
@@ -129,11 +128,10 @@ class RedisCatalogue:
         """Close the connections."""
         self._server.close()
 
-    def _with_link(self, work: Callable[[Link, Deadline], T]) -> T:
-        deadline = self._server.deadline()
+    def _with_link(self, work: Callable[[Link], T]) -> T:
         try:
-            with self._server.link(deadline) as link:
-                return work(link, deadline)
+            with self._server.link(self._server.deadline()) as link:
+                return work(link)
         except UnavailableError as error:
             raise self._failed(error) from error
 

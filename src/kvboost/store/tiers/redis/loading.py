@@ -16,7 +16,7 @@ from kvboost.direct_io import page_aligned
 from kvboost.errors import RecordError
 from kvboost.store.record.header import MAX_HEADER_BYTES, read_header
 from kvboost.store.tiers.redis.ledger import Ledger
-from kvboost.store.tiers.redis.resp import Deadline, Link, ServerError
+from kvboost.store.tiers.redis.resp import Link, ServerError
 from kvboost.store.tiers.redis.server import Server, UnavailableError
 
 PIECE_BYTES = 2**20 - 64
@@ -76,9 +76,7 @@ def seal_name(seal: bytes) -> bytes:
     return seal[:8].hex().encode()
 
 
-def received(
-    link: Link, deadline: Deadline, keys: Sequence[bytes], *, ledger: Ledger, max_bytes: int
-) -> Iterator[memoryview | None]:
+def received(link: Link, keys: Sequence[bytes], *, ledger: Ledger, max_bytes: int) -> Iterator[memoryview | None]:
     """The records of these keys as they come, unchecked; None for one that is not there or not all there."""
     came: deque[memoryview | _Header | None] = deque()  # first pieces of the next records
     asked = 0
@@ -88,25 +86,25 @@ def received(
         else:
             ahead = keys[asked : at + _AHEAD]
             if ahead:
-                link.send([(b"GET", ledger.value(other)) for other in ahead], deadline)
+                link.send([(b"GET", ledger.value(other)) for other in ahead])
                 asked += len(ahead)
-            first = _first_piece(link, deadline, key, max_bytes)
+            first = _first_piece(link, key, max_bytes)
         if isinstance(first, _Header):
             while link.awaited:  # they stand before the rest of this one
-                came.append(_first_piece(link, deadline, keys[at + 1 + len(came)], max_bytes))
-            yield _rest(link, deadline, first, ledger)
+                came.append(_first_piece(link, keys[at + 1 + len(came)], max_bytes))
+            yield _rest(link, first, ledger)
         else:
             yield first
 
 
-def _first_piece(link: Link, deadline: Deadline, key: bytes, max_bytes: int) -> memoryview | _Header | None:
-    length = link.length(deadline)
+def _first_piece(link: Link, key: bytes, max_bytes: int) -> memoryview | _Header | None:
+    length = link.length()
     if length is None:
         return None
     if length > max(PIECE_BYTES, MAX_HEADER_BYTES):
         raise OversizedValueError(key, length)
     data = page_aligned(length)
-    link.take(data, deadline)
+    link.take(data)
     try:
         header = read_header(data, max_bytes)
     except RecordError:
@@ -116,7 +114,7 @@ def _first_piece(link: Link, deadline: Deadline, key: bytes, max_bytes: int) -> 
     return data
 
 
-def _rest(link: Link, deadline: Deadline, header: _Header, ledger: Ledger) -> memoryview | None:
+def _rest(link: Link, header: _Header, ledger: Ledger) -> memoryview | None:
     """The whole record, its pieces one behind the other."""
     record = page_aligned(header.record_bytes)
     at = len(header.data)
@@ -127,14 +125,14 @@ def _rest(link: Link, deadline: Deadline, header: _Header, ledger: Ledger) -> me
     )
     for wanted in header.lengths:
         while commands and link.awaited < _AHEAD:
-            link.send([commands.popleft()], deadline)
-        length = link.length(deadline)
+            link.send([commands.popleft()])
+        length = link.length()
         if length is None:
             missing = True
         elif length == wanted:
-            link.take(record[at : at + wanted], deadline)
+            link.take(record[at : at + wanted])
         elif length <= PIECE_BYTES:
-            link.take(page_aligned(length), deadline)
+            link.take(page_aligned(length))
             damaged = True
         else:
             raise OversizedValueError(header.key, length)
@@ -154,8 +152,8 @@ class Loading:
             self.unavailable = UnavailableError(None)
         elif keys:
 
-            def receive(link: Link, deadline: Deadline) -> Iterator[memoryview | None]:
-                return received(link, deadline, keys, ledger=ledger, max_bytes=max_bytes)
+            def receive(link: Link) -> Iterator[memoryview | None]:
+                return received(link, keys, ledger=ledger, max_bytes=max_bytes)
 
             arguments = (server, receive, self._queue, self._stop)  # not self: the thread must not keep it alive
             threading.Thread(target=_feed, args=arguments, name="kvboost-redis-load", daemon=True).start()
@@ -190,14 +188,13 @@ class Loading:
 
 def _feed(
     server: Server,
-    receive: Callable[[Link, Deadline], Iterator[memoryview | None]],
+    receive: Callable[[Link], Iterator[memoryview | None]],
     into: queue.Queue[memoryview | UnavailableError | None],
     stop: threading.Event,
 ) -> None:
-    deadline = server.deadline()
     try:
-        with server.link(deadline) as link:
-            for record in receive(link, deadline):
+        with server.link(server.deadline()) as link:
+            for record in receive(link):
                 into.put(record)
                 if stop.is_set():
                     return

@@ -1,7 +1,7 @@
 """The Redis protocol (RESP2) over one connected socket, without copies: values go out from where they lie and come
 in where they are wanted.
 
-Used by :mod:`kvboost.store.tiers.redis.server`; redis-py makes the connection. Invariants: no call waits longer than
+Used by :mod:`kvboost.store.tiers.redis.server`; redis-py makes the connection. Invariants: no use waits longer than
 its :class:`Deadline`; no length that the server names is believed beyond the caller's limit; after an error the link
 is of no more use.
 """
@@ -62,13 +62,15 @@ class Deadline:
 class Link:
     """One connection. Not thread-safe. Every method may raise OSError, ProtocolError or ServerError."""
 
-    def __init__(self, connected: socket.socket, *, owner: object = None) -> None:
-        """``owner`` is kept alive as long as the link."""
+    def __init__(self, connected: socket.socket, deadline: Deadline, *, owner: object = None) -> None:
+        """``deadline`` is of the first use; ``owner`` is kept alive as long as the link."""
         self._socket = connected
         self._owner = owner
         self._gathers = not isinstance(connected, ssl.SSLSocket)
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._begin = self._end = 0
+        self.deadline = deadline
+        """Of the present use."""
         self.awaited = 0
         """Replies that were asked for and not read."""
 
@@ -86,12 +88,12 @@ class Link:
             return False
         return False
 
-    def call(self, commands: Sequence[Command], deadline: Deadline) -> list[Reply]:
+    def call(self, commands: Sequence[Command]) -> list[Reply]:
         """The replies to some commands, in one round trip. A refusal is returned in its place, not raised."""
-        self.send(commands, deadline)
-        return [self.reply(deadline) for _ in commands]
+        self.send(commands)
+        return [self.reply() for _ in commands]
 
-    def send(self, commands: Iterable[Command], deadline: Deadline) -> None:
+    def send(self, commands: Iterable[Command]) -> None:
         """Ask without waiting for the replies."""
         pieces: list[memoryview] = []
         small = bytearray()
@@ -110,39 +112,39 @@ class Link:
                 small += b"\r\n"
         pieces.append(memoryview(small))
         if self._gathers:
-            self._send_gathered(pieces, deadline)
+            self._send_gathered(pieces)
         else:
             for piece in pieces:
-                self._socket.settimeout(max(deadline.left, 1e-3))
+                self._socket.settimeout(max(self.deadline.left, 1e-3))
                 begin = time.monotonic()
                 self._socket.sendall(piece)
-                deadline.waited(time.monotonic() - begin)
-                deadline.transferred(len(piece))
+                self.deadline.waited(time.monotonic() - begin)
+                self.deadline.transferred(len(piece))
 
-    def _send_gathered(self, pieces: list[memoryview], deadline: Deadline) -> None:
+    def _send_gathered(self, pieces: list[memoryview]) -> None:
         at = 0
         while at < len(pieces):
-            self._socket.settimeout(deadline.left)
+            self._socket.settimeout(self.deadline.left)
             begin = time.monotonic()
             try:
                 sent = self._socket.sendmsg(pieces[at : at + _MAX_PIECES])
             except BlockingIOError as error:
                 raise TimeoutError("the server does not take what it is sent") from error
-            deadline.waited(time.monotonic() - begin)
-            deadline.transferred(sent)
+            self.deadline.waited(time.monotonic() - begin)
+            self.deadline.transferred(sent)
             while at < len(pieces) and sent >= len(pieces[at]):
                 sent -= len(pieces[at])
                 at += 1
             if sent:
                 pieces[at] = pieces[at][sent:]
 
-    def reply(self, deadline: Deadline) -> Reply:
+    def reply(self) -> Reply:
         """The next reply. Values in it are copied and may have :data:`SMALL_BYTES`."""
         self.awaited -= 1
-        return self._reply(deadline, 0)
+        return self._reply(0)
 
-    def _reply(self, deadline: Deadline, depth: int) -> Reply:
-        kind, rest = self._line(deadline)
+    def _reply(self, depth: int) -> Reply:
+        kind, rest = self._line()
         if kind == b"+":
             return rest
         if kind == b"-":
@@ -154,16 +156,16 @@ class Link:
             return None
         if kind == b"$" and 0 <= number <= SMALL_BYTES:
             value = bytearray(number)
-            self._take(memoryview(value), deadline)
+            self._take(memoryview(value))
             return bytes(value)
         if kind == b"*" and 0 <= number <= _MAX_ITEMS and depth < _MAX_DEPTH:
-            return [self._reply(deadline, depth + 1) for _ in range(number)]
+            return [self._reply(depth + 1) for _ in range(number)]
         raise ProtocolError(f"a reply that begins with {kind + rest[:20]!r}")
 
-    def length(self, deadline: Deadline) -> int | None:
+    def length(self) -> int | None:
         """The length of the value that comes next, to be taken with :meth:`take`; None if there is none."""
         self.awaited -= 1
-        kind, rest = self._line(deadline)
+        kind, rest = self._line()
         if kind == b"-":
             raise ServerError(rest.decode("utf-8", "replace"))
         number = _number(rest)
@@ -171,28 +173,28 @@ class Link:
             raise ProtocolError(f"a reply that begins with {kind + rest[:20]!r} instead of a value")
         return None if number == -1 else number
 
-    def take(self, into: memoryview, deadline: Deadline) -> None:
+    def take(self, into: memoryview) -> None:
         """Read the value whose length was given, all of it, into this memory."""
-        self._take(into, deadline)
+        self._take(into)
 
     def close(self) -> None:
         """Close the connection. May be called twice."""
         self._socket.close()
         self._owner = None
 
-    def _take(self, into: memoryview, deadline: Deadline) -> None:
+    def _take(self, into: memoryview) -> None:
         at = min(len(into), self._end - self._begin)
         into[:at] = self._buffer[self._begin : self._begin + at]
         self._begin += at
         while at < len(into):
-            at += self._receive(into[at:], deadline)
+            at += self._receive(into[at:])
         while self._end - self._begin < 2:
-            self._more(deadline)
+            self._more()
         if bytes(self._buffer[self._begin : self._begin + 2]) != b"\r\n":
             raise ProtocolError("a value that does not end where it said")
         self._begin += 2
 
-    def _line(self, deadline: Deadline) -> tuple[bytes, bytes]:
+    def _line(self) -> tuple[bytes, bytes]:
         """The first byte of the next line and the others."""
         searched = 0
         while True:
@@ -204,18 +206,18 @@ class Link:
             if at == 0 or len(held) > _MAX_LINE_BYTES:
                 raise ProtocolError(f"a reply that begins with {held[:20]!r}")
             searched = len(held)
-            self._more(deadline)
+            self._more()
 
-    def _more(self, deadline: Deadline) -> None:
+    def _more(self) -> None:
         """Read more lines into the buffer."""
         held = self._end - self._begin
         if self._begin:
             self._buffer[:held] = bytes(self._buffer[self._begin : self._end])
             self._begin, self._end = 0, held
-        self._end += self._receive(self._buffer[held:], deadline)
+        self._end += self._receive(self._buffer[held:])
 
-    def _receive(self, into: memoryview, deadline: Deadline) -> int:
-        self._socket.settimeout(deadline.left)  # zero: what lies here already is still taken
+    def _receive(self, into: memoryview) -> int:
+        self._socket.settimeout(self.deadline.left)  # zero: what lies here already is still taken
         begin = time.monotonic()
         try:
             count = self._socket.recv_into(into)
@@ -223,8 +225,8 @@ class Link:
             raise TimeoutError("timed out") from error
         if not count:
             raise ConnectionResetError("the server closed the connection")
-        deadline.waited(time.monotonic() - begin)
-        deadline.transferred(count)
+        self.deadline.waited(time.monotonic() - begin)
+        self.deadline.transferred(count)
         return count
 
 

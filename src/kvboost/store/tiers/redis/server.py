@@ -36,7 +36,7 @@ class Server:
 
     def __init__(self, url: str, *, timeout_s: float, min_bytes_per_s: float) -> None:
         """Raises ConfigError for an URL that cannot work or if redis-py is missing. Connects only when asked."""
-        self._make_socket = _connector(url)
+        self._make_link = _connector(url)
         self._timeout_s = timeout_s
         self._slowest = min_bytes_per_s
         self._lock = threading.Lock()
@@ -57,6 +57,7 @@ class Server:
         clean = False
         try:
             link = self._take_idle() or self._connected(deadline)
+            link.deadline = deadline
             yield link
             clean = link.awaited == 0
         except ServerError as error:
@@ -133,9 +134,9 @@ class Server:
 
     def _connect(self) -> Link:
         """Raises OSError or ProtocolError."""
-        link, greeting = self._make_socket()
+        link, greeting = self._make_link(self.deadline(_CONNECT_TIMEOUT_S))
         try:
-            for reply in link.call(greeting, self.deadline(_CONNECT_TIMEOUT_S)):
+            for reply in link.call(greeting):
                 if isinstance(reply, ServerError):
                     raise ConnectionRefusedError(str(reply))
         except (OSError, ProtocolError):
@@ -151,15 +152,16 @@ class Server:
         except (OSError, ProtocolError):
             return False
         try:
-            well = link.call([(b"ECHO", payload)], self.deadline()) == [payload]
+            link.deadline = self.deadline()
+            well = link.call([(b"ECHO", payload)]) == [payload]
         except (OSError, ProtocolError):
             well = False
         self._give_back(link, well)
         return well
 
 
-def _connector(url: str) -> Callable[[], tuple[Link, list[tuple[bytes, ...]]]]:
-    """Makes sockets for an URL, each with what must be said first. It raises OSError."""
+def _connector(url: str) -> Callable[[Deadline], tuple[Link, list[tuple[bytes, ...]]]]:
+    """Makes links for an URL, each with what must be said first. It raises OSError."""
     try:
         from redis import RedisError
         from redis import connection as connections
@@ -184,12 +186,12 @@ def _connector(url: str) -> Callable[[], tuple[Link, list[tuple[bytes, ...]]]]:
         greeting.append((b"SELECT", b"%d" % int(database)))
     greeting.append((b"CLIENT", b"SETNAME", b"kvboost"))
 
-    def make() -> tuple[Link, list[tuple[bytes, ...]]]:
+    def make(deadline: Deadline) -> tuple[Link, list[tuple[bytes, ...]]]:
         connection = kind(**options)
         try:
             connection.connect()
         except RedisError as error:
             raise ConnectionError(str(error)) from error
-        return Link(connection._sock, owner=connection), greeting
+        return Link(connection._sock, deadline, owner=connection), greeting
 
     return make

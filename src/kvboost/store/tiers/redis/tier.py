@@ -98,7 +98,7 @@ class RedisTier(RecordTier[_RedisBackend]):
             limits=_Limits(capacity_bytes, tenant_quota_bytes, ttl_ms),
         )
         self._open(backend, records, owns_backend=True)
-        self._behind(lambda link, deadline: link.call([(b"PING",)], deadline), None)  # connects
+        self._behind(lambda link: link.call([(b"PING",)]), None)  # connects
 
     def _open(self, backend: _RedisBackend, records: RecordFormat, *, owns_backend: bool) -> None:
         super()._open(backend, records, owns_backend=owns_backend)
@@ -111,8 +111,8 @@ class RedisTier(RecordTier[_RedisBackend]):
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these have a value, in one round trip."""
 
-        def exist(link: Link, deadline: Deadline) -> list[bool]:
-            replies = link.call([(b"EXISTS", self._ledger.value(key)) for key in keys], deadline)
+        def exist(link: Link) -> list[bool]:
+            replies = link.call([(b"EXISTS", self._ledger.value(key)) for key in keys])
             return [reply == 1 for reply in replies]
 
         return self._before(exist, [False] * len(keys)) if keys else []
@@ -122,9 +122,7 @@ class RedisTier(RecordTier[_RedisBackend]):
         nothing: list[list[BlockInfo]] = [[] for _ in content_keys]
         if not content_keys:
             return nothing
-        return self._before(
-            lambda link, deadline: self._ledger.variants(link, deadline, content_keys, MAX_VARIANTS), nothing
-        )
+        return self._before(lambda link: self._ledger.variants(link, content_keys, MAX_VARIANTS), nothing)
 
     def load(self, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
         """The blocks under these keys, in this order; receiving begins at once and runs a little ahead."""
@@ -146,7 +144,7 @@ class RedisTier(RecordTier[_RedisBackend]):
             records.close()
 
     def _discard(self, key: bytes) -> None:
-        self._before(lambda link, deadline: self._ledger.remove(link, deadline, [self._ledger.id(key)]), None)
+        self._before(lambda link: self._ledger.remove(link, [self._ledger.id(key)]), None)
 
     # Keeping
 
@@ -154,11 +152,11 @@ class RedisTier(RecordTier[_RedisBackend]):
         size = self._records.size_of(block) + _ENTRY_BYTES
         if size > self._limits.capacity_bytes:
             return PutOutcome.REFUSED
-        return self._behind(lambda link, deadline: self._stored(link, deadline, block, size), PutOutcome.REFUSED)
+        return self._behind(lambda link: self._stored(link, block, size), PutOutcome.REFUSED)
 
-    def _stored(self, link: Link, deadline: Deadline, block: KVBlock, size: int) -> PutOutcome:
-        self._write_uses(link, deadline)  # so that the right ones are evicted
-        if self._ledger.has(link, deadline, block.key):
+    def _stored(self, link: Link, block: KVBlock, size: int) -> PutOutcome:
+        self._write_uses(link)  # so that the right ones are evicted
+        if self._ledger.has(link, block.key):
             return PutOutcome.PRESENT
         record = self._records.encode(block)
         pieces = split(record.parts, record.nbytes)
@@ -170,7 +168,6 @@ class RedisTier(RecordTier[_RedisBackend]):
         )
         reserved = self._ledger.reserve(
             link,
-            deadline,
             writing,
             info_of(block),
             size=size,
@@ -188,7 +185,7 @@ class RedisTier(RecordTier[_RedisBackend]):
             threading.Thread(target=self._sweep, name="kvboost-redis-sweep", daemon=True).start()
         if reserved.outcome is not None:
             return reserved.outcome
-        written = self._ledger.write(link, deadline, writing, pieces, ttl_ms=self._limits.ttl_ms)
+        written = self._ledger.write(link, writing, pieces, ttl_ms=self._limits.ttl_ms)
         return PutOutcome.STORED if written else PutOutcome.REFUSED
 
     def used(self, chain: Sequence[bytes]) -> None:
@@ -198,13 +195,13 @@ class RedisTier(RecordTier[_RedisBackend]):
         if is_due:
             self._behind(self._write_uses, None)
 
-    def _write_uses(self, link: Link, deadline: Deadline) -> None:
+    def _write_uses(self, link: Link) -> None:
         with self._lock:
             uses, missing = self._unwritten.take()
         if uses:
-            self._ledger.touch(link, deadline, list(uses))
+            self._ledger.touch(link, list(uses))
         if missing:
-            self._ledger.delete_missing(link, deadline, missing)
+            self._ledger.delete_missing(link, missing)
 
     def flush(self) -> None:
         """Write down recency. What was stored lies in the server already."""
@@ -258,19 +255,19 @@ class RedisTier(RecordTier[_RedisBackend]):
         self._behind(self._write_uses, None)
         super().close()
 
-    def _before(self, work: Callable[[Link, Deadline], T], otherwise: T) -> T:
+    def _before(self, work: Callable[[Link], T], otherwise: T) -> T:
         """For what a request waits for."""
         return self._with_link(work, otherwise, self._server.deadline())
 
-    def _behind(self, work: Callable[[Link, Deadline], T], otherwise: T) -> T:
+    def _behind(self, work: Callable[[Link], T], otherwise: T) -> T:
         """For what no request waits for."""
         return self._with_link(work, otherwise, self._server.deadline(_BEHIND_S))
 
-    def _with_link(self, work: Callable[[Link, Deadline], T], otherwise: T, deadline: Deadline) -> T:
+    def _with_link(self, work: Callable[[Link], T], otherwise: T, deadline: Deadline) -> T:
         """The server's answer, or ``otherwise`` if it has none: the cache may only help."""
         try:
             with self._server.link(deadline) as link:
-                return work(link, deadline)
+                return work(link)
         except UnavailableError as error:
             self._report(error)
             return otherwise
