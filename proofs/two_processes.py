@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,10 @@ def serve(name: str, settings: dict[str, Any]) -> int:
     with KVBoost(load(name), None, **settings) as engine:
         # About bits, not about time: what is there is loaded, however long that takes and however fast computing is.
         store: Any = engine._store
-        store._compute_seconds = None
+        store._rules = replace(store._rules, compute_seconds=None)
         for tier in store._tiers:
             if isinstance(tier, RedisTier):
-                tier._server._patience_s = 10.0
+                tier._server._timeout_s = 10.0
         print("ready", flush=True)
         for line in sys.stdin:
             answer = read(engine, int(line))

@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -137,12 +138,12 @@ def test_rm_and_purge(filled: Place, kvboost: Said, monkeypatch: pytest.MonkeyPa
 
 
 def test_export_and_import(filled: Place, kvboost: Said, tmp_path: Path) -> None:
-    file, target = tmp_path / "chunks.kvx", tmp_path / "target"
+    file, target = tmp_path / "chunks.tar", tmp_path / "target"
     filled.change(NOBODY, blocks_of("x")[0].key)
     told = kvboost.json("export", filled.url, file, code=1)
     assert (told["whole"], told["damaged"]) == (4, 1)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert sorted(path.name for path in tmp_path.glob("chunks*")) == ["chunks.kvx"]
+    assert sorted(path.name for path in tmp_path.glob("chunks*")) == ["chunks.tar"]
     told = kvboost.json("import", target, file)
     assert (told["stored"], told["present"], told["complete"]) == (4, 0, True)
     assert kvboost("import", filled.url, file) == 0
@@ -152,7 +153,7 @@ def test_export_and_import(filled: Place, kvboost: Said, tmp_path: Path) -> None
 
 
 def test_an_import_goes_on_where_it_stopped_and_counts_damage(kvboost: Said, tmp_path: Path) -> None:
-    source, target, file = Place("disk", str(tmp_path / "s")), tmp_path / "t", tmp_path / "chunks.kvx"
+    source, target, file = Place("disk", str(tmp_path / "s")), tmp_path / "t", tmp_path / "chunks.tar"
     source.fill(ACME, blocks_of(*"abcdefgh"))
     assert kvboost("export", source.url, file) == 0
     whole = file.read_bytes()
@@ -160,7 +161,9 @@ def test_an_import_goes_on_where_it_stopped_and_counts_damage(kvboost: Said, tmp
     told = kvboost.json("import", target, file, code=1)
     assert (told["stored"], told["damaged"], told["complete"]) == (4, 1, False)
     changed = bytearray(whole)
-    changed[-8000] ^= 1  # in the body of the last record
+    with tarfile.open(fileobj=io.BytesIO(whole)) as tar:
+        last = tar.getmembers()[-2]  # before the count
+    changed[last.offset_data + last.size - 1] ^= 1  # in its body
     file.write_bytes(changed)
     told = kvboost.json("import", target, file, code=1)
     assert (told["present"], told["stored"], told["damaged"], told["complete"]) == (4, 3, 1, True)
@@ -170,7 +173,7 @@ def test_an_import_goes_on_where_it_stopped_and_counts_damage(kvboost: Said, tmp
 
 
 def test_an_import_stays_within_the_budget(kvboost: Said, tmp_path: Path) -> None:
-    source, target, file = Place("disk", str(tmp_path / "s")), tmp_path / "t", tmp_path / "chunks.kvx"
+    source, target, file = Place("disk", str(tmp_path / "s")), tmp_path / "t", tmp_path / "chunks.tar"
     source.fill(ACME, blocks_of(*"abcdefgh"))
     assert kvboost("export", source.url, file) == 0
     told = kvboost.json("import", target, file, "--budget", "40KB")
@@ -181,7 +184,7 @@ def test_an_import_stays_within_the_budget(kvboost: Said, tmp_path: Path) -> Non
 
 
 def test_records_with_a_secret(kvboost: Said, tmp_path: Path) -> None:
-    place, file, target = Place("disk", str(tmp_path / "s")), tmp_path / "x.kvx", tmp_path / "t"
+    place, file, target = Place("disk", str(tmp_path / "s")), tmp_path / "x.tar", tmp_path / "t"
     key, wrong = tmp_path / "key", tmp_path / "wrong"
     key.write_text((b"e" * 32).hex() + "\n")
     wrong.write_bytes(b"w" * 32)

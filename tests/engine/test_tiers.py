@@ -239,7 +239,7 @@ def test_a_result_says_what_was_computed_because_loading_is_slow(tiny: Tiny, tmp
         cached = first.prefill(_LONG).reuse.exact_tokens
     with engine_for(tiny("llama"), disk_cache_dir=tmp_path) as second:
         store: Any = second._store
-        store._compute_seconds = lambda tokens: 1e-6
+        store._rules = replace(store._rules, compute_seconds=lambda tokens: 1e-6)
         store._token_bytes = 1.0
         store._speeds[store._tiers[0]].observe(seconds=10.0, nbytes=1)
         declined = second.prefill(_LONG)

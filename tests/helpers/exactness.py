@@ -43,7 +43,7 @@ class ReferenceCache:
                 break
             if chain[index] not in self.parent:
                 parent = chain[index - 1] if index else None
-                if not self._make_room(held=set(chain[:hits]), parent=parent):
+                if not self._evict_for(held=set(chain[:hits]), parent=parent):
                     break
                 self.parent[chain[index]] = parent
                 self.by_recency.append(chain[index])
@@ -60,7 +60,7 @@ class ReferenceCache:
             self.by_recency.remove(prefix)
             self.by_recency.append(prefix)
 
-    def _make_room(self, *, held: set[Prefix], parent: Prefix | None) -> bool:
+    def _evict_for(self, *, held: set[Prefix], parent: Prefix | None) -> bool:
         while len(self.parent) >= self.limit:
             inner = {p for p in self.parent.values() if p is not None} | {parent}
             leaves = [p for p in self.by_recency if p not in inner and p not in held]

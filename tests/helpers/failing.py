@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ class Failing(Files):
 def _opened(judge: Judge, **where: Any) -> Iterator[KVBoost]:
     """An engine that loads whatever it finds, also where computing would be faster: here that is nearly always so."""
     with KVBoost(judge.model, None, **_SETTINGS, **where) as engine:
-        engine._store._compute_seconds = None  # type: ignore[attr-defined]
+        store: Any = engine._store
+        store._rules = replace(store._rules, compute_seconds=None)
         yield engine
 
 

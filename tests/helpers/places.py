@@ -12,8 +12,8 @@ from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.disk.files import Layout
 from kvboost.store.tiers.s3 import ObjectTier
+from kvboost.testing.blocks import block_of, namespace
 from kvboost.testing.content import prompt
-from kvboost.testing.tier import block_of, namespace
 from kvboost.types import KVBlock, Namespace, PutOutcome, tenant_digest
 
 KINDS = ("disk", "redis", "s3")
@@ -40,8 +40,8 @@ class Place:
         if self.kind == "disk":
             return DiskTier(self.url, capacity_bytes=2**30, records=records)
         if self.kind == "redis":
-            return RedisTier(self.url, capacity_bytes=2**30, records=records, patience_s=30.0)
-        return ObjectTier(self.url, records=records, patience_s=30.0)
+            return RedisTier(self.url, capacity_bytes=2**30, records=records, timeout_s=30.0)
+        return ObjectTier(self.url, records=records, timeout_s=30.0)
 
     def fill(self, records: RecordFormat, blocks: Sequence[KVBlock]) -> None:
         tier = self.tier(records)

@@ -20,8 +20,8 @@ from typing import Any
 
 from kvboost.store import DiskTier, MemoryStore, RecordFormat, RedisTier, TieredStore
 from kvboost.store.tiers.disk.recovery import charge
+from kvboost.testing.blocks import assert_same, block_of, namespace
 from kvboost.testing.content import prompt
-from kvboost.testing.tier import assert_same, block_of, namespace
 from kvboost.types import Chunk, KVBlock, PutOutcome
 
 MEMORY, MEMORY_QUOTA = 60_000, 30_000
@@ -72,7 +72,7 @@ def run(operations: int, *, threads: int, directory: Path, redis_url: str | None
     """So many calls of the stores by so many threads."""
     seen = Seen()
     with ExitStack() as stack, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a tier that is out of patience is a miss
+        warnings.simplefilter("ignore")  # a tier that is out of time is a miss
         stores = _open(stack, directory, redis_url)
         ended = threading.Event()
         watchers = [threading.Thread(target=_watch, args=(look, seen, ended)) for look in _looks(stores, directory)]
@@ -102,11 +102,11 @@ def _open(stack: ExitStack, directory: Path, redis_url: str | None) -> list[Tier
     memory = MemoryStore(MEMORY, quota_bytes=MEMORY_QUOTA)
     tiers: list[Any] = [DiskTier(directory, **limits)]
     if redis_url is not None:
-        tiers.append(RedisTier(redis_url, patience_s=10.0, **limits))
+        tiers.append(RedisTier(redis_url, timeout_s=10.0, **limits))
     first = TieredStore(memory, tiers, waiting_bytes=WAITING)
     stack.enter_context(closing(first))
     others = [
-        TieredStore(memory.beside(quota_bytes=MEMORY_QUOTA), [t.beside(f) for t in tiers], beside=first)
+        first.for_tenant(memory.for_tenant(quota_bytes=MEMORY_QUOTA), [t.for_namespace(f) for t in tiers])
         for f in formats[1:]
     ]
     for other in others:

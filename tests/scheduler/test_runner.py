@@ -423,7 +423,8 @@ def test_slower_tiers_load_while_a_job_waits(tiny: Callable[..., Any], tmp_path:
         first.warm(_TEXT[:64])
         first.flush()
     with engine_of(tiny("llama"), disk_cache_dir=tmp_path) as engine, BatchRunner(engine, max_running=1) as runner:
-        engine._store._compute_seconds = None  # type: ignore[attr-defined]  # load, however fast computing is
+        store: Any = engine._store
+        store._rules = replace(store._rules, compute_seconds=None)  # load, however fast computing is
         waiting: list[Any] = []
 
         def look(tokens: list[int], logits: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ def test_no_ledger_is_ever_over_its_limit(tmp_path: Path) -> None:
 
 
 def test_the_watch_sees_a_store_that_takes_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryStore, "_make_room", lambda self, nbytes: True)
+    monkeypatch.setattr(MemoryStore, "_evict_for", lambda self, nbytes: True)
     seen = workload.run(400, threads=2, directory=tmp_path / "cache")
     assert any(found.startswith("memory:") for found in seen.over)
 

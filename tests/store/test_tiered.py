@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvboost.extend import Tier
-from kvboost.store import DiskTier, MemoryStore, RecordFormat, TieredStore
+from kvboost.store import DiskTier, LoadRules, MemoryStore, RecordFormat, TieredStore
 from kvboost.store.lookup import Speed
+from kvboost.testing.blocks import block_of, namespace
 from kvboost.testing.content import prompt
 from kvboost.testing.store import ChunkStoreContract, held_keys
-from kvboost.testing.tier import block_of, namespace
 from kvboost.types import BlockInfo, Chunk, KVBlock, LoadReport, PutOutcome, StoreStats
 
 _SIZE = 1000
@@ -79,8 +79,8 @@ def _info(block: KVBlock) -> BlockInfo:
     return BlockInfo(**{name: getattr(block, name) for name in BlockInfo.__slots__})
 
 
-def _store(*tiers: Tier, room: int = _ROOM, **options: object) -> TieredStore:
-    return TieredStore(MemoryStore(room), tiers, **options)  # type: ignore[arg-type]
+def _store(*tiers: Tier, room: int = _ROOM, waiting_bytes: int = 2**20, **rules: object) -> TieredStore:
+    return TieredStore(MemoryStore(room), tiers, waiting_bytes=waiting_bytes, rules=LoadRules(**rules))  # type: ignore[arg-type]
 
 
 def _fill(store: TieredStore, chunks: Sequence[Chunk]) -> None:

@@ -276,7 +276,7 @@ BROKEN = [
     (Talkative, "test_only_a_few_variants_are_named"),
     (Again, "test_the_same_block_twice_is_present"),
     (Wasteful, "test_a_block_larger_than_the_tier_is_refused"),
-    (AtLeastOne, "test_a_tier_without_room_keeps_nothing"),
+    (AtLeastOne, "test_a_tier_without_capacity_keeps_nothing"),
     (Overfull, "test_the_byte_budget_is_never_exceeded"),
     (RootFirst, "test_successors_are_evicted_before_what_they_follow"),
     (Parricide, "test_making_room_never_evicts_the_parent"),

@@ -25,7 +25,7 @@ from kvboost.bench.report import BenchError, Report, Spread, Table, describe_mac
 from kvboost.bench.servers import redis_server
 from kvboost.direct_io import page_aligned
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.tiers.redis.resp import Link, Patience
+from kvboost.store.tiers.redis.resp import Deadline, Link
 from kvboost.store.tiers.redis.server import Server
 from kvboost.store.tiers.redis.tier import RedisTier
 from kvboost.types import KVBlock, Namespace, PutOutcome
@@ -112,8 +112,8 @@ def _speed(url: str, args: argparse.Namespace, raw: dict[str, Any]) -> Table:
     for megabytes in (1, 6):
         nbytes = megabytes * 2**20 - 2**15  # the record of the smaller one fits one value
         blocks = [make_block(number, nbytes) for number in range(args.blocks)]
-        server = Server(url, patience_s=5.0, slowest_bytes_per_s=1e6)
-        with closing(open_tier(url, patience_s=5.0)) as tier, closing(server), server.link(server.patience()) as link:
+        server = Server(url, timeout_s=5.0, min_bytes_per_s=1e6)
+        with closing(open_tier(url, timeout_s=5.0)) as tier, closing(server), server.link(server.deadline()) as link:
             stores, loads = _contestants(blocks, rivals, link, tier)
             for what, contestants in (("store", stores), ("load", loads)):
                 samples = alternate(contestants, repeat=args.repeat, warmups=2, label=f"{what} of {megabytes} MB")
@@ -204,22 +204,24 @@ def _contestants(
 def _link_alone(link: Link, values: Sequence[tuple[bytes, bytes]]) -> tuple[Callable[[], float], Callable[[], float]]:
     """One ready value per block and nothing else, as redis-py has it."""
 
-    def patience() -> Patience:
-        return Patience(5.0, slowest_bytes_per_s=1e6)
+    def deadline() -> Deadline:
+        return Deadline(5.0, min_bytes_per_s=1e6)
 
     def store() -> float:
         begin = time.perf_counter()
         for key, value in values:
-            link.call([(b"SET", key, memoryview(value), b"PX", b"600000")], patience())
+            link.deadline = deadline()
+            link.call([(b"SET", key, memoryview(value), b"PX", b"600000")])
         return 1e3 * (time.perf_counter() - begin)
 
     def load() -> float:
         begin = time.perf_counter()
         found = []
         for key, _ in values:
-            link.send([(b"GET", key)], patience())
-            found.append(page_aligned(link.length(patience()) or 0))
-            link.take(found[-1], patience())
+            link.deadline = deadline()
+            link.send([(b"GET", key)])
+            found.append(page_aligned(link.length() or 0))
+            link.take(found[-1])
         took = 1e3 * (time.perf_counter() - begin)
         _must(all(len(value) == len(wanted) for value, (_, wanted) in zip(found, values, strict=True)))
         return took
@@ -264,7 +266,7 @@ def _ledger(url: str, args: argparse.Namespace, raw: dict[str, Any]) -> Table:
 
     measured("a plain value", plain)
     client.delete(*(key for key, _ in values))
-    with closing(open_tier(url, patience_s=5.0)) as tier:
+    with closing(open_tier(url, timeout_s=5.0)) as tier:
         measured("a block of the tier", lambda: _must({tier.store(b) for b in blocks} == {PutOutcome.STORED}))
         keys = [block.key for block in blocks]
         begin = time.perf_counter()

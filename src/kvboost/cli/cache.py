@@ -248,7 +248,7 @@ def verify(
         raise typer.Exit(_DAMAGE)
 
 
-@app.command("export", epilog="Example:  kvboost cache export ~/.cache/kvboost chunks.kvx --tenant acme")
+@app.command("export", epilog="Example:  kvboost cache export ~/.cache/kvboost chunks.tar --tenant acme")
 def export(
     place: Place,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What to write; - for the output.")],
@@ -284,7 +284,7 @@ def export(
         raise typer.Exit(_DAMAGE)
 
 
-@app.command("import", epilog="Example:  kvboost cache import redis://127.0.0.1:6379/0 chunks.kvx --budget 8GiB")
+@app.command("import", epilog="Example:  kvboost cache import redis://127.0.0.1:6379/0 chunks.tar --budget 8GiB")
 def import_records(
     place: Place,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What export wrote; - for the input.")],

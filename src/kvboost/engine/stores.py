@@ -24,6 +24,7 @@ from kvboost.hf.codec import KVCodec
 from kvboost.store import (
     DiskTier,
     HostTier,
+    LoadRules,
     MemoryStore,
     ObjectTier,
     RecordFormat,
@@ -80,21 +81,20 @@ class Stores:
                 host = [HostTier(int(config.host_cache_bytes))] if config.host_cache_bytes else []
                 tiers: Sequence[Tier] = [*host, *self._tiers]
             else:
-                memory = self._memory.beside(quota_bytes=quota)
-                tiers = [tier.beside(records) for tier in self._tiers]
+                memory = self._memory.for_tenant(quota_bytes=quota)
+                tiers = [tier.for_namespace(records) for tier in self._tiers]
             if not tiers:
                 return memory
-            store = TieredStore(
-                memory,
-                tiers,
+            if self._tiered is not None:
+                return self._tiered.for_tenant(memory, tiers)
+            rules = LoadRules(
                 compute_seconds=self._compute_seconds,
                 fits=self._fits,
                 to_memory=_brought_to(self._devices),
-                moving_saves=self._moving_saves,
-                beside=self._tiered,
+                content_saves=self._moving_saves,
             )
-            self._tiered = self._tiered or store
-            return store
+            self._tiered = TieredStore(memory, tiers, rules=rules)
+            return self._tiered
 
     def purge(self, tenant: str) -> None:
         """Remove all of a tenant, of whatever model, from every tier below the memory.
@@ -103,9 +103,9 @@ class Stores:
         """
         failed = []
         for tier in self._tiers:
-            before = tier.troubles()
+            before = tier.health()
             tier.purge(tenant_digest(tenant))
-            if tier.troubles() != before or not tier.is_available:
+            if tier.health() != before or not tier.is_available:
                 failed.append(tier.name)
         if failed:
             raise StoreError(f"not all of the tenant could be removed from {', '.join(failed)}; purge it again later")

@@ -10,7 +10,7 @@ from kvboost.store.eviction import (
 from kvboost.store.memory import MemoryStore
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.protection import read_key, record_format
-from kvboost.store.tiered import TieredStore
+from kvboost.store.tiered import LoadRules, TieredStore
 from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.store.tiers.host import HostTier
 from kvboost.store.tiers.redis.tier import RedisTier
@@ -23,6 +23,7 @@ __all__ = [
     "HostTier",
     "LeafFirstLRU",
     "LeastExpected",
+    "LoadRules",
     "MemoryStore",
     "ObjectTier",
     "RecordFormat",

@@ -1,4 +1,4 @@
-"""What goes wrong in a tier: counted by kind, and said once.
+"""The health of a tier: failures counted by kind, the first of each kind a warning.
 
 Used by tiers, for which a failing disk or server is a miss and never an error.
 """
@@ -10,16 +10,16 @@ import warnings
 from collections import Counter
 
 
-class Troubles:
-    """Counts troubles; the first of each kind is a warning. Thread-safe."""
+class Health:
+    """Counts failures. Thread-safe."""
 
     def __init__(self, tier: str) -> None:
         self._tier = tier
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
-    def met(self, kind: str, cause: object, *, remedy: str) -> None:
-        """Count one more trouble of ``kind``; ``remedy`` says what the user can do about it."""
+    def failed(self, kind: str, cause: object, *, remedy: str) -> None:
+        """Count one more failure of ``kind``; ``remedy`` says what the user can do about it."""
         with self._lock:
             self._counts[kind] += 1
             first = self._counts[kind] == 1
@@ -31,6 +31,6 @@ class Troubles:
             )
 
     def counts(self) -> dict[str, int]:
-        """How often each kind was met."""
+        """How often each kind of failure was seen."""
         with self._lock:
             return dict(self._counts)

@@ -1,4 +1,4 @@
-"""One lookup through slower tiers: what came from where, what was declined, and who is loading what.
+"""One lookup through slower tiers: what came from where, what was declined, and which lookup loads what.
 
 Used by :class:`kvboost.store.tiered.TieredStore`. Invariants: a key is claimed by one lookup at a time; a lookup that
 waits for another's key holds no claim itself, so that nobody waits for ever; a claim ends with its lookup, however
@@ -61,7 +61,7 @@ class Lookup:
         self._declined.append((tier, chunks, load_seconds, compute_seconds))
 
     @property
-    def asked_for_more(self) -> bool:
+    def has_report(self) -> bool:
         """Whether there is anything to report: most lookups find all or nothing."""
         return bool(self.tiers or self._declined)
 
@@ -108,7 +108,7 @@ class Claims:
                     self._changed.notify_all()
 
     def arrived(self, key: bytes) -> None:
-        """This one is in memory: who waits for it may go on."""
+        """This one is in memory: lookups that wait for it may go on."""
         with self._changed:
             self._claimed.discard(key)
             self._changed.notify_all()

@@ -15,6 +15,7 @@ from typing import Self
 
 from kvboost.errors import StoreError
 from kvboost.extend import EvictionPolicy
+from kvboost.store.counters import ContentKeys, Counters
 from kvboost.store.eviction import LeastExpected
 from kvboost.store.variants import best_variant
 from kvboost.types import (
@@ -29,7 +30,7 @@ from kvboost.types import (
     context_mark,
 )
 
-MAX_VARIANTS = 4  # of one content that are kept for moving only
+MAX_VARIANTS = 4  # of one content that are kept for non-prefix reuse only
 _MAX_LOOKED_AT = 8  # of one content in a lookup; exact blocks may hold the same text behind any number of beginnings
 
 
@@ -44,12 +45,16 @@ class _Entry:
         self.uses = 0
 
 
-class _Sum:
-    """The bytes that all stores over one memory hold."""
+class _Memory:
+    """What the stores of all tenants share. Its lock guards it and them."""
 
-    __slots__ = ("bytes",)
-
-    def __init__(self) -> None:
+    def __init__(self, capacity_bytes: int, *, max_chunks: int | None, policy: EvictionPolicy) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.max_chunks = max_chunks
+        self.policy = policy
+        self.lock = threading.Lock()
+        self.entries: dict[bytes, _Entry] = {}
+        self.contents = ContentKeys()
         self.bytes = 0
 
 
@@ -60,7 +65,7 @@ class _Held:
         self._store = store
         self._entries: Sequence[_Entry | None] | None = entries
         self.loads: LoadReport = NOTHING_LOADED
-        """What tiers below had to do with this lookup; told by the store that asked them."""
+        """What the tiers below did for this lookup; set by the store above them."""
 
     def _held(self) -> Sequence[_Entry | None]:
         if self._entries is None:
@@ -111,33 +116,30 @@ class MemoryStore:
         policy: EvictionPolicy | None = None,
         quota_bytes: int | None = None,
     ) -> None:
-        """``quota_bytes`` is what this store may take where others share the memory: see :meth:`beside`."""
-        self._capacity = capacity_bytes
-        self._max_chunks = max_chunks
-        self._policy = policy if policy is not None else LeastExpected()
-        self.on_evict: Callable[[KVBlock], None] = lambda block: None
-        """Called with every block that is evicted, while the store is locked: it must be quick and not call back."""
-        self.selective = True
-        """Whether the policy may refuse a block that is not worth another's place. Not where blocks pass through."""
-        self._lock = threading.Lock()
-        self._entries: dict[bytes, _Entry] = {}
-        self._same_content: dict[bytes, tuple[bytes, ...]] = {}  # content key -> keys, oldest first
-        self._all = _Sum()
-        self._quota = quota_bytes
-        # The rest is of this store alone, also where others share the memory.
-        self._bytes = self._chunks = 0
-        self._leased = 0
-        self._hits = self._misses = self._rejected = self._evictions = self._refused = self._moved_hits = 0
+        """``quota_bytes`` is what this store may take where others share the memory: see :meth:`for_tenant`."""
+        policy = policy if policy is not None else LeastExpected()
+        self._open(_Memory(capacity_bytes, max_chunks=max_chunks, policy=policy), quota_bytes)
 
-    def beside(self, *, quota_bytes: int | None = None) -> MemoryStore:
+    def for_tenant(self, *, quota_bytes: int | None = None) -> MemoryStore:
         """Another tenant's store over the same memory and within the same capacity; neither sees the other's blocks.
 
         The tenant may take ``quota_bytes`` of it. Closing either leaves the other as it is.
         """
-        other = MemoryStore(self._capacity, max_chunks=self._max_chunks, policy=self._policy, quota_bytes=quota_bytes)
-        other._lock, other._all = self._lock, self._all
-        other._entries, other._same_content = self._entries, self._same_content
+        other = MemoryStore.__new__(MemoryStore)
+        other._open(self._memory, quota_bytes)
         return other
+
+    def _open(self, memory: _Memory, quota_bytes: int | None) -> None:
+        self.on_evict: Callable[[KVBlock], None] = lambda block: None
+        """Called with every block that is evicted, while the store is locked: it must be quick and not call back."""
+        self.selective = True
+        """Whether the policy may refuse a block that is not worth another's place. Not where blocks pass through."""
+        self._memory = memory
+        self._lock = memory.lock
+        self._entries, self._contents, self._policy = memory.entries, memory.contents, memory.policy
+        self._quota = memory.capacity_bytes if quota_bytes is None else min(memory.capacity_bytes, quota_bytes)
+        self._bytes = self._chunks = self._leased = 0
+        self._counters = Counters()
 
     def _own(self, key: bytes) -> _Entry | None:
         entry = self._entries.get(key)
@@ -152,11 +154,11 @@ class MemoryStore:
                 if entry is None:
                     break
                 if entry.block.tokens != chunk.tokens:
-                    self._rejected += 1
+                    self._counters.rejected += 1
                     break
                 held.append(entry)
-            self._hits += len(held)
-            self._misses += len(chunks) - len(held)
+            self._counters.hits += len(held)
+            self._counters.misses += len(chunks) - len(held)
             self._hold(held)
             return MemoryLease(self, held)
 
@@ -166,15 +168,15 @@ class MemoryStore:
             marks = {context_mark(chunk.content_key) for chunk in chunks[:after]}
             found: list[_Entry | None] = []
             for chunk in chunks[after:]:
-                newest = self._same_content.get(chunk.content_key, ())[-_MAX_LOOKED_AT:]
+                newest = self._contents.of(chunk.content_key)[-_MAX_LOOKED_AT:]
                 candidates = [entry for key in newest if (entry := self._own(key)) is not None]
                 matching = [entry for entry in candidates if entry.block.tokens == chunk.tokens]
-                self._rejected += len(candidates) - len(matching)
+                self._counters.rejected += len(candidates) - len(matching)
                 best = best_variant([entry.block for entry in matching], marks=marks)
                 found.append(self._entries[best.key] if best is not None else None)
                 marks.add(context_mark(chunk.content_key))
             held = [entry for entry in found if entry is not None]
-            self._moved_hits += len(held)
+            self._counters.content_hits += len(held)
             self._hold(held)
             return MemoryContentLease(self, found)
 
@@ -190,11 +192,10 @@ class MemoryStore:
     def unknown_content(self, chunks: Sequence[Chunk]) -> list[int]:
         """Which of ``chunks`` are not stored anywhere, by index. Counts nothing and marks nothing."""
         with self._lock:
-            known = self._same_content
             return [
                 index
                 for index, chunk in enumerate(chunks)
-                if not any(self._own(key) for key in known.get(chunk.content_key, ()))
+                if not any(self._own(key) for key in self._contents.of(chunk.content_key))
             ]
 
     def blocks(self, keys: Sequence[bytes]) -> list[KVBlock]:
@@ -202,10 +203,10 @@ class MemoryStore:
         with self._lock:
             return [entry.block for key in keys if (entry := self._own(key)) is not None]
 
-    def hottest(self, most: int) -> list[HotChunk]:
+    def hottest(self, limit: int) -> list[HotChunk]:
         """The blocks in this memory, of all stores over it, that were leased most often. Marks nothing."""
         with self._lock:
-            entries = nlargest(most, self._entries.values(), key=lambda entry: entry.uses)
+            entries = nlargest(limit, self._entries.values(), key=lambda entry: entry.uses)
             return [
                 HotChunk(e.block.key, e.uses, e.block.start, len(e.block.tokens) // TOKEN_BYTES, e.block.nbytes)
                 for e in entries
@@ -219,24 +220,24 @@ class MemoryStore:
         self._policy.found([entry.block.key for entry in entries])
 
     def put(self, block: KVBlock) -> PutOutcome:
-        """Keep ``block``; evict others to make room."""
+        """Keep ``block``; evict others for it."""
         with self._lock:
             if block.key in self._entries:
                 return PutOutcome.PRESENT if self._own(block.key) else self._refuse()
-            if block.approx_depth and len(self._same_content.get(block.content_key, ())) >= MAX_VARIANTS:
+            if block.approx_depth and len(self._contents.of(block.content_key)) >= MAX_VARIANTS:
                 return self._refuse()
             parent = None
             if block.parent_key is not None:
                 parent = self._own(block.parent_key)
                 if parent is None:
                     return self._refuse()
-                parent.successors += 1  # before making room: the parent itself must not be the victim
-            if not self._make_room(block):
+                parent.successors += 1  # before evicting: the parent itself must not be the victim
+            if not self._evict_for(block):
                 if parent is not None:
                     parent.successors -= 1
                 return self._refuse()
             self._entries[block.key] = _Entry(block, self)
-            self._same_content[block.content_key] = (*self._same_content.get(block.content_key, ()), block.key)
+            self._contents.add(block.content_key, block.key)
             self._count(1, block.nbytes)
             self._policy.inserted(block.key, parent=block.parent_key, nbytes=block.nbytes, content=block.content_key)
             return PutOutcome.STORED
@@ -255,58 +256,48 @@ class MemoryStore:
     def stats(self) -> StoreStats:
         """Counters and sizes, consistent with each other."""
         with self._lock:
-            return StoreStats(
-                tier="memory",
-                chunks=self._chunks,
-                bytes=self._bytes,
-                capacity_bytes=self._capacity if self._quota is None else min(self._capacity, self._quota),
-                hits=self._hits,
-                misses=self._misses,
-                rejected=self._rejected,
-                evictions=self._evictions,
-                refused=self._refused,
-                leased=self._leased,
-                content_hits=self._moved_hits,
+            return self._counters.stats(
+                "memory", chunks=self._chunks, nbytes=self._bytes, capacity_bytes=self._quota, leased=self._leased
             )
 
     @property
     def memory_bytes(self) -> int:
         """What all stores over this memory hold together: never more than the capacity."""
         with self._lock:
-            return self._all.bytes
+            return self._memory.bytes
 
     def close(self) -> None:
         """Forget every block of this store."""
         self.clear()
 
     def _refuse(self) -> PutOutcome:
-        self._refused += 1
+        self._counters.refused += 1
         return PutOutcome.REFUSED
 
     def _count(self, chunks: int, nbytes: int) -> None:
         self._chunks += chunks
         self._bytes += nbytes
-        self._all.bytes += nbytes
+        self._memory.bytes += nbytes
 
-    def _make_room(self, block: KVBlock) -> bool:
+    def _evict_for(self, block: KVBlock) -> bool:
         """Evict until ``block`` fits. False if it cannot or is not worth it; the lock is held."""
         nbytes, newcomer = block.nbytes, block if self.selective else None
-        quota = self._capacity if self._quota is None else self._quota
-        if nbytes > min(self._capacity, quota) or self._max_chunks == 0:
+        memory = self._memory
+        if nbytes > self._quota or memory.max_chunks == 0:
             return False
-        while self._bytes + nbytes > quota:  # a tenant makes room for itself at its own cost
-            if not self._evict_one(lambda key: self._own(key) is not None and self._evictable(key), newcomer=newcomer):
+        while self._bytes + nbytes > self._quota:  # a tenant evicts its own blocks first
+            if not self._evict_one(lambda key: self._own(key) is not None and self._evictable(key), newcomer):
                 return False
             newcomer = None  # once is enough
-        while self._all.bytes + nbytes > self._capacity or (
-            self._max_chunks is not None and len(self._entries) >= self._max_chunks
+        while memory.bytes + nbytes > memory.capacity_bytes or (
+            memory.max_chunks is not None and len(self._entries) >= memory.max_chunks
         ):
-            if not self._evict_one(self._evictable, newcomer=newcomer):
+            if not self._evict_one(self._evictable, newcomer):
                 return False
             newcomer = None
         return True
 
-    def _evict_one(self, evictable: Callable[[bytes], bool], *, newcomer: KVBlock | None) -> bool:
+    def _evict_one(self, evictable: Callable[[bytes], bool], newcomer: KVBlock | None) -> bool:
         """Evict the policy's choice, unless there is none or it is worth more than ``newcomer``."""
         key = self._policy.victim(evictable)
         if key is None:
@@ -321,13 +312,14 @@ class MemoryStore:
             return False
         owner = self._entries[key].owner
         block = self._drop(key)
-        owner._evictions += 1
+        owner._counters.evictions += 1
         if block.parent_key is not None and block.parent_key in self._entries:
             self._entries[block.parent_key].successors -= 1
         owner.on_evict(block)
         return True
 
     def _evictable(self, key: bytes) -> bool:
+        """Whether nobody holds this block and nothing is stored behind it."""
         entry = self._entries[key]
         return entry.leases == 0 and entry.successors == 0
 
@@ -337,11 +329,7 @@ class MemoryStore:
         block = entry.block
         self._policy.removed(key)
         entry.owner._count(-1, -block.nbytes)
-        others = tuple(other for other in self._same_content[block.content_key] if other != key)
-        if others:
-            self._same_content[block.content_key] = others
-        else:
-            del self._same_content[block.content_key]
+        self._contents.remove(block.content_key, key)
         return block
 
     def _release(self, entries: Sequence[_Entry]) -> None:

@@ -13,15 +13,16 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from kvboost.extend import ContentLease, Lease, Tier
+from kvboost.store.counters import Counters
 from kvboost.store.lookup import Claims, Lookup, Speed
 from kvboost.store.memory import MemoryStore
 from kvboost.store.variants import best_variant
-from kvboost.store.write_behind import WriteBehind
+from kvboost.store.write_behind import WriteBehind, WriteQueue
 from kvboost.types import TOKEN_BYTES, BlockInfo, Chunk, HotChunk, KVBlock, PutOutcome, StoreStats, context_mark
 
 T = TypeVar("T")
@@ -29,6 +30,23 @@ T = TypeVar("T")
 _MAX_TRIES = 3  # of storing one block below
 _MAX_UNSAVED = 100_000  # keys remembered that no tier has taken yet
 _MAX_PREFETCHES = 64  # that wait
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRules:
+    """When a block of a slower tier is loaded, and how it comes into memory."""
+
+    compute_seconds: Callable[[int], float] | None = None
+    """What computing so many tokens would take: loading is declined where that is less."""
+    fits: Callable[[KVBlock], bool] = lambda block: True
+    """Whether a block that was loaded is one for this model."""
+    to_memory: Callable[[KVBlock], KVBlock] = lambda block: block
+    """Brings it to where the memory store has its tensors."""
+    content_saves: float = 1.0
+    """The share of computing that a block found by content saves at best: some of its tokens are recomputed."""
+
+
+_LOAD_ALWAYS = LoadRules()
 
 
 class TieredStore:
@@ -39,31 +57,19 @@ class TieredStore:
         memory: MemoryStore,
         tiers: Sequence[Tier],
         *,
+        rules: LoadRules = _LOAD_ALWAYS,
         waiting_bytes: int = 512 * 2**20,
-        compute_seconds: Callable[[int], float] | None = None,
-        fits: Callable[[KVBlock], bool] = lambda block: True,
-        to_memory: Callable[[KVBlock], KVBlock] = lambda block: block,
-        moving_saves: float = 1.0,
-        beside: TieredStore | None = None,
+        queue: WriteQueue | None = None,
     ) -> None:
         """Take over ``memory`` and ``tiers``, which are closed with this store.
 
-        At most ``waiting_bytes`` wait to be written. ``compute_seconds`` says what computing so many tokens would take
-        (loading is declined where that is less); ``fits`` whether a block that was loaded is one for this model;
-        ``to_memory`` brings it to where the memory store has its tensors; ``moving_saves`` is the share of computing
-        that a block found by content saves at best, as some of its rows are computed again. A tenant's store ``beside``
-        another one shares the thread that writes and the bytes that may wait.
+        At most ``waiting_bytes`` wait to be written, unless another store's ``queue`` is used: see :meth:`for_tenant`.
         """
-        self._memory, self._tiers = memory, tuple(tiers)
-        self._compute_seconds, self._fits, self._to_memory = compute_seconds, fits, to_memory
-        self._moving_saves = moving_saves
+        self._memory, self._tiers, self._rules = memory, tuple(tiers), rules
         self._lasting = tuple(tier for tier in tiers if tier.outlives_process)
         self._overflow = tuple(tier for tier in tiers if not tier.outlives_process)
-        self._writer: WriteBehind = (
-            WriteBehind(most_bytes=waiting_bytes, failed=self._failed, tried=self._tried)
-            if beside is None
-            else beside._writer.beside(failed=self._failed, tried=self._tried)
-        )
+        self._queue = queue if queue is not None else WriteQueue(waiting_bytes)
+        self._writer = WriteBehind(self._queue, owns_queue=queue is None, failed=self._failed, tried=self._tried)
         self._lock = threading.Lock()
         self._claims = Claims()
         self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="kvboost-prefetch")
@@ -77,6 +83,10 @@ class TieredStore:
         memory.on_evict = self._demote
         memory.selective = False  # what is loaded must pass through it, and what is new goes down from it
 
+    def for_tenant(self, memory: MemoryStore, tiers: Sequence[Tier]) -> TieredStore:
+        """Another tenant's store with the same rules. It shares the thread that writes and the bytes that may wait."""
+        return TieredStore(memory, tiers, rules=self._rules, queue=self._queue)
+
     def lease(self, chunks: Sequence[Chunk], *, arrived: Callable[[Chunk, KVBlock], None] | None = None) -> Lease:
         """Hold the longest leading run of ``chunks``, wherever it lies, as far as loading it pays.
 
@@ -86,7 +96,7 @@ class TieredStore:
         lookup = Lookup(arrived)
         self._bring_up_run(chunks, lookup)
         lease = self._memory.lease(chunks)
-        if lookup.asked_for_more:
+        if lookup.has_report:
             held = {block.key for block in lease.blocks}
             lease.loads = lookup.report(lambda chunk: chunk.prefix_key not in held)
         return lease
@@ -98,7 +108,7 @@ class TieredStore:
         if unknown:
             self._bring_up_content(chunks, [after + index for index in unknown], lookup)
         lease = self._memory.lease_content(chunks, after=after)
-        if lookup.asked_for_more:
+        if lookup.has_report:
             blocks = zip(chunks[after:], lease.blocks, strict=True)
             found = {chunk.start for chunk, block in blocks if block is not None}
             lease.loads = lookup.report(lambda chunk: chunk.start not in found)
@@ -108,7 +118,7 @@ class TieredStore:
         """Bring the longest leading run of ``chunks`` up into memory, in the background.
 
         Returns at once. The result is how many tokens came up. Nothing is held: what comes up is the most recent there
-        is, and goes when others need the room. Where too many wait already, nothing is done.
+        is, and may be evicted for others. Where too many wait already, nothing is done.
         """
         with self._lock:
             taken = self._prefetches < _MAX_PREFETCHES
@@ -176,9 +186,9 @@ class TieredStore:
         for tier in self._lasting:
             self._ask(tier, None, tier.flush)
 
-    def hottest(self, most: int) -> list[HotChunk]:
+    def hottest(self, limit: int) -> list[HotChunk]:
         """The blocks in memory that were leased most often, first the hottest."""
-        return self._memory.hottest(most)
+        return self._memory.hottest(limit)
 
     def clear(self) -> None:
         """Forget every block, in every tier."""
@@ -193,7 +203,8 @@ class TieredStore:
         """The memory store's, and below it the tiers'."""
         stats = self._memory.stats()
         below = tuple(
-            self._ask(tier, StoreStats(tier.name, 0, 0, 0, 0, 0, 0, 0, 0, 0), tier.stats) for tier in self._tiers
+            self._ask(tier, Counters().stats(tier.name, chunks=0, nbytes=0, capacity_bytes=0), tier.stats)
+            for tier in self._tiers
         )
         with self._lock:
             return replace(
@@ -242,7 +253,7 @@ class TieredStore:
                 if best is not None:
                     wanted[index] = best
             run = [chunks[index] for index in wanted]
-            if run and self._pays(tier, run, lookup, saves=self._moving_saves):
+            if run and self._pays(tier, run, lookup, saves=self._rules.content_saves):
                 self._load(at, run, [info.key for info in wanted.values()], lookup, gaps=True)
                 missing = [index for index in missing if self._memory.unknown_content([chunks[index]])]
             if not missing:
@@ -250,10 +261,10 @@ class TieredStore:
 
     def _pays(self, tier: Tier, chunks: Sequence[Chunk], lookup: Lookup, *, saves: float = 1.0) -> bool:
         """Whether loading these is expected to be faster than the computing it ``saves``."""
-        if self._compute_seconds is None:
+        if self._rules.compute_seconds is None:
             return True
         tokens = sum(chunk.end - chunk.start for chunk in chunks)
-        compute = saves * self._compute_seconds(tokens)
+        compute = saves * self._rules.compute_seconds(tokens)
         with self._lock:
             load = self._speeds[tier].expected(self._token_bytes * tokens)
             if load <= compute:
@@ -274,7 +285,7 @@ class TieredStore:
                         continue
                     break
                 nbytes += loaded.nbytes
-                block = self._to_memory(loaded)
+                block = self._rules.to_memory(loaded)
                 # Found by content alone, its own beginning need not be here.
                 outcome = self._memory.put(replace(block, parent_key=None) if gaps else block)
                 if outcome is PutOutcome.REFUSED:
@@ -298,7 +309,7 @@ class TieredStore:
 
     def _accepted(self, block: KVBlock, chunk: Chunk, key: bytes) -> bool:
         named = (block.key, block.tokens, block.content_key) == (key, chunk.tokens, chunk.content_key)
-        accepted = named and self._fits(block)
+        accepted = named and self._rules.fits(block)
         if not accepted:
             with self._lock:
                 self._rejected += 1

@@ -13,16 +13,16 @@ from kvboost.types import CONTEXT_MARK_BYTES, BlockInfo, KVBlock
 
 AnyBlock = TypeVar("AnyBlock", KVBlock, BlockInfo)
 
-_ENOUGH_COMPANY = 4  # chunks; how alone a chunk was counts only below this
+_ENOUGH_CONTEXT = 4  # chunks; how little context a chunk had counts only below this
 
 
 def best_variant(blocks: Sequence[AnyBlock], *, marks: Set[bytes]) -> AnyBlock | None:
-    """The block that shares most of its context with ``marks``; then the one that had company; then the newest."""
+    """The block that shares most of its context with ``marks``; then the one with more context; then the newest."""
     best: AnyBlock | None = None
     best_score = (-1, -1, 0)
     for block in blocks:
         own = {block.context[i : i + CONTEXT_MARK_BYTES] for i in range(0, len(block.context), CONTEXT_MARK_BYTES)}
-        score = (len(own & marks), min(len(own), _ENOUGH_COMPANY), -block.approx_depth)
+        score = (len(own & marks), min(len(own), _ENOUGH_CONTEXT), -block.approx_depth)
         if score >= best_score:
             best, best_score = block, score
     return best

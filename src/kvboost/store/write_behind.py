@@ -1,7 +1,7 @@
 """Writes to slower tiers behind the request's back, in order, with a bound on what waits.
 
 Used by :class:`kvboost.store.tiered.TieredStore`. Invariants: what waits never takes more than the bound; a block
-that is not taken is told to the caller at once, and one that a tier did not keep when it was tried; after
+that is not taken is reported to the caller at once, and one that a tier did not keep when it was tried; after
 :meth:`WriteBehind.wait` everything taken before was offered to its tiers.
 """
 
@@ -15,22 +15,22 @@ from dataclasses import dataclass
 from kvboost.extend import Tier
 from kvboost.types import KVBlock, PutOutcome
 
-_MAX_NOTES = 1024  # further ones are let go: they only say what was used lately
+_MAX_NOTES = 1024  # further ones are dropped: they only say what was used lately
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
     number: int
-    of: WriteBehind
+    owner: WriteBehind
     nbytes: int
     work: Callable[[], None]
 
 
-class _Queue:
-    """What waits, and the thread that does it."""
+class WriteQueue:
+    """What waits to be written, at most ``max_bytes`` of it, and the thread that writes it."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
         self.changed = threading.Condition()
         self.waiting: deque[_Job] = deque()
         self.bytes = 0  # of what waits and what is being written
@@ -39,6 +39,7 @@ class _Queue:
         self.closed = False
 
     def run(self) -> None:
+        """Do what comes, until the queue is closed and empty."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.waiting or self.closed)
@@ -48,30 +49,30 @@ class _Queue:
             job.work()
             with self.changed:
                 self.done = job.number
-                job.of._count(-1, -job.nbytes)
+                job.owner.count(-1, -job.nbytes)
                 self.changed.notify_all()
 
 
 class WriteBehind:
-    """One thread that stores blocks in tiers. Starts with the first block; stops when closed."""
+    """Stores blocks in tiers, in a thread that starts with the first block and stops when closed."""
 
     def __init__(
-        self, *, most_bytes: int, failed: Callable[[Tier, Exception], None], tried: Callable[[KVBlock, bool], None]
+        self,
+        queue: WriteQueue,
+        *,
+        owns_queue: bool,
+        failed: Callable[[Tier, Exception], None],
+        tried: Callable[[KVBlock, bool], None],
     ) -> None:
-        """``failed`` is told what a tier raised; ``tried`` whether a block is now in all tiers it was meant for."""
-        self._queue = _Queue(most_bytes)
-        self._failed, self._tried = failed, tried
-        self._bytes = self._jobs = 0  # of the queue's, those that came this way
-        self._closed = False
-        self._is_first = True
+        """``failed`` is told what a tier raised; ``tried`` whether a block is now in all tiers it was meant for.
 
-    def beside(
-        self, *, failed: Callable[[Tier, Exception], None], tried: Callable[[KVBlock, bool], None]
-    ) -> WriteBehind:
-        """Another way into the same queue, for another tenant. It waits for and forgets only what came this way."""
-        other = WriteBehind(most_bytes=self._queue.most_bytes, failed=failed, tried=tried)
-        other._queue, other._is_first = self._queue, False
-        return other
+        Tenants share one queue; each waits for and forgets only its own blocks. The queue ends with its owner.
+        """
+        self._queue = queue
+        self._owns_queue = owns_queue
+        self._failed, self._tried = failed, tried
+        self._bytes = self._jobs = 0  # of this tenant's jobs in the queue
+        self._closed = False
 
     @property
     def waiting_bytes(self) -> int:
@@ -82,7 +83,7 @@ class WriteBehind:
     def offer(self, block: KVBlock, tiers: Sequence[Tier]) -> bool:
         """Take ``block`` to be stored in ``tiers``; False if too much waits already."""
         with self._queue.changed:
-            if self._queue.bytes + block.nbytes > self._queue.most_bytes:
+            if self._queue.bytes + block.nbytes > self._queue.max_bytes:
                 return False
             return self._give(block.nbytes, lambda: self._store(block, tiers))
 
@@ -103,9 +104,9 @@ class WriteBehind:
         """Drop what waits, and return once what was being written is."""
         queue = self._queue
         with queue.changed:
-            dropped = [job for job in queue.waiting if job.of is self]
-            self._count(-len(dropped), -sum(job.nbytes for job in dropped))
-            queue.waiting = deque(job for job in queue.waiting if job.of is not self)
+            dropped = [job for job in queue.waiting if job.owner is self]
+            self.count(-len(dropped), -sum(job.nbytes for job in dropped))
+            queue.waiting = deque(job for job in queue.waiting if job.owner is not self)
             queue.changed.notify_all()
             queue.changed.wait_for(lambda: not self._jobs)
 
@@ -114,9 +115,9 @@ class WriteBehind:
         queue = self._queue
         with queue.changed:
             self._closed = True
-            queue.closed = queue.closed or self._is_first
+            queue.closed = queue.closed or self._owns_queue
             queue.changed.notify_all()
-        if not self._is_first:
+        if not self._owns_queue:
             self.wait()
         elif queue.thread is not None:
             queue.thread.join()
@@ -125,7 +126,7 @@ class WriteBehind:
         queue = self._queue
         if self._closed or queue.closed:
             return False
-        self._count(1, nbytes)
+        self.count(1, nbytes)
         queue.given += 1
         queue.waiting.append(_Job(queue.given, self, nbytes, work))
         if queue.thread is None:
@@ -144,7 +145,8 @@ class WriteBehind:
                 self._failed(tier, error)
         self._tried(block, kept)
 
-    def _count(self, jobs: int, nbytes: int) -> None:
+    def count(self, jobs: int, nbytes: int) -> None:
+        """Jobs and bytes came or went; the queue's condition is held."""
         self._jobs += jobs
         self._bytes += nbytes
         self._queue.bytes += nbytes

@@ -56,7 +56,7 @@ class ContentRules:
         ]
 
     def variant(self, chunks: Sequence[Chunk]) -> KVBlock:
-        """The last of ``chunks`` as if computed behind moved ones."""
+        """The last of ``chunks`` as if computed behind repositioned ones."""
         context = context_before(chunks, len(chunks) - 1)
         key = variant_key(chunks[-1].content_key, context)
         block = self.make_block(chunks[-1])
@@ -99,7 +99,7 @@ class ContentRules:
                     assert block.key == expected.prefix_key, f"behind {before} another variant fits better"
 
     def test_variants_are_moved_but_never_exact(self) -> None:
-        """What was computed behind moved chunks is no prefix of anything."""
+        """What was computed behind repositioned chunks is no prefix of anything."""
         with closing(self.make_store(capacity_bytes=10_000)) as store:
             chunks = prompt("a", "b")
             assert store.put(self.variant(chunks)) is PutOutcome.STORED

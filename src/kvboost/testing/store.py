@@ -117,16 +117,16 @@ class ChunkStoreContract(ContentRules):
             _expect(store.stats(), chunks=2, bytes=2 * _SIZE, refused=1, evictions=0)
             assert len(held_keys(store, chunks)) == 2, "blocks were lost to a block that could never fit"
 
-    def test_a_store_without_room_keeps_nothing(self) -> None:
+    def test_a_store_without_capacity_keeps_nothing(self) -> None:
         """A budget of zero turns the cache off without errors."""
         for capacity, limit in ((0, None), (1000, 0)):
             with closing(self.make_store(capacity_bytes=capacity, max_chunks=limit)) as store:
                 outcomes = self.put_all(store, prompt("a", "b"))
-                assert outcomes == [PutOutcome.REFUSED] * 2, "a store without room kept a block"
+                assert outcomes == [PutOutcome.REFUSED] * 2, "a store without capacity kept a block"
                 _expect(store.stats(), chunks=0, bytes=0)
 
     def test_the_byte_budget_is_never_exceeded(self) -> None:
-        """Not by blocks of any size in any order; and a block that fits finds room while nothing is leased."""
+        """Not by blocks of any size in any order; and a block that fits is stored while nothing is leased."""
         sizes = [1000, 500, 501, 999, 2, *random.Random(0).choices(range(1, 1001), k=60)]  # one byte over, first
         with closing(self.make_store(capacity_bytes=1000)) as store:
             for number, size in enumerate(sizes):
@@ -189,9 +189,9 @@ class ChunkStoreContract(ContentRules):
         with closing(self.make_store(capacity_bytes=2 * _SIZE)) as store:
             self.put_all(store, chunks)
             with store.lease(chunks), store.lease(chunks[:1]):
-                assert self.put_all(store, prompt("x")) == [PutOutcome.REFUSED], "no room, but not refused"
+                assert self.put_all(store, prompt("x")) == [PutOutcome.REFUSED], "full, but not refused"
                 _expect(store.stats(), chunks=2, bytes=2 * _SIZE, refused=1, evictions=0)
-            assert self.put_all(store, prompt("x")) == [PutOutcome.STORED], "room, but refused"
+            assert self.put_all(store, prompt("x")) == [PutOutcome.STORED], "not full, but refused"
 
     def test_one_of_two_leases_protects(self) -> None:
         """Releasing one lease does not release another one's blocks."""
@@ -267,7 +267,7 @@ class ChunkStoreContract(ContentRules):
             store.clear()
             _expect(store.stats(), chunks=0, bytes=0)
             assert held_keys(store, chunks) == [], "a cleared store still finds blocks"
-            assert self.put_all(store, chunks) == [PutOutcome.STORED] * 2, "a cleared store has no room"
+            assert self.put_all(store, chunks) == [PutOutcome.STORED] * 2, "a cleared store refuses blocks"
 
     def test_clear_leaves_leases_readable(self) -> None:
         """A request that is under way when the cache is cleared ends as it began."""

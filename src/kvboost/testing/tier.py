@@ -7,7 +7,6 @@ process.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import threading
 from collections.abc import Sequence
@@ -18,55 +17,17 @@ import torch
 
 from kvboost.core.keys import variant_key
 from kvboost.extend import Tier
+from kvboost.store.tiers.base import info_of
+from kvboost.testing.blocks import SIZE, assert_same, block_of, namespace
 from kvboost.testing.content import prompt
-from kvboost.types import BlockInfo, Chunk, KVBlock, Namespace, PutOutcome, StoreStats
+from kvboost.types import Chunk, Namespace, PutOutcome, StoreStats
 
-_SIZE = 1000  # bytes of a block's tensors where their number does not matter
 _LARGE = 10**8
 _MANY = 64  # more variants than a lookup may give
 
 
-def namespace(name: str = "model", *, tenant: str = "tenant") -> Namespace:
-    """A namespace by its names."""
-    return Namespace(hashlib.sha256(name.encode()).digest(), hashlib.sha256(tenant.encode()).digest())
-
-
-def block_of(chunk: Chunk, nbytes: int = _SIZE) -> KVBlock:
-    """The block of ``chunk``, with tensors of ``nbytes`` bytes that only it has."""
-    seed = int.from_bytes(chunk.prefix_key[:4], "little")
-    raw = torch.frombuffer(bytearray(random.Random(seed).randbytes(nbytes) + b"\0"), dtype=torch.uint8)[:nbytes]
-    return KVBlock(
-        key=chunk.prefix_key,
-        parent_key=chunk.parent_key,
-        content_key=chunk.content_key,
-        tokens=chunk.tokens,
-        tensors=(raw[: nbytes // 3], raw[nbytes // 3 :]),
-        nbytes=nbytes,
-        bitwise=True,
-        start=chunk.start,
-    )
-
-
-def assert_same(found: KVBlock | None, stored: KVBlock) -> None:
-    """The block that was loaded is the one that was stored, to the bit."""
-    assert found is not None, "a stored block was not found"
-    assert replace(found, tensors=()) == replace(stored, tensors=()), "a field of the block changed"
-    kinds = [[(t.dtype, t.shape) for t in block.tensors] for block in (found, stored)]
-    assert kinds[0] == kinds[1], "the tensors' shapes or dtypes changed"
-    assert [_raw(t) for t in found.tensors] == [_raw(t) for t in stored.tensors], "the tensors' bits changed"
-
-
-def _raw(tensor: torch.Tensor) -> bytes:
-    raw: bytes = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return raw
-
-
 def _keys(chunks: Sequence[Chunk]) -> list[bytes]:
     return [chunk.prefix_key for chunk in chunks]
-
-
-def _info(block: KVBlock) -> BlockInfo:
-    return BlockInfo(**{name: getattr(block, name) for name in BlockInfo.__slots__})
 
 
 class TierContract:
@@ -86,13 +47,13 @@ class TierContract:
         """A tier for one ``with`` block."""
         return closing(self.make_tier(capacity_bytes=capacity_bytes, namespace=of or namespace()))
 
-    def room_for(self, count: int) -> int:
+    def capacity_for(self, count: int) -> int:
         """A capacity for this many blocks of the usual size and no more."""
         with self.open() as tier:
             tier.store(block_of(prompt("a")[0]))
             each = tier.stats().bytes
             tier.clear()
-        assert each >= _SIZE, f"a block of {_SIZE} bytes is counted as {each}"
+        assert each >= SIZE, f"a block of {SIZE} bytes is counted as {each}"
         return each * count + each // 2
 
     def store_all(self, tier: Tier, chunks: Sequence[Chunk]) -> list[PutOutcome]:
@@ -188,7 +149,7 @@ class TierContract:
             found = [list(infos) for infos in tier.variants(wanted)]
             ends = [prompt("a", "z")[1], prompt("b", "z")[1], prompt("z")[0]]
             assert sorted(found[0], key=lambda info: info.key) == sorted(
-                (_info(block_of(chunk)) for chunk in ends), key=lambda info: info.key
+                (info_of(block_of(chunk)) for chunk in ends), key=lambda info: info.key
             ), "not every block with this content was found, or a field changed"
             assert found[0][-1].key == ends[-1].prefix_key, "the newest stands last"
             assert found[1] == [], "content that was never stored was found"
@@ -214,7 +175,7 @@ class TierContract:
     def test_the_same_block_twice_is_present(self) -> None:
         """The second one changes nothing, not even in a full tier."""
         (chunk,) = prompt("a")
-        with self.open(self.room_for(1)) as tier:
+        with self.open(self.capacity_for(1)) as tier:
             self.store_all(tier, [chunk])
             before = tier.stats()
             assert tier.store(block_of(chunk)) is PutOutcome.PRESENT, "a block that is stored is PRESENT"
@@ -224,39 +185,39 @@ class TierContract:
     def test_a_block_larger_than_the_tier_is_refused(self) -> None:
         """And nothing is thrown away for it."""
         chunks = prompt("a", "b")
-        room = self.room_for(2)
-        with self.open(room) as tier:
+        capacity = self.capacity_for(2)
+        with self.open(capacity) as tier:
             self.store_all(tier, chunks)
-            assert tier.store(block_of(prompt("large")[0], room + 1)) is PutOutcome.REFUSED, "larger than the tier"
+            assert tier.store(block_of(prompt("large")[0], capacity + 1)) is PutOutcome.REFUSED, "larger than the tier"
             assert list(tier.contains(_keys(chunks))) == [True, True], "blocks were lost to one that could not fit"
             assert (tier.stats().refused, tier.stats().evictions) == (1, 0)
 
-    def test_a_tier_without_room_keeps_nothing(self) -> None:
+    def test_a_tier_without_capacity_keeps_nothing(self) -> None:
         """A budget of zero turns it off without errors."""
         chunks = prompt("a", "b")
         with self.open(0) as tier:
-            assert self.store_all(tier, chunks) == [PutOutcome.REFUSED] * 2, "a tier without room kept a block"
+            assert self.store_all(tier, chunks) == [PutOutcome.REFUSED] * 2, "a tier without capacity kept a block"
             assert list(tier.load(_keys(chunks))) == [None, None]
             assert (tier.stats().chunks, tier.stats().bytes) == (0, 0)
 
     def test_the_byte_budget_is_never_exceeded(self) -> None:
-        """Not by blocks of any size in any order; and a block that fits finds room."""
-        room = self.room_for(10)
-        with self.open(room) as tier:
-            for number, size in enumerate(random.Random(0).choices(range(1, 9 * _SIZE), k=60)):
+        """Not by blocks of any size in any order; and a block that fits is stored."""
+        capacity = self.capacity_for(10)
+        with self.open(capacity) as tier:
+            for number, size in enumerate(random.Random(0).choices(range(1, 9 * SIZE), k=60)):
                 outcome = tier.store(block_of(prompt(f"text {number}")[0], size))
                 assert not self.evicts or outcome is PutOutcome.STORED, (
                     "a block that fits was refused although everything could go"
                 )
-                _within(tier.stats(), room)
-            assert (tier.stats().evictions > 0) == self.evicts, "60 blocks in the room of ten, and no eviction counted"
+                _within(tier.stats(), capacity)
+            assert (tier.stats().evictions > 0) == self.evicts, "60 blocks in a capacity for ten, no eviction counted"
 
     def test_successors_are_evicted_before_what_they_follow(self) -> None:
         """No block is kept whose parent had to go before it."""
         if not self.evicts:
             return
         prompts = [prompt("head", "left", "end"), prompt("head", "right"), prompt("other", "text")]
-        with self.open(self.room_for(7)) as tier:
+        with self.open(self.capacity_for(7)) as tier:
             for chunks in prompts:
                 assert set(self.store_all(tier, chunks)) <= {PutOutcome.STORED, PutOutcome.PRESENT}
             tier.used(_keys(prompts[2]))  # makes the forked prompts the older ones
@@ -270,7 +231,7 @@ class TierContract:
     def test_making_room_never_evicts_the_parent(self) -> None:
         """A block that fits only in its parent's place is refused."""
         first, second = prompt("a", "b")
-        with self.open(self.room_for(1)) as tier:
+        with self.open(self.capacity_for(1)) as tier:
             assert self.store_all(tier, [first, second]) == [PutOutcome.STORED, PutOutcome.REFUSED]
             assert list(tier.contains(_keys([first, second]))) == [True, False], "the parent had to go"
             expected = PutOutcome.STORED if self.evicts else PutOutcome.REFUSED
@@ -307,12 +268,12 @@ class TierContract:
     def test_clear_forgets(self) -> None:
         """Everything, and the tier goes on as if new."""
         chunks = prompt("a", "b")
-        with self.open(self.room_for(2)) as tier:
+        with self.open(self.capacity_for(2)) as tier:
             self.store_all(tier, chunks)
             tier.clear()
             assert (tier.stats().chunks, tier.stats().bytes) == (0, 0)
             assert list(tier.load(_keys(chunks))) == [None, None], "a cleared tier still finds blocks"
-            assert self.store_all(tier, chunks) == [PutOutcome.STORED] * 2, "a cleared tier has no room"
+            assert self.store_all(tier, chunks) == [PutOutcome.STORED] * 2, "a cleared tier refuses blocks"
 
     def test_flush_loses_nothing(self) -> None:
         """It may be called at any time, twice, and with nothing to do."""
@@ -331,18 +292,18 @@ class TierContract:
         """Neither another model nor another tenant finds, removes or clears what is not its own."""
         blocks = [block_of(chunk) for chunk in prompt("a", "b")]
         keys, contents = [b.key for b in blocks], [b.content_key for b in blocks]
-        strangers = (namespace("another model"), namespace(tenant="another tenant"))
+        namespaces = (namespace("another model"), namespace(tenant="another tenant"))
         with self.open() as tier:
             if not tier.outlives_process:
                 return
             for block in blocks:
                 tier.store(block)
-            for stranger in strangers:
-                with self.open(of=stranger) as other:
-                    assert list(other.contains(keys)) == [False, False], "a stranger's contains() sees a block"
-                    assert list(other.load(keys)) == [None, None], "a stranger loaded a block"
+            for another in namespaces:
+                with self.open(of=another) as other:
+                    assert list(other.contains(keys)) == [False, False], "another namespace's contains() sees a block"
+                    assert list(other.load(keys)) == [None, None], "another namespace loaded a block"
                     assert [list(found) for found in other.variants(contents)] == [[], []], "found by its content"
-                    assert (other.stats().chunks, other.stats().bytes) == (0, 0), "strangers' blocks are counted"
+                    assert (other.stats().chunks, other.stats().bytes) == (0, 0), "another's blocks are counted"
                     other.used(keys)
                     other.remove(keys)
                     other.clear()
@@ -378,8 +339,8 @@ class TierContract:
         """Hits and misses are what was loaded; what was stored is there or was evicted."""
         chooser = random.Random(0)
         asked = hits = stored = refused = 0
-        room = self.room_for(5)
-        with self.open(room) as tier:
+        capacity = self.capacity_for(5)
+        with self.open(capacity) as tier:
             for _ in range(60):
                 chunks = prompt(*chooser.choices("abc", k=chooser.randint(1, 4)))
                 asked += len(chunks)
@@ -389,14 +350,14 @@ class TierContract:
                 stored += outcomes.count(PutOutcome.STORED)
                 refused += outcomes.count(PutOutcome.REFUSED)
                 stats = tier.stats()
-                _within(stats, room)
+                _within(stats, capacity)
                 assert (stats.hits, stats.misses) == (hits, asked - hits), f"hits or misses miscounted: {stats}"
                 assert (stats.refused, stats.rejected, stats.leased) == (refused, 0, 0), f"miscounted: {stats}"
                 assert stats.chunks == stored - stats.evictions, f"{stored} stored, but {stats}"
 
     def test_many_threads(self) -> None:
         """Eight at once: the budget holds at every moment, and nobody gets another block than he asked for."""
-        room = self.room_for(12)
+        capacity = self.capacity_for(12)
         prompts = [prompt(*words) for words in ("abcd", "abce", "abf", "axyz", "pqrs", "pqt", "uvw", "u")]
         failures: list[BaseException] = []
         start = threading.Barrier(8)
@@ -412,14 +373,14 @@ class TierContract:
                             assert_same(found, block_of(chunk))
                     self.store_all(tier, chunks)
                     tier.used(_keys(chunks))
-                    _within(tier.stats(), room)
+                    _within(tier.stats(), capacity)
                     if turn % 5 == 0:
                         tier.remove(_keys(chunks)[-1:])
                         tier.flush()
             except BaseException as error:  # noqa: BLE001 (a thread cannot raise into the test)
                 failures.append(error)
 
-        with self.open(room) as tier:
+        with self.open(capacity) as tier:
             workers = [threading.Thread(target=work, args=(seed, tier)) for seed in range(8)]
             for worker in workers:
                 worker.start()
@@ -431,8 +392,8 @@ class TierContract:
             assert tier.stats().chunks == there, f"{there} blocks there, but {tier.stats()}"
 
 
-def _within(stats: StoreStats, room: int) -> None:
+def _within(stats: StoreStats, capacity: int) -> None:
     """The tier is within its budget and no counter is below zero."""
-    assert stats.bytes <= room == stats.capacity_bytes, f"{stats.bytes} bytes held, {room} allowed: {stats}"
+    assert stats.bytes <= capacity == stats.capacity_bytes, f"{stats.bytes} bytes held, {capacity} allowed: {stats}"
     counters = (stats.chunks, stats.bytes, stats.hits, stats.misses, stats.evictions, stats.refused)
     assert min(counters) >= 0, f"a counter is below zero: {stats}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tarfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ from kvboost.store.admin import (
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.protection import record_format
 from kvboost.store.tiers.redis.loading import PIECE_BYTES
-from kvboost.testing.tier import assert_same
+from kvboost.testing.blocks import assert_same
 from kvboost.types import tenant_digest
 from tests.helpers.places import Place, blocks_of, of
 
@@ -203,7 +204,9 @@ def test_an_import_refuses_what_is_damaged(place: Place, tmp_path: Path) -> None
     source = Place("disk", str(tmp_path / "source"))
     fill(source)
     archive = bytearray(archived(source))
-    archive[2 * 8192 + 5000] ^= 1  # in the body of the third
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        third = tar.getmembers()[2].offset_data
+    archive[third + 5000] ^= 1  # in its body
     assert imported(place, bytes(archive)) == {"stored": 4, "damaged": 1}
 
 

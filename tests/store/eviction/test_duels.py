@@ -13,7 +13,7 @@ def fight(duel: Duels, *, winner: str, rounds: int) -> None:
     for number in range(rounds):
         new, old = b"new %d" % number, b"old %d" % number
         duel.start(newcomer=new, holder=old)
-        duel.settle(old if winner == "holder" else new)
+        duel.end(old if winner == "holder" else new)
 
 
 def test_refusing_pays_after_holders_came_first_and_not_before() -> None:
@@ -28,9 +28,9 @@ def test_refusing_pays_after_holders_came_first_and_not_before() -> None:
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.booleans()), max_size=200))
 def test_every_open_duel_has_two_sides(calls: list[tuple[int, int, bool]]) -> None:
     duel = Duels()
-    for first, second, settle in calls:
-        if settle:
-            duel.settle(bytes([first]))
+    for first, second, ends in calls:
+        if ends:
+            duel.end(bytes([first]))
             assert bytes([first]) not in duel._open
         else:
             duel.start(newcomer=bytes([first]), holder=bytes([second]))

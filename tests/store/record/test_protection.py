@@ -10,8 +10,8 @@ import pytest
 from kvboost.errors import ConfigError, ForeignRecordError
 from kvboost.store import read_key, record_format
 from kvboost.store.record.format import RecordFormat
+from kvboost.testing.blocks import assert_same, block_of, namespace
 from kvboost.testing.content import prompt
-from kvboost.testing.tier import assert_same, block_of, namespace
 from kvboost.types import Namespace
 
 KEY = bytes(range(100, 132))

@@ -19,8 +19,8 @@ from kvboost.store.tiers.disk import recovery
 from kvboost.store.tiers.disk.files import Files, Layout
 from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.testing import TierContract
+from kvboost.testing.blocks import assert_same, block_of, namespace
 from kvboost.testing.content import prompt
-from kvboost.testing.tier import assert_same, block_of, namespace
 from kvboost.types import Chunk, Namespace, PutOutcome
 
 EACH = 2 * 4096 + 1024
@@ -124,7 +124,7 @@ def test_many_uses_are_written_before_they_are_too_many(tmp_path: Path) -> None:
     store_all(tier, prompt("a"))
     for number in range(600):
         tier.used([*keys(prompt("a")), number.to_bytes(32, "little")])
-    assert len(tier._uses) < 512
+    assert len(tier._unwritten.take()[0]) < 512
     tier.close()
 
 
@@ -227,7 +227,7 @@ def test_eight_threads_never_pass_the_budget(tmp_path: Path) -> None:
     assert max(over) <= 0
     assert tier.stats().evictions > 0
     assert tier.stats().chunks == len(record_files(tmp_path))
-    assert list(tier.troubles()) == []
+    assert list(tier.health()) == []
     tier.close()
 
 
@@ -289,7 +289,7 @@ def test_files_the_index_forgot_are_counted_again(tmp_path: Path, monkeypatch: p
     tier = open_tier(tmp_path)
     index = tier._directory.index()
     a, b, c = keys(prompt("a", "b", "c"))
-    index.strike([(tier._space, b), (tier._space, c)], lambda place: False)
+    index.delete_missing([(tier._space, b), (tier._space, c)], lambda place: False)
     tier._layout.record(tier._space, a).unlink()
     strange = tier._layout.record(tier._space, b).with_name(b.hex()[:2] + "00" * 31 + ".kv")
     strange.write_bytes(tier._layout.record(tier._space, b).read_bytes())  # whole, but not what its name says
@@ -330,5 +330,5 @@ def test_a_block_must_fit_the_format(tmp_path: Path) -> None:
         assert tier.store(block_of(prompt("a")[0], 2000)) is PutOutcome.REFUSED
     odd = replace(block_of(prompt("a")[0], 10), key=b"short")
     assert tier.store(odd) is PutOutcome.REFUSED
-    assert tier.troubles() == {"a block cannot be written": 2}
+    assert tier.health() == {"a block cannot be written": 2}
     tier.close()

@@ -19,8 +19,8 @@ import pytest
 from kvboost.store.record.header import PAGE, seal_of
 from kvboost.store.tiers.disk.files import Files
 from kvboost.store.tiers.disk.tier import DiskTier
+from kvboost.testing.blocks import assert_same, block_of, namespace
 from kvboost.testing.content import prompt
-from kvboost.testing.tier import assert_same, block_of, namespace
 from kvboost.types import PutOutcome
 from tests.helpers.failing import Failing
 from tests.store.tiers.test_disk import EACH, keys, open_tier, record_files, store_all, there
@@ -84,13 +84,13 @@ def test_a_full_index_is_a_refusal(tmp_path: Path) -> None:
     """SQLite's own full disk: no page more."""
     tier = open_tier(tmp_path)
     index = tier._directory.index()
-    pages = index._write.execute("PRAGMA page_count").fetchone()[0]
-    index._write.execute(f"PRAGMA max_page_count = {pages}")
+    pages = index._database._write.execute("PRAGMA page_count").fetchone()[0]
+    index._database._write.execute(f"PRAGMA max_page_count = {pages}")
     with one_warning():
         outcomes = [tier.store(block_of(prompt(f"text {n}")[0])) for n in range(100)]
     assert outcomes[-1] is PutOutcome.REFUSED
     consistent(tier, tmp_path)
-    index._write.execute("PRAGMA max_page_count = 1000000")
+    index._database._write.execute("PRAGMA max_page_count = 1000000")
     assert store_all(tier, prompt("room again")) == [PutOutcome.STORED]
     tier.close()
 
@@ -176,7 +176,7 @@ def enlarge(path: Path) -> None:
 
 
 def other_key(path: Path) -> None:
-    shutil.copy(next(p for p in record_files(path.parents[3]) if p != path), path)
+    shutil.copy(next(p for p in record_files(path.parents[2]) if p != path), path)
 
 
 def other_version(path: Path) -> None:
@@ -187,7 +187,7 @@ def other_version(path: Path) -> None:
 
 
 def other_model(path: Path) -> None:
-    other = open_tier(path.parents[3], of=namespace("other model"))
+    other = open_tier(path.parents[2], of=namespace("other model"))
     other.store(block_of(CHUNKS[0]))
     shutil.copy(other._layout.record(other._space, CHUNKS[0].prefix_key), path)
     other.clear()
@@ -220,7 +220,7 @@ def test_a_deleted_file_is_a_miss_and_can_be_stored_again(tmp_path: Path) -> Non
     assert tier.stats().chunks == 2
     assert tier.variants([CHUNKS[0].content_key]) == [[]]
     assert store_all(tier, CHUNKS) == [PutOutcome.STORED, PutOutcome.STORED, PutOutcome.PRESENT]
-    assert tier.troubles() == {}
+    assert tier.health() == {}
     tier.close()
 
 
@@ -288,7 +288,7 @@ def test_an_index_of_somebody_who_rebuilds_is_waited_for_by_nobody(tmp_path: Pat
     tier = open_tier(tmp_path)
     store_all(tier, CHUNKS)
     tier._layout.index.unlink()
-    with index_lock(tier._layout, patience_s=0.0), one_warning():
+    with index_lock(tier._layout, timeout_s=0.0), one_warning():
         assert tier.variants([CHUNKS[0].content_key]) == [[]]
         assert store_all(tier, prompt("x")) == [PutOutcome.REFUSED]
         assert all(block is not None for block in tier.load(keys(CHUNKS)))
@@ -296,9 +296,9 @@ def test_an_index_of_somebody_who_rebuilds_is_waited_for_by_nobody(tmp_path: Pat
 
 
 def test_a_locked_index_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvboost.store.tiers.disk import index
+    from kvboost.store.tiers.disk import database
 
-    monkeypatch.setattr(index, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(database, "_TIMEOUT_S", 0.05)
     tier = open_tier(tmp_path)
     store_all(tier, CHUNKS)
     blocker = sqlite3.connect(tier._layout.index)
@@ -340,7 +340,7 @@ def test_a_file_system_without_direct_access_is_used_plainly(tmp_path: Path, whe
     tier.store(large)
     assert_same(next(tier.load([large.key])), large)
     assert not files.direct
-    assert tier.troubles() == {}
+    assert tier.health() == {}
     tier.close()
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvboost.store.tiers.disk.files import Files, Presence
+from kvboost.testing.blocks import assert_same, block_of
 from kvboost.testing.content import prompt
-from kvboost.testing.tier import assert_same, block_of
 from kvboost.types import PutOutcome
 from tests.store.tiers.test_disk import EACH, bytes_on_disk, open_tier, record_files, store_all, there
 
@@ -58,9 +58,9 @@ def test_each_process_finds_what_the_other_stored(tmp_path: Path) -> None:
 
 CROWD = """
 import random, sys
-from kvboost.store.tiers.disk import index
+from kvboost.store.tiers.disk import database
 from tests.store.tiers.test_disk import *
-index._PATIENCE_S = 120  # a machine may stop a process for long while it holds the index
+database._TIMEOUT_S = 120  # a machine may stop a process for long while it holds the index
 tier = open_tier(Path(sys.argv[1]), room=10)
 chooser = random.Random(int(sys.argv[2]))
 for _ in range(80):
@@ -70,7 +70,7 @@ for _ in range(80):
     for found, chunk in zip(tier.load(keys(chunks)), chunks, strict=True):
         assert found is None or found.tokens == chunk.tokens
     tier.used(keys(chunks))
-assert tier.troubles() == {}, tier.troubles()
+assert tier.health() == {}, tier.health()
 tier.close()
 """
 
@@ -126,7 +126,7 @@ def test_a_block_entered_by_another_in_the_last_moment_is_left_to_it(
     store_all(one, prompt("b"))
     monkeypatch.setattr(one._directory.index(), "has", lambda key: store_all(other, prompt("a")) and None)
     assert store_all(one, prompt("a")) == [PutOutcome.REFUSED]
-    assert one.troubles() == {}
+    assert one.health() == {}
     assert there(one, "a") == [True]
     one.close()
     other.close()
@@ -168,8 +168,10 @@ def test_a_dead_writers_room_is_free_again(tmp_path: Path) -> None:
     (tmp / f"{dead}.lock").touch()
     (tmp / f"{dead}.1").write_bytes(bytes(100))
     index = tier._directory.index()
-    index._write.execute("UPDATE chunks SET writer = ?", (dead,))  # the file is there: it died before it said so
-    index._write.execute(
+    index._database._write.execute(
+        "UPDATE chunks SET writer = ?", (dead,)
+    )  # the file is there: it died before it said so
+    index._database._write.execute(
         "INSERT INTO chunks (space, key, content, size, nbytes, bitwise, start, context, generation, last_used, "
         f"writer) VALUES (1, x'aa', x'bb', {EACH}, 1, 1, 0, x'', 0, 0, '{dead}')"  # and this one before it wrote
     )
@@ -186,12 +188,12 @@ def test_the_living_are_told_from_the_dead(tmp_path: Path) -> None:
     assert one.is_alive(other.writer)
     assert one.is_alive(one.writer)
     other.new_path().touch()
-    one.bury()
+    one.reap()
     assert len(list(tmp_path.iterdir())) == 3
     os.close(other._descriptor)  # as the system does when a process dies
     other._descriptor = -1
     assert not one.is_alive(other.writer)
-    one.bury()
+    one.reap()
     assert [path.name for path in tmp_path.iterdir()] == [f"{one.writer}.lock"]
     one.close()
     one.close()

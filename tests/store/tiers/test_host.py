@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost.extend import Tier
-from kvboost.store import HostTier, MemoryStore, TieredStore
+from kvboost.store import HostTier, LoadRules, MemoryStore, TieredStore
 from kvboost.testing import TierContract
+from kvboost.testing.blocks import assert_same, block_of
 from kvboost.testing.content import prompt
 from kvboost.testing.store import held_keys
-from kvboost.testing.tier import assert_same, block_of
 from kvboost.types import KVBlock, Namespace, PutOutcome
 
 _SIZE = 1000
@@ -96,7 +96,7 @@ def test_the_ledger_is_the_sum_of_what_is_there(steps: list[tuple[str, str, int]
         assert tier.stats().chunks == len(there)
     tier.clear()
     assert not tier._successors
-    assert not tier._same_content
+    assert len(tier._contents) == 0
 
 
 def test_below_a_memory_store_it_takes_what_is_evicted_and_gives_it_back_where_it_belongs() -> None:
@@ -108,7 +108,7 @@ def test_below_a_memory_store_it_takes_what_is_evicted_and_gives_it_back_where_i
         fetched.append(block.key)
         return replace(block, tensors=tuple(tensor.clone() for tensor in block.tensors))
 
-    store = TieredStore(MemoryStore(3 * _SIZE), [tier], to_memory=to_memory)
+    store = TieredStore(MemoryStore(3 * _SIZE), [tier], rules=LoadRules(to_memory=to_memory))
     for chunk in (*chunks, *prompt(*"xyz")):
         store.put(block_of(chunk, _SIZE))
     store.flush()

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from kvboost.bench.servers import RedisServer
 from kvboost.extend import ChunkStore, Tier
 from kvboost.store import DiskTier, MemoryStore, ObjectTier, RecordFormat, RedisTier, TieredStore
-from kvboost.store.write_behind import WriteBehind
+from kvboost.store.write_behind import WriteBehind, WriteQueue
 from kvboost.testing import ChunkStoreContract, TierContract
+from kvboost.testing.blocks import assert_same, block_of, namespace
 from kvboost.testing.content import prompt
 from kvboost.testing.store import held_keys
-from kvboost.testing.tier import assert_same, block_of, namespace
 from kvboost.types import Namespace, PutOutcome
 from tests.store.test_memory import put_all
 from tests.store.test_tiered import ShelfTier
@@ -30,16 +30,16 @@ from tests.store.tiers.test_s3 import open_tier as open_objects
 _LARGE = 10**8
 
 
-class TestMemoryBesideAnother(ChunkStoreContract):
+class TestMemoryForAnotherNamespace(ChunkStoreContract):
     def make_store(self, *, capacity_bytes: int, max_chunks: int | None = None) -> ChunkStore:
-        return MemoryStore(capacity_bytes, max_chunks=max_chunks).beside()
+        return MemoryStore(capacity_bytes, max_chunks=max_chunks).for_tenant()
 
 
 def _formats() -> tuple[RecordFormat, RecordFormat]:
     return RecordFormat(namespace(tenant="one")), RecordFormat(namespace("other model", tenant="other"))
 
 
-class TestDiskBesideAnother(TierContract):
+class TestDiskForAnotherNamespace(TierContract):
     @pytest.fixture(autouse=True)
     def _directory(self, tmp_path: Path) -> Iterator[None]:
         self.folder = tmp_path / "cache"
@@ -51,10 +51,10 @@ class TestDiskBesideAnother(TierContract):
     def make_tier(self, *, capacity_bytes: int, namespace: Namespace) -> Tier:
         first = DiskTier(self.folder, capacity_bytes=capacity_bytes, records=_formats()[0])
         self.opened.append(first)
-        return first.beside(RecordFormat(namespace))
+        return first.for_namespace(RecordFormat(namespace))
 
 
-class TestRedisBesideAnother(TierContract):
+class TestRedisForAnotherNamespace(TierContract):
     @pytest.fixture(autouse=True)
     def _server(self, redis_at: RedisServer) -> Iterator[None]:
         self.url = redis_at.url
@@ -64,9 +64,9 @@ class TestRedisBesideAnother(TierContract):
             tier.close()
 
     def make_tier(self, *, capacity_bytes: int, namespace: Namespace) -> Tier:
-        first = RedisTier(self.url, capacity_bytes=capacity_bytes, records=_formats()[0], patience_s=30.0)
+        first = RedisTier(self.url, capacity_bytes=capacity_bytes, records=_formats()[0], timeout_s=30.0)
         self.opened.append(first)
-        return first.beside(RecordFormat(namespace))
+        return first.for_namespace(RecordFormat(namespace))
 
 
 @pytest.fixture(params=["disk", "redis", "objects"])
@@ -78,11 +78,11 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, 
         first = DiskTier(tmp_path, capacity_bytes=_LARGE, records=one)
     elif request.param == "redis":
         url = request.getfixturevalue("redis_at").url
-        first = RedisTier(url, capacity_bytes=_LARGE, records=one, patience_s=30.0)
+        first = RedisTier(url, capacity_bytes=_LARGE, records=one, timeout_s=30.0)
     else:
         port, place = request.getfixturevalue("s3"), request.getfixturevalue("folder")
         first = open_objects(port, place, of=one.namespace)
-    yield first, first.beside(other)
+    yield first, first.for_namespace(other)
     first.close()
 
 
@@ -108,7 +108,7 @@ def test_neither_sees_purges_or_closes_the_other(pair: tuple[Any, Any]) -> None:
 
 def test_memory_beside_another_shares_the_room_and_nothing_else() -> None:
     first = MemoryStore(500)
-    second = first.beside(quota_bytes=200)
+    second = first.for_tenant(quota_bytes=200)
     gone: list[bytes] = []
     first.on_evict = lambda block: gone.append(block.key)
     chunks = prompt("a", "b", "c")
@@ -141,7 +141,7 @@ def test_no_workload_breaks_a_limit_or_shows_anothers_blocks(
     steps: list[tuple[int, int, int, int]], capacity: int, quota: int | None
 ) -> None:
     first = MemoryStore(capacity, quota_bytes=quota)
-    stores = [first, first.beside(quota_bytes=quota), first.beside(quota_bytes=quota)]
+    stores = [first, first.for_tenant(quota_bytes=quota), first.for_tenant(quota_bytes=quota)]
     for tenant, text, length, size in steps:
         chunks = prompt(f"tenant {tenant}", *(f"text {text} {n}" for n in range(length)))
         store = stores[tenant]
@@ -158,11 +158,17 @@ def test_no_workload_breaks_a_limit_or_shows_anothers_blocks(
             assert other is store or held_keys(other, chunks) == []
 
 
-def test_writers_beside_each_other_share_the_thread_and_the_room() -> None:
+def test_writers_of_two_tenants_share_the_thread_and_the_queue() -> None:
     slow = ShelfTier()
     slow.open.clear()
-    first = WriteBehind(most_bytes=3000, failed=lambda tier, error: None, tried=lambda block, kept: None)
-    second = first.beside(failed=lambda tier, error: None, tried=lambda block, kept: None)
+    queue = WriteQueue(3000)
+
+    def writer(*, owns_queue: bool) -> WriteBehind:
+        return WriteBehind(
+            queue, owns_queue=owns_queue, failed=lambda tier, error: None, tried=lambda block, kept: None
+        )
+
+    first, second = writer(owns_queue=True), writer(owns_queue=False)
     blocks = [block_of(prompt(f"{n}")[0]) for n in range(5)]
     assert second.offer(blocks[0], [slow])
     assert second.offer(blocks[1], [slow])
@@ -195,7 +201,7 @@ def test_what_a_tenants_tier_raises_is_told_to_that_tenant() -> None:
     bad.error = ValueError("broken")
     first = TieredStore(MemoryStore(_LARGE), [good])
     memory = MemoryStore(_LARGE)
-    second = TieredStore(memory.beside(), [bad], beside=first)
+    second = first.for_tenant(memory.for_tenant(), [bad])
     with closing(first):
         with pytest.warns(RuntimeWarning, match="bad tier failed"):
             _write(second, "a")

@@ -25,8 +25,8 @@ from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.redis.loading import PIECE_BYTES, split
 from kvboost.store.tiers.redis.tier import RedisTier
 from kvboost.testing import TierContract
+from kvboost.testing.blocks import assert_same, block_of, namespace
 from kvboost.testing.content import prompt
-from kvboost.testing.tier import assert_same, block_of, namespace
 from kvboost.types import Chunk, Namespace, PutOutcome
 from tests.helpers.redis_writer import numbered
 
@@ -37,7 +37,7 @@ EACH = RecordFormat(namespace()).size_of(block_of(prompt("a")[0])) + 4096
 def open_tier(server: RedisServer, *, room: int = 1000, of: Namespace | None = None, **options: Any) -> RedisTier:
     """Patient, as the machine may be busy."""
     records = options.pop("records", None) or RecordFormat(of or namespace())
-    return RedisTier(server.url, capacity_bytes=room * EACH, records=records, **{"patience_s": 30.0, **options})
+    return RedisTier(server.url, capacity_bytes=room * EACH, records=records, **{"timeout_s": 30.0, **options})
 
 
 def keys(chunks: Sequence[Chunk]) -> list[bytes]:
@@ -71,7 +71,7 @@ class TestRedisTierContract(TierContract):
 
     def make_tier(self, *, capacity_bytes: int, namespace: Namespace) -> Tier:
         return RedisTier(
-            self.server.url, capacity_bytes=capacity_bytes, records=RecordFormat(namespace), patience_s=30.0
+            self.server.url, capacity_bytes=capacity_bytes, records=RecordFormat(namespace), timeout_s=30.0
         )
 
 
@@ -382,11 +382,11 @@ def test_a_full_server_refuses_and_says_so_once(redis_at: RedisServer, client: A
 def test_a_password_and_a_database(tmp_path: Path) -> None:
     with redis_server(["--requirepass", "open sesame"]) as server:
         url = f"redis://:open%20sesame@127.0.0.1:{server.port}/3"
-        tier = RedisTier(url, capacity_bytes=10**6, records=RecordFormat(namespace()), patience_s=30.0)
+        tier = RedisTier(url, capacity_bytes=10**6, records=RecordFormat(namespace()), timeout_s=30.0)
         assert store_all(tier, prompt("a")) == [PutOutcome.STORED]
         tier.close()
         with pytest.warns(RuntimeWarning, match="NOAUTH|WRONGPASS|Authentication"):
-            RedisTier(server.url, capacity_bytes=10**6, records=RecordFormat(namespace()), patience_s=30.0).close()
+            RedisTier(server.url, capacity_bytes=10**6, records=RecordFormat(namespace()), timeout_s=30.0).close()
 
 
 def test_tls(tmp_path: Path) -> None:
@@ -399,7 +399,7 @@ def test_tls(tmp_path: Path) -> None:
     options = [part for name, file in files.items() for part in (f"--tls-{name}-file", str(tmp_path / file))]
     with redis_server([*options, "--tls-port", str(port), "--tls-auth-clients", "no"]):
         url = f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={tmp_path / 'cert.pem'}"
-        tier = RedisTier(url, capacity_bytes=10**9, records=RecordFormat(namespace()), patience_s=30.0)
+        tier = RedisTier(url, capacity_bytes=10**9, records=RecordFormat(namespace()), timeout_s=30.0)
         blocks = [numbered(number) for number in range(3)]
         assert {tier.store(block) for block in blocks} == {PutOutcome.STORED}
         for found, block in zip(tier.load([block.key for block in blocks]), blocks, strict=True):
@@ -407,7 +407,7 @@ def test_tls(tmp_path: Path) -> None:
         tier.close()
         with pytest.warns(RuntimeWarning, match="certificate"):
             RedisTier(
-                f"rediss://127.0.0.1:{port}/0", capacity_bytes=1, records=RecordFormat(namespace()), patience_s=30.0
+                f"rediss://127.0.0.1:{port}/0", capacity_bytes=1, records=RecordFormat(namespace()), timeout_s=30.0
             ).close()
 
 

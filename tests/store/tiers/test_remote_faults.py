@@ -15,8 +15,8 @@ from kvboost.bench.servers import RedisServer, free_port, redis_server
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.breaker import Breaker
 from kvboost.store.tiers.redis.tier import RedisTier
+from kvboost.testing.blocks import assert_same, block_of, namespace
 from kvboost.testing.content import prompt
-from kvboost.testing.tier import assert_same, block_of, namespace
 from kvboost.types import PutOutcome
 
 
@@ -41,7 +41,7 @@ def test_a_load_that_breaks_in_the_middle_is_misses_and_one_warning(redis_at: Re
     chunks = prompt(*"abcdef")
     blocks = [block_of(chunk, 2**21) for chunk in chunks]
     with FaultyProxy(redis_at.port) as proxy:
-        tier = open_tier(proxy.port, patience_s=1.0)
+        tier = open_tier(proxy.port, timeout_s=1.0)
         for block in blocks:
             assert tier.store(block) is PutOutcome.STORED
         loading = iter(tier.load([block.key for block in blocks]))
@@ -57,7 +57,7 @@ def test_a_load_that_breaks_in_the_middle_is_misses_and_one_warning(redis_at: Re
                 assert_same(block, original)
         assert not tier.is_available
         assert tier.stats().rejected == 0
-        assert sum(tier.troubles().values()) == 1
+        assert sum(tier.health().values()) == 1
         tier.close()
 
 
@@ -87,7 +87,7 @@ def test_a_server_that_takes_no_connections_costs_no_more() -> None:
 def test_a_server_that_starts_later_is_used_then() -> None:
     port = free_port()
     with pytest.warns(RuntimeWarning, match="check that the server runs"):
-        tier = open_tier(port, patience_s=5.0)
+        tier = open_tier(port, timeout_s=5.0)
     block = block_of(prompt("a")[0])
     assert tier.store(block) is PutOutcome.REFUSED
     with redis_server(port=port):
@@ -103,7 +103,7 @@ def test_a_server_that_starts_later_is_used_then() -> None:
 def test_a_connection_closed_while_idle_costs_nothing(redis_at: RedisServer) -> None:
     import redis
 
-    tier = open_tier(redis_at.port, patience_s=30.0)
+    tier = open_tier(redis_at.port, timeout_s=30.0)
     block = block_of(prompt("a")[0])
     tier.store(block)
     for thread in threading.enumerate():  # the first block's sweep uses a link too, which must be idle
@@ -112,7 +112,7 @@ def test_a_connection_closed_while_idle_costs_nothing(redis_at: RedisServer) -> 
     with redis.Redis.from_url(redis_at.url) as client:
         client.client_kill_filter(_type="normal", skipme=True)
     assert_same(next(iter(tier.load([block.key]))), block)
-    assert tier.troubles() == {}
+    assert tier.health() == {}
     tier.close()
 
 

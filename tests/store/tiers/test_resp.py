@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost.store.tiers.redis.resp import Link, Patience, ProtocolError, Reply, ServerError
+from kvboost.store.tiers.redis.resp import Deadline, Link, ProtocolError, Reply, ServerError
 
 
-def patience(seconds: float = 30.0) -> Patience:
-    return Patience(seconds, slowest_bytes_per_s=1e6)
+def deadline(seconds: float = 30.0) -> Deadline:
+    return Deadline(seconds, min_bytes_per_s=1e6)
 
 
 def encode(reply: Reply | str) -> bytes:
@@ -51,21 +51,21 @@ def test_replies_are_read_however_they_are_cut(wanted: list[Reply], data: st.Dat
 
         sender = threading.Thread(target=send)
         sender.start()
-        link = Link(ours)
-        assert [link.reply(patience()) for _ in wanted] == wanted
+        link = Link(ours, deadline())
+        assert [link.reply() for _ in wanted] == wanted
         sender.join()
 
 
 @given(st.binary(max_size=300))
 @settings(max_examples=200, deadline=None)
 def test_garbage_is_an_error_of_the_protocol_or_the_end(garbage: bytes) -> None:
-    for read in (lambda link: link.reply(patience()), lambda link: link.length(patience())):
+    for read in (lambda link: link.reply(), lambda link: link.length()):
         ours, theirs = socket.socketpair()
         with ours, theirs:
             theirs.sendall(garbage)
             theirs.shutdown(socket.SHUT_WR)
             try:
-                read(Link(ours))
+                read(Link(ours, deadline()))
             except (ProtocolError, OSError, ServerError):
                 continue
 
@@ -79,7 +79,7 @@ def test_lengths_that_nobody_would_send_are_not_believed(reply: bytes) -> None:
     with ours, theirs:
         theirs.sendall(reply)
         with pytest.raises(ProtocolError):
-            Link(ours).reply(patience())
+            Link(ours, deadline()).reply()
 
 
 def test_values_go_out_whole_and_in_pieces() -> None:
@@ -95,7 +95,7 @@ def test_values_go_out_whole_and_in_pieces() -> None:
 
         receiver = threading.Thread(target=receive)
         receiver.start()
-        Link(ours).send([(b"SET", b"k", parts), (b"SET", b"k", memoryview(large)), (b"GET", b"k")], patience())
+        Link(ours, deadline()).send([(b"SET", b"k", parts), (b"SET", b"k", memoryview(large)), (b"GET", b"k")])
         ours.shutdown(socket.SHUT_WR)
         receiver.join()
     value = b"$%d\r\n%s\r\n" % (len(large), large)
@@ -117,11 +117,11 @@ def test_nobody_waits_longer_than_his_patience(what: str) -> None:
         sender = threading.Thread(target=dribble)
         if what == "dribble":
             sender.start()
-        link = Link(ours)
+        link = Link(ours, deadline(0.1))
         command = (b"SET", b"k", memoryview(bytes(10**8)))
         begin = time.monotonic()
         with pytest.raises(TimeoutError):
-            link.send([command], patience(0.1)) if what == "sending" else link.reply(patience(0.1))
+            link.send([command]) if what == "sending" else link.reply()
         assert time.monotonic() - begin < 1.0
         stop.set()
         if what == "dribble":
@@ -133,17 +133,17 @@ def test_what_has_come_already_is_taken_though_time_is_over() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(encode(b"here"))
-        assert Link(ours).reply(patience(0.0)) == b"here"
+        assert Link(ours, deadline(0.0)).reply() == b"here"
 
 
 def test_a_link_with_something_unread_is_not_used_again() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        link = Link(ours)
+        link = Link(ours, deadline())
         assert link.is_fresh
         theirs.sendall(b"+late\r\n")
         assert not link.is_fresh
     ours, theirs = socket.socketpair()
     with ours:
         theirs.close()
-        assert not Link(ours).is_fresh
+        assert not Link(ours, deadline()).is_fresh

@@ -16,8 +16,8 @@ from kvboost.extend import Tier
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.s3 import ObjectTier
 from kvboost.testing import TierContract
+from kvboost.testing.blocks import assert_same, block_of, namespace
 from kvboost.testing.content import prompt
-from kvboost.testing.tier import assert_same, block_of, namespace
 from kvboost.types import Namespace, PutOutcome
 from tests.helpers.redis_writer import numbered
 
@@ -29,7 +29,7 @@ def _keys(port: int, prefix: str = "") -> dict[str, str]:
 
 def open_tier(port: int, folder: str, *, of: Namespace | None = None, **options: Any) -> ObjectTier:
     config = {**_keys(port), "endpoint": f"http://127.0.0.1:{port}", "client_options": {"allow_http": True}}
-    options = {"patience_s": 30.0, **options}
+    options = {"timeout_s": 30.0, **options}
     return ObjectTier(f"s3://bucket/{folder}", records=RecordFormat(of or namespace()), config=config, **options)
 
 
@@ -98,7 +98,7 @@ def test_a_tenant_can_be_purged(s3: int, folder: str) -> None:
 def test_a_store_that_is_gone_is_misses_one_warning_and_used_again_later(s3: int, folder: str, fault: Fault) -> None:
     block = block_of(prompt("a")[0], 10**6)
     with FaultyProxy(s3) as proxy:
-        tier = open_tier(proxy.port, folder, patience_s=3.0)
+        tier = open_tier(proxy.port, folder, timeout_s=3.0)
         assert tier.store(block) is PutOutcome.STORED
         proxy.fault = fault
         with pytest.warns(RuntimeWarning, match="check the bucket") as seen:

@@ -1,28 +1,29 @@
-"""Many records in one file, as ``kvboost cache export`` writes it.
+"""Many records in one tar file, as ``kvboost cache export`` writes it.
 
-The records themselves one after the other, each padded to whole pages, and a last page with their number. Not a tar: a
-record names itself and says how long it is, so an index or names around it could only contradict it; every beginning
-of a page is a place to go on after damage, where a tar is lost behind its first broken header; and nothing has to be
-guarded against that a tar can say (paths, links, sparse files). Archives can be joined with ``cat``.
+One member per record, named ``SPACE/KEY.kv`` in hexadecimal digits, and a last one with their number. Headers are made
+and read by :mod:`tarfile`; its reader is not used, as it stops at the first damaged header, takes long names and
+extended headers of any length, and knows paths, links and sparse files, none of which are wanted here. Archives can be
+joined with ``cat`` and listed with ``tar tf``.
 
-Invariant: reading allocates no more than a record's limit, whatever the file says.
+Invariants: nothing is extracted to a path; reading allocates no more than a record's limit, whatever the file says; a
+member that is no record is counted and skipped.
 """
 
 from __future__ import annotations
 
 import os
-import struct
+import tarfile
 from collections.abc import Iterator
 from typing import BinaryIO
 
 from kvboost.direct_io import page_aligned
-from kvboost.errors import DamagedRecordError, RecordError, RecordVersionError
+from kvboost.errors import ForeignRecordError, RecordError, RecordVersionError
 from kvboost.store.admin.base import MAX_RECORD_BYTES
-from kvboost.store.record.format import inspect
-from kvboost.store.record.header import MAGIC, PAGE, Buffer, RecordHeader, aligned, header_length
+from kvboost.store.record.format import inspect, space_of
+from kvboost.store.record.header import PAGE, Buffer, RecordHeader, aligned, header_length
 
-_END = b"\x89KVBEND\n"
-_LAST_PAGE = struct.Struct("<8sQ")
+_BLOCK = tarfile.BLOCKSIZE
+_COUNT = "COUNT"  # the last member
 _READ_AT_ONCE = 2**20
 
 
@@ -34,14 +35,21 @@ class ArchiveWriter:
         self._count = 0
 
     def add(self, record: Buffer) -> None:
-        """One more record."""
-        self._stream.write(record)
-        self._stream.write(bytes(-len(record) % PAGE))
+        """One more whole record."""
+        self._add(_name(inspect(record, max_bytes=MAX_RECORD_BYTES)), record)
         self._count += 1
 
     def finish(self) -> None:
         """Say that this is all: an archive without it was cut short."""
-        self._stream.write(_LAST_PAGE.pack(_END, self._count).ljust(PAGE, b"\0"))
+        self._add(_COUNT, b"%d" % self._count)
+        self._stream.write(bytes(2 * _BLOCK))
+
+    def _add(self, name: str, data: Buffer) -> None:
+        member = tarfile.TarInfo(name)
+        member.size, member.mode = len(data), 0o600
+        self._stream.write(member.tobuf(tarfile.USTAR_FORMAT))
+        self._stream.write(data)
+        self._stream.write(bytes(-len(data) % _BLOCK))
 
 
 class ArchiveReader:
@@ -49,97 +57,97 @@ class ArchiveReader:
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
-        self._head = b""
-        self._record_bytes = 0
-        self._again = b""  # read, and to be read again
-        self._left = 0  # bytes of the present record that were not read, with its padding
-        self._since_end = 0
-        self._open = False
-        self.position = 0
-        """Bytes read so far."""
+        self._head = b""  # of the present member, what was read to know it
+        self._size = 0
+        self._left = 0  # bytes of the present member that were not read, with its padding
         self.damaged = 0
-        """Stretches that hold no record."""
+        """Places that hold no record: damaged ones, and members that are something else."""
         self.other_version = 0
         self.complete = True
         """Whether every record is there that was written: known at the end."""
 
     def __iter__(self) -> Iterator[RecordHeader]:
         """The header of each record. Those sealed with a key are not proven by it."""
-        lost = False  # in a stretch that was counted already
-        while page := self._exactly(PAGE):
-            if page.startswith(_END) and len(page) == PAGE:
-                _, count = _LAST_PAGE.unpack_from(page)
-                self.complete &= count == self._since_end
-                self._since_end, self._open, lost = 0, False, False
+        count, ended = 0, False
+        is_lost = False  # behind damage that was counted already, until the next member
+        while block := self._exactly(_BLOCK):
+            if not any(block):
+                continue  # the end of an archive; another may follow
+            ended = False
+            member = _member(block)
+            if member is None:
+                self.damaged += not is_lost
+                is_lost = True
                 continue
-            self._open = True
+            is_lost = False
+            self._size, self._left = member.size, aligned(member.size, _BLOCK)
             try:
-                header = self._header(page)
+                if member.name == _COUNT:
+                    self.complete &= self._body(min(self._size, _BLOCK)) == b"%d" % count
+                    count, ended = 0, True
+                elif not member.isdir():
+                    header = self._header(member)
+                    count += 1
+                    yield header
             except RecordVersionError:
-                self.other_version += not lost
-                self._since_end += not lost
-                lost = True  # how long it is, only its own version knows
-                continue
-            except DamagedRecordError:
-                self.damaged += not lost
-                lost = True
-                continue
-            lost = False
-            self._since_end += 1
-            yield header
+                self.other_version += 1
+                count += 1
+            except RecordError:
+                self.damaged += 1
             self._skip()
-        self.complete &= not self._open
+        self.complete &= ended
 
     def record(self) -> memoryview:
         """All of the record whose header came last; shorter if the archive ends in it. To be taken once."""
-        record = page_aligned(self._record_bytes)
+        record = page_aligned(self._size)
         at = len(self._head)
         record[:at] = self._head
-        while at < len(record) and (part := self._read(min(len(record) - at, _READ_AT_ONCE))):
+        while at < len(record) and (part := self._body(min(len(record) - at, _READ_AT_ONCE))):
             record[at : at + len(part)] = part
             at += len(part)
-        self._left -= at - len(self._head)
         return record[:at]
 
-    def _header(self, page: bytes) -> RecordHeader:
-        if not page.startswith(MAGIC):
-            raise DamagedRecordError("no record begins here")
-        head = page + self._exactly(max(header_length(page) - len(page), 0))
-        try:
-            header = inspect(head, max_bytes=MAX_RECORD_BYTES)
-        except RecordError:
-            self._again = head[PAGE:] + self._again  # there may be records in what looked like a header
-            self.position -= len(head[PAGE:])
-            raise
-        self._head = head
-        self._record_bytes = header.record_bytes
-        self._left = aligned(header.record_bytes, PAGE) - len(head)
+    def _header(self, member: tarfile.TarInfo) -> RecordHeader:
+        """The header of the record that this member is. Raises RecordError if it is none."""
+        self._head = self._body(min(PAGE, self._size))
+        self._head += self._body(min(header_length(self._head), self._size) - len(self._head))
+        header = inspect(self._head, max_bytes=MAX_RECORD_BYTES)
+        if (member.name, member.size) != (_name(header), header.record_bytes):
+            raise ForeignRecordError("it is the record of another name")
         return header
 
+    def _body(self, length: int) -> bytes:
+        """So many bytes of the present member, or all that are left of the archive."""
+        data = self._exactly(min(length, self._left))
+        self._left -= len(data)
+        return data
+
     def _skip(self) -> None:
-        """Pass what was not read of the present record."""
-        if self._left and not self._again and self._stream.seekable():
-            here = self._stream.tell()
-            passed = min(self._left, self._stream.seek(0, os.SEEK_END) - here)
-            self._stream.seek(here + passed)
-            self._left -= passed
-            self.position += passed
-        while self._left and (part := self._read(min(self._left, _READ_AT_ONCE))):
-            self._left -= len(part)
-        self.complete &= not self._left
+        """Pass what was not read of the present member."""
+        if self._left and self._stream.seekable():
+            self._stream.seek(self._left, os.SEEK_CUR)  # behind the end nothing is read: the archive is incomplete
+            self._left = 0
+        while self._left and self._body(min(self._left, _READ_AT_ONCE)):
+            pass
 
     def _exactly(self, length: int) -> bytes:
         """So many bytes, or all that are left."""
         parts: list[bytes] = []
-        while length and (part := self._read(length)):
+        while length > 0 and (part := self._stream.read(length)):
             parts.append(part)
             length -= len(part)
         return b"".join(parts)
 
-    def _read(self, most: int) -> bytes:
-        if self._again:
-            part, self._again = self._again[:most], self._again[most:]
-        else:
-            part = self._stream.read(most)
-        self.position += len(part)
-        return part
+
+def _name(header: RecordHeader) -> str:
+    return f"{space_of(header).hex()}/{header.key.hex()}.kv"
+
+
+def _member(block: bytes) -> tarfile.TarInfo | None:
+    """The member that begins with this block; None if none does, or one that cannot be a record or a directory."""
+    try:
+        member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except tarfile.HeaderError:
+        return None
+    fits = member.isreg() and 0 <= member.size <= MAX_RECORD_BYTES
+    return member if fits or (member.isdir() and member.size == 0) else None

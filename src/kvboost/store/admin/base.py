@@ -1,15 +1,14 @@
-"""What lies in a place of chunk records, whosever it is: the language of ``kvboost cache``.
+"""All chunk records of one directory, server or bucket: what ``kvboost cache`` works with.
 
-A tier sees the blocks of one namespace and hides every trouble; a :class:`Catalogue` sees all records of a directory,
+A tier sees the blocks of one namespace and hides every failure; a :class:`Catalogue` sees all records of a directory,
 server or bucket, without a model, and says what is wrong. Invariants: looking changes nothing; what a name or a header
 claims is believed only where :mod:`kvboost.store.admin.check` has proven it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -17,6 +16,7 @@ from kvboost.errors import RecordError
 from kvboost.extend import Tier
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.header import PAGE, header_length
+from kvboost.store.tiers.base import in_order as submitted_in_order
 
 MAX_RECORD_BYTES = 2**30
 """No larger record is read: its writers stop far below."""
@@ -43,10 +43,10 @@ class Entry:
 
 
 class ImportTier(Tier, Protocol):
-    """A tier that also says what troubles it met."""
+    """A tier that also says what failed."""
 
-    def troubles(self) -> dict[str, int]:
-        """How often each kind of trouble was met."""
+    def health(self) -> dict[str, int]:
+        """How often each kind of failure was seen."""
 
 
 class Catalogue(Protocol):
@@ -80,19 +80,8 @@ class Catalogue(Protocol):
 
 def in_order(pool: ThreadPoolExecutor, work: Callable[[T], R], items: Iterable[T]) -> Iterator[tuple[T, R]]:
     """Each item and what ``work`` makes of it, in order; a few are worked on ahead."""
-    waiting: deque[tuple[T, Future[R]]] = deque()
-    try:
-        for item in items:
-            waiting.append((item, pool.submit(work, item)))
-            if len(waiting) > READERS + 2:
-                first, result = waiting.popleft()
-                yield first, result.result()
-        while waiting:
-            first, result = waiting.popleft()
-            yield first, result.result()
-    finally:
-        for _, result in waiting:
-            result.cancel()
+    for item, result in submitted_in_order(pool, work, items, ahead=READERS + 2):
+        yield item, result.result()
 
 
 def head_of(read: Callable[[int], bytes]) -> bytes:

@@ -15,8 +15,9 @@ from kvboost.errors import PlaceError
 from kvboost.store.admin.base import MAX_RECORD_BYTES, READERS, Entry, ImportTier, head_of, in_order
 from kvboost.store.admin.check import examine
 from kvboost.store.record.format import RecordFormat
+from kvboost.store.tiers.disk.database import IndexView, is_damaged
 from kvboost.store.tiers.disk.files import Files, Layout
-from kvboost.store.tiers.disk.index import ChunkIndex, IndexView, is_damaged
+from kvboost.store.tiers.disk.index import ChunkIndex
 from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.types import Namespace
 
@@ -70,7 +71,7 @@ class DiskCatalogue:
             try:
                 used = view.last_used(space, first)
             except sqlite3.Error:
-                used = {}  # broken: the next engine makes it anew; files have a time of their own
+                used = {}  # broken: the next engine rebuilds it; files have a time of their own
         for key, path in sorted(there.items()):
             try:
                 status = path.stat()
@@ -114,7 +115,7 @@ class DiskCatalogue:
                     self._files.remove(path)
                 if index is not None:
                     places = [(entry.space, entry.key) for entry in some]
-                    index.strike(places, lambda place: self._layout.record(*place).exists())
+                    index.delete_missing(places, self._layout.has)
         except (OSError, sqlite3.Error) as error:
             raise self._failed(error) from error
         finally:
@@ -123,18 +124,18 @@ class DiskCatalogue:
         return removed
 
     def _index_of(self, entries: Sequence[Entry]) -> ChunkIndex | None:
-        """The index, to strike these out; None if it does not know them or is broken."""
+        """The index, to delete their entries; None if it does not know them or is broken."""
         view = self._view()
         if view is None:
             return None  # one that is made later comes from the files
         try:
             for entry in entries:  # which space it is opened for does not matter
                 if (owner := self._owner(entry.space, view)) is not None:
-                    return ChunkIndex(self._layout.index, space=entry.space, namespace=owner)
+                    return ChunkIndex.open(self._layout.index, space=entry.space, namespace=owner)
             return None
         except sqlite3.Error as error:
             if is_damaged(error):
-                return None  # the next engine makes it anew from the files
+                return None  # the next engine rebuilds it from the files
             raise self._failed(error) from error
         finally:
             view.close()

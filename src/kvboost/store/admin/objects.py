@@ -17,7 +17,7 @@ from kvboost.store.admin.base import MAX_RECORD_BYTES, READERS, Entry, ImportTie
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.s3 import ObjectTier, open_objects
 
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 _NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{32})/records/([0-9a-f]{64})\.kv")
 _AT_ONCE = 1000  # names in one request
 
@@ -30,7 +30,7 @@ class ObjectCatalogue:
     def __init__(self, url: str) -> None:
         """Raises ConfigError for an URL that cannot work. Access is by the environment's ``AWS_*``."""
         self._url = url
-        self._objects, self._failures = open_objects(url, patience_s=_PATIENCE_S)
+        self._objects, self._failures = open_objects(url, timeout_s=_TIMEOUT_S)
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="kvboost-admin")
 
     @property
@@ -92,7 +92,7 @@ class ObjectCatalogue:
 
     def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
         """An object tier in this bucket."""
-        return ObjectTier(self._url, records=records, capacity_bytes=capacity_bytes, patience_s=_PATIENCE_S)
+        return ObjectTier(self._url, records=records, capacity_bytes=capacity_bytes, timeout_s=_TIMEOUT_S)
 
     def close(self) -> None:
         """End the readers."""

@@ -18,13 +18,13 @@ from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.header import PAGE
 from kvboost.store.tiers.redis.ledger import Ledger
 from kvboost.store.tiers.redis.loading import OversizedValueError, received
-from kvboost.store.tiers.redis.resp import Link, Patience, ServerError
+from kvboost.store.tiers.redis.resp import Link, ServerError
 from kvboost.store.tiers.redis.server import Server, UnavailableError
 from kvboost.store.tiers.redis.tier import RedisTier
 
 _PREFIX = "kvboost"  # as the tiers of engines have it
-_PATIENCE_S = 30.0
-_SLOWEST_BYTES_PER_S = 1e6
+_TIMEOUT_S = 30.0
+_MIN_BYTES_PER_S = 1e6
 _AT_ONCE = 256  # chunks in one script: others must get their turn
 _LOADED_AT_ONCE = 64
 
@@ -37,10 +37,10 @@ class RedisCatalogue:
     def __init__(self, url: str) -> None:
         """Raises ConfigError for an URL that cannot work, PlaceError if nobody answers there."""
         self._url = url
-        self._server = Server(url, patience_s=_PATIENCE_S, slowest_bytes_per_s=_SLOWEST_BYTES_PER_S)
+        self._server = Server(url, timeout_s=_TIMEOUT_S, min_bytes_per_s=_MIN_BYTES_PER_S)
         self._whole = Ledger(_PREFIX, tenant=b"", space=b"")
         try:
-            self._with_link(lambda link, patience: link.call([(b"PING",)], patience))
+            self._with_link(lambda link: link.call([(b"PING",)]))
         except PlaceError:
             self.close()
             raise
@@ -78,7 +78,7 @@ class RedisCatalogue:
     def _first_bytes(self, entries: Sequence[Entry], length: int) -> list[bytes]:
         last = b"%d" % (length - 1)
         commands = [(b"GETRANGE", _ledger(entry).value(entry.key), b"0", last) for entry in entries]
-        replies = self._with_link(lambda link, patience: link.call(commands, patience))
+        replies = self._with_link(lambda link: link.call(commands))
         return [reply if isinstance(reply, bytes) else b"" for reply in replies]
 
     def records(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, memoryview | None]]:
@@ -89,12 +89,11 @@ class RedisCatalogue:
 
     def _loaded(self, batch: Sequence[Entry]) -> Iterator[tuple[Entry, memoryview | None]]:
         done = 0
-        patience = self._server.patience()
         try:
-            with self._server.link(patience) as link:
+            with self._server.link(self._server.deadline()) as link:
                 keys = [entry.key for entry in batch]
                 ledger = _ledger(batch[0])
-                for record in received(link, patience, keys, ledger=ledger, max_bytes=MAX_RECORD_BYTES):
+                for record in received(link, keys, ledger=ledger, max_bytes=MAX_RECORD_BYTES):
                     done += 1
                     yield batch[done - 1], record
         except UnavailableError as error:
@@ -123,17 +122,16 @@ class RedisCatalogue:
 
     def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
         """A Redis tier on this server."""
-        return RedisTier(self._url, capacity_bytes=capacity_bytes or 2**53, records=records, patience_s=_PATIENCE_S)
+        return RedisTier(self._url, capacity_bytes=capacity_bytes or 2**53, records=records, timeout_s=_TIMEOUT_S)
 
     def close(self) -> None:
         """Close the connections."""
         self._server.close()
 
-    def _with_link(self, work: Callable[[Link, Patience], T]) -> T:
-        patience = self._server.patience()
+    def _with_link(self, work: Callable[[Link], T]) -> T:
         try:
-            with self._server.link(patience) as link:
-                return work(link, patience)
+            with self._server.link(self._server.deadline()) as link:
+                return work(link)
         except UnavailableError as error:
             raise self._failed(error) from error
 
@@ -155,7 +153,7 @@ def _ledger(entry: Entry) -> Ledger:
 
 
 def _entry(name: bytes, found: tuple[int, int] | None) -> Entry | None:
-    """What the ledger says about a chunk; None for one that is being written, or for a stranger's."""
+    """What the ledger says about a chunk; None for one that is being written, or for another program's."""
     try:
         tenant, space, key = (bytes.fromhex(part.decode("ascii")) for part in name.split(b":"))
     except ValueError:

@@ -50,7 +50,7 @@ class Outcome(enum.Enum):
     STORED = "stored"
     PRESENT = "present"
     REFUSED = "refused"
-    """Whole, but there is no room for it within the budget."""
+    """Whole, but it does not fit the capacity."""
     LOCKED = "locked"
     DAMAGED = "damaged"
 
@@ -74,7 +74,7 @@ class Importer:
         self._space: bytes | None = None
         self._tier: ImportTier | None = None
         self.evicted = 0
-        """Records that went to make room."""
+        """Records that were evicted for new ones."""
 
     def arrivals(self, archive: ArchiveReader) -> Iterator[Arrival]:
         """Import each record; what came of it. Raises PlaceError if the place cannot be used."""
@@ -95,9 +95,9 @@ class Importer:
         if finding.block is None:
             return Arrival(header, Outcome.DAMAGED, finding.reason)
         outcome = tier.store(finding.block)
-        if outcome is PutOutcome.REFUSED and tier.troubles():
-            told = ", ".join(tier.troubles())
-            raise PlaceError(f"{self._catalogue.place} takes no records ({told}); mend that and import again")
+        if outcome is PutOutcome.REFUSED and (failures := tier.health()):
+            kinds = ", ".join(failures)
+            raise PlaceError(f"{self._catalogue.place} takes no records ({kinds}); repair that and import again")
         return Arrival(header, Outcome(outcome.value))
 
     def _tier_for(self, header: RecordHeader) -> ImportTier:

@@ -1,4 +1,4 @@
-"""Who goes first when a store is full: the orders to choose from. Leaf first, all of them."""
+"""Eviction policies: which block goes first when a store is full. All of them evict leaves first."""
 
 from kvboost.store.eviction.arc import AdaptiveReplacement
 from kvboost.store.eviction.expected import LeastExpected

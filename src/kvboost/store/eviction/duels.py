@@ -35,7 +35,7 @@ class Duels:
             _, (other, _) = self._open.popitem(last=False)
             del self._open[other]
 
-    def settle(self, key: bytes) -> None:
+    def end(self, key: bytes) -> None:
         """``key`` is used: if it is in a duel, it has won."""
         duel = self._open.pop(key, None)
         if duel is not None:

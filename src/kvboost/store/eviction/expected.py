@@ -120,7 +120,7 @@ class LeastExpected:
             block = self._blocks.get(key)
             if block is not None:
                 self._watch.came_back(block)
-                self._duels.settle(key)
+                self._duels.end(key)
                 block.came_back(now)
                 block.turned_away = False
                 self._wait_for(block)
@@ -195,7 +195,7 @@ class LeastExpected:
         block = self._ghost(key, content)
         if block is not None:
             self._watch.came_back(block)
-            self._duels.settle(block.key)
+            self._duels.end(block.key)
             block.key = key
             block.came_back(self._watch.now)
             block.placed = False

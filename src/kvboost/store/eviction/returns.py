@@ -15,7 +15,7 @@ from typing import Protocol
 _PER_OCTAVE = 3  # spans of age for each doubling; with 2, what is about to be evicted is told apart too late
 SPANS = 48  # the last begins at 2 ** 15.7 prompts
 _MEMORY = 0.9995  # per prompt: what was seen 2,000 prompts ago counts 0.37
-_REFIT = 100  # prompts after which a kind's table is made anew
+_REFIT = 100  # prompts after which a kind's table is rebuilt
 _OWN_COUNTS = (6.0, 4.0, 10.0, 20.0)  # blocks at risk from which on a level weighs more than the one above it
 _MAX_WATCHED = 32768
 

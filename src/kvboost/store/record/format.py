@@ -59,7 +59,7 @@ class EncodedRecord:
 
 
 def inspect(buffer: Buffer, *, max_bytes: int = 2**40) -> RecordHeader:
-    """The header of any record, whosever it is. The bytes behind the header need not be given.
+    """The header of any record, of any namespace. The bytes behind the header need not be given.
 
     Raises DamagedRecordError or RecordVersionError. A seal made with a MAC key is not checked.
     """

@@ -204,7 +204,7 @@ def header_bytes_of(codec: str, context: bytes, runs: Sequence[TensorRun]) -> in
     return aligned(_FIXED.size + len(codec) + len(context) + table, PAGE)
 
 
-def lay_out(token_bytes: int, tensors: Sequence[torch.Tensor], most: int) -> tuple[tuple[TensorRun, ...], int]:
+def lay_out(token_bytes: int, tensors: Sequence[torch.Tensor], max_bytes: int) -> tuple[tuple[TensorRun, ...], int]:
     """Where the tensors go in the body, and the body's bytes. Raises RecordError for what no record can hold."""
     if len(tensors) > MAX_TENSORS:
         raise RecordError(f"{len(tensors)} tensors do not fit a record; join some")
@@ -214,8 +214,8 @@ def lay_out(token_bytes: int, tensors: Sequence[torch.Tensor], most: int) -> tup
             raise RecordError(f"a tensor {shape} of {dtype} cannot be written; use another dtype")
         run = TensorRun(len(list(equal)), dtype, shape, body)
         body += run.count * run.stride
-        if max(body, _most_bytes(run)) > most:
-            raise RecordError(f"a tensor {shape} does not fit a record of {most:,} bytes; use smaller chunks")
+        if max(body, _largest(run)) > max_bytes:
+            raise RecordError(f"a tensor {shape} does not fit a record of {max_bytes:,} bytes; use smaller chunks")
         runs.append(run)
     return tuple(runs), body
 
@@ -224,7 +224,9 @@ def read_header(view: memoryview, max_bytes: int) -> RecordHeader:
     """The header's fields, every length held against the bytes at hand, the limit and the others."""
     header_bytes = header_length(view[:PAGE])
     if int.from_bytes(view[8:10], "little") != VERSION:
-        raise RecordVersionError(f"this code reads records of version {VERSION}; let it write them anew")
+        raise RecordVersionError(
+            f"this code reads records of version {VERSION}; remove this one, and it is written again"
+        )
     if len(view) < header_bytes:
         raise DamagedRecordError(f"{len(view)} bytes of a header of {header_bytes}")
     fields = _FIXED.unpack_from(view)
@@ -269,9 +271,9 @@ def read_header(view: memoryview, max_bytes: int) -> RecordHeader:
 
 
 def _read_table(
-    header: memoryview, at: int, count: int, token_bytes: int, most: int
+    header: memoryview, at: int, count: int, token_bytes: int, max_bytes: int
 ) -> tuple[tuple[TensorRun, ...], int, int]:
-    """The tensors, where the table ends, and how many bytes tokens and tensors take; ``most`` is a limit to them."""
+    """The tensors, where the table ends, and how many bytes tokens and tensors take; at most ``max_bytes``."""
     runs: list[TensorRun] = []
     body, tensors = aligned(token_bytes, ALIGNMENT), 0
     for _ in range(count):
@@ -287,13 +289,13 @@ def _read_table(
         run = TensorRun(equal, _DTYPES[number], struct.unpack_from(f"<{dimensions}I", header, at), body)
         at += _DIMENSION_BYTES * dimensions
         body += run.count * run.stride
-        if max(body, _most_bytes(run)) > most:
+        if max(body, _largest(run)) > max_bytes:
             raise DamagedRecordError("the tensors are larger than the record")
         runs.append(run)
     return tuple(runs), at, body
 
 
-def _most_bytes(run: TensorRun) -> int:
+def _largest(run: TensorRun) -> int:
     """As if no dimension were 0: then the strides of the others cannot overflow either."""
     return math.prod(max(size, 1) for size in run.shape) * run.dtype.itemsize
 

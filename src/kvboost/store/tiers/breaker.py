@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 
 _FIRST_DELAY_S = 0.05
-_LONGEST_DELAY_S = 4.0
-_SOUND_AFTER_S = 10.0  # closed for so long, the next failure is a new one
+_MAX_DELAY_S = 4.0
+_HEALTHY_AFTER_S = 10.0  # closed for so long, the next failure is a new one
 
 
 class Breaker:
@@ -26,7 +26,7 @@ class Breaker:
         self._ended = threading.Event()
         self._open = False
         self._delay = _FIRST_DELAY_S
-        self._closed_at = -_SOUND_AFTER_S
+        self._closed_at = -_HEALTHY_AFTER_S
 
     @property
     def is_open(self) -> bool:
@@ -39,7 +39,7 @@ class Breaker:
             if self._open or self._ended.is_set():
                 return
             self._open = True
-            if time.monotonic() - self._closed_at > _SOUND_AFTER_S:
+            if time.monotonic() - self._closed_at > _HEALTHY_AFTER_S:
                 self._delay = _FIRST_DELAY_S
             threading.Thread(target=self._look, name=self._name, daemon=True).start()
 
@@ -51,12 +51,12 @@ class Breaker:
 
     def _look(self) -> None:
         while not self._ended.wait(self._delay):
-            self._delay = min(2 * self._delay, _LONGEST_DELAY_S)
+            self._delay = min(2 * self._delay, _MAX_DELAY_S)
             try:
-                is_sound = self._probe()
-            except Exception:  # noqa: BLE001 - whatever it is, it is not sound, and is looked at again
-                is_sound = False
-            if is_sound:
+                is_healthy = self._probe()
+            except Exception:  # noqa: BLE001 - whatever it is, it is not healthy, and is probed again
+                is_healthy = False
+            if is_healthy:
                 with self._lock:
                     self._open = self._ended.is_set()
                     self._closed_at = time.monotonic()

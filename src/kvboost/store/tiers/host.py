@@ -1,9 +1,9 @@
 """Blocks in host memory, below a memory store whose tensors lie on an accelerator.
 
 Made by the engine for ``host_cache_bytes``; used as a :class:`kvboost.extend.Tier`. It ends with the process, so it
-is filled by what the accelerator's memory lets go. Invariants: the bytes held, those being copied included, never pass
-the capacity; a block with stored successors is not evicted, whether its own parent is here or not, as leaves come down
-first.
+is filled by what is evicted from the accelerator's memory. Invariants: the bytes held, those being copied included,
+never exceed the capacity; a block with stored successors is not evicted, whether its own parent is here or not, as
+leaves come down first.
 
 Where there is an accelerator the copies lie in pinned memory, which it reads without another copy. Pinned copies were
 not run on an accelerator here: the tests run this tier on the CPU, pinning nothing.
@@ -19,14 +19,17 @@ from dataclasses import replace
 import torch
 
 from kvboost.extend import EvictionPolicy
+from kvboost.store.counters import ContentKeys, Counters
 from kvboost.store.eviction import LeafFirstLRU
+from kvboost.store.tiers.base import MAX_VARIANTS, info_of
 from kvboost.types import BlockInfo, KVBlock, PutOutcome, StoreStats
-
-_MAX_VARIANTS = 8  # of one content in a lookup, as in memory
 
 
 class HostTier:
     """Blocks in host memory, at most ``capacity_bytes`` of them."""
+
+    name = "host"
+    outlives_process = False
 
     def __init__(
         self, capacity_bytes: int, *, pinned: bool | None = None, policy: EvictionPolicy | None = None
@@ -37,21 +40,11 @@ class HostTier:
         self._policy = policy if policy is not None else LeafFirstLRU()
         self._lock = threading.Lock()
         self._blocks: dict[bytes, KVBlock] = {}
-        self._coming: set[bytes] = set()  # room is reserved, the tensors are being copied
+        self._copying: set[bytes] = set()  # capacity is reserved, the tensors are being copied
         self._successors: Counter[bytes] = Counter()  # of stored and coming blocks, by their parent's key
-        self._same_content: dict[bytes, tuple[bytes, ...]] = {}  # content key -> keys, oldest first
+        self._contents = ContentKeys()
         self._bytes = 0
-        self._hits = self._misses = self._evictions = self._refused = 0
-
-    @property
-    def name(self) -> str:
-        """``"host"``."""
-        return "host"
-
-    @property
-    def outlives_process(self) -> bool:
-        """No."""
-        return False
+        self._counters = Counters()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these are here."""
@@ -61,39 +54,37 @@ class HostTier:
     def variants(self, content_keys: Sequence[bytes]) -> list[list[BlockInfo]]:
         """For each content, the newest blocks that hold it, newest last."""
         with self._lock:
-            newest = [self._same_content.get(content, ())[-_MAX_VARIANTS:] for content in content_keys]
-            return [[_info(self._blocks[key]) for key in keys] for keys in newest]
+            newest = [self._contents.of(content)[-MAX_VARIANTS:] for content in content_keys]
+            return [[info_of(self._blocks[key]) for key in keys] for keys in newest]
 
     def load(self, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
         """The blocks under these keys, in this order. Their tensors are this tier's own and lie in host memory."""
         for key in keys:
             with self._lock:
                 block = self._blocks.get(key)
-                self._hits += block is not None
-                self._misses += block is None
+                self._counters.looked_up(found=block is not None)
             yield block
 
     def store(self, block: KVBlock) -> PutOutcome:
-        """Copy ``block`` to host memory; others go, leaves first and least recently used first, to make room."""
+        """Copy ``block`` to host memory; others are evicted for it, leaves first and least recently used first."""
         with self._lock:
             if block.key in self._blocks:
                 return PutOutcome.PRESENT
-            if block.key in self._coming or not self._reserve(block):
-                self._refused += 1
+            if block.key in self._copying or not self._reserve(block):
+                self._counters.refused += 1
                 return PutOutcome.REFUSED
-            self._coming.add(block.key)
+            self._copying.add(block.key)
         kept: KVBlock | None = None
         try:
             kept = replace(block, tensors=tuple(self._on_host(tensor) for tensor in block.tensors))
         finally:
             with self._lock:
-                self._coming.discard(block.key)
+                self._copying.discard(block.key)
                 if kept is None:
-                    self._give_back(block)
+                    self._uncount(block)
                 else:
                     self._blocks[block.key] = kept
-                    others = self._same_content.get(block.content_key, ())
-                    self._same_content[block.content_key] = (*others, block.key)
+                    self._contents.add(block.content_key, block.key)
                     self._policy.inserted(
                         block.key, parent=block.parent_key, nbytes=block.nbytes, content=block.content_key
                     )
@@ -123,17 +114,8 @@ class HostTier:
     def stats(self) -> StoreStats:
         """Counters and sizes, consistent with each other."""
         with self._lock:
-            return StoreStats(
-                tier=self.name,
-                chunks=len(self._blocks),
-                bytes=self._bytes,
-                capacity_bytes=self._capacity,
-                hits=self._hits,
-                misses=self._misses,
-                rejected=0,
-                evictions=self._evictions,
-                refused=self._refused,
-                leased=0,
+            return self._counters.stats(
+                self.name, chunks=len(self._blocks), nbytes=self._bytes, capacity_bytes=self._capacity
             )
 
     def close(self) -> None:
@@ -141,19 +123,19 @@ class HostTier:
         self.clear()
 
     def _reserve(self, block: KVBlock) -> bool:
-        """Make room for ``block`` and count it; False if that cannot be. The lock is held."""
+        """Evict others until ``block`` fits, and count it; False if it cannot. The lock is held."""
         if block.nbytes > self._capacity:
             return False
         self._bytes += block.nbytes
         if block.parent_key is not None:
-            self._successors[block.parent_key] += 1  # before making room: the parent must not be the victim
+            self._successors[block.parent_key] += 1  # before evicting: the parent must not be the victim
         while self._bytes > self._capacity:
             victim = self._policy.victim(self._is_leaf)
             if victim is None:
-                self._give_back(block)
+                self._uncount(block)
                 return False
             self._drop(victim)
-            self._evictions += 1
+            self._counters.evictions += 1
         return True
 
     def _is_leaf(self, key: bytes) -> bool:
@@ -162,14 +144,10 @@ class HostTier:
     def _drop(self, key: bytes) -> None:
         block = self._blocks.pop(key)
         self._policy.removed(key)
-        self._give_back(block)
-        others = tuple(other for other in self._same_content[block.content_key] if other != key)
-        if others:
-            self._same_content[block.content_key] = others
-        else:
-            del self._same_content[block.content_key]
+        self._uncount(block)
+        self._contents.remove(block.content_key, key)
 
-    def _give_back(self, block: KVBlock) -> None:
+    def _uncount(self, block: KVBlock) -> None:
         self._bytes -= block.nbytes
         if block.parent_key is not None:
             self._successors[block.parent_key] -= 1
@@ -182,7 +160,3 @@ class HostTier:
             return tensor.cpu()
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return copy.copy_(tensor)
-
-
-def _info(block: KVBlock) -> BlockInfo:
-    return BlockInfo(**{name: getattr(block, name) for name in BlockInfo.__slots__})

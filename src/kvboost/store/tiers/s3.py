@@ -15,26 +15,24 @@ not counted. Sizes in :meth:`ObjectTier.stats` are taken by listing the namespac
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from kvboost.direct_io import page_aligned
 from kvboost.errors import ConfigError, RecordError
-from kvboost.store.health import Troubles
 from kvboost.store.record.format import RecordFormat
+from kvboost.store.tiers.base import MAX_VARIANTS, Backend, RecordTier, in_order
 from kvboost.store.tiers.breaker import Breaker
-from kvboost.types import BlockInfo, KVBlock, PutOutcome, StoreStats
+from kvboost.types import BlockInfo, KVBlock, PutOutcome
 
 _UNLIMITED = 2**63 - 1
-_MAX_VARIANTS = 8  # of one content in a lookup, as in memory
 _HEADER_BYTES = 16 * 1024  # read of a record to know what it is; most headers are a page
 _PAGE_OF_NAMES = 1000
 _REMEDY = "check the bucket, the credentials and the network"
@@ -43,8 +41,89 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-class ObjectTier:
-    """Records as objects under an URL such as ``s3://BUCKET/PREFIX``."""
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """What obstore raises."""
+
+    absent: tuple[type[Exception], ...]
+    all: tuple[type[Exception], ...]
+
+
+class _ObjectBackend(Backend):
+    """The object store, the threads that use it, and its breaker."""
+
+    def __init__(
+        self, objects: Any, failures: Failures, *, capacity_bytes: int, timeout_s: float, readers: int
+    ) -> None:
+        super().__init__("objects", capacity_bytes=capacity_bytes)
+        self.objects, self.failures = objects, failures
+        self._timeout_s = timeout_s
+        self.ahead = readers + 2
+        self.pool = ThreadPoolExecutor(readers, thread_name_prefix="kvboost-objects")
+        self._breaker = Breaker(self._probe, name="kvboost-objects-probe")
+
+    @property
+    def is_available(self) -> bool:
+        return not self._breaker.is_open
+
+    def each(self, work: Callable[[S], T], items: Sequence[S], otherwise: T, *, waited_for: bool = True) -> list[T]:
+        """The answers for all items, asked for at once, or ``otherwise``: the cache may only help.
+
+        What no request waits for may be several requests of the store's, each with its time limit.
+        """
+        if self._breaker.is_open:
+            return [otherwise for _ in items]
+        waiting = [self.pool.submit(self.guarded, work, item) for item in items]
+        return [self.result(answer, otherwise, waited_for=waited_for) for answer in waiting]
+
+    def guarded(self, work: Callable[[S], T], item: S) -> T | Exception | None:
+        """In the pool: what the store fails with is returned, for the caller's thread to report. None if not tried."""
+        if self._breaker.is_open:
+            return None
+        try:
+            return work(item)
+        except self.failures.all as error:
+            self._breaker.failed()
+            return error
+
+    def result(self, answer: Future[T | Exception | None], otherwise: T, *, waited_for: bool = True) -> T:
+        """What ``guarded`` came to, or ``otherwise``."""
+        try:
+            result = answer.result(self._timeout_s if waited_for else None)
+        except FutureTimeoutError as error:
+            answer.cancel()
+            self._breaker.failed()
+            result = error
+        if isinstance(result, Exception):
+            self.health.failed("the object store cannot be used", result, remedy=_REMEDY)
+            return otherwise
+        return otherwise if result is None else result
+
+    def size(self, path: str) -> int | None:
+        """The size of an object; None if it is not there."""
+        try:
+            size: int = self.objects.head(path)["size"]
+        except self.failures.absent:
+            return None
+        return size
+
+    def close(self) -> None:
+        self._breaker.close()
+        self.pool.shutdown(cancel_futures=True)
+
+    def _probe(self) -> bool:
+        try:
+            self.size("probe")
+        except self.failures.all:
+            return False
+        return True
+
+
+class ObjectTier(RecordTier[_ObjectBackend]):
+    """Records as objects under an URL such as ``s3://BUCKET/PREFIX``. What does not fit is refused."""
+
+    name = "objects"
+    damage_remedy = "look for others who write there"
 
     def __init__(
         self,
@@ -52,69 +131,36 @@ class ObjectTier:
         *,
         records: RecordFormat,
         capacity_bytes: int | None = None,
-        patience_s: float = 2.0,
+        timeout_s: float = 2.0,
         readers: int = 8,
         config: Mapping[str, Any] | None = None,
     ) -> None:
         """``config`` goes to obstore (region, endpoint, keys); without it, the environment's ``AWS_*`` are used, such
         as ``AWS_ENDPOINT_URL`` and, for a server without TLS, ``AWS_ALLOW_HTTP=true``.
 
-        No request of the store's takes longer than ``patience_s``.
+        No request of the store's takes longer than ``timeout_s``.
         """
-        self._objects, self._failures = open_objects(url, patience_s=patience_s, config=config)
-        self._records = records
-        self._capacity = _UNLIMITED if capacity_bytes is None else capacity_bytes
-        self._patience_s = patience_s
-        self._troubles = Troubles("objects")
-        self._is_first = True
-        self._begin()
-        self._ahead = readers + 2
-        self._pool = ThreadPoolExecutor(readers, thread_name_prefix="kvboost-objects")
-        self._breaker = Breaker(self._probe, name="kvboost-objects-probe")
+        capacity = _UNLIMITED if capacity_bytes is None else capacity_bytes
+        objects, failures = open_objects(url, timeout_s=timeout_s, config=config)
+        backend = _ObjectBackend(objects, failures, capacity_bytes=capacity, timeout_s=timeout_s, readers=readers)
+        self._open(backend, records, owns_backend=True)
 
-    def _begin(self) -> None:
-        """What is of one namespace alone."""
-        self._space = f"{self._records.namespace.tenant.hex()}/{self._records.space.hex()}"
-        self._lock = threading.Lock()  # of everything below; never held while the store is used
-        self._being_written: set[bytes] = set()
+    def _open(self, backend: _ObjectBackend, records: RecordFormat, *, owns_backend: bool) -> None:
+        super()._open(backend, records, owns_backend=owns_backend)
+        self._objects, self._failures = backend.objects, backend.failures
+        self._space = f"{records.namespace.tenant.hex()}/{records.space.hex()}"
         self._held: int | None = None  # bytes, once they were counted; never less than what lies there of ours
         self._counting = threading.Lock()  # held by those who count or remove, one at a time
-        self._hits = self._misses = self._rejected = self._refused = 0
-
-    def beside(self, records: RecordFormat) -> ObjectTier:
-        """The same store for another namespace, over the same connections and threads, with the same limit.
-
-        Closing it leaves this one open; closing this one ends both.
-        """
-        other = copy.copy(self)
-        other._records, other._is_first = records, False
-        other._begin()
-        return other
-
-    @property
-    def name(self) -> str:
-        """``"objects"``."""
-        return "objects"
-
-    @property
-    def outlives_process(self) -> bool:
-        """Yes."""
-        return True
-
-    @property
-    def is_available(self) -> bool:
-        """Whether the store answered when it was last used. False: every call is a miss, at once."""
-        return not self._breaker.is_open
 
     # Finding
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these have an object; all are asked for at once."""
-        return self._each(lambda key: self._size(key) is not None, keys, False)
+        return self._backend.each(lambda key: self._size(key) is not None, keys, False)
 
     def variants(self, content_keys: Sequence[bytes]) -> list[list[BlockInfo]]:
         """For each content, the newest blocks that hold it, newest last."""
-        return self._each(self._variants, content_keys, [])
+        return self._backend.each(self._variants, content_keys, [])
 
     def _variants(self, content: bytes) -> list[BlockInfo]:
         infos: list[BlockInfo] = []
@@ -124,7 +170,7 @@ class ObjectTier:
                 self._objects.delete(name)  # the record is gone
             elif info.content_key == content:
                 infos.insert(0, info)
-            if len(infos) == _MAX_VARIANTS:
+            if len(infos) == MAX_VARIANTS:
                 break
         return infos
 
@@ -139,25 +185,9 @@ class ObjectTier:
 
     def load(self, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
         """The blocks under these keys, in this order; reading begins at once and several run ahead."""
-        ahead = deque(self._pool.submit(self._guarded, self._read, key) for key in keys[: self._ahead])
-        return self._in_order(ahead, deque(keys), deque(keys[self._ahead :]))
-
-    def _in_order(
-        self, ahead: deque[Future[memoryview | Exception | None]], keys: deque[bytes], rest: deque[bytes]
-    ) -> Iterator[KVBlock | None]:
-        try:
-            while ahead:
-                data = self._result(ahead.popleft(), None)
-                if rest:
-                    ahead.append(self._pool.submit(self._guarded, self._read, rest.popleft()))
-                block = self._block(keys.popleft(), data)
-                with self._lock:
-                    self._hits += block is not None
-                    self._misses += block is None
-                yield block
-        finally:
-            for read in ahead:
-                read.cancel()
+        backend = self._backend
+        reads = in_order(backend.pool, lambda key: backend.guarded(self._read, key), keys, ahead=backend.ahead)
+        return self._counted(self._decoded(key, backend.result(read, None)) for key, read in reads)
 
     def _read(self, key: bytes) -> memoryview | None:
         try:
@@ -171,43 +201,16 @@ class ObjectTier:
         data[:] = received
         return data
 
-    def _block(self, key: bytes, data: memoryview | None) -> KVBlock | None:
-        if data is None:
-            return None
-        try:
-            return self._records.decode(data, key)
-        except RecordError as error:
-            with self._lock:
-                self._rejected += 1
-            self._troubles.met("a record was damaged and is removed", error, remedy="look for others who write there")
-            self.remove([key])
-            return None
-
     # Keeping
 
-    def store(self, block: KVBlock) -> PutOutcome:
-        """Write ``block`` if it fits. Nothing else goes for it."""
-        outcome = PutOutcome.REFUSED
-        with self._lock:
-            mine = block.key not in self._being_written
-            self._being_written.add(block.key)
-        try:
-            if mine:
-                outcome = self._each(self._stored, [block], PutOutcome.REFUSED, waited_for=False)[0]
-        except RecordError as error:
-            self._troubles.met("a block cannot be written", error, remedy="use smaller chunks or another codec")
-        finally:
-            with self._lock:
-                self._refused += outcome is PutOutcome.REFUSED
-                if mine:
-                    self._being_written.discard(block.key)
-        return outcome
+    def _store(self, block: KVBlock) -> PutOutcome:
+        return self._backend.each(self._stored, [block], PutOutcome.REFUSED, waited_for=False)[0]
 
     def _stored(self, block: KVBlock) -> PutOutcome:
         size = self._records.size_of(block)
         if self._size(block.key) is not None:
             return PutOutcome.PRESENT
-        if not self._has_room(size):
+        if not self._fits(size):
             return PutOutcome.REFUSED
         # If this fails the bytes stay counted: they may have arrived all the same.
         self._objects.put(self._path(block.key), self._records.encode(block).join())
@@ -215,15 +218,15 @@ class ObjectTier:
         self._objects.put(f"{self._space}/contents/{block.content_key.hex()}/{stamp:016x}-{block.key.hex()}", b"")
         return PutOutcome.STORED
 
-    def _has_room(self, size: int) -> bool:
+    def _fits(self, size: int) -> bool:
         """Whether so many bytes more fit; if they do, they are counted."""
-        if self._capacity == _UNLIMITED:
+        if self._backend.capacity_bytes == _UNLIMITED:
             return True
         with self._counting:  # nobody writes before it is counted, so nothing is on its way that a list lacks
             if self._held is None:
-                self._held = self._totals()[1]
+                self._held = self._listed_totals()[1]
         with self._lock:
-            fits = self._held + size <= self._capacity
+            fits = self._held + size <= self._backend.capacity_bytes
             self._held += size if fits else 0
         return fits
 
@@ -242,7 +245,7 @@ class ObjectTier:
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Remove these blocks' objects."""
-        self._each(self._remove, keys, None)
+        self._backend.each(self._remove, keys, None)
 
     def _remove(self, key: bytes) -> None:
         with self._counting:  # so that nobody takes it off twice
@@ -253,11 +256,11 @@ class ObjectTier:
 
     def clear(self) -> None:
         """Remove every block of this namespace."""
-        self._each(self._delete_all, [self._space], None, waited_for=False)
+        self._backend.each(self._delete_all, [self._space], None, waited_for=False)
 
     def purge(self, tenant: bytes) -> None:
         """Remove every block of a tenant, of whatever model or codec. ``tenant`` is the digest in its namespace."""
-        self._each(self._delete_all, [tenant.hex()], None, waited_for=False)
+        self._backend.each(self._delete_all, [tenant.hex()], None, waited_for=False)
 
     def _delete_all(self, prefix: str) -> None:
         with self._counting:
@@ -268,44 +271,16 @@ class ObjectTier:
 
     # The rest
 
-    def stats(self) -> StoreStats:
-        """Chunks and bytes of this namespace, by listing them; counters of this process."""
-        chunks, held = self._each(lambda _: self._totals(), [None], (0, 0), waited_for=False)[0]
-        with self._lock:
-            return StoreStats(
-                tier=self.name,
-                chunks=chunks,
-                bytes=held,
-                capacity_bytes=self._capacity,
-                hits=self._hits,
-                misses=self._misses,
-                rejected=self._rejected,
-                evictions=0,
-                refused=self._refused,
-                leased=0,
-            )
-
-    def troubles(self) -> dict[str, int]:
-        """How often each kind of trouble was met."""
-        return self._troubles.counts()
-
-    def close(self) -> None:
-        """Let go of the store. What was stored stays."""
-        if self._is_first:
-            self._breaker.close()
-            self._pool.shutdown(cancel_futures=True)
+    def _totals(self) -> tuple[int, int]:
+        return self._backend.each(lambda _: self._listed_totals(), [None], (0, 0), waited_for=False)[0]
 
     def _path(self, key: bytes) -> str:
         return f"{self._space}/records/{key.hex()}.kv"
 
     def _size(self, key: bytes) -> int | None:
-        try:
-            size: int = self._objects.head(self._path(key))["size"]
-        except self._failures.absent:
-            return None
-        return size
+        return self._backend.size(self._path(key))
 
-    def _totals(self) -> tuple[int, int]:
+    def _listed_totals(self) -> tuple[int, int]:
         sizes = [entry["size"] for page in self._pages(f"{self._space}/records") for entry in page]
         return len(sizes), sum(sizes)
 
@@ -313,64 +288,18 @@ class ObjectTier:
         yield from self._objects.list(prefix, chunk_size=_PAGE_OF_NAMES)
 
     def _names(self, prefix: str) -> Iterator[str]:
-        for page in self._objects.list(prefix, chunk_size=_MAX_VARIANTS):
+        for page in self._objects.list(prefix, chunk_size=MAX_VARIANTS):
             yield from (entry["path"] for entry in page)
 
-    def _probe(self) -> bool:
-        try:
-            self._size(bytes(32))
-        except self._failures.all:
-            return False
-        return True
 
-    def _each(self, work: Callable[[S], T], items: Sequence[S], otherwise: T, *, waited_for: bool = True) -> list[T]:
-        """The answers for all items, asked for at once, or ``otherwise``: the cache may only help.
-
-        What no request waits for may be several requests of the store's, each with its time limit.
-        """
-        waiting = [self._pool.submit(self._guarded, work, item) for item in items] if not self._breaker.is_open else []
-        answers = [self._result(answer, otherwise, waited_for=waited_for) for answer in waiting]
-        return answers or [otherwise for _ in items]
-
-    def _guarded(self, work: Callable[[S], T], item: S) -> T | Exception | None:
-        """In the pool: what the store fails with is returned, for the caller's thread to tell. None if not tried."""
-        if self._breaker.is_open:
-            return None
-        try:
-            return work(item)
-        except self._failures.all as error:
-            self._breaker.failed()
-            return error
-
-    def _result(self, answer: Future[T | Exception | None], otherwise: T, *, waited_for: bool = True) -> T:
-        try:
-            result = answer.result(self._patience_s if waited_for else None)
-        except FutureTimeoutError as error:
-            answer.cancel()
-            self._breaker.failed()
-            result = error
-        if isinstance(result, Exception):
-            self._troubles.met("the object store cannot be used", result, remedy=_REMEDY)
-            return otherwise
-        return otherwise if result is None else result
-
-
-class Failures:
-    """What obstore raises."""
-
-    def __init__(self, absent: tuple[type[Exception], ...], every: tuple[type[Exception], ...]) -> None:
-        self.absent = absent
-        self.all = every
-
-
-def open_objects(url: str, *, patience_s: float, config: Mapping[str, Any] | None = None) -> tuple[Any, Failures]:
+def open_objects(url: str, *, timeout_s: float, config: Mapping[str, Any] | None = None) -> tuple[Any, Failures]:
     """The store behind an URL, by obstore, and what it raises. Raises ConfigError for an URL that cannot work."""
     try:
         from obstore.exceptions import BaseError, NotFoundError
         from obstore.store import from_url
     except ImportError as error:
         raise ConfigError('an object store as a tier needs obstore: pip install "kvboost[s3]"') from error
-    limit = timedelta(seconds=patience_s)
+    limit = timedelta(seconds=timeout_s)
     settings = dict(config or {})
     # Given any of these, obstore looks for none of them in the environment.
     plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")

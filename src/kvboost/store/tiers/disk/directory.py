@@ -1,4 +1,4 @@
-"""A cache directory that several processes share: opened, told from strangers', its index kept usable.
+"""A cache directory that several processes share: opening it, refusing one of other programs, a usable index.
 
 Used by the disk tier. Invariant: nobody but this user can read what lies in the directory. The index must lie on a
 local file system, as SQLite's log needs shared memory.
@@ -14,16 +14,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvboost.errors import ConfigError
-from kvboost.store.health import Troubles
+from kvboost.store.health import Health
 from kvboost.store.record.format import RecordFormat
+from kvboost.store.tiers.base import Place
+from kvboost.store.tiers.disk.database import IndexUnavailableError, is_damaged
 from kvboost.store.tiers.disk.files import Files, Layout, Presence
-from kvboost.store.tiers.disk.index import ChunkIndex, IndexUnavailableError, Place, is_damaged
+from kvboost.store.tiers.disk.index import ChunkIndex
 from kvboost.store.tiers.disk.recovery import index_lock, inode, is_recorded, rebuild, reconcile
 
-TROUBLE = (sqlite3.Error, OSError, IndexUnavailableError)
+FAILURES = (sqlite3.Error, OSError, IndexUnavailableError)
 """What using a directory may raise; :meth:`Directory.failed` takes it."""
 
-_PATIENCE_S = 2.0  # with other processes that open the index at the same time
+_TIMEOUT_S = 2.0  # with other processes that open the index at the same time
 
 
 class Directory:
@@ -35,14 +37,14 @@ class Directory:
         *,
         records: RecordFormat,
         files: Files,
-        troubles: Troubles,
+        health: Health,
         is_being_written: Callable[[Place], bool],
     ) -> None:
         """``is_being_written`` tells what this tier is writing now from what it failed to write."""
         self._layout = layout
         self._records = records
         self._files = files
-        self._troubles = troubles
+        self._health = health
         self._is_being_written = is_being_written
         self._lock = threading.RLock()
         self._index: ChunkIndex | None = None
@@ -51,28 +53,28 @@ class Directory:
     def open(self) -> None:
         """Make the directory for this user alone and open its index.
 
-        Raises ConfigError for one that is used for other things; any other trouble is a warning.
+        Raises ConfigError for one that is used for other things; any other failure is a warning.
         """
         _claim(self._layout)
         try:
-            self.index(patience_s=_PATIENCE_S)
-        except TROUBLE as error:
+            self.index(timeout_s=_TIMEOUT_S)
+        except FAILURES as error:
             self.failed(error)
 
-    def index(self, *, patience_s: float = 0.0) -> ChunkIndex:
-        """The index as it is now: another process may have made it anew. Raises what TROUBLE names."""
+    def index(self, *, timeout_s: float = 0.0) -> ChunkIndex:
+        """The index as it is now: another process may have rebuilt it. Raises what FAILURES names."""
         with self._lock:
             if self._index is not None and not self._index.is_current:
                 self._index.close()
                 self._index = None
             if self._index is None:
-                self._writer()  # before the index: see settle
-                with index_lock(self._layout, patience_s=patience_s):
+                self._writer()  # before the index: see recover
+                with index_lock(self._layout, timeout_s=timeout_s):
                     index = self._make(self._layout.index)
                 try:
-                    self.settle(index)
+                    self.recover(index)
                     reconcile(index, self._layout, self._files)
-                except TROUBLE:
+                except FAILURES:
                     index.close()
                     raise
                 self._index = index
@@ -84,24 +86,24 @@ class Directory:
             presence = self._writer()
             return presence.writer, presence.new_path()
 
-    def settle(self, index: ChunkIndex) -> None:
-        """Free what dead writers hold. Raises what TROUBLE names."""
+    def recover(self, index: ChunkIndex) -> None:
+        """Free what dead writers hold. Raises what FAILURES names."""
         with self._lock:
             presence = self._writer()
 
         def is_being_written(writer: str, place: Place) -> bool:
             return self._is_being_written(place) if writer == presence.writer else presence.is_alive(writer)
 
-        presence.bury()  # first: their room is free only once their files are gone
-        index.settle(is_being_written, lambda place, size: is_recorded(self._layout.record(*place), size))
+        presence.reap()  # first: their bytes are free only once their files are gone
+        index.recover(is_being_written, lambda place, size: is_recorded(self._layout.record(*place), size))
 
     def failed(self, error: Exception) -> None:
-        """Count a trouble, say it the first time, and make the index anew if it is broken."""
+        """Count a failure, warn of the first one, and rebuild the index if it is broken."""
         if not is_damaged(error):
             remedy = "look for a full disk, missing permissions or a file system without locks"
-            self._troubles.met("the directory cannot be used", error, remedy=remedy)
+            self._health.failed("the directory cannot be used", error, remedy=remedy)
             return
-        self._troubles.met("the index was damaged and is made anew", error, remedy="look at the disk if it goes on")
+        self._health.failed("the index was damaged and is rebuilt", error, remedy="look at the disk if it goes on")
         with self._lock:
             broken = inode(self._layout.index)
             if self._index is not None:
@@ -109,8 +111,8 @@ class Directory:
                 self._index = None
             try:
                 rebuild(self._layout, self._files, self.new_file()[1], broken, self._make)
-            except TROUBLE as again:
-                self._troubles.met("the index cannot be made anew", again, remedy="remove the directory's index files")
+            except FAILURES as again:
+                self._health.failed("the index cannot be rebuilt", again, remedy="remove the directory's index files")
 
     def close(self) -> None:
         """Let go of the directory."""
@@ -129,7 +131,7 @@ class Directory:
 
     def _make(self, path: Path) -> ChunkIndex:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its other files the same permissions
-        return ChunkIndex(path, space=self._records.space, namespace=self._records.namespace)
+        return ChunkIndex.open(path, space=self._records.space, namespace=self._records.namespace)
 
 
 def _claim(layout: Layout) -> None:

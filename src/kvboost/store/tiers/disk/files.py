@@ -2,7 +2,7 @@
 
 Used by the disk tier. Every system call that can fail goes through :class:`Files`, so that tests can make each one
 fail. Invariant: under a record's name there is a whole record or nothing; a process that dies leaves only files in
-``tmp/``, which :class:`Presence` tells from those of the living.
+``tmp/``, which :class:`Presence` tells from those of live processes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvboost.direct_io import DIRECT, PAGE, page_aligned, up_to_page
+from kvboost.store.tiers.base import Place
 
 _MAX_PARTS = 512  # of one writev; the system allows 1,024
 _SUFFIX = ".kv"
@@ -147,6 +148,10 @@ class Layout:
         """The file of a record."""
         return self.folder(space, key[0]) / (key.hex() + _SUFFIX)
 
+    def has(self, place: Place) -> bool:
+        """Whether a record has a file."""
+        return os.path.exists(self.record(*place))
+
     def spaces(self) -> list[bytes]:
         """Every space that has a folder."""
         return [bytes.fromhex(name) for name in _names(self.directory, 32)]
@@ -183,7 +188,7 @@ class Presence:
             path = self._lock_path(self.writer)
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-            if os.fstat(self._descriptor).st_nlink:  # else somebody took it for a dead one's before it was locked
+            if os.fstat(self._descriptor).st_nlink:  # else it was taken for a dead one before it was locked
                 break
             os.close(self._descriptor)
         self._files = 0
@@ -209,7 +214,7 @@ class Presence:
             os.close(descriptor)
         return False
 
-    def bury(self) -> None:
+    def reap(self) -> None:
         """Remove what dead writers left in ``tmp/``."""
         names = os.listdir(self._tmp)
         for writer in {name.partition(".")[0] for name in names} - {self.writer}:

@@ -16,9 +16,10 @@ from pathlib import Path
 from kvboost.errors import RecordError, RecordVersionError
 from kvboost.store.record.format import inspect, space_of
 from kvboost.store.record.header import PAGE, aligned, header_length
+from kvboost.store.tiers.disk.database import IndexUnavailableError
 from kvboost.store.tiers.disk.files import Files, Layout
-from kvboost.store.tiers.disk.index import ChunkIndex, IndexUnavailableError
-from kvboost.types import BlockInfo, Namespace
+from kvboost.store.tiers.disk.index import ChunkIndex, NewEntry
+from kvboost.types import Namespace
 
 _ROW_BYTES = 1024  # of the index for one chunk, indexes included
 _BOOT = "boot"
@@ -38,11 +39,11 @@ def is_recorded(path: Path, charged: int) -> bool:
 
 
 @contextmanager
-def index_lock(layout: Layout, *, patience_s: float) -> Iterator[None]:
+def index_lock(layout: Layout, *, timeout_s: float) -> Iterator[None]:
     """Held while the index is opened or replaced. Raises IndexUnavailableError if another process holds it."""
     descriptor = os.open(layout.index_lock, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         while not _locked(descriptor):
             if time.monotonic() > deadline:
                 raise IndexUnavailableError("another process is opening or rebuilding the index")
@@ -61,7 +62,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def reconcile(index: ChunkIndex, layout: Layout, files: Files) -> None:
-    """Enter files that the index does not know and strike out chunks without a file, if a power loss may have
+    """Enter files that the index does not know and delete entries without a file, if a power loss may have
     come between: the machine was started since this was last done."""
     boot = _boot_id()
     if index.meta(_BOOT) == boot:
@@ -70,19 +71,19 @@ def reconcile(index: ChunkIndex, layout: Layout, files: Files) -> None:
         for first in range(256):
             there, entered = layout.records(layout.folder(space, first)), index.keys_in(space, first)
             if gone := entered - there.keys():  # or written by others since: the index looks again
-                index.strike([(space, key) for key in gone], lambda place: layout.record(*place).exists())
+                index.delete_missing([(space, key) for key in gone], layout.has)
             if unknown := there.keys() - entered:
                 index.adopt(list(_found(layout, files, space, {key: there[key] for key in unknown})))
     index.set_meta(_BOOT, boot)
 
 
 def rebuild(layout: Layout, files: Files, new: Path, broken: int | None, make: Callable[[Path], ChunkIndex]) -> None:
-    """Put an index made from the records' headers in place of a broken one, unless somebody else did already.
+    """Put an index made from the records' headers in place of a broken one, unless another process did already.
 
-    ``new`` is a free name in ``tmp/``, ``broken`` the inode of the broken index. Recency starts anew with the times
+    ``new`` is a free name in ``tmp/``, ``broken`` the inode of the broken index. Recency starts with the times
     the files were written.
     """
-    with index_lock(layout, patience_s=0.0):
+    with index_lock(layout, timeout_s=0.0):
         if inode(layout.index) != broken:
             return
         index = make(new)
@@ -105,7 +106,7 @@ def inode(path: Path) -> int | None:
 
 def _found(
     layout: Layout, files: Files, space: bytes, unknown: dict[bytes, Path]
-) -> Iterator[tuple[bytes, Namespace, BlockInfo, int, int]]:
+) -> Iterator[tuple[bytes, Namespace, NewEntry]]:
     for key, path in unknown.items():
         try:
             status = path.stat()
@@ -121,7 +122,7 @@ def _found(
         except RecordError:
             files.remove(path)
             continue
-        yield space, header.namespace, header.info, charge(status.st_size), status.st_mtime_ns
+        yield space, header.namespace, NewEntry(header.info, charge(status.st_size), status.st_mtime_ns)
 
 
 def _boot_id() -> str:

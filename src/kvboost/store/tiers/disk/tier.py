@@ -11,37 +11,55 @@ is written in batches: a killed process loses the last few hundred uses.
 
 from __future__ import annotations
 
-import copy
 import os
 import sqlite3
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from kvboost.errors import RecordError
-from kvboost.store.health import Troubles
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.tiers.disk.directory import TROUBLE, Directory
+from kvboost.store.tiers.base import MAX_VARIANTS, Backend, Place, RecordTier, Unwritten, in_order, info_of
+from kvboost.store.tiers.disk.directory import FAILURES, Directory
 from kvboost.store.tiers.disk.files import Files, Layout
-from kvboost.store.tiers.disk.index import ChunkIndex, Limits, Place
+from kvboost.store.tiers.disk.index import ChunkIndex, Limits, NewEntry
 from kvboost.store.tiers.disk.recovery import charge, is_recorded
-from kvboost.types import BlockInfo, KVBlock, PutOutcome, StoreStats
+from kvboost.types import BlockInfo, KVBlock, PutOutcome
 
-_MAX_VARIANTS = 8  # of one content in a lookup, as in memory
-_MAX_UNWRITTEN = 512  # uses and missing files remembered before they go into the index
 _MAX_UNSYNCED = 1024  # files that wait for a flush; beyond, the oldest is synced at once
 _DROPPED_AT_ONCE = 256  # chunks in one transaction: others must get their turn
 
 T = TypeVar("T")
 
 
-class DiskTier:
-    """Records in a directory, at most ``capacity_bytes`` of them."""
+class _DiskBackend(Backend):
+    """A directory and the threads that read it."""
+
+    def __init__(self, layout: Layout, *, limits: Limits, records: RecordFormat, readers: int, files: Files) -> None:
+        super().__init__("disk", capacity_bytes=limits.capacity)
+        self.layout = layout
+        self.limits = limits
+        self.files = files
+        self.ahead = readers + 2
+        self.pool = ThreadPoolExecutor(readers, thread_name_prefix="kvboost-disk")
+        self.directory = Directory(
+            layout, records=records, files=files, health=self.health, is_being_written=self.is_being_written
+        )
+
+    def close(self) -> None:
+        self.pool.shutdown(cancel_futures=True)
+        self.directory.close()
+
+
+class DiskTier(RecordTier[_DiskBackend]):
+    """Records in a directory, at most ``capacity_bytes`` of them.
+
+    Leaves are evicted first, and of them the least recently used.
+    """
+
+    name = "disk"
+    damage_remedy = "look at the disk if it goes on"
 
     def __init__(
         self,
@@ -54,148 +72,75 @@ class DiskTier:
         files: Files | None = None,
     ) -> None:
         """``records`` says whose blocks these are and how they are written; ``readers`` read at the same time."""
-        self._layout = Layout(Path(directory).expanduser().absolute())
-        self._records = records
-        self._space = records.space
-        self._limits = Limits(capacity_bytes, tenant_quota_bytes)
-        self._files = files if files is not None else Files()
-        self._troubles = Troubles("disk")
-        self._directory = Directory(
-            self._layout,
+        backend = _DiskBackend(
+            Layout(Path(directory).expanduser().absolute()),
+            limits=Limits(capacity_bytes, tenant_quota_bytes),
             records=records,
-            files=self._files,
-            troubles=self._troubles,
-            is_being_written=self._is_being_written,
+            readers=readers,
+            files=files if files is not None else Files(),
         )
-        self._lock = threading.Lock()  # of everything below; never held while a file or the index is used
-        self._being_written: set[Place] = set()
-        self._ahead = readers + 2
-        self._pool = ThreadPoolExecutor(readers, thread_name_prefix="kvboost-disk")
-        self._is_first = True
-        self._begin()
+        self._open(backend, records, owns_backend=True)
         self._directory.open()
 
-    def _begin(self) -> None:
-        """What is of one namespace alone."""
-        self._uses: dict[bytes, int] = {}
-        self._missing: set[bytes] = set()
+    def _open(self, backend: _DiskBackend, records: RecordFormat, *, owns_backend: bool) -> None:
+        super()._open(backend, records, owns_backend=owns_backend)
+        self._layout, self._files, self._directory = backend.layout, backend.files, backend.directory
+        self._space = records.space
+        self._unwritten = Unwritten()
         self._unsynced: dict[bytes, Path] = {}
-        self._clock = 0
-        self._hits = self._misses = self._rejected = self._evictions = self._refused = 0
-
-    def beside(self, records: RecordFormat) -> DiskTier:
-        """The same directory for another namespace, over the same connections and threads, with the same limits.
-
-        Closing it leaves this one open; closing this one ends both.
-        """
-        other = copy.copy(self)
-        other._records, other._space, other._is_first = records, records.space, False
-        other._begin()
-        return other
-
-    @property
-    def name(self) -> str:
-        """``"disk"``."""
-        return "disk"
-
-    @property
-    def outlives_process(self) -> bool:
-        """Yes."""
-        return True
-
-    @property
-    def is_available(self) -> bool:
-        """Always: a directory is tried anew each time."""
-        return True
 
     # Finding
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these have a file."""
-        return [os.path.exists(self._layout.record(self._space, key)) for key in keys]
+        return [self._layout.has((self._space, key)) for key in keys]
 
     def variants(self, content_keys: Sequence[bytes]) -> list[list[BlockInfo]]:
         """For each content, the most recently used blocks that hold it, newest last."""
         nothing: list[list[BlockInfo]] = [[] for _ in content_keys]
-        return self._with_index(lambda index: index.variants(content_keys, _MAX_VARIANTS), nothing)
+        return self._with_index(lambda index: index.variants(content_keys, MAX_VARIANTS), nothing)
 
     def load(self, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
         """The blocks under these keys, in this order; reading begins at once and a few run ahead."""
-        ahead = deque(self._pool.submit(self._load, key) for key in keys[: self._ahead])
-        return self._in_order(ahead, deque(keys[self._ahead :]))
-
-    def _in_order(self, ahead: deque[Future[KVBlock | None]], keys: deque[bytes]) -> Iterator[KVBlock | None]:
-        try:
-            while ahead:
-                block = ahead.popleft().result()
-                if keys:
-                    ahead.append(self._pool.submit(self._load, keys.popleft()))
-                with self._lock:
-                    self._hits += block is not None
-                    self._misses += block is None
-                yield block
-        finally:
-            for read in ahead:
-                read.cancel()
+        reads = in_order(self._backend.pool, self._load, keys, ahead=self._backend.ahead)
+        return self._counted(read.result() for _, read in reads)
 
     def _load(self, key: bytes) -> KVBlock | None:
         path = self._layout.record(self._space, key)
         try:
-            data = self._files.read(path, max_bytes=self._records.max_bytes)
+            record = self._files.read(path, max_bytes=self._records.max_bytes)
         except OSError as error:
-            self._troubles.met("a record cannot be read", error, remedy="look at the disk and the file's permissions")
+            remedy = "look at the disk and the file's permissions"
+            self._backend.health.failed("a record cannot be read", error, remedy=remedy)
             return None
-        if data is None:
+        if record is None:
             with self._lock:
-                if len(self._missing) < _MAX_UNWRITTEN:
-                    self._missing.add(key)  # there may be a row that says otherwise
-            return None
-        try:
-            return self._records.decode(data, key)
-        except RecordError as error:
-            with self._lock:
-                self._rejected += 1
-            self._troubles.met("a record was damaged and is removed", error, remedy="look at the disk if it goes on")
-            self.remove([key])
-            return None
+                self._unwritten.missed(key)
+        return self._decoded(key, record)
 
     # Keeping
 
-    def store(self, block: KVBlock) -> PutOutcome:
-        """Write ``block``; others go, leaves first and least recently used first, to stay within the budget."""
-        outcome = PutOutcome.REFUSED
-        with self._lock:
-            place = (self._space, block.key)
-            mine = place not in self._being_written
-            self._being_written.add(place)
+    def _store(self, block: KVBlock) -> PutOutcome:
         try:
-            if mine:
-                outcome = self._reserved(block)
+            return self._reserved(block)
         except sqlite3.IntegrityError:
-            pass  # somebody else has entered it a moment ago and is writing it
-        except RecordError as error:
-            self._troubles.met("a block cannot be written", error, remedy="use smaller chunks or another codec")
-        except TROUBLE as error:
+            pass  # another process has entered it a moment ago and is writing it
+        except FAILURES as error:
             self._directory.failed(error)
-        finally:
-            with self._lock:
-                self._refused += outcome is PutOutcome.REFUSED
-                if mine:
-                    self._being_written.discard(place)
-        return outcome
+        return PutOutcome.REFUSED
 
     def _reserved(self, block: KVBlock) -> PutOutcome:
-        """Enter the block in the index, making room, and write it."""
+        """Enter the block in the index, evicting others for it, and write it."""
         size = charge(self._records.size_of(block))
-        if size > self._limits.capacity:
+        if size > self._backend.limits.capacity:
             return PutOutcome.REFUSED
         path = self._layout.record(self._space, block.key)
         index = self._index()
         writer, temporary = self._directory.new_file()
-        self._write_uses(index)  # so that those who go are the right ones
+        self._write_uses(index)  # so that the right ones are evicted
         entered = index.has(block.key)
-        if entered:  # by somebody who may have died
-            self._directory.settle(index)
+        if entered:  # by a writer that may have died
+            self._directory.recover(index)
             entered = index.has(block.key)
         if entered == "":
             if is_recorded(path, size):
@@ -204,16 +149,14 @@ class DiskTier:
         elif entered is not None:
             return PutOutcome.REFUSED
         with self._lock:
-            stamp = self._stamp(1)
+            entry = NewEntry(info_of(block), size, self._unwritten.stamp(), writer)
         for _ in range(2):
-            evicted = index.reserve(
-                _info(block), size=size, stamp=stamp, writer=writer, limits=self._limits, remove=self._remove_file
-            )
+            evicted = index.reserve(entry, limits=self._backend.limits, remove=self._remove_file)
             if evicted is not None:
                 with self._lock:
-                    self._evictions += evicted
+                    self._counters.evictions += evicted
                 return self._write(block, path, temporary, index, writer)
-            self._directory.settle(index)  # the dead may hold room
+            self._directory.recover(index)  # dead writers may hold some of the capacity
         return PutOutcome.REFUSED
 
     def _write(self, block: KVBlock, path: Path, temporary: Path, index: ChunkIndex, writer: str) -> PutOutcome:
@@ -228,8 +171,8 @@ class DiskTier:
                     self._files.remove(temporary)
                 with suppress(OSError):
                     self._files.remove(path)
-                with suppress(sqlite3.Error):  # if this fails too, the row is settled later
-                    index.forget([block.key], self._has_file, writer=writer)
+                with suppress(sqlite3.Error):  # if this fails too, the entry is recovered later
+                    index.delete_missing([(self._space, block.key)], self._layout.has, writer=writer)
         if not finished:
             return PutOutcome.REFUSED
         self._wants_sync(block.key, path)
@@ -238,26 +181,17 @@ class DiskTier:
     def used(self, chain: Sequence[bytes]) -> None:
         """The keys of one prompt were used: each becomes more recent than its successors."""
         with self._lock:
-            stamp = self._stamp(len(chain))
-            for at, key in enumerate(chain):
-                self._uses[key] = stamp - at
-            many = len(self._uses) >= _MAX_UNWRITTEN
-        if many:
+            is_due = self._unwritten.used(chain)
+        if is_due:
             self._with_index(self._write_uses, None)
-
-    def _stamp(self, count: int) -> int:
-        """The last of ``count`` new stamps; the lock is held. Clocks go back, stamps of one process do not."""
-        self._clock = max(time.time_ns(), self._clock) + count
-        return self._clock
 
     def _write_uses(self, index: ChunkIndex) -> None:
         with self._lock:
-            uses, self._uses = self._uses, {}
-            missing, self._missing = self._missing, set()
+            uses, missing = self._unwritten.take()
         if uses:
             index.touch(uses.items())
         if missing:
-            index.forget(list(missing), self._has_file)
+            index.delete_missing([(self._space, key) for key in missing], self._layout.has)
 
     def flush(self) -> None:
         """Return once everything stored before is on the disk: files, names and index.
@@ -307,9 +241,10 @@ class DiskTier:
         self._with_index(lambda index: self._remove(index, keys), None)
 
     def _remove(self, index: ChunkIndex, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self._remove_file((self._space, key))
-        index.forget(keys, self._has_file)
+        places = [(self._space, key) for key in keys]
+        for place in places:
+            self._remove_file(place)
+        index.delete_missing(places, self._layout.has)
 
     def clear(self) -> None:
         """Remove every block of this namespace."""
@@ -331,68 +266,29 @@ class DiskTier:
 
     # The rest
 
-    def stats(self) -> StoreStats:
-        """Chunks and bytes of this namespace, those being written included; counters of this process."""
-        chunks, held = self._with_index(lambda index: (index.totals().chunks, index.totals().bytes), (0, 0))
-        with self._lock:
-            return StoreStats(
-                tier=self.name,
-                chunks=chunks,
-                bytes=held,
-                capacity_bytes=self._limits.capacity,
-                hits=self._hits,
-                misses=self._misses,
-                rejected=self._rejected,
-                evictions=self._evictions,
-                refused=self._refused,
-                leased=0,
-            )
+    def _totals(self) -> tuple[int, int]:
+        return self._with_index(lambda index: (index.totals().chunks, index.totals().bytes), (0, 0))
 
     def directory_bytes(self) -> int:
         """What all namespaces in the directory take of the budget, by the index."""
         return self._with_index(lambda index: index.totals(whole=True).bytes, 0)
 
-    def troubles(self) -> dict[str, int]:
-        """How often each kind of trouble was met."""
-        return self._troubles.counts()
-
     def close(self) -> None:
-        """Write down recency and let go of the directory. What was stored stays."""
+        """Write down recency, and close the directory if it was opened for this tier. What was stored stays."""
         self._with_index(self._write_uses, None)
-        if self._is_first:
-            self._pool.shutdown(cancel_futures=True)
-            self._directory.close()
+        super().close()
 
     def _remove_file(self, place: Place) -> None:
         self._files.remove(self._layout.record(*place))
 
-    def _has_file(self, key: bytes) -> bool:
-        return os.path.exists(self._layout.record(self._space, key))
-
-    def _is_being_written(self, place: Place) -> bool:
-        return place in self._being_written
-
     def _index(self) -> ChunkIndex:
-        """The directory's index, for this namespace. Raises what TROUBLE names."""
-        return self._directory.index().of(self._space, self._records.namespace)
+        """The directory's index, for this namespace. Raises what FAILURES names."""
+        return self._directory.index().for_space(self._space, self._records.namespace)
 
     def _with_index(self, work: Callable[[ChunkIndex], T], otherwise: T) -> T:
         """The index's answer, or ``otherwise`` if it has none: the cache may only help."""
         try:
             return work(self._index())
-        except TROUBLE as error:
+        except FAILURES as error:
             self._directory.failed(error)
             return otherwise
-
-
-def _info(block: KVBlock) -> BlockInfo:
-    return BlockInfo(
-        key=block.key,
-        parent_key=block.parent_key,
-        content_key=block.content_key,
-        nbytes=block.nbytes,
-        bitwise=block.bitwise,
-        start=block.start,
-        context=block.context,
-        approx_depth=block.approx_depth,
-    )

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvboost.store.tiers.redis import scripts
-from kvboost.store.tiers.redis.resp import Link, Patience, ProtocolError, Reply, ServerError
+from kvboost.store.tiers.redis.resp import Link, ProtocolError, Reply, ServerError
 from kvboost.types import BlockInfo, PutOutcome
 
 _LEASE_MS = 30_000  # a writer's; it is far slower than any deadline lets it be
 _PIECE_MS = 15_000  # what a killed writer leaves is gone before its lease
-_SETTLED_AT_ONCE = 64
+_REAPED_AT_ONCE = 64
 _MAX_BY_CONTENT = 32  # remembered of one content
 _INFO = struct.Struct("<?QQI?32s")
 
@@ -39,13 +39,13 @@ class Writing:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What came of asking for room."""
+    """What came of asking for capacity."""
 
     outcome: PutOutcome | None
-    """None: the room is there, and the chunk must be written now."""
+    """None: it is reserved, and the chunk must be written now."""
     evicted: int
     is_new: bool
-    """There was no ledger: what lies under the prefix, if anything, is in nobody's books."""
+    """There was no ledger: what lies under the prefix, if anything, is not counted."""
     was_broken: bool
     """The server had dropped a part of the ledger; the rest is dropped too."""
 
@@ -73,14 +73,13 @@ class Ledger:
         """Where another piece of its record lies; the first one too, until the chunk is finished."""
         return b"%s:%s:%d" % (self.value(key), seal, number)
 
-    def has(self, link: Link, patience: Patience, key: bytes) -> bool:
+    def has(self, link: Link, key: bytes) -> bool:
         """Whether a chunk is entered and all of it is there."""
-        return self._run(link, patience, scripts.HAS, self.id(key)) == 1
+        return self._run(link, scripts.HAS, self.id(key)) == 1
 
     def reserve(
         self,
         link: Link,
-        patience: Patience,
         writing: Writing,
         info: BlockInfo,
         *,
@@ -88,13 +87,11 @@ class Ledger:
         capacity: int,
         quota: int | None,
     ) -> Reservation:
-        """Enter a chunk that is about to be written, and make room for it: leaves first, least recently used first."""
+        """Enter a chunk that is about to be written, and evict others for it: the least recently used leaves."""
         parent = b"" if info.parent_key is None else self.id(info.parent_key)
-        limits = (size, writing.pieces, capacity, capacity if quota is None else quota, _LEASE_MS, _SETTLED_AT_ONCE)
+        limits = (size, writing.pieces, capacity, capacity if quota is None else quota, _LEASE_MS, _REAPED_AT_ONCE)
         names = (self.id(info.key), parent, info.content_key.hex().encode(), writing.seal, writing.writer)
-        reply = self._run(
-            link, patience, scripts.RESERVE, *names, _packed(info), *(b"%d" % number for number in limits)
-        )
+        reply = self._run(link, scripts.RESERVE, *names, _packed(info), *(b"%d" % number for number in limits))
         if not isinstance(reply, list) or len(reply) != 3:
             raise ProtocolError("an answer that is none of the ledger's")
         outcome, evicted, lost = reply
@@ -105,90 +102,89 @@ class Ledger:
     def write(
         self,
         link: Link,
-        patience: Patience,
         writing: Writing,
         pieces: Sequence[tuple[memoryview, ...]],
         *,
         ttl_ms: int,
     ) -> bool:
-        """Write the pieces and then, in the same round trip, show them as one chunk. False if the room is gone."""
+        """Write the pieces and then, in the same round trip, show them as one chunk. False if its entry is gone."""
         commands = [
             (b"SET", self.piece(writing.key, writing.seal, number), piece, b"PX", b"%d" % _PIECE_MS)
             for number, piece in enumerate(pieces)
         ]
         numbers = (b"%d" % number for number in (writing.pieces, ttl_ms, _MAX_BY_CONTENT))
         last = self._command(scripts.FINISH, self.id(writing.key), writing.writer, writing.seal, *numbers)
-        *written, finished = link.call([*commands, last], patience)
+        *written, finished = link.call([*commands, last])
         for reply in (finished, *written):
             if isinstance(reply, ServerError):
                 raise reply
         return finished == 1
 
-    def touch(self, link: Link, patience: Patience, keys: Sequence[bytes]) -> None:
+    def touch(self, link: Link, keys: Sequence[bytes]) -> None:
         """Note that chunks were used, the most recent last."""
-        self._run(link, patience, scripts.TOUCH, *map(self.id, keys))
+        self._run(link, scripts.TOUCH, *map(self.id, keys))
 
-    def forget(self, link: Link, patience: Patience, keys: Sequence[bytes]) -> None:
-        """Strike out chunks that were not found, if they are not all there."""
-        self._run(link, patience, scripts.FORGET, *map(self.id, keys))
+    def delete_missing(self, link: Link, keys: Sequence[bytes]) -> None:
+        """Delete the entries of chunks that were not found, if not all of their pieces are there."""
+        self._run(link, scripts.DELETE_MISSING, *map(self.id, keys))
 
-    def remove(self, link: Link, patience: Patience, ids: Sequence[bytes]) -> None:
+    def remove(self, link: Link, ids: Sequence[bytes]) -> None:
         """Remove chunks and their entries."""
-        self._run(link, patience, scripts.REMOVE, *ids)
+        self._run(link, scripts.REMOVE, *ids)
 
-    def variants(self, link: Link, patience: Patience, contents: Sequence[bytes], most: int) -> list[list[BlockInfo]]:
+    def variants(self, link: Link, contents: Sequence[bytes], limit: int) -> list[list[BlockInfo]]:
         """For each content, the most recently used chunks that hold it, newest last."""
         hexes = (content.hex().encode() for content in contents)
-        reply = self._run(link, patience, scripts.VARIANTS, self._space, b"%d" % most, *hexes)
+        reply = self._run(link, scripts.VARIANTS, self._space, b"%d" % limit, *hexes)
         if not isinstance(reply, list) or len(reply) != len(contents):
             raise ProtocolError("an answer that is none of the ledger's")
         return [_infos(found, content) for found, content in zip(reply, contents, strict=True)]
 
-    def totals(self, link: Link, patience: Patience) -> tuple[int, int, int]:
+    def totals(self, link: Link) -> tuple[int, int, int]:
         """Chunks and bytes of this space, and the bytes of all."""
         fields = (b"chunks:" + self._space, b"bytes:" + self._space, b"bytes")
-        reply = self._run(link, patience, scripts.TOTALS, b"%d" % _SETTLED_AT_ONCE, *fields)
+        reply = self._run(link, scripts.TOTALS, b"%d" % _REAPED_AT_ONCE, *fields)
         numbers = [number for number in reply if isinstance(number, int)] if isinstance(reply, list) else []
         if len(numbers) != 3:
             raise ProtocolError("an answer that is none of the ledger's")
         return numbers[0], numbers[1], numbers[2]
 
-    def ids(self, link: Link, patience: Patience, *, tenant: bytes | None = None, cursor: bytes) -> Page:
+    def ids(self, link: Link, *, tenant: bytes | None = None, cursor: bytes) -> Page:
         """Some ids of this space, or of a tenant; all of them after the cursor has come back to ``b"0"``."""
-        return self._ids(link, patience, self._space if tenant is None else tenant.hex().encode(), cursor)
+        return self._ids(link, self._space if tenant is None else tenant.hex().encode(), cursor)
 
-    def all_ids(self, link: Link, patience: Patience, *, cursor: bytes) -> Page:
+    def all_ids(self, link: Link, *, cursor: bytes) -> Page:
         """Some ids of all tenants and spaces; all of them after the cursor has come back to ``b"0"``."""
-        return self._ids(link, patience, b"*", cursor)
+        return self._ids(link, b"*", cursor)
 
-    def _ids(self, link: Link, patience: Patience, owner: bytes, cursor: bytes) -> Page:
+    def _ids(self, link: Link, owner: bytes, cursor: bytes) -> Page:
         command = (b"HSCAN", self.prefix + b":ledger:entries", cursor, b"MATCH", owner + b":*", b"COUNT", b"1000")
-        cursor, found = _page(link.call([command], patience)[0])
+        cursor, found = _page(link.call([command])[0])
         return cursor, found[::2]
 
-    def described(self, link: Link, patience: Patience, ids: Sequence[bytes]) -> list[tuple[int, int] | None]:
+    def described(self, link: Link, ids: Sequence[bytes]) -> list[tuple[int, int] | None]:
         """For chunks of any space: the bytes each takes and the second it was last used; None if it is not written."""
-        reply = self._run(link, patience, scripts.DESCRIBE, *ids)
+        reply = self._run(link, scripts.DESCRIBE, *ids)
         if not isinstance(reply, list) or len(reply) != len(ids):
             raise ProtocolError("an answer that is none of the ledger's")
         return [_pair(found) for found in reply]
 
-    def sweep(self, link: Link, patience: Patience, *, cursor: bytes) -> bytes:
-        """Remove some of what lies under the prefix and is in nobody's books; the next cursor, ``b"0"`` at the end."""
+    def sweep(self, link: Link, *, cursor: bytes) -> bytes:
+        """Remove some of what lies under the prefix and is not counted; the next cursor, ``b"0"`` at the end."""
         below = self.prefix + b":"
         scan = (b"SCAN", cursor, b"MATCH", _literal(below) + b"*", b"COUNT", b"1000")
-        cursor, found = _page(link.call([scan], patience)[0])
+        cursor, found = _page(link.call([scan])[0])
         names = [key[len(below) :] for key in found if not key.startswith(below + b"ledger")]
         if names:
-            self._run(link, patience, scripts.ORPHANS, *names)
+            self._run(link, scripts.ORPHANS, *names)
         return cursor
 
     def _command(self, script: str, *arguments: bytes) -> tuple[bytes, ...]:
         # With its text: Redis finds it compiled by its digest, and may forget it without our knowing.
         return (b"EVAL", (scripts.COMMON + script).encode(), b"1", self.prefix, *arguments)
 
-    def _run(self, link: Link, patience: Patience, script: str, *arguments: bytes) -> Reply:
-        reply = link.call([self._command(script, *arguments)], patience)[0]
+    def _run(self, link: Link, script: str, *arguments: bytes) -> Reply:
+        reply = link.call([self._command(script, *arguments)])[0]
         if isinstance(reply, ServerError):
             raise reply
         return reply

@@ -16,11 +16,11 @@ from kvboost.direct_io import page_aligned
 from kvboost.errors import RecordError
 from kvboost.store.record.header import MAX_HEADER_BYTES, read_header
 from kvboost.store.tiers.redis.ledger import Ledger
-from kvboost.store.tiers.redis.resp import Link, Patience, ServerError
+from kvboost.store.tiers.redis.resp import Link, ServerError
 from kvboost.store.tiers.redis.server import Server, UnavailableError
 
 PIECE_BYTES = 2**20 - 64
-"""The most in one value: with what Redis adds, a megabyte of its allocator's; 64 more would take a quarter more."""
+"""The largest value: with what Redis adds, a megabyte of its allocator's; 64 more would take a quarter more."""
 
 _AHEAD = 3  # values asked for at once: of more, the server would keep copies
 _WAITING = 2  # records that wait for the reader
@@ -41,15 +41,15 @@ def split(parts: Sequence[memoryview], nbytes: int) -> list[tuple[memoryview, ..
         return [tuple(parts)]
     pieces: list[tuple[memoryview, ...]] = [(parts[0],)]
     group: list[memoryview] = []
-    room = PIECE_BYTES
+    left = PIECE_BYTES
     for part in parts[1:]:
         while len(part):
-            group.append(part[:room])
-            part = part[room:]
-            room -= len(group[-1])
-            if not room:
+            group.append(part[:left])
+            part = part[left:]
+            left -= len(group[-1])
+            if not left:
                 pieces.append(tuple(group))
-                group, room = [], PIECE_BYTES
+                group, left = [], PIECE_BYTES
     if group:
         pieces.append(tuple(group))
     return pieces
@@ -76,9 +76,7 @@ def seal_name(seal: bytes) -> bytes:
     return seal[:8].hex().encode()
 
 
-def received(
-    link: Link, patience: Patience, keys: Sequence[bytes], *, ledger: Ledger, max_bytes: int
-) -> Iterator[memoryview | None]:
+def received(link: Link, keys: Sequence[bytes], *, ledger: Ledger, max_bytes: int) -> Iterator[memoryview | None]:
     """The records of these keys as they come, unchecked; None for one that is not there or not all there."""
     came: deque[memoryview | _Header | None] = deque()  # first pieces of the next records
     asked = 0
@@ -88,25 +86,25 @@ def received(
         else:
             ahead = keys[asked : at + _AHEAD]
             if ahead:
-                link.send([(b"GET", ledger.value(other)) for other in ahead], patience)
+                link.send([(b"GET", ledger.value(other)) for other in ahead])
                 asked += len(ahead)
-            first = _first_piece(link, patience, key, max_bytes)
+            first = _first_piece(link, key, max_bytes)
         if isinstance(first, _Header):
             while link.awaited:  # they stand before the rest of this one
-                came.append(_first_piece(link, patience, keys[at + 1 + len(came)], max_bytes))
-            yield _rest(link, patience, first, ledger)
+                came.append(_first_piece(link, keys[at + 1 + len(came)], max_bytes))
+            yield _rest(link, first, ledger)
         else:
             yield first
 
 
-def _first_piece(link: Link, patience: Patience, key: bytes, max_bytes: int) -> memoryview | _Header | None:
-    length = link.length(patience)
+def _first_piece(link: Link, key: bytes, max_bytes: int) -> memoryview | _Header | None:
+    length = link.length()
     if length is None:
         return None
     if length > max(PIECE_BYTES, MAX_HEADER_BYTES):
         raise OversizedValueError(key, length)
     data = page_aligned(length)
-    link.take(data, patience)
+    link.take(data)
     try:
         header = read_header(data, max_bytes)
     except RecordError:
@@ -116,7 +114,7 @@ def _first_piece(link: Link, patience: Patience, key: bytes, max_bytes: int) -> 
     return data
 
 
-def _rest(link: Link, patience: Patience, header: _Header, ledger: Ledger) -> memoryview | None:
+def _rest(link: Link, header: _Header, ledger: Ledger) -> memoryview | None:
     """The whole record, its pieces one behind the other."""
     record = page_aligned(header.record_bytes)
     at = len(header.data)
@@ -127,14 +125,14 @@ def _rest(link: Link, patience: Patience, header: _Header, ledger: Ledger) -> me
     )
     for wanted in header.lengths:
         while commands and link.awaited < _AHEAD:
-            link.send([commands.popleft()], patience)
-        length = link.length(patience)
+            link.send([commands.popleft()])
+        length = link.length()
         if length is None:
             missing = True
         elif length == wanted:
-            link.take(record[at : at + wanted], patience)
+            link.take(record[at : at + wanted])
         elif length <= PIECE_BYTES:
-            link.take(page_aligned(length), patience)
+            link.take(page_aligned(length))
             damaged = True
         else:
             raise OversizedValueError(header.key, length)
@@ -154,8 +152,8 @@ class Loading:
             self.unavailable = UnavailableError(None)
         elif keys:
 
-            def receive(link: Link, patience: Patience) -> Iterator[memoryview | None]:
-                return received(link, patience, keys, ledger=ledger, max_bytes=max_bytes)
+            def receive(link: Link) -> Iterator[memoryview | None]:
+                return received(link, keys, ledger=ledger, max_bytes=max_bytes)
 
             arguments = (server, receive, self._queue, self._stop)  # not self: the thread must not keep it alive
             threading.Thread(target=_feed, args=arguments, name="kvboost-redis-load", daemon=True).start()
@@ -190,18 +188,17 @@ class Loading:
 
 def _feed(
     server: Server,
-    receive: Callable[[Link, Patience], Iterator[memoryview | None]],
+    receive: Callable[[Link], Iterator[memoryview | None]],
     into: queue.Queue[memoryview | UnavailableError | None],
     stop: threading.Event,
 ) -> None:
-    patience = server.patience()
     try:
-        with server.link(patience) as link:
-            for record in receive(link, patience):
+        with server.link(server.deadline()) as link:
+            for record in receive(link):
                 into.put(record)
                 if stop.is_set():
                     return
     except UnavailableError as error:
         into.put(error)
-    except Exception as error:  # noqa: BLE001 - whoever waits for what comes would wait for ever
+    except Exception as error:  # noqa: BLE001 - the reader would wait for ever
         into.put(UnavailableError(error))

@@ -1,8 +1,8 @@
 """The Redis protocol (RESP2) over one connected socket, without copies: values go out from where they lie and come
 in where they are wanted.
 
-Used by :mod:`kvboost.store.tiers.redis.server`; redis-py makes the connection. Invariants: no call waits longer than
-its :class:`Patience`; no length that the server names is believed beyond the caller's limit; after an error the link
+Used by :mod:`kvboost.store.tiers.redis.server`; redis-py makes the connection. Invariants: no use waits longer than
+its :class:`Deadline`; no length that the server names is believed beyond the caller's limit; after an error the link
 is of no more use.
 """
 
@@ -24,7 +24,7 @@ _COPIED_BELOW = 4096  # smaller pieces are sent together
 _MAX_PIECES = 256  # in one system call
 _MAX_LINE_BYTES = 8 * 1024
 _MAX_ITEMS = 2**20
-_DEEPEST = 4
+_MAX_DEPTH = 4
 SMALL_BYTES = 2**20
 """The largest value that :meth:`Link.reply` takes. Larger ones are asked for with :meth:`Link.length`."""
 
@@ -37,24 +37,24 @@ class ProtocolError(Exception):
     """What came is no reply."""
 
 
-class Patience:
+class Deadline:
     """How long one caller still waits: some time, and what the bytes that did come would take at the slowest rate.
 
     So a stalled or dribbling server is given up after that time, however much was asked of it. Only waiting counts, and
     not what the caller does between; nor a wait that ended well after its limit, as then this process was held up.
     """
 
-    def __init__(self, seconds: float, *, slowest_bytes_per_s: float) -> None:
+    def __init__(self, seconds: float, *, min_bytes_per_s: float) -> None:
         self.left = seconds
         """Seconds; zero when it is over."""
-        self._per_byte = 1.0 / slowest_bytes_per_s
+        self._per_byte = 1.0 / min_bytes_per_s
 
     def waited(self, seconds: float) -> None:
         """So long was waited, and something came of it."""
         if seconds <= self.left:
             self.left -= seconds
 
-    def moved(self, count: int) -> None:
+    def transferred(self, count: int) -> None:
         """So many bytes came or went."""
         self.left += count * self._per_byte
 
@@ -62,13 +62,15 @@ class Patience:
 class Link:
     """One connection. Not thread-safe. Every method may raise OSError, ProtocolError or ServerError."""
 
-    def __init__(self, connected: socket.socket, *, owner: object = None) -> None:
-        """``owner`` is kept alive as long as the link."""
+    def __init__(self, connected: socket.socket, deadline: Deadline, *, owner: object = None) -> None:
+        """``deadline`` is of the first use; ``owner`` is kept alive as long as the link."""
         self._socket = connected
         self._owner = owner
         self._gathers = not isinstance(connected, ssl.SSLSocket)
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._begin = self._end = 0
+        self.deadline = deadline
+        """Of the present use."""
         self.awaited = 0
         """Replies that were asked for and not read."""
 
@@ -86,12 +88,12 @@ class Link:
             return False
         return False
 
-    def call(self, commands: Sequence[Command], patience: Patience) -> list[Reply]:
+    def call(self, commands: Sequence[Command]) -> list[Reply]:
         """The replies to some commands, in one round trip. A refusal is returned in its place, not raised."""
-        self.send(commands, patience)
-        return [self.reply(patience) for _ in commands]
+        self.send(commands)
+        return [self.reply() for _ in commands]
 
-    def send(self, commands: Iterable[Command], patience: Patience) -> None:
+    def send(self, commands: Iterable[Command]) -> None:
         """Ask without waiting for the replies."""
         pieces: list[memoryview] = []
         small = bytearray()
@@ -110,39 +112,39 @@ class Link:
                 small += b"\r\n"
         pieces.append(memoryview(small))
         if self._gathers:
-            self._send_gathered(pieces, patience)
+            self._send_gathered(pieces)
         else:
             for piece in pieces:
-                self._socket.settimeout(max(patience.left, 1e-3))
+                self._socket.settimeout(max(self.deadline.left, 1e-3))
                 begin = time.monotonic()
                 self._socket.sendall(piece)
-                patience.waited(time.monotonic() - begin)
-                patience.moved(len(piece))
+                self.deadline.waited(time.monotonic() - begin)
+                self.deadline.transferred(len(piece))
 
-    def _send_gathered(self, pieces: list[memoryview], patience: Patience) -> None:
+    def _send_gathered(self, pieces: list[memoryview]) -> None:
         at = 0
         while at < len(pieces):
-            self._socket.settimeout(patience.left)
+            self._socket.settimeout(self.deadline.left)
             begin = time.monotonic()
             try:
                 sent = self._socket.sendmsg(pieces[at : at + _MAX_PIECES])
             except BlockingIOError as error:
                 raise TimeoutError("the server does not take what it is sent") from error
-            patience.waited(time.monotonic() - begin)
-            patience.moved(sent)
+            self.deadline.waited(time.monotonic() - begin)
+            self.deadline.transferred(sent)
             while at < len(pieces) and sent >= len(pieces[at]):
                 sent -= len(pieces[at])
                 at += 1
             if sent:
                 pieces[at] = pieces[at][sent:]
 
-    def reply(self, patience: Patience) -> Reply:
+    def reply(self) -> Reply:
         """The next reply. Values in it are copied and may have :data:`SMALL_BYTES`."""
         self.awaited -= 1
-        return self._reply(patience, 0)
+        return self._reply(0)
 
-    def _reply(self, patience: Patience, depth: int) -> Reply:
-        kind, rest = self._line(patience)
+    def _reply(self, depth: int) -> Reply:
+        kind, rest = self._line()
         if kind == b"+":
             return rest
         if kind == b"-":
@@ -154,16 +156,16 @@ class Link:
             return None
         if kind == b"$" and 0 <= number <= SMALL_BYTES:
             value = bytearray(number)
-            self._take(memoryview(value), patience)
+            self._take(memoryview(value))
             return bytes(value)
-        if kind == b"*" and 0 <= number <= _MAX_ITEMS and depth < _DEEPEST:
-            return [self._reply(patience, depth + 1) for _ in range(number)]
+        if kind == b"*" and 0 <= number <= _MAX_ITEMS and depth < _MAX_DEPTH:
+            return [self._reply(depth + 1) for _ in range(number)]
         raise ProtocolError(f"a reply that begins with {kind + rest[:20]!r}")
 
-    def length(self, patience: Patience) -> int | None:
+    def length(self) -> int | None:
         """The length of the value that comes next, to be taken with :meth:`take`; None if there is none."""
         self.awaited -= 1
-        kind, rest = self._line(patience)
+        kind, rest = self._line()
         if kind == b"-":
             raise ServerError(rest.decode("utf-8", "replace"))
         number = _number(rest)
@@ -171,28 +173,28 @@ class Link:
             raise ProtocolError(f"a reply that begins with {kind + rest[:20]!r} instead of a value")
         return None if number == -1 else number
 
-    def take(self, into: memoryview, patience: Patience) -> None:
+    def take(self, into: memoryview) -> None:
         """Read the value whose length was given, all of it, into this memory."""
-        self._take(into, patience)
+        self._take(into)
 
     def close(self) -> None:
         """Close the connection. May be called twice."""
         self._socket.close()
         self._owner = None
 
-    def _take(self, into: memoryview, patience: Patience) -> None:
+    def _take(self, into: memoryview) -> None:
         at = min(len(into), self._end - self._begin)
         into[:at] = self._buffer[self._begin : self._begin + at]
         self._begin += at
         while at < len(into):
-            at += self._receive(into[at:], patience)
+            at += self._receive(into[at:])
         while self._end - self._begin < 2:
-            self._more(patience)
+            self._more()
         if bytes(self._buffer[self._begin : self._begin + 2]) != b"\r\n":
             raise ProtocolError("a value that does not end where it said")
         self._begin += 2
 
-    def _line(self, patience: Patience) -> tuple[bytes, bytes]:
+    def _line(self) -> tuple[bytes, bytes]:
         """The first byte of the next line and the others."""
         searched = 0
         while True:
@@ -204,18 +206,18 @@ class Link:
             if at == 0 or len(held) > _MAX_LINE_BYTES:
                 raise ProtocolError(f"a reply that begins with {held[:20]!r}")
             searched = len(held)
-            self._more(patience)
+            self._more()
 
-    def _more(self, patience: Patience) -> None:
+    def _more(self) -> None:
         """Read more lines into the buffer."""
         held = self._end - self._begin
         if self._begin:
             self._buffer[:held] = bytes(self._buffer[self._begin : self._end])
             self._begin, self._end = 0, held
-        self._end += self._receive(self._buffer[held:], patience)
+        self._end += self._receive(self._buffer[held:])
 
-    def _receive(self, into: memoryview, patience: Patience) -> int:
-        self._socket.settimeout(patience.left)  # zero: what lies here already is still taken
+    def _receive(self, into: memoryview) -> int:
+        self._socket.settimeout(self.deadline.left)  # zero: what lies here already is still taken
         begin = time.monotonic()
         try:
             count = self._socket.recv_into(into)
@@ -223,8 +225,8 @@ class Link:
             raise TimeoutError("timed out") from error
         if not count:
             raise ConnectionResetError("the server closed the connection")
-        patience.waited(time.monotonic() - begin)
-        patience.moved(count)
+        self.deadline.waited(time.monotonic() - begin)
+        self.deadline.transferred(count)
         return count
 
 

@@ -95,8 +95,8 @@ local function drop(id, e)
   end
 end
 
-local function settle(most)
-  for _, id in ipairs(call('ZRANGEBYSCORE', DUE, '-inf', now, 'LIMIT', 0, most)) do
+local function reap(limit)
+  for _, id in ipairs(call('ZRANGEBYSCORE', DUE, '-inf', now, 'LIMIT', 0, limit)) do
     local e = entry(id)
     if e then drop(id, e) else call('ZREM', DUE, id) end
   end
@@ -105,7 +105,7 @@ end
 
 RESERVE = """
 local id, parent, content, seal, writer, info = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
-local size, pieces, capacity, quota, lease, most =
+local size, pieces, capacity, quota, lease, limit =
   tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11]), tonumber(ARGV[12])
 local lost = 0
 local function begin_anew()
@@ -119,7 +119,7 @@ if call('HLEN', ENTRIES) ~= chunks or call('ZCARD', RECENCY) ~= chunks or call('
 elseif call('EXISTS', L) == 0 then
   lost = 1
 end
-settle(most)
+reap(limit)
 local e = entry(id)
 if e then
   if e.writer ~= '' then return {'refused', 0, lost} end
@@ -130,7 +130,7 @@ end
 local function held(field) return tonumber(call('HGET', L, field) or '0') end
 local tenant = tenant_of(id)
 if held('bytes') + size > capacity or held('bytes:' .. tenant) + size > quota then
-  -- Nothing may go in vain: what it stands behind must stay, so that must fit beside it.
+  -- Evict nothing in vain: its ancestors must stay, so they must fit together with it.
   local kept, above = size, parent
   while above ~= '' do
     local e = entry(above)
@@ -151,7 +151,7 @@ if parent ~= '' then
 end
 
 local evicted = 0
-local function make_room(field, limit, leaves)
+local function evict(field, limit, leaves)
   while held(field) > limit do
     local victim = call('ZRANGE', leaves, 0, 0)[1]
     if not victim then return false end
@@ -166,7 +166,7 @@ local function make_room(field, limit, leaves)
   return true
 end
 
-if make_room('bytes:' .. tenant, quota, LEAVES .. ':' .. tenant) and make_room('bytes', capacity, LEAVES) then
+if evict('bytes:' .. tenant, quota, LEAVES .. ':' .. tenant) and evict('bytes', capacity, LEAVES) then
   return {'reserved', evicted, lost}
 end
 drop(id, e)
@@ -219,7 +219,7 @@ end
 return 0
 """
 
-FORGET = """
+DELETE_MISSING = """
 for _, id in ipairs(ARGV) do
   local e = entry(id)
   if e and e.writer == '' and call('EXISTS', unpack(written(id, e))) ~= e.pieces then drop(id, e) end
@@ -236,7 +236,7 @@ return 0
 """
 
 VARIANTS = """
-local space, most = ARGV[1], tonumber(ARGV[2])
+local space, limit = ARGV[1], tonumber(ARGV[2])
 local answer = {}
 for at = 3, #ARGV do
   local found = {}
@@ -246,7 +246,7 @@ for at = 3, #ARGV do
   end
   table.sort(found, function(a, b) return a[1] < b[1] end)
   local infos = {}
-  for number = math.max(1, #found - most + 1), #found do
+  for number = math.max(1, #found - limit + 1), #found do
     local e = entry(found[number][2])
     if e and e.writer == '' then infos[#infos + 1] = {found[number][2], e.info} end
   end
@@ -256,24 +256,24 @@ return answer
 """
 
 TOTALS = """
-settle(tonumber(ARGV[1]))
+reap(tonumber(ARGV[1]))
 local totals = {}
 for at = 2, #ARGV do totals[#totals + 1] = tonumber(call('HGET', L, ARGV[at]) or '0') end
 return totals
 """
 
 DESCRIBE = """
-local told = {}
+local described = {}
 for _, id in ipairs(ARGV) do
   local e = entry(id)
   local stamp = e and call('ZSCORE', RECENCY, id)
   if stamp and e.writer == '' then
-    told[#told + 1] = {e.size, math.floor(tonumber(stamp) / 1000000)}
+    described[#described + 1] = {e.size, math.floor(tonumber(stamp) / 1000000)}
   else
-    told[#told + 1] = false
+    described[#described + 1] = false
   end
 end
-return told
+return described
 """
 
 ORPHANS = """

@@ -1,7 +1,7 @@
-"""A Redis or Valkey server as one tier sees it: links that are kept, made anew, and given up behind a breaker.
+"""A Redis or Valkey server as one tier sees it: a pool of links behind a breaker.
 
 Used by the Redis tier. redis-py makes the connections (addresses, TLS, options of the URL); what is said over them is
-:mod:`kvboost.store.tiers.redis.resp`'s. Invariants: whoever asks for a link waits no longer than his patience,
+:mod:`kvboost.store.tiers.redis.resp`'s. Invariants: a caller waits for a link no longer than its deadline,
 whatever name lookup, connecting or TLS do, as that happens in another thread; a link that failed is never used again.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 from kvboost.errors import ConfigError
 from kvboost.store.tiers.breaker import Breaker
-from kvboost.store.tiers.redis.resp import Link, Patience, ProtocolError, ServerError
+from kvboost.store.tiers.redis.resp import Deadline, Link, ProtocolError, ServerError
 
-_CONNECT_S = 1.0  # for each step of a connection made in the background
+_CONNECT_TIMEOUT_S = 1.0  # for each step of a connection made in the background
 _ECHO_BYTES = 16 * 1024
 _MAX_IDLE = 8
 
@@ -32,31 +32,32 @@ class UnavailableError(Exception):
 
 
 class Server:
-    """The way to one server. Thread-safe."""
+    """The links to one server. Thread-safe."""
 
-    def __init__(self, url: str, *, patience_s: float, slowest_bytes_per_s: float) -> None:
+    def __init__(self, url: str, *, timeout_s: float, min_bytes_per_s: float) -> None:
         """Raises ConfigError for an URL that cannot work or if redis-py is missing. Connects only when asked."""
-        self._make_socket = _connector(url)
-        self._patience_s = patience_s
-        self._slowest = slowest_bytes_per_s
+        self._make_link = _connector(url)
+        self._timeout_s = timeout_s
+        self._slowest = min_bytes_per_s
         self._lock = threading.Lock()
         self._idle: list[Link] = []
         self._closed = False
         self.breaker = Breaker(self._probe, name="kvboost-redis-probe")
 
-    def patience(self, seconds: float | None = None) -> Patience:
+    def deadline(self, seconds: float | None = None) -> Deadline:
         """For one call: the usual, or so many seconds."""
-        return Patience(self._patience_s if seconds is None else seconds, slowest_bytes_per_s=self._slowest)
+        return Deadline(self._timeout_s if seconds is None else seconds, min_bytes_per_s=self._slowest)
 
     @contextmanager
-    def link(self, patience: Patience) -> Iterator[Link]:
+    def link(self, deadline: Deadline) -> Iterator[Link]:
         """A link for one use. Raises UnavailableError, also for what goes wrong with the link while it is used."""
         if self.breaker.is_open:
             raise UnavailableError(None)
         link: Link | None = None
         clean = False
         try:
-            link = self._take_idle() or self._connected(patience)
+            link = self._take_idle() or self._connected(deadline)
+            link.deadline = deadline
             yield link
             clean = link.awaited == 0
         except ServerError as error:
@@ -100,8 +101,8 @@ class Server:
         for link in idle:
             link.close()
 
-    def _connected(self, patience: Patience) -> Link:
-        """A new link. What comes too late is kept for the next one who asks."""
+    def _connected(self, deadline: Deadline) -> Link:
+        """A new link. One that comes too late is kept for the next caller."""
         done = threading.Event()
         lock = threading.Lock()
         made: list[Link] = []
@@ -123,8 +124,8 @@ class Server:
 
         threading.Thread(target=connect, name="kvboost-redis-connect", daemon=True).start()
         begin = time.monotonic()
-        done.wait(patience.left)
-        patience.waited(time.monotonic() - begin)
+        done.wait(deadline.left)
+        deadline.waited(time.monotonic() - begin)
         with lock:
             given_up = True
         if made:
@@ -133,9 +134,9 @@ class Server:
 
     def _connect(self) -> Link:
         """Raises OSError or ProtocolError."""
-        link, greeting = self._make_socket()
+        link, greeting = self._make_link(self.deadline(_CONNECT_TIMEOUT_S))
         try:
-            for reply in link.call(greeting, self.patience(_CONNECT_S)):
+            for reply in link.call(greeting):
                 if isinstance(reply, ServerError):
                     raise ConnectionRefusedError(str(reply))
         except (OSError, ProtocolError):
@@ -151,15 +152,16 @@ class Server:
         except (OSError, ProtocolError):
             return False
         try:
-            well = link.call([(b"ECHO", payload)], self.patience()) == [payload]
+            link.deadline = self.deadline()
+            well = link.call([(b"ECHO", payload)]) == [payload]
         except (OSError, ProtocolError):
             well = False
         self._give_back(link, well)
         return well
 
 
-def _connector(url: str) -> Callable[[], tuple[Link, list[tuple[bytes, ...]]]]:
-    """Makes sockets for an URL, each with what must be said first. It raises OSError."""
+def _connector(url: str) -> Callable[[Deadline], tuple[Link, list[tuple[bytes, ...]]]]:
+    """Makes links for an URL, each with what must be said first. It raises OSError."""
     try:
         from redis import RedisError
         from redis import connection as connections
@@ -169,7 +171,7 @@ def _connector(url: str) -> Callable[[], tuple[Link, list[tuple[bytes, ...]]]]:
         options: dict[str, Any] = connections.parse_url(url)  # type: ignore[no-untyped-call]
         kind: Any = options.pop("connection_class", connections.Connection)
         user, password, database = (options.pop(name, None) for name in ("username", "password", "db"))
-        limits = {"socket_timeout": _CONNECT_S, "socket_connect_timeout": _CONNECT_S}
+        limits = {"socket_timeout": _CONNECT_TIMEOUT_S, "socket_connect_timeout": _CONNECT_TIMEOUT_S}
         # The greeting is said by us: redis-py's own has a time limit for each byte only.
         options |= limits | {"protocol": 2, "redis_connect_func": lambda _: None}
         kind(**options)
@@ -184,12 +186,12 @@ def _connector(url: str) -> Callable[[], tuple[Link, list[tuple[bytes, ...]]]]:
         greeting.append((b"SELECT", b"%d" % int(database)))
     greeting.append((b"CLIENT", b"SETNAME", b"kvboost"))
 
-    def make() -> tuple[Link, list[tuple[bytes, ...]]]:
+    def make(deadline: Deadline) -> tuple[Link, list[tuple[bytes, ...]]]:
         connection = kind(**options)
         try:
             connection.connect()
         except RedisError as error:
             raise ConnectionError(str(error)) from error
-        return Link(connection._sock, owner=connection), greeting
+        return Link(connection._sock, deadline, owner=connection), greeting
 
     return make
