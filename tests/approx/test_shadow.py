@@ -12,6 +12,7 @@ import pytest
 from kvboost import KVBoost
 from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.shadow import Answered, ShadowChecks
+from kvboost.core.prefill import ChunkedPrompt
 from tests.approx.test_find import HEAD, ONE, QUESTION, TWO, engine_for, joined, text, warm
 
 pytestmark = pytest.mark.usefixtures("prices_as_guessed")
@@ -36,7 +37,8 @@ def _ask_until_off(engine: KVBoost) -> None:
 
 
 def _answered(number: int, produced: tuple[int, ...] = (5,)) -> Answered:
-    return Answered([number], (), {}, list(produced), prefiller=None)  # type: ignore[arg-type]
+    prompt = ChunkedPrompt([number], (), None, [])  # type: ignore[arg-type]
+    return Answered(prompt, {}, list(produced), prefiller=None)  # type: ignore[arg-type]
 
 
 def _offer(shadow: ShadowChecks, numbers: range) -> None:
@@ -128,10 +130,10 @@ def test_a_check_that_fails_does_not_count_and_does_not_end_the_others() -> None
     guard, seen = ReuseGuard(0.1), []
 
     def failing(request: Answered) -> bool | None:
-        seen.append(request.tokens)
-        if request.tokens == [0]:
+        seen.append(request.prompt.tokens)
+        if request.prompt.tokens == [0]:
             raise OSError("no memory")
-        return None if request.tokens == [1] else False
+        return None if request.prompt.tokens == [1] else False
 
     shadow = ShadowChecks(failing, share=1.0, guard=guard)
     with pytest.warns(RuntimeWarning, match="does not count"):

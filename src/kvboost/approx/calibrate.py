@@ -31,9 +31,9 @@ EncodedPrompt = tuple[list[int], Sequence[int]]
 
 
 def calibrate(
-    prompts: Sequence[EncodedPrompt], *, prefiller: Prefiller, weights: str, cache_bytes: int, progress: bool
+    prompts: Sequence[EncodedPrompt], *, prefiller: Prefiller, cache_bytes: int, progress: bool
 ) -> Calibration:
-    """Compare at every ratio, on a store of its own of ``cache_bytes``. ``weights`` is the digest of the model's."""
+    """Compare at every ratio, on a store of its own of ``cache_bytes``."""
     approx, runner = prefiller.approx, prefiller.runner
     assert isinstance(approx, ApproxReuse)
     assert isinstance(runner, ModelRunner)
@@ -52,7 +52,7 @@ def calibrate(
             outcomes = compare_on(prompts, runner=runner, exact=exact, approx=at_ratio, done=bar.update)
     finally:
         exact.pool.clear()
-    conditions = prefiller.keys.conditions
+    conditions, weights = prefiller.keys.conditions, prefiller.keys.snapshot().model.fields["weights"]
     return conclude(outcomes, weights=weights, conditions=conditions, strategy=repair.strategy.name)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
-from kvboost.core.prefiller import Prefiller
+from kvboost.core.session import Session
 
 _MAX_GROUP_TOKENS = 2048  # prefilled as one prompt
 
@@ -22,15 +22,16 @@ def warm_documents(
     *,
     head: list[int],
     context_documents: int,
-    prefiller: Prefiller,
-    max_tokens: int | None,
+    session: Session,
     warm: Callable[[list[int], list[int]], int],
     progress: bool,
 ) -> int:
     """Prefill those documents that are not stored yet, each behind others. Returns how many chunks were new.
 
-    ``max_tokens`` is what the model takes at most; ``warm`` prefills tokens with boundaries.
+    ``warm`` prefills tokens with boundaries.
     """
+    limits = [limit for limit in (session.limits.max_positions, session.limits.exact_limit) if limit is not None]
+    max_tokens = min(limits, default=None)
     fitting = [tokens for tokens in documents if max_tokens is None or len(head) + len(tokens) <= max_tokens]
     if len(fitting) < len(documents):
         warnings.warn(
@@ -38,7 +39,7 @@ def warm_documents(
             f"{max_tokens} tokens that this model takes; they are left out: cut them into parts",
             stacklevel=3,
         )
-    missing = [not prefiller.knows(tokens) for tokens in fitting]
+    missing = [not session.prefiller.knows(tokens) for tokens in fitting]
     limit = _MAX_GROUP_TOKENS if max_tokens is None else min(_MAX_GROUP_TOKENS, max_tokens)
     new = 0
     with tqdm(total=sum(missing), unit="doc", desc="reading", disable=not progress, delay=2) as bar:

@@ -12,16 +12,17 @@ import queue
 import random
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from kvboost.approx.find import ApproxReuse
 from kvboost.approx.guard import ReuseGuard
+from kvboost.core.prefill import ChunkedPrompt
 from kvboost.core.prefiller import Prefiller
+from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.runner import ModelRunner
 from kvboost.types import KVBlock
 
@@ -33,13 +34,14 @@ _MAX_WAITING = 2  # each holds its blocks, beside the budget of the store
 class Answered:
     """A request that used repositioned chunks, and how it began to answer."""
 
-    tokens: list[int]
-    boundaries: Sequence[int]
+    prompt: ChunkedPrompt
     blocks: Mapping[int, KVBlock]
     """What was repositioned, by the chunk's index."""
     produced: list[int]
     prefiller: Prefiller
     """Who prefilled it: of one tenant."""
+    adapter: AdapterName = AS_SET
+    """Of the request."""
 
 
 def answers_differ(runner: ModelRunner, request: Answered) -> bool | None:
@@ -47,22 +49,24 @@ def answers_differ(runner: ModelRunner, request: Answered) -> bool | None:
 
     Both prefill the prompt and the same tokens, whatever sampling chose. None if the chunks could not be placed again.
     """
-    prefiller = request.prefiller
+    prefiller, prompt = request.prefiller, request.prompt
+    if not prefiller.keys.is_current(prompt.snapshot):
+        return None  # the model has changed since
     count = min(FIRST_TOKENS, len(request.produced))
     behind = request.produced[: count - 1]
     preferred = []
     for using in (request.blocks, None):
-        with prefiller.open(request.tokens, boundaries=request.boundaries, new_tokens=count, using=using) as state:
+        with prefiller.open(prompt.tokens, boundaries=prompt.boundaries, new_tokens=count, using=using) as state:
             prefiller.advance_to_last_step(state)
             if using is not None and state.spans is None:
                 return None
-            rest = [*request.tokens[state.last_step :], *behind]
+            rest = [*prompt.tokens[state.last_step :], *behind]
             preferred.append(runner.next_tokens(rest, state.cache, keep=count))
     return not torch.equal(*preferred)
 
 
 def shadow_checks(
-    prefiller: Prefiller, *, share: float, model_lock: AbstractContextManager[Any]
+    prefiller: Prefiller, *, share: float, running: Callable[[AdapterName], AbstractContextManager[None]]
 ) -> ShadowChecks | None:
     """Checks of what ``prefiller``, and those of other tenants, reposition; None if they reposition nothing."""
     approx, runner = prefiller.approx, prefiller.runner
@@ -71,7 +75,7 @@ def shadow_checks(
     assert isinstance(runner, ModelRunner)
 
     def check(request: Answered) -> bool | None:  # refers to no engine: a dropped one must not be kept alive by it
-        with model_lock:
+        with running(request.adapter):
             return answers_differ(runner, request)
 
     return ShadowChecks(check, share=share, guard=approx.guard)

@@ -62,6 +62,10 @@ class PromptKeys:
             self._last = last = KeySnapshot(self._root(model), model)
         return last
 
+    def namespace(self) -> bytes:
+        """Names the model without its adapter: what tiers keep together, whichever adapter is in use."""
+        return self._root(self._identity.snapshot(), adapter="")
+
     def is_current(self, snapshot: KeySnapshot) -> bool:
         """Whether KV that the model computes now may be stored under ``snapshot``'s keys."""
         return self._identity.is_current(snapshot.model)
@@ -71,8 +75,8 @@ class PromptKeys:
         ids = token_array(tokens)
         return chunk_keys(root, ids, self._chunker.cut(ids, boundaries))
 
-    def _root(self, model: ModelSnapshot) -> bytes:
-        fields = dict(model.fields)
+    def _root(self, model: ModelSnapshot, **instead: str) -> bytes:
+        fields = {**model.fields, **instead}
         if self._keeps_decoded:
             # KV of decoded tokens rounds differently: what stands behind it may not mix with exact chunks.
             fields["numerics"] += "|decoded-rows"

@@ -62,7 +62,7 @@ class Assembly:
         keys = own.keys.for_tenant(tenant)
         store = self.session.store
         if self.stores is not None:
-            store = self.stores.open(tenant, root=keys.snapshot().root)
+            store = self.stores.open(tenant, root=keys.namespace())
         guarded = GuardedStore(store)
         approx, pool = own.approx.for_tenant(guarded), own.pool.for_tenant()
         prefiller = replace(own, keys=keys, store=guarded, pool=pool, approx=approx)
@@ -114,7 +114,7 @@ def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, sto
     if store is None:
         share = approx.recomputed_share
         stores = Stores(config, layout=facts.layout, codec=codec, costs=costs, repaired_share=share)
-        store = stores.open(config.tenant, root=keys.snapshot().root)
+        store = stores.open(config.tenant, root=keys.namespace())
     prefiller = Prefiller(runner=runner, codec=codec, keys=keys, store=GuardedStore(store), pool=pool, costs=costs)
     reuse = approx.reuse(prefiller, runner, facts.layout, force=config.force_approx)
     prefiller = replace(prefiller, approx=reuse)

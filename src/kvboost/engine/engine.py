@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -17,17 +18,15 @@ from kvboost.core.clock import StageClock
 from kvboost.core.session import Session
 from kvboost.engine.assembly import split_settings
 from kvboost.engine.generation import Request, prefill_only, warm
-from kvboost.engine.memory import estimate_loaded, workload
+from kvboost.engine.memory import available_to_process, estimate_loaded, workload
 from kvboost.engine.parts import EngineParts
 from kvboost.engine.stats import cache_stats, describe, verify
 from kvboost.engine.text_stream import PieceStream, PieceStreamer
 from kvboost.errors import ConfigError
-from kvboost.extend import ChunkStore, LayeredStore, Streamer
-from kvboost.hf.device_memory import memory_available, resident_bytes
+from kvboost.extend import ChunkStore, LayeredStore
+from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.loading import ModelSource
 from kvboost.hf.prompt import Messages, Prompt
-from kvboost.hf.shape import shape_of
-from kvboost.hf.weights import weights_of
 from kvboost.offload.weights import load_model
 from kvboost.store import MemoryStore, TieredStore
 from kvboost.types import CacheStats, GenerationMode, GenerationResult, HotChunk, PrefillResult
@@ -101,18 +100,16 @@ class KVBoost:
 
     # Reading
 
-    def warm(self, prompt: Prompt, *, boundaries: Sequence[int] = ()) -> int:
+    def warm(self, prompt: Prompt, *, boundaries: Sequence[int] = (), adapter: AdapterName = AS_SET) -> int:
         """Read ``prompt`` and keep its KV. Returns the number of chunks that were new.
 
         Tokens behind the last chunk boundary are not kept: how they round depends on what follows them.
         """
         clock = StageClock()
-        tokens = self.parts.encoder.encode(prompt)
-        session, _ = self._session_for(tokens, GenerationMode.PREFIX_CACHE)
-        if session is None:
-            return 0
-        with self.parts.model_lock:
-            return warm(session, tokens, boundaries=boundaries, clock=clock)
+        tokens = self.encode(prompt)
+        session, _ = self.parts.generator.usable(self.session, tokens, GenerationMode.PREFIX_CACHE)
+        with self._running(adapter):
+            return warm(session, tokens, boundaries=boundaries, clock=clock) if session is not None else 0
 
     def prefetch(self, prompt: Prompt, *, boundaries: Sequence[int] = ()) -> Future[int]:
         """Bring what slower tiers have of the beginning of ``prompt`` up into memory, in the background.
@@ -121,25 +118,29 @@ class KVBoost:
         or under way. Returns at once; the future's result is how many tokens came up, and ``cancel()`` takes one back
         that has not begun. Nothing is computed, and nothing is held: memory that is full of other things lets it go.
         """
-        tokens = self.parts.encoder.encode(prompt)
-        session, _ = self._session_for(tokens, GenerationMode.PREFIX_CACHE)
-        if session is not None:
-            return session.prefetch(tokens, boundaries)
+        tokens = self.encode(prompt)
+        if self.session is not None:
+            return self.session.prefetch(tokens, boundaries)
         nothing: Future[int] = Future()
         nothing.set_result(0)
         return nothing
 
     def prefill(
-        self, prompt: Prompt, *, mode: GenerationMode = _REUSE, boundaries: Sequence[int] = ()
+        self,
+        prompt: Prompt,
+        *,
+        mode: GenerationMode = _REUSE,
+        boundaries: Sequence[int] = (),
+        adapter: AdapterName = AS_SET,
     ) -> PrefillResult:
         """Read ``prompt`` and stop before the first new token. The returned cache is the caller's own."""
         clock = StageClock()
-        tokens = self.parts.encoder.encode(prompt)
+        tokens = self.encode(prompt)
         clock.lap("encode")
-        session, reason = self._session_for(tokens, mode)
-        with self.parts.model_lock:
+        session, reason = self.parts.generator.usable(self.session, tokens, mode)
+        with self._running(adapter):
             if session is None:
-                return self.parts.generator.prefill_plain(tokens, clock, reason=reason)
+                return self.parts.generator.prefill_plain(self.session, tokens, clock, reason=reason)
             return prefill_only(session, tokens, boundaries=boundaries, clock=clock, approx=mode is _REUSE)
 
     def warm_documents(
@@ -160,14 +161,12 @@ class KVBoost:
         session = self._session_with_approx("documents are read for non-prefix reuse, which this engine does not do")
         from kvboost.approx.documents import warm_documents
 
-        assert self.parts.assembly is not None
-        ordered = documents if key is None else sorted(documents, key=key)
+        encoder, ordered = self.parts.encoder, documents if key is None else sorted(documents, key=key)
         return warm_documents(
-            [self.parts.encoder.encode_part(document) for document in ordered],
-            head=self.parts.encoder.encode(head) if head is not None else [],
+            [encoder.encode_part(document) for document in ordered],
+            head=encoder.encode(head) if head is not None else [],
             context_documents=context_documents,
-            prefiller=session.prefiller,
-            max_tokens=self.parts.assembly.max_tokens,
+            session=session,
             warm=lambda tokens, ends: self.warm(tokens, boundaries=ends),
             progress=progress,
         )
@@ -180,26 +179,27 @@ class KVBoost:
         *,
         mode: GenerationMode = _REUSE,
         boundaries: Sequence[int] = (),
+        adapter: AdapterName = AS_SET,
         max_new_tokens: int | None = None,
         temperature: float | None = None,
-        streamer: Streamer | None = None,
         **generate_kwargs: Any,
     ) -> GenerationResult:
         """Generate behind ``prompt``.
 
-        ``boundaries`` are token positions to cut at, beside the chunker's own (ends of documents, say).
+        ``boundaries`` are token positions to cut at, beside the chunker's own (ends of documents, say). ``adapter``
+        names one of :meth:`load_adapter`, or None for the base model; left out, it is what :meth:`set_adapter` chose.
         At most ``max_new_tokens`` new tokens; without it ``max_length`` or a ``generation_config`` decides, else
         64. ``temperature=0`` is greedy. Everything else goes to ``model.generate`` and means what it means
-        there: top_p, top_k, min_p, penalties, stop_strings, logits_processor, stopping_criteria,
-        num_beams, ... A draft given here (``assistant_model``, ``prompt_lookup_num_tokens``) takes the place of the
-        engine's own, and ``assistant_model=None`` that of none. Other ways of assisted decoding run without reuse,
-        and the result says so.
+        there: top_p, top_k, min_p, penalties, stop_strings, streamer, logits_processor, stopping_criteria,
+        num_beams, ... What would change how the model reads the prompt is refused. A draft given here
+        (``assistant_model``, ``prompt_lookup_num_tokens``) takes the place of the engine's own, and
+        ``assistant_model=None`` that of none. Other assisted decoding runs without reuse, and the result says so.
         """
         clock = StageClock()
-        tokens = self.parts.encoder.encode(prompt)
+        tokens = self.encode(prompt)
         clock.lap("encode")
         options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "temperature": temperature}
-        request = self.parts.generator.request(tokens, options, boundaries=boundaries, streamer=streamer)
+        request = self.parts.generator.request(tokens, options, boundaries=boundaries, adapter=adapter)
         return self._generate(tokens, mode, request, clock)
 
     def stream(
@@ -208,19 +208,20 @@ class KVBoost:
         *,
         mode: GenerationMode = _REUSE,
         boundaries: Sequence[int] = (),
+        adapter: AdapterName = AS_SET,
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         **generate_kwargs: Any,
     ) -> PieceStream:
         """Like :meth:`generate`, piece by piece. The last piece carries the result; closing the stream stops it."""
         clock = StageClock()
-        tokens = self.parts.encoder.encode(prompt)
+        tokens = self.encode(prompt)
         clock.lap("encode")
         if "streamer" in generate_kwargs:
             raise ConfigError("stream() is the streamer; leave streamer out, or use generate()")
         # Bad arguments are reported here, by the call, rather than by the first piece.
         options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "temperature": temperature}
-        request = self.parts.generator.request(tokens, options, boundaries=boundaries)
+        request = self.parts.generator.request(tokens, options, boundaries=boundaries, adapter=adapter)
 
         def run(emit: Any, cancelled: Callable[[], bool]) -> GenerationResult:
             streamer = PieceStreamer(self.parts.encoder.decode, emit)
@@ -234,9 +235,9 @@ class KVBoost:
         messages: Messages,
         *,
         mode: GenerationMode = _REUSE,
+        adapter: AdapterName = AS_SET,
         max_new_tokens: int | None = None,
         temperature: float | None = None,
-        streamer: Streamer | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         **generate_kwargs: Any,
     ) -> GenerationResult:
@@ -247,7 +248,7 @@ class KVBoost:
         )
         clock.lap("encode")
         options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "temperature": temperature}
-        request = self.parts.generator.request(tokens, options, boundaries=boundaries, streamer=streamer)
+        request = self.parts.generator.request(tokens, options, boundaries=boundaries, adapter=adapter)
         return self._generate(tokens, mode, request, clock)
 
     def generate_batch(
@@ -255,6 +256,7 @@ class KVBoost:
         prompts: Sequence[Prompt],
         *,
         mode: GenerationMode = _REUSE,
+        adapter: AdapterName = AS_SET,
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         **generate_kwargs: Any,
@@ -267,34 +269,47 @@ class KVBoost:
         clock = StageClock()
         if not prompts:
             return []
-        encoded = [self.parts.encoder.encode(prompt) for prompt in prompts]
+        encoded = [self.encode(prompt) for prompt in prompts]
         clock.lap("encode")
-        longest = max(encoded, key=len)
-        generator = self.parts.generator
         options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "temperature": temperature}
-        request = generator.request(longest, options)
-        generator.check_batch(request, len(encoded))
-        if self.session is not None and not generator.batch_fits(self.session, encoded, request):
-            return [self._generate(tokens, mode, request, StageClock(), draft=False) for tokens in encoded]
-        session, reason = self._session_for(longest, mode, request)
-        with self.parts.model_lock:
-            if session is None:
-                return generator.plain(encoded, request, clock, reason=reason)
-            return generator.batch(session, encoded, request, clock, approx=mode is _REUSE)
+        request = self.parts.generator.request(max(encoded, key=len), options, adapter=adapter)
+        with self._running(adapter):
+            return self.parts.generator.run_batch(self.session, encoded, mode, request, clock)
 
     def _generate(
-        self, tokens: list[int], mode: GenerationMode, request: Request, clock: StageClock, *, draft: bool = True
+        self, tokens: list[int], mode: GenerationMode, request: Request, clock: StageClock
     ) -> GenerationResult:
-        generator, reuse = self.parts.generator, mode is not GenerationMode.BASELINE
-        if draft and reuse and self.parts.draft is not None:
-            request = generator.with_draft(request, self.parts.draft, self.session, tokens)
-        session, reason = self._session_for(tokens, mode, request)
-        if session is None:
-            generator.check_plain(self.session, tokens, request, reason)
-            with self.parts.model_lock:
-                return generator.plain([tokens], request, clock, reason=reason)[0]
-        with self.parts.model_lock:
-            return generator.reuse(session, tokens, request, clock, approx=mode is _REUSE)
+        generator, draft = self.parts.generator, self.parts.draft
+        if draft is not None and mode is not GenerationMode.BASELINE:
+            request = generator.with_draft(request, draft, self.session, tokens)
+        with self._running(request.adapter):
+            return generator.run(self.session, tokens, mode, request, clock)
+
+    def _running(self, adapter: AdapterName) -> AbstractContextManager[None]:
+        if self._closed:
+            raise ConfigError("this engine was closed; make a new one around the model")
+        return self.parts.running(adapter)
+
+    # Adapters and weights
+
+    def load_adapter(self, name: str, path_or_id: str, *, replace: bool = False, **load_kwargs: Any) -> str:
+        """Load a PEFT adapter from a folder or the hub; returns the digest of its tensors, which its KV is kept under.
+
+        It is not used until :meth:`set_adapter` or ``generate(adapter=name)`` says so. ``replace`` overwrites one that
+        is loaded; everything else goes to PEFT. Waits for requests that run.
+        """
+        return self.parts.owned_adapters().load(name, path_or_id, replace=replace, **load_kwargs)
+
+    def set_adapter(self, name: str | None) -> None:
+        """Use this adapter for requests that name none; None is the base model. Waits for requests that run."""
+        self.parts.owned_adapters().use(name)
+
+    def weights_changed(self) -> None:
+        """Tell the engine that weights were written behind its back, where it cannot see it.
+
+        PEFT's ``hotswap_adapter``, writes through ``.data`` and merges that are undone leave no trace in a tensor.
+        """
+        self.parts.owned_adapters().weights_changed()
 
     # Measuring
 
@@ -315,19 +330,13 @@ class KVBoost:
         session = self._session_with_approx("nothing to calibrate: this engine does no non-prefix reuse")
         from kvboost.approx.calibrate import calibrate
 
-        assert self.parts.assembly is not None
-        encoded = [self.parts.encoder.encode(prompt) for prompt in prompts]
+        encoded = [self.encode(prompt) for prompt in prompts]
         ends = boundaries if boundaries is not None else [()] * len(encoded)
         if len(ends) != len(encoded):
             raise ConfigError(f"{len(ends)} lists of boundaries for {len(encoded)} prompts; give one for each")
-        with self.parts.model_lock:
-            result = calibrate(
-                list(zip(encoded, ends, strict=True)),
-                prefiller=session.prefiller,
-                weights=self.parts.assembly.weights,
-                cache_bytes=int(self.config.cache_bytes),
-                progress=progress,
-            )
+        pairs, size = list(zip(encoded, ends, strict=True)), int(self.config.cache_bytes)
+        with self._running(AS_SET):
+            result = calibrate(pairs, prefiller=session.prefiller, cache_bytes=size, progress=progress)
         if save_to is not None:
             result.save(save_to)
         return result
@@ -338,9 +347,9 @@ class KVBoost:
         Runs with a store of its own beside the engine's, which stays as it is and is not checked. False if
         nothing was reused, so that it cannot pass without having compared anything.
         """
-        if self.session is None or self.parts.assembly is None:
+        if self.session is None:
             return False
-        with self.parts.model_lock:
+        with self._running(AS_SET):
             return verify(self.session, self.parts, self.encode(prompt) if prompt is not None else None)
 
     def estimate_memory(self, *, context: int, batch: int = 1, stored_tokens: int | None = None) -> MemoryEstimate:
@@ -354,15 +363,14 @@ class KVBoost:
             raise ConfigError(f"the memory of a model whose KV is not known cannot be told ({self.parts.refusal})")
         layout, held = self.parts.layout, self._store.stats().bytes + self.session.prefiller.pool.idle_bytes
         work = workload(self.config, context=context, batch=batch, layout=layout, stored_tokens=stored_tokens)
-        return estimate_loaded(shape_of(self.model, layout), weights_of(self.model), work, held=held)
+        return estimate_loaded(self.model, layout, work, held=held)
 
     def memory_shortfall(self, kv_bytes: int) -> str | None:
         """What does not fit into memory if requests hold ``kv_bytes`` and all caches are full; None if it fits."""
-        layout, device = self.parts.layout, self.parts.runner.device.type
-        assert layout is not None
         assert self.session is not None
-        longest = min(kv_bytes // layout.bytes_per_token, self.session.limits.max_positions or kv_bytes)
-        available = memory_available(device) + (resident_bytes() if device == "cpu" else 0)
+        assert self.parts.layout is not None
+        longest = min(kv_bytes // self.parts.layout.bytes_per_token, self.session.limits.max_positions or kv_bytes)
+        available = available_to_process(self.parts.runner.device)
         return shortfall(self.estimate_memory(context=max(1, longest)), kv_bytes=kv_bytes, available=available)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -476,21 +484,6 @@ class KVBoost:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _session_for(
-        self, tokens: list[int], mode: GenerationMode, request: Request | None = None
-    ) -> tuple[Session | None, str | None]:
-        """The session that this prompt can use; None if it cannot, and why."""
-        if self._closed:
-            raise ConfigError("this engine was closed; make a new one around the model")
-        if mode is GenerationMode.BASELINE:
-            return None, None
-        if self.session is None:
-            return None, self.parts.refusal
-        reason = self.session.refusal(len(tokens))
-        if reason is None and request is not None:
-            reason = self.parts.generator.why_not_resumed(request)
-        return (self.session, None) if reason is None else (None, reason)
 
     def _session_with_approx(self, otherwise: str) -> Session:
         """The session, or ConfigError if it repositions nothing."""

@@ -17,22 +17,25 @@ from kvboost.core.prefiller import Prefiller
 from kvboost.core.session import Session
 from kvboost.engine.decoding import Decoder, FirstToken
 from kvboost.errors import CapacityError, ConfigError
-from kvboost.extend import Streamer
+from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.draft import Draft
 from kvboost.hf.generate import reads_prompt_again, sampling_arguments, sequences_per_prompt
+from kvboost.hf.probe import ModelFacts
 from kvboost.hf.prompt import PromptEncoder
 from kvboost.hf.runner import ModelRunner
 from kvboost.hf.speculation import speculates
-from kvboost.types import GenerationResult, PrefillResult, ReuseReport
+from kvboost.types import GenerationMode, GenerationResult, PrefillResult, ReuseReport
 
 _CAPACITY_BEHIND_PREFILL = 64  # tokens, in a cache that is given away
 _MAX_TOKENS_AHEAD = 1024  # capacity for a reply made in advance; a longer one grows the cache as it comes
+_OPTIONAL = ("max_new_tokens", "temperature", "streamer")  # None means: not given
+_GIVEN_AWAY = "prefill() gives all of it away: use generate()"
 _NO_DRAFT = "it ran without the engine's draft, as pages take no tokens back"
 
 
-OfferCheck = Callable[[Prefiller, PrefillState, Sequence[int]], None]
-"""Told of a prefill and the tokens produced behind it."""
+OfferCheck = Callable[[Prefiller, PrefillState, Sequence[int], AdapterName], None]
+"""Told of a prefill, the tokens produced behind it, and the adapter they were produced with."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Request:
     boundaries: Sequence[int]
     arguments: dict[str, Any]
     cancelled: Callable[[], bool] = lambda: False
+    adapter: AdapterName = AS_SET
     note: str | None = None
     """Something that the report of its reuse says."""
 
@@ -65,7 +69,7 @@ def prefill_only(
 ) -> PrefillResult:
     """Prefill a prompt and give its cache away."""
     prefiller, extra = session.prefiller, _CAPACITY_BEHIND_PREFILL
-    session.budget.check(len(tokens) + extra, why="prefill() gives all of it away: use generate()")
+    session.budget.check(len(tokens) + extra, why=_GIVEN_AWAY)
     with prefiller.open(tokens, boundaries=boundaries, new_tokens=extra, clock=clock, approx=approx) as state:
         prefiller.advance_to_last_step(state)
         logits = prefiller.finish(state)
@@ -105,10 +109,12 @@ class Generator:
         tokenizer: Any,
         runner: ModelRunner,
         offer_check: OfferCheck,
-        max_positions: int | None,
+        facts: ModelFacts | None,
+        refusal: str | None,
     ) -> None:
-        """``offer_check`` is told of every answer, and may check it if repositioned chunks had a part in it."""
-        self._model, self._runner, self._max_positions = model, runner, max_positions
+        """``offer_check`` is told of every answer; ``refusal`` says why a model without ``facts`` reuses nothing."""
+        self._model, self._runner, self._refusal = model, runner, refusal
+        self._max_positions = facts.max_positions if facts is not None else None
         self._offer_check = offer_check
         self._decoder = Decoder(model, encoder=encoder, tokenizer=tokenizer, device=runner.device)
 
@@ -118,7 +124,7 @@ class Generator:
         options: dict[str, Any],
         *,
         boundaries: Sequence[int] = (),
-        streamer: Streamer | None = None,
+        adapter: AdapterName = AS_SET,
     ) -> Request:
         """A request with checked arguments. Raises CapacityError where there is no position left for a reply."""
         limit = self._max_positions
@@ -126,16 +132,58 @@ class Generator:
             raise CapacityError(
                 f"the prompt fills all {limit} positions of this model, so none is left for a reply; shorten it"
             )
-        arguments = sampling_arguments(prompt_tokens=len(tokens), options=options)
+        given = {name: value for name, value in options.items() if value is not None or name not in _OPTIONAL}
+        arguments = sampling_arguments(prompt_tokens=len(tokens), options=given)
         if limit is not None:
             arguments["max_new_tokens"] = min(arguments["max_new_tokens"], limit - len(tokens))
-        if streamer is not None:
-            arguments["streamer"] = streamer
-        return Request(boundaries, arguments)
+        return Request(boundaries, arguments, adapter=adapter)
 
-    def why_not_resumed(self, request: Request) -> str | None:
-        """Why Transformers cannot go on from a cache with these arguments; None if it can."""
-        return reads_prompt_again(self._model, request.arguments)
+    def run(
+        self, session: Session | None, tokens: list[int], mode: GenerationMode, request: Request, clock: StageClock
+    ) -> GenerationResult:
+        """Generate behind one prompt, with as much reuse as ``mode``, the model and the arguments allow."""
+        usable, reason = self.usable(session, tokens, mode, request)
+        if usable is not None:
+            return self._reuse(usable, tokens, request, clock, approx=mode is GenerationMode.CHUNK_KV_REUSE)
+        if session is not None:
+            self._check_plain(session, tokens, request, reason)
+        return self._plain([tokens], request, clock, reason=reason)[0]
+
+    def run_batch(
+        self,
+        session: Session | None,
+        prompts: Sequence[list[int]],
+        mode: GenerationMode,
+        request: Request,
+        clock: StageClock,
+    ) -> list[GenerationResult]:
+        """Generate behind several prompts together; prompt by prompt where their KV is more than ``kv_bytes``."""
+        if len(prompts) > 1 and speculates(self._model, request.arguments):
+            raise ConfigError(
+                "a draft proposes for one prompt at a time; leave it out of the batch (prompt_lookup_num_tokens=None "
+                "if it is the model's generation_config that asks for it), or use generate()"
+            )
+        longest = max(prompts, key=len)
+        copies, total = self._copies(request) * len(prompts), len(longest) + request.max_new_tokens
+        if session is not None and not session.budget.fits(total, sequences=copies):
+            return [self.run(session, tokens, mode, request, StageClock()) for tokens in prompts]
+        usable, reason = self.usable(session, longest, mode, request)
+        if usable is None:
+            return self._plain(prompts, request, clock, reason=reason)
+        return self._batch(usable, prompts, request, clock, approx=mode is GenerationMode.CHUNK_KV_REUSE)
+
+    def usable(
+        self, session: Session | None, tokens: list[int], mode: GenerationMode, request: Request | None = None
+    ) -> tuple[Session | None, str | None]:
+        """The session if a prompt can use it; None if it cannot, and why."""
+        if mode is GenerationMode.BASELINE:
+            return None, None
+        if session is None:
+            return None, self._refusal
+        reason = session.refusal(len(tokens))
+        if reason is None and request is not None:
+            reason = reads_prompt_again(self._model, request.arguments)
+        return (session, None) if reason is None else (None, reason)
 
     def with_draft(self, request: Request, draft: Draft, session: Session | None, tokens: list[int]) -> Request:
         """The request with the engine's draft, unless its KV goes into pages."""
@@ -146,28 +194,13 @@ class Generator:
             return replace(request, note=_NO_DRAFT)
         return replace(request, arguments=drafted)
 
-    def check_plain(self, session: Session | None, tokens: list[int], request: Request, reason: str | None) -> None:
+    def _check_plain(self, session: Session, tokens: list[int], request: Request, reason: str | None) -> None:
         """Raise CapacityError for a request without reuse whose KV is more than ``kv_bytes``."""
-        if session is not None:
-            total, copies = len(tokens) + request.max_new_tokens, self._copies(request)
-            why = "there are several sequences of it" if copies > 1 else reason or "mode BASELINE keeps all of it"
-            session.budget.check(total, sequences=copies, why=why)
+        total, copies = len(tokens) + request.max_new_tokens, self._copies(request)
+        why = "there are several sequences of it" if copies > 1 else reason or "mode BASELINE keeps all of it"
+        session.budget.check(total, sequences=copies, why=why)
 
-    def check_batch(self, request: Request, prompts: int) -> None:
-        """Raise ConfigError for a batch that nobody can decode together."""
-        if prompts > 1 and speculates(self._model, request.arguments):
-            raise ConfigError(
-                "a draft proposes for one prompt at a time; leave it out of the batch (prompt_lookup_num_tokens=None "
-                "if it is the model's generation_config that asks for it), or use generate()"
-            )
-
-    def batch_fits(self, session: Session, prompts: Sequence[list[int]], request: Request) -> bool:
-        """Whether the KV of all prompts and replies together stays within ``kv_bytes``."""
-        longest = max(len(tokens) for tokens in prompts)
-        sequences = self._copies(request) * len(prompts)
-        return session.budget.fits(longest + request.max_new_tokens, sequences=sequences)
-
-    def plain(
+    def _plain(
         self, prompts: Sequence[list[int]], request: Request, clock: StageClock, *, reason: str | None
     ) -> list[GenerationResult]:
         """Plain Transformers, left-padded."""
@@ -175,14 +208,18 @@ class Generator:
         reports = [ReuseReport(0, 0, 0, len(tokens), bitwise=True, reason=reason) for tokens in prompts]
         return self._decoder.run(prompts, None, request.arguments, watch, reports)
 
-    def prefill_plain(self, tokens: list[int], clock: StageClock, *, reason: str | None) -> PrefillResult:
+    def prefill_plain(
+        self, session: Session | None, tokens: list[int], clock: StageClock, *, reason: str | None
+    ) -> PrefillResult:
         """Plain Transformers, up to the first new token."""
+        if session is not None:
+            session.budget.check(len(tokens) + _CAPACITY_BEHIND_PREFILL, why=_GIVEN_AWAY)
         logits, cache = self._runner.read_whole(tokens)
         clock.lap("first_token")
         report = ReuseReport(0, 0, 0, len(tokens), bitwise=True, timings_ms=clock.stages(), reason=reason)
         return PrefillResult(logits, cache, report)
 
-    def reuse(
+    def _reuse(
         self, session: Session, tokens: list[int], request: Request, clock: StageClock, *, approx: bool
     ) -> GenerationResult:
         """Prefill with what is stored, decode, and keep what is new."""
@@ -202,7 +239,7 @@ class Generator:
             if request.note is not None:
                 state.explain(request.note)
             result = self._decode(session, state, request, copies)
-            self._offer_check(session.prefiller, state, result.token_ids)
+            self._offer_check(session.prefiller, state, result.token_ids, request.adapter)
         return result
 
     def _decode(self, session: Session, state: PrefillState, request: Request, copies: int) -> GenerationResult:
@@ -222,7 +259,7 @@ class Generator:
             prefiller.commit_decoded(state, result.token_ids)
         return replace(result, reuse=state.report())
 
-    def batch(
+    def _batch(
         self,
         session: Session,
         prompts: Sequence[list[int]],
@@ -259,7 +296,7 @@ class Generator:
         watch = FirstToken(clock, cancelled=request.cancelled)
         results = self._decoder.run(prompts, joint, request.arguments, watch, reports)
         for state, result in zip(states, results, strict=True):
-            self._offer_check(prefiller, state, result.token_ids)
+            self._offer_check(prefiller, state, result.token_ids, request.adapter)
         return results
 
     def _copies(self, request: Request) -> int:

@@ -5,19 +5,17 @@ Used by ``KVBoost.estimate_memory``; :mod:`kvboost.engine.forecast` does the sam
 
 from __future__ import annotations
 
-from kvboost.capacity import (
-    MemoryEstimate,
-    ModelShape,
-    WeightMemory,
-    Workload,
-    estimate_memory,
-    request_bytes,
-)
+from typing import Any
+
+import torch
+
+from kvboost.capacity import MemoryEstimate, Workload, estimate_memory, request_bytes
 from kvboost.config import EngineConfig
 from kvboost.core.chunking import make_chunker
 from kvboost.hf.cache import KVLayout
-from kvboost.hf.device_memory import resident_bytes
-from kvboost.hf.shape import stored_bytes_per_token
+from kvboost.hf.device_memory import memory_available, resident_bytes
+from kvboost.hf.shape import shape_of, stored_bytes_per_token
+from kvboost.hf.weights import weights_of
 
 RUNTIME_BYTES = 480 * 10**6
 """Of a process that has imported torch and Transformers and run a tiny model, where the system does not tell: as on the
@@ -58,8 +56,14 @@ def workload(
     )
 
 
-def estimate_loaded(shape: ModelShape, weights: WeightMemory, work: Workload, *, held: int) -> MemoryEstimate:
+def available_to_process(device: torch.device) -> int:
+    """Bytes that this process may come to take on the model's device."""
+    return memory_available(device.type) + (resident_bytes() if device.type == "cpu" else 0)
+
+
+def estimate_loaded(model: Any, layout: KVLayout, work: Workload, *, held: int) -> MemoryEstimate:
     """The memory of a loaded engine, which holds ``held`` bytes of chunks and workspaces now."""
+    shape, weights = shape_of(model, layout), weights_of(model)
     resident = resident_bytes()
     known = weights.in_memory + held if shape.on_host else 0
     # What this process has beside them; nothing to measure where the system does not tell.

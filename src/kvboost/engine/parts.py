@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvboost.config import EngineConfig
@@ -22,6 +23,7 @@ from kvboost.engine.assembly import Assembly, assemble
 from kvboost.engine.generation import Generator
 from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.extend import ChunkStore
+from kvboost.hf.adapters import AS_SET, AdapterName, Adapters
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.draft import Draft, make_draft
 from kvboost.hf.prompt import PromptEncoder
@@ -48,7 +50,10 @@ class EngineParts:
         facts = self.assembly.facts if self.assembly is not None else None
         # Length-dependent RoPE keeps its frequencies on the module: requests of different lengths must take turns.
         takes_turns = facts is not None and facts.exact_limit is not None
-        self.model_lock: AbstractContextManager[Any] = threading.RLock() if takes_turns else nullcontext()
+        lock: AbstractContextManager[Any] = threading.RLock() if takes_turns else nullcontext()
+        self.adapters = Adapters(model, self.assembly.identity) if self.assembly is not None else None
+        self.running: Callable[..., AbstractContextManager[None]] = partial(_running, self.adapters, lock)
+        """``with running(adapter)``: the model is this adapter's until the end of the block."""
         self.encoder = PromptEncoder(
             tokenizer,
             max_tokens=facts.max_positions if facts is not None else None,
@@ -61,7 +66,8 @@ class EngineParts:
             tokenizer=tokenizer,
             runner=self.runner,
             offer_check=self.offer_check,
-            max_positions=facts.max_positions if facts is not None else None,
+            facts=facts,
+            refusal=self.refusal,
         )
         self.closed = False
 
@@ -84,7 +90,7 @@ class EngineParts:
             return None
         from kvboost.approx.shadow import shadow_checks
 
-        shadow = shadow_checks(prefiller, share=self.config.checked_share, model_lock=self.model_lock)
+        shadow = shadow_checks(prefiller, share=self.config.checked_share, running=self.running)
         if shadow is not None:
             weakref.finalize(self, shadow.stop)
         return shadow
@@ -94,14 +100,26 @@ class EngineParts:
         """Of the model's KV; None for a model without reuse."""
         return self.assembly.facts.layout if self.assembly is not None else None
 
-    def offer_check(self, prefiller: Prefiller, state: PrefillState, produced: Sequence[int]) -> None:
+    @property
+    def epoch(self) -> int:
+        """Changes with every change of adapters or weights that the engine was told of."""
+        return self.adapters.epoch if self.adapters is not None else 0
+
+    def owned_adapters(self) -> Adapters:
+        """The model's adapters, or ConfigError for a model without reuse."""
+        if self.adapters is None:
+            raise ConfigError(f"adapters are the model's own matter here ({self.refusal}); use PEFT's methods")
+        return self.adapters
+
+    def offer_check(
+        self, prefiller: Prefiller, state: PrefillState, produced: Sequence[int], adapter: AdapterName = AS_SET
+    ) -> None:
         """Perhaps answer a request once more without its repositioned chunks."""
         if self.shadow is None or state.spans is None or not state.is_repaired:
             return
         from kvboost.approx.shadow import Answered
 
-        prompt, blocks = state.prompt, state.spans.blocks
-        self.shadow.offer(Answered(prompt.tokens, prompt.boundaries, blocks, list(produced), prefiller))
+        self.shadow.offer(Answered(state.prompt, state.spans.blocks, list(produced), prefiller, adapter))
 
     @property
     def owns_store(self) -> bool:
@@ -132,3 +150,19 @@ class EngineParts:
             self.shadow.close()
         if self.assembly is not None:
             self.assembly.close()
+
+
+@contextmanager
+def _running(
+    adapters: Adapters | None, lock: AbstractContextManager[Any], adapter: AdapterName = AS_SET
+) -> Iterator[None]:
+    """Refers to no engine, so that a thread that holds it does not keep one alive."""
+    if adapters is None:
+        if adapter is not AS_SET:
+            raise ConfigError("this engine reuses nothing with this model; choose adapters on the model itself")
+        with lock:
+            yield
+        return
+    # In this order: who waits for another adapter's requests must not hold what they need.
+    with adapters.using(adapter), lock:
+        yield

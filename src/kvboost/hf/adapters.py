@@ -44,6 +44,12 @@ class Adapters:
         self._before: AdapterChoice | None = None
         """What to put back when they end."""
         self._mine = threading.local()
+        self._epoch = 0
+
+    @property
+    def epoch(self) -> int:
+        """Counts what was changed through this class: KV of an earlier epoch may be another model's."""
+        return self._epoch
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,6 +91,7 @@ class Adapters:
             finally:
                 # Even half an adapter has changed tensors. Overwritten ones keep their versions and addresses.
                 self._identity.weights_changed(adapter=name)
+                self._epoch += 1
                 choose_adapter(self._model, active[0] if active else None)  # for new layers, which ``before`` lacks
                 before.restore()
             return self._identity.adapter_digest(name)
@@ -96,6 +103,7 @@ class Adapters:
                 self._check_known(name)
                 self._model.set_adapter(name)
             choose_adapter(self._model, name)
+            self._epoch += 1
 
     @contextmanager
     def using(self, name: AdapterName = AS_SET) -> Iterator[None]:
@@ -123,6 +131,7 @@ class Adapters:
     def weights_changed(self) -> None:
         """Forget all digests. For everything that changes weights behind our back: ``hotswap_adapter``, say."""
         self._identity.weights_changed()
+        self._epoch += 1
 
     def _enter(self, name: AdapterName) -> None:
         turn = object()

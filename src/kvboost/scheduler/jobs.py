@@ -6,7 +6,7 @@ Made by :mod:`kvboost.serve`, run by a :class:`JobRunner`. Invariant: after ``su
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self
@@ -123,8 +123,17 @@ class ModelParts(Protocol):
     """What runs side by side with other requests of an engine has to share with them."""
 
     runner: ModelRunner
-    model_lock: AbstractContextManager[Any]
     refusal: str | None
+
+    @property
+    def running(self) -> Callable[..., AbstractContextManager[None]]:
+        """``with running()``: nobody changes the model's adapters meanwhile."""
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """Changes with every change of adapters or weights that the engine was told of."""
+        ...
 
     @property
     def layout(self) -> KVLayout | None:

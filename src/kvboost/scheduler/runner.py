@@ -32,6 +32,8 @@ _CHUNKS_REPAIRED_AT_ONCE = 2  # of the chunk budget, beside other jobs: about ha
 DEFAULT_KV_BYTES = 2 * 2**30
 """KV that running jobs may come to hold together, for an engine without ``kv_bytes``."""
 
+_MODEL_CHANGED = "the model's adapter or weights were changed while this job ran; submit it again"
+
 _log = logging.getLogger("kvboost.engine")
 
 
@@ -100,7 +102,7 @@ class BatchRunner:
         """Why new tokens are computed job by job, if they are."""
         if not deterministic:
             try:
-                with self._parts.model_lock:
+                with self._parts.running():
                     self._ragged = probe_ragged(self._parts.runner, layout)
             except UnsupportedModelError as error:
                 self.single_decode_reason = str(error)
@@ -196,7 +198,7 @@ class BatchRunner:
     def _work(self) -> None:
         try:
             while self._wait_for_work():
-                with self._parts.model_lock:
+                with self._parts.running():
                     self._step()
         except BaseException as failure:
             self._failure = f"the runner failed and takes no more jobs: {failure!r}"
@@ -217,8 +219,12 @@ class BatchRunner:
 
     def _step(self) -> None:
         """Schedule, read, decode: one step."""
-        for number in [number for number, job in self._snapshot() if job.ticket.cancelled]:
-            self._end(number, "cancelled")
+        for number, job in self._snapshot():
+            if job.ticket.cancelled:
+                self._end(number, "cancelled")
+            elif job.epoch not in (None, self._parts.epoch):
+                # What it has read is another model's: going on would mix the two.
+                self._end(number, "error", error=_MODEL_CHANGED)
         self._preempt()
         used = self._admit()
         with self._lock:
@@ -280,6 +286,7 @@ class BatchRunner:
                     break
                 job, alone = self._jobs[number], self._scheduler.running == 1
             try:
+                job.epoch = self._parts.epoch if job.epoch is None else job.epoch
                 self._open(number, job, alone=alone)
                 used += self._scheduler.cost_of_placing(job.state.plan.exact_tokens)
             except Exception as error:  # noqa: BLE001 - an error of one job ends that job only

@@ -69,6 +69,8 @@ class RunningJob:
         """New tokens that stand in the cache. The others are computed next, one per step, known or not."""
         self._first_token_seconds: float | None = None
         self._tokens_ahead = min(_TOKENS_AHEAD, job.max_new_tokens)
+        self.epoch: int | None = None
+        """Of the model when it was first opened: what it draws must all be one model's."""
         self.prefetching: Future[int] | None = None
         """What slower tiers bring up meanwhile."""
 
