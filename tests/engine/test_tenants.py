@@ -107,7 +107,7 @@ def test_a_purge_removes_all_of_a_tenant_and_nothing_else(tier: Tier, tiny: Tiny
             assert found(engine.for_tenant("other"), _LONG) > 0
         with engine_for(tiny("llama"), **tier) as engine:
             engine.purge_tenant("other")  # nobody asked for it here before
-            assert "other" not in engine._tenants
+            assert "other" not in engine._views
             assert found(engine.for_tenant("other"), _LONG, there=False) == 0
 
 

@@ -170,7 +170,7 @@ class ExactReuseMachine(RuleBasedStateMachine):
             assert new == len(self.reference.parent) - before
 
     def _ends(self, tokens: list[int]) -> list[int]:
-        return self.warm._chunker.cut(token_array(tokens))
+        return self.warm.parts.chunker.cut(token_array(tokens))
 
     @precondition(lambda self: len(self.reference.parent) > 4)
     @rule()

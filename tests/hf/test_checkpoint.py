@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from kvboost.errors import ConfigError
+from kvboost.hf import checkpoint as module
 from kvboost.hf.checkpoint import Shards
-from kvboost.offload.weights import shards as module
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool]
 

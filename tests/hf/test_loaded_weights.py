@@ -16,8 +16,9 @@ import torch
 from kvboost.hf import weight_digests
 from kvboost.hf.fingerprint import ModelIdentity
 from kvboost.hf.loaded_weights import LoadedWeights, find_checkpoint
-from kvboost.hf.loading import load_model
+from kvboost.hf.loading import ModelSource
 from kvboost.hf.probe import probe_model
+from kvboost.offload.weights import load_model
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 
@@ -50,7 +51,8 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def _load(folder: Path, **arguments: Any) -> Any:
     given: dict[str, Any] = {"dtype": "auto", "device": "cpu", "model_kwargs": {}, **arguments}
-    return load_model(str(folder), **given)[0]
+    budget = {name: given.pop(name) for name in ("weight_budget", "weight_dir") if name in given}
+    return load_model(ModelSource(str(folder), **given), **budget)[0]
 
 
 def _weights(model: Any) -> str:
