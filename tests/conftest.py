@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+import kvboost.engine  # noqa: F401 - before kvboost.approx, which imports it in a circle
+from benchmarks.common.servers import RedisServer, redis_server
 from kvboost.bench.report import BenchError
-from kvboost.bench.servers import RedisServer, redis_server
 from kvboost.core.prefill import Prefiller
 from tests.helpers.models import smollm2_folder, tiny_model
 from tests.helpers.places import KINDS, Place

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvboost.bench.faults import Fault
-from kvboost.bench.servers import RedisServer
+from benchmarks.common.faults import Fault
+from benchmarks.common.servers import RedisServer
 from kvboost.store.record.format import RecordFormat
 from tests.helpers.failing import Failing, Judge, over_failing_disk, over_failing_redis
 

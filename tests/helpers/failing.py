@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.faults import Fault, FaultyProxy
 from kvboost import KVBoost
-from kvboost.bench.faults import Fault, FaultyProxy
 from kvboost.core.verify import same_bits
 from kvboost.store.tiers.disk.files import Files
 from tests.helpers.models import VOCAB

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from kvboost.bench.servers import free_port
+from benchmarks.common.servers import free_port
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 

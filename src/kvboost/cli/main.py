@@ -20,11 +20,6 @@ from kvboost.cli.doctor import doctor
 from kvboost.errors import KVBoostError
 
 _INTERRUPTED = 130
-_PASSED_ON: dict[str, Any] = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-    "help_option_names": [],
-}
 
 app = typer.Typer(
     name="kvboost",
@@ -49,15 +44,8 @@ app.command(epilog="Example:  kvboost chat ./model --cache-dir ~/.cache/kvboost"
 app.command(epilog="Example:  kvboost warm ./model docs/ handbook.md --cache-dir ~/.cache/kvboost")(models.warm)
 app.command(epilog="Example:  kvboost doctor ./model --context 32768 --batch 4")(doctor)
 app.command(epilog="Example:  kvboost calibrate ./model --prompts traffic.jsonl --tolerated 0.05")(models.calibrate)
+app.command(epilog="Example:  kvboost bench ./model --tokens 4000")(models.bench)
 app.add_typer(cache.app, name="cache", epilog="Example:  kvboost cache stat ~/.cache/kvboost")
-
-
-@app.command(context_settings=_PASSED_ON, epilog="Example:  kvboost bench restart --help", add_help_option=False)
-def bench(context: typer.Context) -> None:
-    """Run a measurement: the same as python -m kvboost.bench."""
-    from kvboost.bench.cli import main as measure
-
-    raise typer.Exit(measure(context.args))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

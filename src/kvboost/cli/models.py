@@ -1,4 +1,4 @@
-"""``kvboost calibrate`` and ``warm``: what is done once for a model.
+"""``kvboost calibrate``, ``warm`` and ``bench``: what is done once for a model.
 
 Called by :mod:`kvboost.cli.main`, which turns errors into one line.
 """
@@ -155,3 +155,28 @@ def read_prompts(file: Path) -> tuple[list[str | list[int]], list[list[int]]]:
                 f'with "boundaries": [...] if you like ({error!r})'
             ) from error
     return prompts, boundaries
+
+
+def bench(
+    model: Model,
+    *,
+    text: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Text to make prompts of; default: Python's own library.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the document.")] = 2000,
+    repeat: Annotated[int, typer.Option(min=1, help="Questions asked in every way.")] = 5,
+    dtype: _Dtype = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Every sample goes there.")] = None,
+) -> None:
+    """Compare your model with and without reuse: time to the first token, bits and tokens."""
+    from kvboost.bench.compare import compare
+
+    if json_file is not None and not json_file.expanduser().resolve().parent.is_dir():
+        raise ConfigError(f"there is no folder to write {json_file} into; create it first")
+    report = compare(model, texts=text or (), tokens=tokens, repeat=repeat, dtype=dtype)
+    print(report.markdown(), end="")
+    if json_file is not None:
+        arguments = {"model": Path(model), "tokens": tokens, "repeat": repeat, "dtype": dtype}
+        json_file.expanduser().write_text(report.json(arguments), encoding="utf-8")
+    if report.failed:
+        raise typer.Exit(1)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost.bench.servers import RedisServer, free_port, redis_server
+from benchmarks.common.servers import RedisServer, free_port, redis_server
 from kvboost.errors import ConfigError
 from kvboost.extend import Tier
 from kvboost.store.record.format import RecordFormat
