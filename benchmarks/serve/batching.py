@@ -3,8 +3,6 @@
 The end of what is shared is a boundary, as the ends of a chat's messages are. Each way starts with an empty cache.
 Times to the first token count from the moment all jobs were there. CPU time is what others on the machine hardly
 change; run it with OMP_NUM_THREADS=1.
-
-usage: python proofs/batch_load.py --model FOLDER [--jobs 16] [--shared 1000] [--own 30] [--new 32] [--rounds 2]
 """
 
 from __future__ import annotations
@@ -14,15 +12,14 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
-import torch
+from benchmarks.common.measure import TextSource, add_model_arguments, load_engine, positive
+from benchmarks.internals import BatchRunner, Job, NewToken
+from kvboost.bench.report import Report
+from kvboost.engine import KVBoost
 
-from kvboost import KVBoost
-from kvboost.bench.report import describe_machine
-from kvboost.hf.loading import load_model
-from kvboost.scheduler.jobs import Job, NewToken
-from kvboost.scheduler.runner import BatchRunner
+QUICK = {"jobs": 4, "shared": 200, "new": 4, "rounds": 1}
 
 
 def one_after_another(engine: KVBoost, prompts: list[list[int]], shared: int, new: int) -> tuple[list[float], float]:
@@ -59,43 +56,42 @@ def side_by_side(
         return first, time.perf_counter() - begin
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--jobs", type=int, default=16)
-    parser.add_argument("--shared", type=int, default=1000)
-    parser.add_argument("--own", type=int, default=30)
-    parser.add_argument("--new", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=2)
-    arguments = parser.parse_args()
-    model, tokenizer = load_model(arguments.model, dtype=torch.float32, device="cpu", model_kwargs={})
-    chance = torch.Generator().manual_seed(0)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    add_model_arguments(parser)
+    parser.add_argument("--jobs", type=positive, default=16, help="default: 16")
+    parser.add_argument("--shared", type=positive, default=1000, help="tokens of the system prompt (default 1000)")
+    parser.add_argument("--own", type=positive, default=30, help="tokens of each job's own (default 30)")
+    parser.add_argument("--new", type=positive, default=32, help="tokens to decode (default 32)")
+    parser.add_argument("--rounds", type=positive, default=2, help="default: 2")
 
-    def text(count: int) -> list[int]:
-        return torch.randint(100, 30_000, (count,), generator=chance).tolist()
 
-    ways: dict[str, Callable[..., Any]] = {
+def run(args: argparse.Namespace) -> Report:
+    """All ways, in turns: a busy machine is busy for all."""
+    with load_engine(args, dtype=args.dtype) as loaded:
+        model, tokenizer = loaded.model, loaded.tokenizer
+    source = TextSource(tokenizer, args.text)
+    ways: dict[str, Callable[..., tuple[list[float], float]]] = {
         "one after another (engine.generate)": one_after_another,
-        "side by side": lambda *a: side_by_side(*a, deterministic=False),
-        "side by side, deterministic": lambda *a: side_by_side(*a, deterministic=True),
+        "side by side": partial(side_by_side, deterministic=False),
+        "side by side, deterministic": partial(side_by_side, deterministic=True),
     }
-    print(describe_machine(dtype="float32", model=arguments.model))
-    print("\n| way | requests/s | CPU s/request | TTFT p50, s | TTFT p95, s |\n|---|---:|---:|---:|---:|")
     taken: dict[str, list[tuple[list[float], float]]] = {way: [] for way in ways}
     worked = dict.fromkeys(ways, 0.0)
-    for _ in range(arguments.rounds):  # taking turns: a busy machine is busy for all
-        shared = text(arguments.shared)
-        prompts = [[*shared, *text(arguments.own)] for _ in range(arguments.jobs)]
-        for way, run in ways.items():
+    for number in range(args.rounds):
+        shared = source.window(number * args.shared, args.shared)
+        rest = args.rounds * args.shared + number * args.jobs * args.own
+        prompts = [[*shared, *source.window(rest + job * args.own, args.own)] for job in range(args.jobs)]
+        for way, answer in ways.items():
             with KVBoost(model, tokenizer, quality="exact") as engine:
                 begin = time.process_time()
-                taken[way].append(run(engine, prompts, len(shared), arguments.new))
-                worked[way] += (time.process_time() - begin) / len(prompts) / arguments.rounds
+                taken[way].append(answer(engine, prompts, len(shared), args.new))
+                worked[way] += (time.process_time() - begin) / len(prompts) / args.rounds
+    report = Report("batching", raw=taken)
+    columns = ["way", "requests/s", "CPU s/request", "TTFT p50, s", "TTFT p95, s"]
+    table = report.table(f"{args.jobs} jobs behind one system prompt", columns, dtype=args.dtype, model=args.model)
     for way, runs in taken.items():
-        rate = arguments.jobs * len(runs) / sum(total for _, total in runs)
+        rate = args.jobs * len(runs) / sum(total for _, total in runs)
         cuts = statistics.quantiles([ttft for first, _ in runs for ttft in first], n=20)
-        print(f"| {way} | {rate:.2f} | {worked[way]:.2f} | {cuts[9]:.2f} | {cuts[18]:.2f} |")
-
-
-if __name__ == "__main__":
-    main()
+        table.add(way, *(f"{figure:.2f}" for figure in (rate, worked[way], cuts[9], cuts[18])))
+    return report

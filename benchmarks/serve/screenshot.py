@@ -2,8 +2,6 @@
 
 Starts ``kvboost serve`` for the model, sends a chat of several turns, questions behind one system prompt and passages
 in changing order, and writes what headless Chromium shows (Debian's ``chromium``).
-
-    python proofs/page.py MODEL docs/page.png        (--dark for the page in the dark)
 """
 
 from __future__ import annotations
@@ -21,6 +19,10 @@ from typing import Any
 
 from openai import OpenAI
 
+from kvboost.bench.report import BenchError, Report
+
+QUICK = {"out": Path(tempfile.gettempdir()) / "kvboost-page.png"}
+
 _SYSTEM = "You are the help desk of a small library. Answer in one sentence, kindly, and say where to look. " * 12
 _PASSAGES = [
     f"Passage {n}. " + f"In room {n} stand books about {topic}; they may be taken home for {n + 2} weeks. " * 9
@@ -30,27 +32,35 @@ _TURNS = ("When do you open?", "And on Sundays?", "May I bring my dog?", "Thank 
 _QUESTIONS = ("Where are the maps?", "How do I renew a book?", "Is there a quiet room?", "Can I print here?")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("picture", type=Path)
-    parser.add_argument("--dark", action="store_true")
-    args = parser.parse_args()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--model", type=Path, help="folder of a chat model (config.json and weights)")
+    parser.add_argument("--out", type=Path, default=Path("page.png"), help="the picture (default page.png)")
+    parser.add_argument("--dark", action="store_true", help="the page in its dark colours")
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Load, then the picture."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
-        raise SystemExit("this needs a browser: apt-get install chromium")
+        raise BenchError("this needs a browser: apt-get install chromium")
+    if args.model is None:
+        raise BenchError("this benchmark needs a model; give its folder with --model FOLDER")
     command = [sys.executable, "-m", "kvboost", "serve", str(args.model), "--port", "0", "--quality", "fast"]
-    environment = {**os.environ, "TZ": "UTC"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TZ": "UTC"}) as server:
         try:
             address = _address(server)
             with OpenAI(base_url=f"{address}/v1", api_key="none", timeout=600) as client:
                 _load(client, args.model.name)
-            _take(chromium, address, args.picture.resolve(), dark=args.dark)
+            _take(chromium, address, args.out.expanduser().resolve(), dark=args.dark)
             server.send_signal(signal.SIGTERM)
             server.communicate(timeout=60)
         finally:
             server.kill()
+    report = Report("screenshot")
+    table = report.table("The server's page", ["picture", "bytes"], model=args.model)
+    table.add(args.out.name, f"{args.out.expanduser().stat().st_size:,}")
+    return report
 
 
 def _address(server: subprocess.Popen[str]) -> str:
@@ -58,7 +68,7 @@ def _address(server: subprocess.Popen[str]) -> str:
     for line in server.stderr:
         if match := re.search(r"serving on (http://\S+)", line):
             return match[1]
-    raise SystemExit("the server did not start; run kvboost serve MODEL to see why")
+    raise BenchError("the server did not start; run kvboost serve MODEL to see why")
 
 
 def _load(client: OpenAI, model: str) -> None:
@@ -88,7 +98,3 @@ def _take(chromium: str, address: str, picture: Path, *, dark: bool) -> None:
         environment = {**os.environ, "TZ": "UTC", "LANG": "en_GB.UTF-8"}
         command = [chromium, *options, f"--screenshot={picture}", address]
         subprocess.run(command, check=True, capture_output=True, timeout=120, env=environment)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Hours in minutes: mixed load on `kvboost serve` with a Redis that fails again and again. What grows?
+"""Soak: mixed load on `kvboost serve` with a Redis that fails again and again; nothing may grow.
 
 A real server in a process of its own, over a tiny model, so that many requests pass in little time. Clients send
 chats that go on, completions, streams, structured answers and broken requests, and go away at random moments. The
@@ -8,8 +8,6 @@ is open is counted, and it goes on.
 
 Passes if memory after the warm-up grows by at most 20 MB (medians of the first and the last tenth of the samples), and
 if in the pause at the end no lease, job or stream is left and no more threads and files are open than in the first one.
-
-usage: PYTHONPATH=. python proofs/soak.py [--minutes 30] [--out FOLDER] [--quick]
 """
 
 from __future__ import annotations
@@ -19,25 +17,26 @@ import json
 import random
 import socket
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.common.faults import Fault, FaultyProxy
-from benchmarks.common.plot import Panel, Point, svg
+from benchmarks.common.measure import positive
+from benchmarks.common.plot import Panel, Point, save
 from benchmarks.common.servers import free_port, redis_server
-from kvboost.bench.report import describe_machine, say
+from kvboost.bench.report import Report, say
 from tests.helpers.serving import ServeProcess, kvboost_serve, tiny_folder
 
+QUICK = {"minutes": 0.4, "clients": 4, "every": 1.0}
 _WARM_UP = 0.2
 _MAX_GROWTH_MB = 20.0
 _FAULT_SECONDS = 15.0
@@ -165,7 +164,7 @@ class Load:
         self._post(client, "/v1/chat/completions", {"messages": messages, "response_format": shape, "max_tokens": 48})
 
     def _leave(self, client: httpx.Client, rng: random.Random) -> None:
-        """Ask and go away: while sending, while it is read, or within the answer."""
+        """Ask and go away: while sending, during prefill, or within the answer."""
         asked = {"model": "model", "prompt": _text(rng, shared=True), "max_tokens": 32, "stream": rng.random() < 0.7}
         body = json.dumps(asked).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -277,38 +276,17 @@ def at_rest(server: ServeProcess, load: Load, redis: FlappingRedis, began: float
     return found, idle
 
 
-def picture(samples: Sequence[Sample]) -> str:
-    """The curve."""
-    step = max(1, len(samples) // 100)
-    shown = samples[::step]
-
-    def panel(title: str, unit: str, names: Sequence[str]) -> Panel:
-        lines = {
-            name: [Point(s.minutes, getattr(s, name), getattr(s, name), getattr(s, name)) for s in shown]
-            for name in names
-        }
-        return Panel(title, "minutes", unit, lines)
-
-    return svg(
-        [
-            panel("Memory of the server", "MB", ("rss", "anonymous")),
-            panel("KV kept in memory", "MB", ("kept",)),
-            panel("Threads and open files", "count", ("threads", "files")),
-            panel("Leased chunks and running jobs", "count", ("leases", "running")),
-        ]
-    )
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--clients", type=int, default=12)
-    parser.add_argument("--every", type=float, default=3.0, help="seconds between samples")
-    parser.add_argument("--out", type=Path, help="folder for soak.svg")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--minutes", type=float, default=30.0, help="default: 30")
+    parser.add_argument("--clients", type=positive, default=12, help="default: 12")
+    parser.add_argument("--every", type=float, default=3.0, help="seconds between samples (default 3)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the curves to FILE")
     parser.add_argument("--log", type=Path, help="what the server says")
-    parser.add_argument("--quick", action="store_true", help="4 minutes")
-    args = parser.parse_args()
-    minutes = 4.0 if args.quick else args.minutes
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Warm up, rest, load, rest."""
     samples: list[Sample] = []
     with ExitStack() as stack:
         folder = tiny_folder(Path(stack.enter_context(tempfile.TemporaryDirectory())))
@@ -327,31 +305,31 @@ def main() -> int:
                 samples.append(sample(server, began))
                 time.sleep(args.every)
 
-        run_until(minutes * _WARM_UP)
+        run_until(args.minutes * _WARM_UP)
         first, _ = at_rest(server, load, redis, began)
         say(f"warmed up after {first.minutes:.1f} minutes: {first}")
         after = len(samples)
-        run_until(minutes)
+        run_until(args.minutes)
         last, idle = at_rest(server, load, redis, began)
         say(f"at the end: {last}")
     tenth = max(1, (len(samples) - after) // 10)
     beginning = statistics.median(s.anonymous for s in samples[after : after + tenth])
-    ending = statistics.median(s.anonymous for s in samples[-tenth:])
-    print(describe_machine(dtype="float32", model="tiny-llama").line)
-    print(f"\n{sum(load.counts.values()):,} requests in {minutes:g} minutes: {dict(load.counts)}")
-    print(f"faults of Redis: {dict(redis.faults)}; unexpected answers: {dict(load.unexpected) or 'none'}\n")
-    print("| minute | RSS, MB | anonymous, MB | KV kept, MB | threads | files | leases | jobs |")
-    print("|---:|---:|---:|---:|---:|---:|---:|---:|")
-    shown = samples[:: max(1, len(samples) // 12)]
-    for s in shown:
-        row = (f"{s.minutes:.1f}", f"{s.rss:.1f}", f"{s.anonymous:.1f}", f"{s.kept:.1f}")
-        print(f"| {' | '.join(row)} | {s.threads:g} | {s.files:g} | {s.leases} | {s.running} |")
-    print()
-    for name, s in (("after the warm-up", first), ("at the end", last)):
-        print(f"at rest {name}: {s.anonymous:.1f} MB, {s.threads:g} threads, {s.files:g} files, {s.leases} leases")
-    under_load, resting = ending - beginning, last.anonymous - first.anonymous
-    print(f"growth after the warm-up: {under_load:+.1f} MB under load, {resting:+.1f} MB at rest")
-    good = (
+    under_load = statistics.median(s.anonymous for s in samples[-tenth:]) - beginning
+    resting = last.anonymous - first.anonymous
+    report = Report("soak", raw={"samples": [asdict(s) for s in samples]})
+    names = ("minutes", "rss", "anonymous", "kept", "threads", "files", "leases", "running")
+    columns = ("minute", "RSS, MB", "anonymous, MB", "KV kept, MB", "threads", "files", "leases", "jobs")
+    table = report.table(f"Soak: {args.minutes:g} minutes", columns, dtype="float32", model="tiny-llama")
+    for s in samples[:: max(1, len(samples) // 12)]:
+        table.add(*(f"{getattr(s, name):.1f}" for name in names))
+    rest = [f"{s.anonymous:.1f} MB, {s.threads:g} threads, {s.files:g} files, {s.leases} leases" for s in (first, last)]
+    table.notes += [
+        f"{sum(load.counts.values()):,} requests: {dict(load.counts)}; faults of Redis: {dict(redis.faults)}; "
+        f"unexpected answers: {dict(load.unexpected) or 'none'}.",
+        f"At rest after the warm-up: {rest[0]}; at the end: {rest[1]}.",
+        f"Growth after the warm-up: {under_load:+.1f} MB under load, {resting:+.1f} MB at rest.",
+    ]
+    report.failed = not (
         max(under_load, resting) <= _MAX_GROWTH_MB
         and idle
         and last.leases == 0
@@ -360,12 +338,21 @@ def main() -> int:
         and not load.unexpected
         and server.code == 0
     )
-    if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "soak.svg").write_text(picture(samples))
-    print("passed" if good else "NOT passed")
-    return 0 if good else 1
+    if args.plot is not None:
+        save(_panels(samples), args.plot.expanduser())
+    return report
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _panels(samples: Sequence[Sample]) -> list[Panel]:
+    shown = samples[:: max(1, len(samples) // 100)]
+
+    def panel(title: str, unit: str, names: Sequence[str]) -> Panel:
+        lines = {name: [Point(s.minutes, *[getattr(s, name)] * 3) for s in shown] for name in names}
+        return Panel(title, "minutes", unit, lines)
+
+    return [
+        panel("Memory of the server", "MB", ("rss", "anonymous")),
+        panel("KV kept in memory", "MB", ("kept",)),
+        panel("Threads and open files", "count", ("threads", "files")),
+        panel("Leased chunks and running jobs", "count", ("leases", "running")),
+    ]

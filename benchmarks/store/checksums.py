@@ -1,10 +1,8 @@
-"""How fast the checks a chunk record could use are on this machine: 1 MB at a time, one thread and two, best of 15.
-
-usage: python proofs/checksums.py
-"""
+"""Speed of the checks that a chunk record could use: checksums, digests, MACs, encryption."""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import hmac
 import importlib.util
@@ -14,11 +12,13 @@ import time
 import zlib
 from collections.abc import Callable
 
-from kvboost.bench.report import describe_machine
+from benchmarks.common.measure import positive
+from kvboost.bench.report import Report
+
+QUICK = {"repeat": 2}
 
 _VALUE = 2**20
 _VALUES = 32  # 32 MB, more than the CPU's caches hold
-_REPEAT = 15
 
 
 def ways() -> dict[str, Callable[[memoryview], object]]:
@@ -46,7 +46,9 @@ def ways() -> dict[str, Callable[[memoryview], object]]:
     return found
 
 
-def gigabytes_per_second(check: Callable[[memoryview], object], data: memoryview, threads: int) -> float:
+def gigabytes_per_second(
+    check: Callable[[memoryview], object], data: memoryview, threads: int, *, repeat: int
+) -> float:
     values = [data[at : at + _VALUE] for at in range(0, len(data), _VALUE)]
 
     def work(share: list[memoryview]) -> None:
@@ -54,7 +56,7 @@ def gigabytes_per_second(check: Callable[[memoryview], object], data: memoryview
             check(value)
 
     samples = []
-    for _ in range(_REPEAT):
+    for _ in range(repeat):
         workers = [threading.Thread(target=work, args=(values[n::threads],)) for n in range(threads)]
         begin = time.perf_counter()
         for worker in workers:
@@ -65,14 +67,18 @@ def gigabytes_per_second(check: Callable[[memoryview], object], data: memoryview
     return max(samples)  # what others take of the machine is not the check's fault
 
 
-def main() -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--repeat", type=positive, default=15, help="the best of so many counts (default 15)")
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Every check on one thread and on two."""
+    report = Report("checksums")
+    columns = ["check", "GB/s, one thread", "two threads"]
+    table = report.table(f"Checks of a record: 1 MB at a time, best of {args.repeat}", columns)
     data = memoryview(bytearray(os.urandom(_VALUE * _VALUES)))
-    print(describe_machine().line)
-    print("\n| check | GB/s, one thread | two threads |\n|---|---:|---:|")
     for name, check in ways().items():
-        one, two = (gigabytes_per_second(check, data, threads) for threads in (1, 2))
-        print(f"| {name} | {one:.2f} | {two:.2f} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        speeds = [gigabytes_per_second(check, data, threads, repeat=args.repeat) for threads in (1, 2)]
+        table.add(name, *(f"{speed:.2f}" for speed in speeds))
+    return report

@@ -1,6 +1,4 @@
-"""Kills writers of a cache directory at random moments and looks at what they left.
-
-usage: python proofs/disk_kills.py [--kills 1000] [--seed 0]
+"""Writers of a cache directory killed at random moments: nothing acknowledged is lost, nothing wrong is served.
 
 Every round two processes write to one directory, with overlapping keys, until both are killed with SIGKILL. A writer
 says through a pipe what was stored, after ``store`` returned. Then the directory is opened: everything acknowledged
@@ -14,19 +12,21 @@ import hashlib
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import torch
 
-from kvboost.bench.report import describe_machine
+from benchmarks.common.measure import positive
+from kvboost.bench.report import Progress, Report
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.disk.recovery import charge
 from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.types import KVBlock, Namespace, PutOutcome
 
+QUICK = {"kills": 50}
 _NAMESPACE = Namespace(hashlib.sha256(b"kills").digest(), hashlib.sha256(b"tenant").digest())
 _ROUNDS_PER_DIRECTORY = 25
 _LARGE, _SMALL = 2**30, 2 * 2**20
@@ -113,57 +113,60 @@ def kill_round(directory: Path, capacity: int, rng: random.Random) -> set[int]:
     return said
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=1000)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--kills", type=positive, default=1000, help="default: 1000")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Kill, reopen, look."""
     torch.set_num_threads(1)
     rng = random.Random(args.seed)
-    kills = acknowledged_blocks = checked = lost = wrong = over = leftovers = 0
+    counts: Counter[str] = Counter()
     slowest = 0.0
-    while kills < args.kills:
+    progress = Progress("kills", args.kills)
+    while counts["kills"] < args.kills:
         capacity = rng.choice((_LARGE, _SMALL))
         with tempfile.TemporaryDirectory() as folder:
             directory = Path(folder) / "cache"
             said: set[int] = set()
             for _ in range(_ROUNDS_PER_DIRECTORY):
-                if kills >= args.kills:
+                if counts["kills"] >= args.kills:
                     break
                 new = kill_round(directory, capacity, rng)
-                kills += 2
                 said |= new
-                acknowledged_blocks += len(new)
+                counts.update(kills=2, acknowledged=len(new))
                 begin = time.perf_counter()
                 tier = open_tier(directory, capacity)
                 slowest = max(slowest, time.perf_counter() - begin)
-                names = {path.stem for path in directory.glob("*/*/*.kv")}
-                numbers = [n for n in range(_KEYS) if key(n).hex() in names]
-                for number, found in zip(numbers, tier.load([key(n) for n in numbers]), strict=True):
-                    expected = block(number)
-                    checked += 1
-                    same = found is not None and torch.equal(found.tensors[0], expected.tensors[0])
-                    wrong += not (same and found.tokens == expected.tokens and found.parent_key == expected.parent_key)
-                if capacity == _LARGE:
-                    lost += len(said - set(numbers))
-                # A chunk in the books may have lost its file, as it was about to go. No file may be missing there.
-                sizes = sum(charge(path.stat().st_size) for path in directory.glob("*/*/*.kv"))
-                over += not sizes <= tier.directory_bytes() <= capacity
-                leftovers += sum(not path.name.endswith(".lock") for path in (directory / "tmp").iterdir())
-                leftovers += tier.stats().rejected
+                counts.update(look(tier, directory, capacity, said))
                 tier.close()
-        print(f"{kills} kills", file=sys.stderr)
-    print(describe_machine().line)
-    print(
-        "\n| kill -9 | acknowledged | lost | files read back | wrong or damaged | books wrong | leftovers | reopen, s |"
-    )
-    print("|---:|---:|---:|---:|---:|---:|---:|---:|")
-    print(
-        f"| {kills:,} | {acknowledged_blocks:,} | {lost} | {checked:,} | {wrong} | {over} | {leftovers} "
-        f"| {slowest:.3f} at most |"
-    )
-    return 1 if lost or wrong or over or leftovers else 0
+                progress.step(2)
+    bad = ("lost", "wrong or damaged", "books wrong", "leftovers")
+    report = Report("disk_kills", failed=any(counts[name] for name in bad), raw=dict(counts))
+    names = ("acknowledged", "lost", "files read back", *bad[1:])
+    table = report.table("Writers killed with SIGKILL", ["kill -9", *names, "reopen, s, at most"])
+    table.add(f"{counts['kills']:,}", *(f"{counts[name]:,}" for name in names), f"{slowest:.3f}")
+    return report
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def look(tier: DiskTier, directory: Path, capacity: int, said: set[int]) -> dict[str, int]:
+    """What is in the directory after a kill, and what of it is wrong."""
+    names = {path.stem for path in directory.glob("*/*/*.kv")}
+    numbers = [n for n in range(_KEYS) if key(n).hex() in names]
+    wrong = 0
+    for number, found in zip(numbers, tier.load([key(n) for n in numbers]), strict=True):
+        expected = block(number)
+        same = found is not None and torch.equal(found.tensors[0], expected.tensors[0])
+        wrong += not (same and found.tokens == expected.tokens and found.parent_key == expected.parent_key)
+    # A chunk in the books may have lost its file, as it was about to go. No file may be missing there.
+    sizes = sum(charge(path.stat().st_size) for path in directory.glob("*/*/*.kv"))
+    leftovers = sum(not path.name.endswith(".lock") for path in (directory / "tmp").iterdir())
+    return {
+        "files read back": len(numbers),
+        "wrong or damaged": wrong,
+        "lost": len(said - set(numbers)) if capacity == _LARGE else 0,
+        "books wrong": int(not sizes <= tier.directory_bytes() <= capacity),
+        "leftovers": leftovers + tier.stats().rejected,
+    }

@@ -1,7 +1,4 @@
-"""Feeds the decoder of chunk records with millions of wrong inputs and counts what it lets through.
-
-usage: python proofs/record_fuzz.py [--inputs 2000000] [--corruptions 100000] [--seed 0]
-"""
+"""Feeds the decoder of chunk records with millions of wrong inputs and counts what it lets through."""
 
 from __future__ import annotations
 
@@ -17,12 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
-from kvboost.bench.report import describe_machine
+from benchmarks.common.measure import positive
+from kvboost.bench.report import Report, Table
 from kvboost.errors import RecordError
 from kvboost.store.record.format import RecordFormat, inspect
 from kvboost.store.record.header import PAGE, seal_of
 from kvboost.types import KVBlock, Namespace
 
+QUICK = {"inputs": 5000, "corruptions": 2000}
 _FIELDS_END = 360  # where the header's fields end in the records made here; zeros follow
 _CAP = 2**20  # max_bytes of the formats: no input may make the decoder allocate more
 
@@ -74,6 +73,9 @@ def records(model: str, tenant: str, codec: str = "raw") -> list[Written]:
                 made.append(Written(form, mac, digest(name), form.encode(block(name, number)).join()))
     return made
 
+
+Kind = Callable[[random.Random, Written], bytes]
+"""Makes a wrong input of a record."""
 
 OWN = records("model", "tenant")
 FOREIGN = {
@@ -139,20 +141,20 @@ def other_key(rng: random.Random, record: Written) -> bytes:
     return rng.choice(same_format).data
 
 
-def swapped(kind: str) -> Callable[[random.Random, Written], bytes]:
+def swapped(kind: str) -> Kind:
     def swap(rng: random.Random, record: Written) -> bytes:
         return FOREIGN[kind][OWN.index(record)].data
 
     return swap
 
 
-INPUTS = {
+INPUTS: dict[str, Kind] = {
     "random bytes": random_bytes,
     "a right beginning, then random bytes": random_tail,
     "records with 1 to 8 changed bytes": mutated,
     "changed fields under a right seal": forged,
 }
-CORRUPTIONS = {
+CORRUPTIONS: dict[str, Kind] = {
     "one flipped bit": flipped,
     "truncated": truncated,
     "zeros from some place on": torn,
@@ -183,8 +185,8 @@ def feed(record: Written, data: bytes) -> str:
     return "accepted" if inside else "crashed"
 
 
-def run(kinds: dict[str, Callable[[random.Random, Written], bytes]], count: int, rng: random.Random) -> bool:
-    """Feed ``count`` inputs, print a row per kind. True if all was as it must be."""
+def feed_all(kinds: dict[str, Kind], count: int, rng: random.Random, table: Table) -> bool:
+    """Feed ``count`` inputs, one line per kind. Whether every wrong input was refused and none crashed."""
     good = True
     for kind, make in kinds.items():
         counts: Counter[str] = Counter()
@@ -197,8 +199,8 @@ def run(kinds: dict[str, Callable[[random.Random, Written], bytes]], count: int,
         allowed = kind == "changed fields under a right seal"
         undetected = 0 if allowed else counts["accepted"]
         note = f" ({counts['accepted']:,} other records, within their bytes)" if allowed else ""
-        print(f"| {kind}{note} | {counts.total():,} | {counts['refused']:,} | {undetected:,} | {counts['crashed']:,} |")
-        sys.stdout.flush()
+        numbers = (counts.total(), counts["refused"], undetected, counts["crashed"])
+        table.add(f"{kind}{note}", *(f"{number:,}" for number in numbers))
         good = good and not undetected and not counts["crashed"]
     return good
 
@@ -218,24 +220,25 @@ def largest_allocation(count: int, rng: random.Random) -> int:
     return largest
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--inputs", type=int, default=2_000_000)
-    parser.add_argument("--corruptions", type=int, default=100_000)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--inputs", type=positive, default=2_000_000, help="default: 2000000")
+    parser.add_argument("--corruptions", type=positive, default=100_000, help="default: 100000")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Wrong inputs, corruptions, and the largest allocation."""
     torch.set_num_threads(1)
     rng = random.Random(args.seed)
     for record in OWN:
         assert feed(record, record.data) == "accepted", "an honest record must be read"
-    print(describe_machine().line)
-    print("\n| input | inputs | refused | undetected | crashes |\n|---|---:|---:|---:|---:|")
-    good = run(INPUTS, args.inputs, rng)
-    good = run(CORRUPTIONS, args.corruptions, rng) and good
-    largest = largest_allocation(min(20_000, args.inputs), rng)
-    print(f"\nLargest allocation for one input, of 20,000 watched: {largest:,} bytes; the limit given was {_CAP:,}.")
-    return 0 if good and largest <= _CAP else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    report = Report("record_fuzz")
+    table = report.table("Wrong records", ["input", "inputs", "refused", "undetected", "crashes"])
+    good = feed_all(INPUTS, args.inputs, rng, table)
+    good = feed_all(CORRUPTIONS, args.corruptions, rng, table) and good
+    watched = min(20_000, args.inputs)
+    largest = largest_allocation(watched, rng)
+    table.notes.append(f"Largest allocation for one input, of {watched:,}: {largest:,} bytes; the limit was {_CAP:,}.")
+    report.failed = not good or largest > _CAP
+    return report

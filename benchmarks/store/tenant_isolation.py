@@ -1,13 +1,11 @@
-"""One tenant asks for another's text: nothing is found, and the time it takes tells nothing either.
+"""Tenant isolation: nothing of another tenant's text is found, and the time a request takes tells nothing either.
 
-usage: python proofs/tenants.py [--probes 10000] [--seed 0] [--no-redis]
-
-One engine with a tiny model, and below its memory a directory and a redis-server of its own. A tenant reads texts. Then
-five others ask, in random order, for texts that the first one has and for texts that nobody has, by the same call;
+One engine with a tiny model, and below its memory a directory and a redis-server of its own. A tenant prefills texts.
+Then five others ask, in random order, for texts that the first one has and for texts that nobody has, by the same call;
 nothing may be found. The two samples of latencies are compared by their AUC, the chance that one of the first took less
 time than one of the second: 0.5 if they cannot be told apart, here between 0.45 and 0.55. As a control the first tenant
-asks for its own texts and for new ones, with everything still in memory and after a restart, when it lies in the tiers:
-that must show (AUC above 0.9). Who asks for a text has it afterwards, so nobody asks for one twice.
+asks for its own texts and for new ones, with everything still in memory and after a restart, when it is in the tiers:
+that must show (AUC above 0.9). A tenant that asked for a text has it afterwards, so none asks for one twice.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import sys
 import tempfile
 import time
 from contextlib import nullcontext
@@ -24,18 +21,19 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.common.measure import positive
 from benchmarks.common.servers import redis_server
-from kvboost import KVBoost
-from kvboost.bench.report import describe_machine
+from kvboost.bench.report import Report
+from kvboost.engine import KVBoost
 from tests.helpers.models import VOCAB, tiny_model
 
+QUICK = {"probes": 100, "controls": 40, "no_redis": True}
 _TOKENS = 320
 _CHUNK = 64
-_STRANGERS = 5
+_OTHERS = 5
 _BAND = (0.45, 0.55)
 _CONTROL = 0.9
+_MIN_PROBES = 1000
 
 
 def text(seed: int) -> list[int]:
@@ -58,7 +56,7 @@ def auc(higher: list[float], lower: list[float]) -> float:
 
 
 Asked = tuple[KVBoost, int, list[int]]
-"""Who asks, of which kind the text is (0: somebody has it, 1: nobody), and the text."""
+"""The tenant, the kind of the text (0: somebody has it, 1: nobody), and the text."""
 
 
 def probe(order: list[Asked], seed: int) -> tuple[list[list[float]], int]:
@@ -74,13 +72,16 @@ def probe(order: list[Asked], seed: int) -> tuple[list[list[float]], int]:
     return took, found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--probes", type=int, default=10_000)
-    parser.add_argument("--controls", type=int, default=2_000)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--probes", type=positive, default=10_000, help="default: 10000")
+    parser.add_argument("--controls", type=positive, default=2_000, help="default: 2000")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-redis", action="store_true")
-    args = parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Probes and controls, with everything in memory and after a restart."""
     torch.set_num_threads(1)
     model = tiny_model("llama")
     half, control = args.probes // 2, args.controls // 2
@@ -92,9 +93,8 @@ def main() -> int:
     def asked(by: KVBoost, known: list[list[int]], new: list[list[int]]) -> list[Asked]:
         return [(by, 0, tokens) for tokens in known] + [(by, 1, tokens) for tokens in new]
 
-    victims = texts(max(half // _STRANGERS, control))
-    rows: list[tuple[str, list[list[float]], int, bool]] = []
-    begin = time.monotonic()
+    victims = texts(max(half // _OTHERS, control))
+    found: list[tuple[str, list[list[float]], int, bool]] = []
     with tempfile.TemporaryDirectory() as folder, nullcontext() if args.no_redis else redis_server() as server:
         settings: dict[str, Any] = {
             "chunk_size": _CHUNK,
@@ -108,30 +108,27 @@ def main() -> int:
             for tokens in victims:
                 one.prefill(tokens)
             engine.flush()
-            strangers = [engine.for_tenant(f"stranger {number}") for number in range(_STRANGERS)]
-            each = half // _STRANGERS
-            order = [item for by in strangers for item in asked(by, victims[:each], texts(each))]
-            rows.append(("another tenant's text", *probe(order, args.seed), False))
+            others = [engine.for_tenant(f"other {number}") for number in range(_OTHERS)]
+            each = half // _OTHERS
+            order = [item for by in others for item in asked(by, victims[:each], texts(each))]
+            found.append(("another tenant's text", *probe(order, args.seed), False))
             engine.flush()  # or what still waits to be written would be noise
             order = asked(one, victims[:control], texts(control))
-            rows.append(("its own text, in memory (control)", *probe(order, args.seed), True))
+            found.append(("its own text, in memory (control)", *probe(order, args.seed), True))
         with KVBoost(model, None, **settings) as engine:
             order = asked(engine.for_tenant("another"), victims[:control], texts(control))
-            rows.append(("another tenant's text, after a restart", *probe(order, args.seed), False))
+            found.append(("another tenant's text, after a restart", *probe(order, args.seed), False))
             order = asked(engine.for_tenant("one"), victims[:control], texts(control))
-            rows.append(("its own text, after a restart (control)", *probe(order, args.seed), True))
-    print(f"{describe_machine(dtype='float32', model='tiny llama').line}\n")
-    print("| asked for | probes | tokens found | median, ms | text nobody has, ms | AUC |")
-    print("|---|---:|---:|---:|---:|---:|")
-    failed = False
-    for name, took, found, is_control in rows:
+            found.append(("its own text, after a restart (control)", *probe(order, args.seed), True))
+    report = Report("tenant_isolation")
+    columns = ["asked for", "probes", "tokens found", "median, ms", "text nobody has, ms", "AUC"]
+    table = report.table("One tenant asks for another's text", columns, dtype="float32", model="tiny llama")
+    for name, took, tokens_found, is_control in found:
         value = auc(took[1], took[0])
         known, new = (statistics.median(each) * 1000 for each in took)
-        print(f"| {name} | {sum(map(len, took)):,} | {found:,} | {known:.2f} | {new:.2f} | {value:.3f} |")
-        failed |= (found == 0 or value <= _CONTROL) if is_control else (found > 0 or not _BAND[0] <= value <= _BAND[1])
-    print(f"\n{time.monotonic() - begin:.0f} s. {'A bar was missed.' if failed else 'All bars were met.'}")
-    return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        times = (f"{known:.2f}", f"{new:.2f}", f"{value:.3f}")
+        table.add(name, f"{sum(map(len, took)):,}", f"{tokens_found:,}", *times)
+        report.failed |= tokens_found == 0 if is_control else tokens_found > 0
+        if args.probes >= _MIN_PROBES:  # of fewer, the AUC is chance
+            report.failed |= value <= _CONTROL if is_control else not _BAND[0] <= value <= _BAND[1]
+    return report
