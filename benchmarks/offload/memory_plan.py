@@ -1,13 +1,11 @@
 """Predicted against measured peak memory, in twelve configurations.
 
-usage: python -m proofs.plan --models FOLDER [--only NUMBER ...] [--scratch FOLDER]
-
 ``--models`` holds the trained models smollm2-135m, gemma-3-270m and tinyllama-1.1b-chat; two random Llamas are made.
 The prediction is made before anything is loaded, from the config and the checkpoint's header. Then a process of its own
 loads the model, runs as many requests as the batch says side by side, each with a prompt of its own, and tells its
 peak: VmHWM, set back after a tiny model has gone the same way, less what was resident then. So Python, torch,
 Transformers and the matrix library's buffers are in neither figure; the plan adds them as measured. A tokenizer of
-bytes stands in for the model's own, which is counted with those. Rows that differ by more than 10 % are marked, and
+bytes stands in for the model's own, which is counted with those. Lines that differ by more than 10 % are marked, and
 none is left out.
 """
 
@@ -20,21 +18,19 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvboost import EngineConfig, KVBoost
-from kvboost.bench.report import describe_machine
+from benchmarks.internals import BatchRunner, Finished, Job, measure_rates, model_on_disk, workload
+from kvboost.bench.report import BenchError, Report, say
 from kvboost.capacity import MemoryPlan, plan_memory
-from kvboost.engine.memory import workload
-from kvboost.hf.shape import model_on_disk
-from kvboost.offload.rates import measure_rates
-from kvboost.scheduler.jobs import Finished, Job
-from kvboost.scheduler.runner import BatchRunner
+from kvboost.config import EngineConfig
+from kvboost.engine import KVBoost
+
+QUICK = {"only": [11]}
 
 _NEW = 8
 _STEP = 256
@@ -84,47 +80,41 @@ CASES = (
 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--models", type=Path)
-    parser.add_argument("--only", type=int, nargs="*", default=[], help="numbers of rows, from 1")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--models", type=Path, metavar="FOLDER", help="with the trained models")
+    parser.add_argument("--only", type=int, nargs="*", default=[], help="numbers of lines, from 1")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child:
-        told = json.loads(args.child)
-        print("RESULT" + json.dumps(run(Path(told.pop("folder")), told.pop("budget"), Case(**told))))
-        return
-    if args.models is None:
-        parser.error("give --models FOLDER")
-    print(describe_machine(dtype="as told").line + "\n", flush=True)
-    print(
-        "| | model | dtype | context | batch | how | predicted, MB | measured, MB | difference | "
-        "of the whole process | base, MB |"
-    )
-    print("|---:|---|---|---:|---:|---|---:|---:|---:|---:|---:|", flush=True)
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Predict, then measure in a process of its own."""
+    report = Report("memory_plan")
+    columns = ["", "model", "dtype", "context", "batch", "how", "predicted, MB", "measured, MB", "difference"]
+    title = "Memory plan: predicted against measured peak"
+    table = report.table(title, [*columns, "of the whole process", "base, MB"], dtype="as told")
     for number, case in enumerate(CASES, 1):
         if args.only and number not in args.only:
             continue
+        if case.model not in _RANDOM and args.models is None:
+            raise BenchError("this benchmark needs trained models; give --models FOLDER, or --only 11 12")
         with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
-            folder = prepare(case, args.models.expanduser(), Path(scratch))
-            begun = time.monotonic()
+            folder = prepare(case, args.models, Path(scratch))
             plan, budget = predict(folder, case)
             found = measure(folder, budget, case)
         growth = plan.device_bytes
         off = (growth - found["peak"]) / found["peak"]
         whole = (growth + found["base"]) / (found["peak"] + found["base"]) - 1
         mark = "" if abs(off) <= _BOUND else " (outside)"
-        print(
-            f"| {number} | {case.model} | {case.dtype} | {case.context} | {case.batch} | {case.how} | "
-            f"{growth / 1e6:.0f} | {found['peak'] / 1e6:.0f} | {off:+.1%}{mark} | {whole:+.1%} | "
-            f"{found['base'] / 1e6:.0f} |",
-            flush=True,
-        )
-        print(f"{number}: {time.monotonic() - begun:.0f} s; {plan}; {found}", file=sys.stderr, flush=True)
+        about = (case.model, case.dtype, case.context, case.batch, case.how)
+        sizes = (f"{growth / 1e6:.0f}", f"{found['peak'] / 1e6:.0f}", f"{off:+.1%}{mark}", f"{whole:+.1%}")
+        table.add(number, *about, *sizes, f"{found['base'] / 1e6:.0f}")
+        report.raw[str(number)] = found
+        say(f"{number}: {plan}; {found}")
+    return report
 
 
-def prepare(case: Case, models: Path, scratch: Path) -> Path:
+def prepare(case: Case, models: Path | None, scratch: Path) -> Path:
     """A folder with the model's config and weights, and a tokenizer that takes no memory."""
     from tests.helpers.tokenizer import byte_tokenizer
 
@@ -136,7 +126,8 @@ def prepare(case: Case, models: Path, scratch: Path) -> Path:
         config = LlamaConfig(**_RANDOM[case.model], vocab_size=8000, max_position_embeddings=16_384)
         LlamaForCausalLM(config).save_pretrained(folder)
     else:
-        source = models / case.model
+        assert models is not None
+        source = models.expanduser() / case.model
         folder.mkdir()
         for file in ("config.json", "generation_config.json", "model.safetensors"):
             os.symlink(source / file, folder / file)
@@ -185,12 +176,14 @@ def predict(folder: Path, case: Case) -> tuple[MemoryPlan, int | None]:
 
 
 def measure(folder: Path, budget: int | None, case: Case) -> dict[str, int]:
-    child = json.dumps(asdict(case) | {"folder": str(folder), "budget": budget})
-    command = [sys.executable, "-m", "proofs.plan", "--child", child]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    code = (
+        "import json; from pathlib import Path; from benchmarks.offload.memory_plan import Case, load_and_answer; "
+        f"print('RESULT' + json.dumps(load_and_answer(Path({str(folder)!r}), {budget!r}, Case(**{asdict(case)!r}))))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     lines = [line for line in ran.stdout.splitlines() if line.startswith("RESULT")]
     if not lines:
-        raise SystemExit(ran.stderr)
+        raise BenchError(f"the measured process failed: {ran.stderr[-2000:]}")
     found: dict[str, int] = json.loads(lines[0].removeprefix("RESULT"))
     return found
 
@@ -198,7 +191,7 @@ def measure(folder: Path, budget: int | None, case: Case) -> dict[str, int]:
 # What runs in the processes.
 
 
-def run(folder: Path, budget: int | None, case: Case) -> dict[str, int]:
+def load_and_answer(folder: Path, budget: int | None, case: Case) -> dict[str, int]:
     """Base and peak of this process."""
     import ctypes
     import gc
@@ -245,7 +238,3 @@ def prompt(number: int, *, vocab: int, tokens: int) -> list[int]:
 def _status(name: str) -> int:
     found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(found[1]) * 1024 if found else 0
-
-
-if __name__ == "__main__":
-    main()

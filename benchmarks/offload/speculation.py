@@ -1,10 +1,7 @@
-"""Decodes with streamed weights, with a draft and without, in turns: tokens per pass and per second, and the tokens.
+"""Speculation over streamed weights, with a draft and without, in turns: tokens per pass, per second, and the tokens.
 
-usage: python -m proofs.speculation smollm2 --model FOLDER | large [--tokens N] [--rounds N] [--scratch FOLDER]
-
-``smollm2``: a quarter of its weights in memory; the drafts are prompt lookup, its own first layers, and itself in
-memory, which is no draft anybody would use but says how much one could give. ``large``: the Llama-shaped checkpoint of
-random weights of ``proofs.streaming`` (``--quick``: the smaller one) with prompt lookup.
+A trained model has a quarter of its weights in memory; the drafts are prompt lookup, its own first layers, and itself
+in memory, which is no draft anybody would use but says how much one could give. Without one, the checkpoint of random weights of ``weight_streaming``, with prompt lookup.
 """
 
 from __future__ import annotations
@@ -16,9 +13,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from kvboost import GenerationResult, KVBoost
-from kvboost.bench.report import describe_machine
+from benchmarks.common.measure import positive
+from benchmarks.offload.weight_streaming import SIZES, make_checkpoint, tensor_bytes
+from kvboost.bench.report import Report, Spread
+from kvboost.engine import KVBoost
 from kvboost.offload.weights import streamer_of
+from kvboost.types import GenerationResult
+
+QUICK = {"small": True, "tokens": 4, "rounds": 1}
 
 _LOOKUP = {"prompt_lookup_num_tokens": 10}
 _FIRST_LAYERS = 10
@@ -43,86 +45,69 @@ TEXTS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=["smollm2", "large"])
-    parser.add_argument("--model", type=Path, help="for smollm2: its folder")
-    parser.add_argument("--quick", action="store_true", help="for large: the smaller checkpoint")
-    parser.add_argument("--tokens", type=int, default=64, help="to decode in each run")
-    parser.add_argument("--rounds", type=int, default=3)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--trained", type=Path, metavar="FOLDER", help="a trained chat model; else random weights")
+    parser.add_argument("--small", action="store_true", help="random weights of 0.8 GB instead of 2.7")
+    parser.add_argument("--tokens", type=positive, default=64, help="to decode in each run (default 64)")
+    parser.add_argument("--rounds", type=positive, default=3, help="default: 3")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="for the layers' files")
-    args = parser.parse_args()
-    if args.what == "smollm2" and args.model is None:
-        parser.error("smollm2 needs --model FOLDER")
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Every text in every way, round by round; holds if all ways give the same tokens."""
+    report = Report("speculation")
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         folder = Path(scratch) / "model"
-        if args.what == "smollm2":
-            shutil.copytree(args.model.expanduser(), folder)
+        if args.trained is not None:
+            shutil.copytree(args.trained.expanduser(), folder)
         else:
-            from proofs.streaming import _SIZES, make_checkpoint
-
-            make_checkpoint(folder, _SIZES["quick" if args.quick else "full"])
-        same = compare(args, folder)
-    if not same:
-        raise SystemExit(1)
-
-
-def compare(args: argparse.Namespace, folder: Path) -> bool:
-    """Every text in every way, round by round. Whether all ways gave the same tokens."""
-    from proofs.streaming import _tensor_bytes
-
-    weights = sum(_tensor_bytes(file) for file in folder.glob("*.safetensors"))
-    title = "SmolLM2-135M-Instruct" if args.what == "smollm2" else "Llama-shaped, random weights"
-    print(describe_machine(dtype="float32", model=title).line, flush=True)
-    same = True
-    ways = _ways(args, folder)
-    with KVBoost.from_pretrained(
-        str(folder), dtype="float32", device="cpu", weight_budget=weights // 4, chunk_size=64
-    ) as engine:
-        assert streamer_of(engine.model) is not None
-        print(f"\n{title}, {weights / 1e6:.0f} MB; {engine.describe()['weights']}", flush=True)
-        print(f"{args.tokens} tokens at most, greedy; {args.rounds} rounds, the ways in turns; the prompt is cached\n")
-        print(
-            "| text | draft | passes | proposed | accepted | accepted per pass | tokens/s (spread) | of none | tokens |"
-        )
-        print("|---|---|---:|---:|---:|---:|---:|---:|---|")
-        for name, prompt in _prompts(engine, args.what).items():
-            engine.warm(prompt)
-            runs: dict[str, list[GenerationResult]] = {way: [] for way in ways}
-            for _ in range(args.rounds):
-                for way, arguments in ways.items():
-                    runs[way].append(engine.generate(prompt, max_new_tokens=args.tokens, temperature=0, **arguments))
-            none = statistics.median(_speed(result) for result in runs["none"])
-            for way, results in runs.items():
-                equal = all(result.token_ids == runs["none"][0].token_ids for result in results)
-                same = same and equal
-                print(_row(name, way, results, none=none, equal=equal), flush=True)
-    return same
+            make_checkpoint(folder, SIZES["small" if args.small else "full"])
+        weights = sum(tensor_bytes(file) for file in folder.glob("*.safetensors"))
+        ways = _ways(args, folder)
+        settings: dict[str, Any] = {"weight_budget": weights // 4, "chunk_size": 64}
+        with KVBoost.from_pretrained(str(folder), dtype="float32", device="cpu", **settings) as engine:
+            assert streamer_of(engine.model) is not None
+            columns = ["text", "draft", "passes", "proposed", "accepted", "accepted per pass", "tokens/s", "of none"]
+            table = report.table(
+                f"{weights / 1e6:.0f} MB; {engine.describe()['weights']}; {args.tokens} tokens at most, greedy",
+                [*columns, "tokens"],
+                dtype="float32",
+                model=args.trained or "Llama-shaped, random weights",
+            )
+            for name, prompt in _prompts(engine, trained=args.trained is not None).items():
+                engine.warm(prompt)
+                runs: dict[str, list[GenerationResult]] = {way: [] for way in ways}
+                for _ in range(args.rounds):
+                    for way, options in ways.items():
+                        result = engine.generate(prompt, max_new_tokens=args.tokens, temperature=0, **options)
+                        runs[way].append(result)
+                none = statistics.median(_speed(result) for result in runs["none"])
+                for way, results in runs.items():
+                    same = all(result.token_ids == runs["none"][0].token_ids for result in results)
+                    report.failed |= not same
+                    speed = Spread.of([_speed(result) for result in results])
+                    against = f"{speed.median / none:.2f}x"
+                    table.add(name, way, *_counts(results[0]), speed.text(), against, "same" if same else "DIFFER")
+    table.notes.append(f"{args.rounds} rounds, the ways in turns; the prompt is cached.")
+    return report
 
 
-def _row(name: str, way: str, results: list[GenerationResult], *, none: float, equal: bool) -> str:
-    speeds = sorted(_speed(result) for result in results)
-    speed = statistics.median(speeds)
-    told = results[0].speculation
-    counts = (
-        f"{told.passes} | {told.proposed} | {told.accepted} | {told.accepted_per_pass:.2f}"
-        if told is not None
-        else f"{len(results[0].token_ids)} | - | - | -"
-    )
-    return (
-        f"| {name} | {way} | {counts} | {speed:.2f} ({speeds[0]:.2f} to {speeds[-1]:.2f}) | {speed / none:.2f}x "
-        f"| {'the same' if equal else 'DIFFER'} |"
-    )
+def _counts(result: GenerationResult) -> tuple[object, ...]:
+    told = result.speculation
+    if told is None:
+        return len(result.token_ids), "-", "-", "-"
+    return told.passes, told.proposed, told.accepted, f"{told.accepted_per_pass:.2f}"
 
 
 def _speed(result: GenerationResult) -> float:
-    """New tokens per second over the whole call: a draft reads the prompt before the first one."""
+    """New tokens per second over the whole call: a draft prefills the prompt before the first one."""
     return len(result.token_ids) / result.total_ms * 1000.0
 
 
 def _ways(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     ways: dict[str, dict[str, Any]] = {"none": {}, "prompt lookup": _LOOKUP}
-    if args.what == "smollm2":
+    if args.trained is not None:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
@@ -134,15 +119,11 @@ def _ways(args: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     return ways
 
 
-def _prompts(engine: KVBoost, what: str) -> dict[str, list[int]]:
-    if what == "large":
+def _prompts(engine: KVBoost, *, trained: bool) -> dict[str, list[int]]:
+    if not trained:
         return {"made-up tokens": [(i * 7919) % 250 + 3 for i in range(200)]}
     template = engine.tokenizer.apply_chat_template
     return {
         name: template([{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True)["input_ids"]
         for name, text in TEXTS.items()
     }
-
-
-if __name__ == "__main__":
-    main()

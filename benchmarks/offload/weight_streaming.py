@@ -1,13 +1,11 @@
-"""Runs models whose weights are four times their budget, next to the resident run and to other offloaders.
-
-usage: python -m proofs.streaming families | large | smollm2 | awq [--model FOLDER] [--quick] [--scratch FOLDER]
+"""Streamed weights: models four times their budget, next to the resident run and to other offloaders.
 
 ``families``: tiny models of 18 families, streamed and resident: the same logits to the bit. ``large`` makes a
 Llama-shaped checkpoint of random weights (2.7 GB) and runs it in processes of its own: resident; streamed with a
 quarter of the weights, anonymous memory capped with RLIMIT_DATA and reads past the page cache; accelerate's disk
 offload and AirLLM (if installed), with the same cap if they can. Rivals read through the page cache: once as it comes,
 once with their files dropped from it before each token, as if the RAM were as small as the budget says. ``awq``
-quantises SmolLM2 into AWQ's layout and runs that next to the same numbers made whole.
+quantizes a trained model into AWQ's layout and runs that next to the same numbers made whole.
 """
 
 from __future__ import annotations
@@ -31,51 +29,49 @@ from typing import Any
 
 import torch
 
-from kvboost import KVBoost
-from kvboost.bench.report import describe_machine
+from benchmarks.common.measure import positive
+from benchmarks.internals import root_key
+from kvboost.bench.report import BenchError, Report, say
+from kvboost.engine import KVBoost
 from kvboost.offload.weights import streamer_of
 
-_ROOM = 200 * 10**6  # beside the weights: activations, KV, stacks of threads, digests at loading
+QUICK = {"part": "families"}
+_HEADROOM = 200 * 10**6  # beside the weights: activations, KV, stacks of threads, digests at loading
 _PROMPT = 24
-_SIZES = {
+SIZES = {
     "full": {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 26, "vocab_size": 8000},
-    "quick": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "vocab_size": 8000},
+    "small": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "vocab_size": 8000},
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=["families", "large", "smollm2", "awq", "child"])
-    parser.add_argument("--model", type=Path, help="for smollm2 and awq: its folder")
-    parser.add_argument("--quick", action="store_true", help="a smaller checkpoint and fewer tokens")
-    parser.add_argument("--tokens", type=int, default=0, help="to decode in each run")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument(
+        "--part", choices=["families", "large", "trained", "awq"], default="large", help="default: large"
+    )
+    parser.add_argument("--trained", type=Path, metavar="FOLDER", help="the model of the parts trained and awq")
+    parser.add_argument("--small", action="store_true", help="a checkpoint of 0.8 GB instead of 2.7")
+    parser.add_argument("--tokens", type=positive, default=8, help="to decode in each run (default 8)")
     parser.add_argument(
         "--scratch", type=Path, default=Path(tempfile.gettempdir()), help="where to make the checkpoint"
     )
-    parser.add_argument("--role", help=argparse.SUPPRESS)
-    parser.add_argument("--budget", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--uncapped", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.what == "families":
-        families()
-    elif args.what == "child":
-        print("RESULT" + json.dumps(_ROLES[args.role](args)))
-    elif args.what in ("smollm2", "awq") and args.model is None:
-        parser.error(f"{args.what} needs --model FOLDER")
-    elif args.what == "awq":
-        awq(args)
-    elif args.what == "smollm2":
-        args.tokens = args.tokens or (4 if args.quick else 32)
-        with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
-            folder = Path(scratch) / "model"
-            shutil.copytree(args.model.expanduser(), folder)
-            compare(args, folder, title="SmolLM2, a quarter of its weights")
-    else:
-        args.tokens = args.tokens or (3 if args.quick else 8)
-        with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
-            folder = Path(scratch) / "model"
-            make_checkpoint(folder, _SIZES["quick" if args.quick else "full"])
-            compare(args, folder, title="Llama-shaped, random weights")
+
+
+def run(args: argparse.Namespace) -> Report:
+    """One of the parts."""
+    if args.part == "families":
+        return families()
+    if args.part != "large" and args.trained is None:
+        raise BenchError(f"the part {args.part} needs a trained model; give its folder with --trained FOLDER")
+    if args.part == "awq":
+        return awq(args)
+    with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
+        folder = Path(scratch) / "model"
+        if args.part == "trained":
+            shutil.copytree(args.trained.expanduser(), folder)
+            return compare(args, folder, title=args.trained.name)
+        make_checkpoint(folder, SIZES["small" if args.small else "full"])
+        return compare(args, folder, title="Llama-shaped, random weights")
 
 
 def make_checkpoint(folder: Path, sizes: dict[str, int]) -> None:
@@ -91,7 +87,7 @@ def make_checkpoint(folder: Path, sizes: dict[str, int]) -> None:
     needed = 4 * (12 * sizes["hidden_size"] * sizes["intermediate_size"] * sizes["num_hidden_layers"])
     folder.mkdir(parents=True)
     if shutil.disk_usage(folder).free < 3 * needed:
-        raise SystemExit(f"{folder} needs {3 * needed / 1e9:.0f} GB: give another place with --scratch")
+        raise BenchError(f"{folder} needs {3 * needed / 1e9:.0f} GB: give another place with --scratch")
     config.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     with torch.device("meta"):
@@ -110,50 +106,52 @@ def make_checkpoint(folder: Path, sizes: dict[str, int]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
-def compare(args: argparse.Namespace, folder: Path, *, title: str) -> None:
+def compare(args: argparse.Namespace, folder: Path, *, title: str) -> Report:
     """Every run in a process of its own, one after the other."""
-    weights = sum(_tensor_bytes(file) for file in folder.glob("*.safetensors"))
+    weights = sum(tensor_bytes(file) for file in folder.glob("*.safetensors"))
     budget = weights // 4
-    print(describe_machine(dtype="float32", model=title).line, flush=True)
-    found = {}
-    rivals = (
-        ("accelerate", "accelerate-cold", "airllm", "airllm-cold", "streamed-again") if args.what == "large" else ()
-    )
-    for role in ("resident", "streamed", *rivals):
-        command = [sys.executable, "-m", "proofs.streaming", "child", "--role", role, "--model", str(folder)]
-        command += ["--tokens", str(args.tokens), "--budget", str(budget)]
-        for uncapped in ([], ["--uncapped"]):
-            run = subprocess.run([*command, *uncapped], capture_output=True, text=True, check=False)
-            lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT")]
+    report = Report("weight_streaming")
+    rivals = ("accelerate", "accelerate-cold", "airllm", "airllm-cold", "streamed-again")
+    found: dict[str, dict[str, Any]] = {}
+    notes: list[str] = []
+    for role in ("resident", "streamed", *(rivals if args.part == "large" else ())):
+        for capped in (True, False):
+            job = {"model": str(folder), "tokens": args.tokens, "budget": budget, "capped": capped}
+            code = f"from benchmarks.offload.weight_streaming import play; play({role!r}, {job!r})"
+            ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+            lines = [line for line in ran.stdout.splitlines() if line.startswith("RESULT")]
             if lines:
                 found[role] = json.loads(lines[0].removeprefix("RESULT"))
-                found[role]["name"] += ", without the cap" if uncapped else ""
-                print(f"{role}: {found[role]}", file=sys.stderr, flush=True)
+                found[role]["name"] += "" if capped else ", without the cap"
+                say(f"{role}: {found[role]}")
                 break
-            print(f"\n{role}: failed: {(run.stderr.strip().splitlines() or ['?'])[-1][:160]}", flush=True)
+            notes.append(f"{role}: failed: {(ran.stderr.strip().splitlines() or ['?'])[-1][:160]}")
             if role.startswith("streamed"):
-                raise SystemExit(1)
-    print(f"\n{title}: {weights / 1e6:.0f} MB of weights, budget {budget / 1e6:.0f} MB, {args.tokens} tokens decoded\n")
-    print("| run | tokens/s | read per token, MB | peak RSS over the start, MB (of it anonymous) | logits |")
-    print("|---|---:|---:|---:|---|")
+                raise BenchError(notes[-1])
+    table = report.table(
+        f"{weights / 1e6:.0f} MB of weights, budget {budget / 1e6:.0f} MB, {args.tokens} tokens decoded",
+        ["run", "tokens/s", "read per token, MB", "peak RSS over the start, MB (of it anonymous)", "logits"],
+        dtype="float32",
+        model=title,
+    )
     for role, result in found.items():
-        equal = "equal to the bit" if result["logits"] == found["resident"]["logits"] else "differ"
-        print(
-            f"| {result['name']} | {result['tokens_per_second']:.2f} | {result['read_mb']:.0f} | "
-            f"{result['peak_mb']:.0f} ({result['anonymous_mb']:.0f}) | {'-' if role == 'resident' else equal} |"
-        )
-    for role in ("streamed", "streamed-again"):
-        if role in found:
-            result = found[role]
-            print(
-                f"\n{role}: RLIMIT_DATA {result['limit_mb']:.0f} MB, of which {result['start_mb']:.0f} MB were taken "
+        equal = result["logits"] == found["resident"]["logits"]
+        report.failed |= role.startswith("streamed") and not equal
+        memory = f"{result['peak_mb']:.0f} ({result['anonymous_mb']:.0f})"
+        speed = (f"{result['tokens_per_second']:.2f}", f"{result['read_mb']:.0f}")
+        table.add(result["name"], *speed, memory, "equal to the bit" if equal else "differ")
+        if role.startswith("streamed"):
+            notes.append(
+                f"{role}: RLIMIT_DATA {result['limit_mb']:.0f} MB, of which {result['start_mb']:.0f} MB were taken "
                 f"before loading; {result['plan']}; achieved {result['achieved']:.2f} GB/s while computing, "
                 f"bare {result['bare']:.2f} GB/s: {result['achieved'] / result['bare']:.1%}; "
                 f"computing alone would take {result['compute_share']:.0%} of the time"
             )
+    report.raw, table.notes = found, notes
+    return report
 
 
-def _tensor_bytes(file: Path) -> int:
+def tensor_bytes(file: Path) -> int:
     with file.open("rb") as stream:
         return file.stat().st_size - 8 - int.from_bytes(stream.read(8), "little")
 
@@ -196,7 +194,7 @@ def _disk_reads() -> int:
 
 
 def _cap(args: argparse.Namespace) -> dict[str, float]:
-    """No more anonymous memory than there is now, the budget, and some room."""
+    """No more anonymous memory than there is now, the budget, and some headroom."""
     from transformers import AutoTokenizer
 
     from tests.helpers.models import tiny_model
@@ -204,8 +202,8 @@ def _cap(args: argparse.Namespace) -> dict[str, float]:
     AutoTokenizer.from_pretrained(args.model)
     KVBoost(tiny_model("llama"), chunk_size=8).generate([3, 4, 5], max_new_tokens=2)  # everything imported and started
     start = _status("VmData")
-    limit = start + args.budget + _ROOM
-    if not args.uncapped:
+    limit = start + args.budget + _HEADROOM
+    if args.capped:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     return {"limit_mb": limit / 1e6, "start_mb": start / 1e6}
 
@@ -235,7 +233,7 @@ def decode(model: Any, tokens: int, before_each: Callable[[], None] = lambda: No
 
 
 def resident(args: argparse.Namespace) -> dict[str, Any]:
-    args.uncapped = True
+    args.capped = False
     _cap(args)
     watch = Watch()
     with KVBoost.from_pretrained(str(args.model), dtype="float32", device="cpu") as engine:
@@ -330,8 +328,14 @@ _ROLES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 }
 
 
+def play(role: str, job: dict[str, Any]) -> None:
+    """What a process does: one run, whose figures it prints."""
+    args = argparse.Namespace(**{**job, "model": Path(job["model"])})
+    print("RESULT" + json.dumps(_ROLES[role](args)))
+
+
 @torch.no_grad()
-def awq(args: argparse.Namespace) -> None:
+def awq(args: argparse.Namespace) -> Report:
     """SmolLM2 in 4 bits, in memory and streamed, against a model of the numbers its checkpoint stands for."""
     from transformers import AutoModelForCausalLM
 
@@ -342,9 +346,9 @@ def awq(args: argparse.Namespace) -> None:
     ]
     with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
         folder = Path(scratch) / "awq"
-        source = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+        source = AutoModelForCausalLM.from_pretrained(args.trained, dtype=torch.float32).eval()
         save_awq(source, folder, group=64)
-        for file in args.model.glob("*token*"):
+        for file in args.trained.glob("*token*"):
             shutil.copy(file, folder)
         layers = sum(p.numel() for name, p in source.named_parameters() if ".layers." in name) * 9 // 16
         rest = sum(p.numel() for name, p in source.named_parameters() if ".layers." not in name)
@@ -353,9 +357,13 @@ def awq(args: argparse.Namespace) -> None:
         def error(logits: list[torch.Tensor]) -> float:
             return max(float((f.float() - e).norm() / e.norm()) for f, e in zip(logits, exact, strict=True))
 
-        print(describe_machine(dtype="float32 and bfloat16", model=str(args.model)).line)
-        print("\nLargest relative error of the logits of 4 prompts against the same numbers whole in float32:\n")
-        print("| dtype | weights | error | the same numbers whole in this dtype | tokens/s |\n|---|---|---:|---:|---:|")
+        report = Report("weight_streaming")
+        table = report.table(
+            "Largest relative error of the logits of 4 prompts against the same numbers whole in float32",
+            ["dtype", "weights", "error", "the same numbers whole in this dtype", "tokens/s"],
+            dtype="float32 and bfloat16",
+            model=args.trained,
+        )
         for dtype in (torch.float32, torch.bfloat16):
             whole = source.to(dtype)
             floor = error([whole(torch.tensor([prompt])).logits[0, -1] for prompt in prompts])
@@ -366,35 +374,33 @@ def awq(args: argparse.Namespace) -> None:
                     found = error([engine.prefill(prompt).logits for prompt in prompts])
                     speed = decode(engine.model, 8)["tokens_per_second"]
                     where = engine.describe()["weights"]
-                print(f"| {dtype} | {where} | {found:.1e} | {floor:.1e} | {speed:.1f} |", flush=True)
+                table.add(dtype, where, f"{found:.1e}", f"{floor:.1e}", f"{speed:.1f}")
+    return report
 
 
-def families() -> None:
+def families() -> Report:
     """Every family the tests know, as small as they are."""
     from tests.helpers.models import FAMILIES, tiny_model
     from tests.helpers.tokenizer import byte_tokenizer
 
+    report = Report("weight_streaming")
+    table = report.table("Families: streamed against resident", ["family", "logits and keys"], dtype="float32")
     prompt = [(i * 37) % 90 + 3 for i in range(100)]
     for family, known in FAMILIES.items():
         kinds = {"layer_types": known["layer_types"] * 3} if "layer_types" in known else {}
         with tempfile.TemporaryDirectory() as folder:
             model = tiny_model(family, hidden_size=64, intermediate_size=128, num_hidden_layers=6, **kinds)
             model.save_pretrained(folder)
-            most = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) * 4 // 5
+            budget = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) * 4 // 5
             byte_tokenizer().save_pretrained(folder)
             settings = {"chunk_size": 16, "device": "cpu"}
             logits, roots = [], []
-            for budget in (None, most):
-                with KVBoost.from_pretrained(folder, weight_budget=budget, **settings) as engine:
-                    assert (streamer_of(engine.model) is not None) == (budget is not None)
+            for given in (None, budget):
+                with KVBoost.from_pretrained(folder, weight_budget=given, **settings) as engine:
+                    assert (streamer_of(engine.model) is not None) == (given is not None)
                     logits.append([engine.prefill(prompt).logits for _ in range(2)])
-                    assert engine._parts is not None
-                    roots.append(engine._parts.reader.names.root())
+                    roots.append(root_key(engine))
             same = all(torch.equal(a, b) for a, b in zip(*logits, strict=True)) and roots[0] == roots[1]
-            print(f"{family:<14}{'equal to the bit, same keys' if same else 'DIFFERS'}", flush=True)
-            if not same:
-                raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    main()
+            table.add(family, "equal to the bit, same keys" if same else "DIFFERS")
+            report.failed |= not same
+    return report

@@ -22,10 +22,9 @@ import httpx
 
 from benchmarks.common.measure import positive
 from kvboost.bench.report import BenchError, Report
-
-QUICK = {"times": 5, "others": 4}
 from tests.helpers.serving import kvboost_serve, tiny_folder
 
+QUICK = {"times": 5, "others": 4}
 _BEGINNING = "A long beginning that many clients share, so that its KV is computed once and used by all of them. "
 
 

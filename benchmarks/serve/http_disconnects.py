@@ -26,10 +26,9 @@ import torch
 
 from benchmarks.common.measure import positive
 from kvboost.bench.report import Report
-
-QUICK = {"clients": 8, "disconnects": 60}
 from tests.helpers.serving import ServeProcess, kvboost_serve, tiny_folder
 
+QUICK = {"clients": 8, "disconnects": 60}
 _PROMPTS = [
     f"Prompt {number}: " + "something that several clients ask for at once. " * (2 + number) for number in range(8)
 ]

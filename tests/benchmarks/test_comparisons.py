@@ -1,4 +1,4 @@
-"""What the two proofs compare with: the reference store, bit equality, KL, first differences, alternation."""
+"""What exactness and fidelity compare with: the reference store, bit equality, KL, first differences, alternation."""
 
 from __future__ import annotations
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.runner import main
+from benchmarks.runner import find_benchmarks, main, summary_of
+from benchmarks.store import disk_kills
 
 NEED_A_MODEL = (
     "ttft_floor",
@@ -76,3 +79,41 @@ def test_index_scaling_measures_every_size_and_writes_both_files(
 def test_index_scaling_refuses_a_size_below_the_smallest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["index_scaling", "--max", "10"]) == 2
     assert "give 1000 or more" in capsys.readouterr().err
+
+
+def test_every_benchmark_keeps_the_contract() -> None:
+    """A summary, options, a run, and a short form whose values are options."""
+    for name, path in find_benchmarks().items():
+        module = importlib.import_module(path)
+        parser = argparse.ArgumentParser()
+        module.add_arguments(parser)
+        assert summary_of(path), name
+        assert callable(module.run), name
+        assert set(module.QUICK) <= set(vars(parser.parse_args([]))), name
+
+
+def test_the_list_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == list(find_benchmarks())
+    assert {"exactness", "recompute", "disk_tier", "soak", "kv_paging"} <= set(listed)
+
+
+@pytest.mark.parametrize("name", ["ttft", "recompute", "hit_rate", "eviction", "chunk_resync", "batching"])
+def test_a_short_form_needs_nothing_from_outside(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--quick", name]) == 0
+    assert "| " in capsys.readouterr().out
+
+
+def test_options_win_over_the_short_form(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    assert main(["chunk_resync", "--quick", "--documents", "1", "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["arguments"] == {"documents": 1, "quick": True}
+
+
+def test_a_claim_that_does_not_hold_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(disk_kills, "look", lambda *args: {"lost": 1})
+    assert main(["disk_kills", "--kills", "2"]) == 1
+    assert "did not hold" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Tiers that fail under an engine: its answers stay a cold engine's. All cases: ``proofs/failing_tiers.py``."""
+"""Tiers that fail under an engine: its answers stay a cold engine's. All cases: the benchmark tier_faults."""
 
 from __future__ import annotations
 

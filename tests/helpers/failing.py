@@ -1,6 +1,6 @@
 """Engines over tiers that fail, held against a cold engine: the answers must be its answers, to the bit.
 
-Used by the tests and by ``proofs/failing_tiers.py``.
+Used by the tests and by the benchmark tier_faults.
 """
 
 from __future__ import annotations

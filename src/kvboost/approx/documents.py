@@ -1,7 +1,7 @@
 """Reads documents in company, so that they fit wherever they turn up later.
 
 Called by :meth:`KVBoost.warm_documents`. A document read behind the head and a few others is far closer to
-what a later prompt needs than one read alone (docs/results/repair.md). Each group of documents is one prompt;
+what a later prompt needs than one read alone (docs/results/recompute.md). Each group of documents is one prompt;
 the documents that only keep the others company are read, and stored, once more in it.
 """
 
