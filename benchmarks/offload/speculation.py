@@ -1,7 +1,8 @@
 """Speculation over streamed weights, with a draft and without, in turns: tokens per pass, per second, and the tokens.
 
-A trained model has a quarter of its weights in memory; the drafts are prompt lookup, its own first layers, and itself
-in memory, which is no draft anybody would use but says how much one could give. Without one, the checkpoint of random weights of ``weight_streaming``, with prompt lookup.
+A trained model has a quarter of its weights in memory. The drafts are prompt lookup, its own first layers, and itself
+in memory: nobody would use that, but it says how much a draft could give. Without a trained model: the checkpoint of
+random weights of ``weight_streaming``, with prompt lookup.
 """
 
 from __future__ import annotations

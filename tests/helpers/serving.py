@@ -1,4 +1,4 @@
-"""`kvboost serve` in a process of its own, over a tiny model in a folder: for benchmarks that must see what people run."""
+"""`kvboost serve` in a process of its own, over a tiny model: for benchmarks that must see what people run."""
 
 from __future__ import annotations
 
