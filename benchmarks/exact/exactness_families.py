@@ -20,7 +20,7 @@ from kvboost.bench.report import Progress, Report
 from tests.helpers.exactness import ExactReuseMachine
 from tests.helpers.models import FAMILIES, tiny_model
 
-QUICK = {"requests": 100, "families": ["llama", "gemma3_text"]}
+QUICK = {"requests": 50, "families": ["llama"]}
 _WIDE = {"hidden_size": 256, "intermediate_size": 512}
 _CASES: dict[str, tuple[str, torch.dtype, dict[str, Any], int]] = {
     **{family: (family, torch.float32, {}, 1) for family in FAMILIES},

@@ -24,7 +24,7 @@ import httpx
 from benchmarks.common.measure import positive
 from kvboost.bench.report import Report, say
 
-QUICK = {"cases": 100, "connections": 50}
+QUICK = {"cases": 20, "connections": 50}
 _MAX_HEALTH_S = 0.1
 
 _SERVER = """
@@ -95,7 +95,7 @@ def from_description(url: str, *, cases: int) -> None:
         before = sum(responses_by_status(url).values())
         while sent < cases:
             options = f"--checks not_a_server_error --phases coverage,fuzzing --continue-on-failure --seed {seed} "
-            options += f"--max-examples {max(20, (cases - sent) // operations)} --workers 2 --warnings off --no-color "
+            options += f"--max-examples {max(2, (cases - sent) // operations)} --workers 2 --warnings off --no-color "
             options += "--no-shrink --suppress-health-check all --generation-database none"
             subprocess.run(
                 [sys.executable, "-m", "schemathesis.cli", "run", str(file), "--url", url, *options.split()],
