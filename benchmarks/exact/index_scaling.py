@@ -10,17 +10,16 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
-import os
 import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common.measure import positive
+from benchmarks.common.process import memory_status
 from benchmarks.internals import ContentChunker, FixedChunker, chunk_keys, plan_reuse, reusable_chunks, token_array
 from kvboost.bench.report import BenchError, Progress, Report, Spread, Table, describe_machine
 from kvboost.extend import Chunker
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> Report:
     if args.max < 1000:
         raise BenchError(f"--max {args.max} is less than the smallest size; give 1000 or more")
     sizes = [10**power for power in range(3, 20) if 10**power <= args.max]
-    idle = _resident_bytes()
+    idle = memory_status("VmRSS")
     results = [_measure(size, idle, args) for size in sizes]
     report = Report("index_scaling", raw={"sizes": results})
     report.tables.append(_table(results))
@@ -66,7 +65,7 @@ def _measure(size: int, idle: int, args: argparse.Namespace) -> dict[str, Any]:
     gc.collect()
     real = _fill(store, size)
     token_bytes = len(real) * _CHAIN * sys.getsizeof(bytes(_CHUNK * 4))
-    per_chunk = (_resident_bytes() - idle - token_bytes) / size
+    per_chunk = (memory_status("VmRSS") - idle - token_bytes) / size
     progress = Progress(f"{size} chunks, batches", 4 * args.repeat)
 
     def batches(prepare: Callable[[int], Any], timed: Callable[[Any], None]) -> list[float]:
@@ -173,13 +172,6 @@ def _filler(number: int) -> list[KVBlock]:
 
 def _block(key: bytes, parent: bytes | None, content: bytes, tokens: bytes) -> KVBlock:
     return KVBlock(key=key, parent_key=parent, content_key=content, tokens=tokens, tensors=(), nbytes=1, bitwise=True)
-
-
-def _resident_bytes() -> int:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError as error:
-        raise BenchError("this benchmark reads /proc/self/statm, which only Linux has; run it there") from error
 
 
 def _table(results: Sequence[dict[str, Any]]) -> Table:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.process import memory_status
 from benchmarks.internals import BatchRunner, Finished, Job, measure_rates, model_on_disk, workload
 from kvboost.bench.report import BenchError, Report, say
 from kvboost.capacity import MemoryPlan, plan_memory
@@ -207,18 +207,18 @@ def load_and_answer(folder: Path, budget: int | None, case: Case) -> dict[str, i
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
-    base = _status("VmRSS")
+    base = memory_status("VmRSS")
     arguments = {"weight_budget": budget} if case.weight_share else {}
     with KVBoost.from_pretrained(
         str(folder), dtype=dtype, device="cpu", **arguments, **settings_of(case, budget)
     ) as engine:
-        loaded = _status("VmHWM") - base
+        loaded = memory_status("VmHWM") - base
         if case.kv_share:
             ids = prompt(0, vocab=8000, tokens=case.context - _NEW)  # paged requests are not run side by side
             engine.generate(ids, max_new_tokens=_NEW, temperature=0)
         else:
             answer(engine, vocab=8000, tokens=case.context - _NEW, batch=case.batch)
-        return {"base": base, "loaded": loaded, "peak": _status("VmHWM") - base}
+        return {"base": base, "loaded": loaded, "peak": memory_status("VmHWM") - base}
 
 
 def answer(engine: KVBoost, *, vocab: int, tokens: int, batch: int) -> None:
@@ -233,8 +233,3 @@ def prompt(number: int, *, vocab: int, tokens: int) -> list[int]:
     generator = torch.Generator().manual_seed(number)
     ids: list[int] = torch.randint(3, vocab, (tokens,), generator=generator).tolist()
     return ids
-
-
-def _status(name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import re
 import resource
 import shutil
@@ -24,12 +23,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.common.measure import positive
+from benchmarks.common.process import drop_from_page_cache, memory_status
 from benchmarks.internals import root_key
 from kvboost.bench.report import BenchError, Report, say
 from kvboost.engine import KVBoost
@@ -164,7 +165,7 @@ class Watch:
 
     def __init__(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts here
-        self._start = _status("VmRSS"), _status("RssAnon")
+        self._start = memory_status("VmRSS"), memory_status("RssAnon")
         self._anonymous = 0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
@@ -172,20 +173,15 @@ class Watch:
 
     def _look(self) -> None:
         while not self._done.wait(0.02):
-            self._anonymous = max(self._anonymous, _status("RssAnon"))
+            self._anonymous = max(self._anonymous, memory_status("RssAnon"))
 
     def stop(self) -> dict[str, float]:
         self._done.set()
         self._thread.join()
         return {
-            "peak_mb": (_status("VmHWM") - self._start[0]) / 1e6,
+            "peak_mb": (memory_status("VmHWM") - self._start[0]) / 1e6,
             "anonymous_mb": max(0, self._anonymous - self._start[1]) / 1e6,
         }
-
-
-def _status(name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
 
 
 def _disk_reads() -> int:
@@ -201,7 +197,7 @@ def _cap(args: argparse.Namespace) -> dict[str, float]:
 
     AutoTokenizer.from_pretrained(args.model)
     KVBoost(tiny_model("llama"), chunk_size=8).generate([3, 4, 5], max_new_tokens=2)  # everything imported and started
-    start = _status("VmData")
+    start = memory_status("VmData")
     limit = start + args.budget + _HEADROOM
     if args.capped:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -283,7 +279,7 @@ def accelerate(args: argparse.Namespace, *, cold: bool = False) -> dict[str, Any
             offload_folder=offload,
         ).eval()
         assert "disk" in model.hf_device_map.values(), "everything fitted"
-        drop = _dropping(args.model, Path(offload)) if cold else lambda: None
+        drop = partial(_drop, args.model, Path(offload)) if cold else lambda: None
         name = f"accelerate, disk offload{', page cache dropped' if cold else ''}"
         return {"name": name, **decode(model, args.tokens, drop), **watch.stop()}
 
@@ -298,23 +294,13 @@ def airllm(args: argparse.Namespace, *, cold: bool = False) -> dict[str, Any]:
     model = AutoModel.from_pretrained(
         str(args.model), device="cpu", dtype=torch.float32, layer_shards_saving_path=str(split), prefetching=True
     )
-    drop = _dropping(args.model, split) if cold else lambda: None
+    drop = partial(_drop, args.model, split) if cold else lambda: None
     name = f"AirLLM, prefetching{', page cache dropped' if cold else ''}"
     return {"name": name, **decode(model, args.tokens, drop), **watch.stop()}
 
 
-def _dropping(*folders: Path) -> Callable[[], None]:
-    """Takes these folders' files out of the page cache, as far as nobody has them mapped."""
-
-    def drop() -> None:
-        for file in (file for folder in folders for file in folder.rglob("*") if file.is_file()):
-            descriptor = os.open(file, os.O_RDONLY)
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
-
-    return drop
+def _drop(*folders: Path) -> None:
+    drop_from_page_cache(file for folder in folders for file in folder.rglob("*"))
 
 
 _ROLES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import random
 import tempfile
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.process import drop_from_page_cache
 from kvboost.bench.report import Progress, Report, Spread, Table, describe_machine
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.header import PAGE
@@ -94,10 +94,10 @@ def _transfers(place: Path, blocks: Sequence[KVBlock], repeat: int) -> tuple[dic
             tier = DiskTier(folder, capacity_bytes=capacity, records=records, files=Files(direct=direct))
             writing("tier", _store, tier, blocks)
             tier.flush()
-            _drop(folder)
+            drop_from_page_cache(folder.rglob("*"))
             reading(name, _load, tier, order)
             paths = [Layout(folder).record(records.space, block.key) for block in order]
-            _drop(folder)
+            drop_from_page_cache(folder.rglob("*"))
             reading(f"bytes only, {'O_DIRECT' if direct else 'buffered'}", _bytes, Files(direct=direct), paths)
             tier.clear()
             tier.close()
@@ -138,16 +138,6 @@ def _bytes(files: Files, paths: Sequence[Path]) -> None:
         assert files.read(path, max_bytes=2**30) is not None
 
 
-def _drop(folder: Path) -> None:
-    """Take the files' pages out of the page cache."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-
-
 class _Lmdb:
     """The same records in LMDB, if it is installed: written one by one, read as views and checked."""
 
@@ -173,7 +163,7 @@ class _Lmdb:
         """Pages that are mapped cannot be dropped: close, drop, open."""
         self._base.sync(True)
         self._base.close()
-        _drop(self._folder)
+        drop_from_page_cache(self._folder.rglob("*"))
         self._base = self._open()
 
     def store(self, blocks: Sequence[KVBlock]) -> None:
@@ -234,7 +224,7 @@ def _reopen(folder: Path, chunks: int, repeat: int) -> list[float]:
     index.close()
     times = []
     for _ in range(repeat):
-        _drop_index(folder)
+        drop_from_page_cache(folder.glob("index*"))
         begin = time.perf_counter()
         tier = DiskTier(folder, capacity_bytes=capacity, records=records)
         assert next(tier.load([first.key])) is not None
@@ -243,14 +233,6 @@ def _reopen(folder: Path, chunks: int, repeat: int) -> list[float]:
         assert tier.stats().chunks == max(chunks, 1)
         tier.close()
     return times
-
-
-def _drop_index(folder: Path) -> None:
-    for path in folder.glob("index*"):
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
 
 
 def _tables(raw: dict[str, Any], args: argparse.Namespace) -> list[Table]:
