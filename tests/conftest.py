@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common.servers import RedisServer, redis_server
 from kvboost.bench.report import BenchError
-from kvboost.bench.servers import RedisServer, redis_server
 from kvboost.core.prefiller import Prefiller
 from tests.helpers.models import smollm2_folder, tiny_model
 from tests.helpers.places import KINDS, Place

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvboost.bench.servers import free_port
+from benchmarks.common.servers import free_port
 from kvboost.cli import main
 from kvboost.store.record.format import RecordFormat
 from kvboost.types import tenant_digest

@@ -416,7 +416,7 @@ def test_generated_rows_are_reused_only_on_request_and_never_called_bitwise(byte
 
 @pytest.mark.real
 def test_trained_model_equals_transformers(smollm2: Any) -> None:
-    """A short run; `python -m kvboost.bench fidelity` does 100 prompts."""
+    """A short run; `python -m benchmarks fidelity` does 100 prompts."""
     model, tokenizer = smollm2
     engine = KVBoost(model, tokenizer)
     text = (torch.nn.Module.register_full_backward_hook.__doc__ or "") * 3

@@ -14,7 +14,7 @@ from kvboost import KVBoost
 from tests.helpers.exactness import ExactReuseMachine, assert_warm_equals_cold
 from tests.helpers.models import FAMILIES
 
-# `python proofs/exact_families.py` runs the same machine over 20,000 requests.
+# `python -m benchmarks exactness_families` runs the same machine over 20,000 requests.
 _CI = settings(
     max_examples=6,
     stateful_step_count=20,
@@ -84,7 +84,7 @@ def test_a_long_suffix_is_bit_identical(dtype: torch.dtype, tiny: Callable[..., 
 @pytest.mark.real
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_trained_model(dtype: torch.dtype, smollm2_path: str) -> None:
-    """A short run; `python -m kvboost.bench exactness` does the 500 and 200 requests."""
+    """A short run; `python -m benchmarks exactness` does the 500 and 200 requests."""
     warm = KVBoost.from_pretrained(smollm2_path, dtype=dtype, chunk_size=32, chunking="fixed")
     cold = KVBoost(warm.model, warm.tokenizer, chunk_size=32, chunking="fixed")
     text = warm.tokenizer(torch.nn.Module.register_buffer.__doc__ * 2)["input_ids"]

@@ -1,4 +1,4 @@
-"""Tiers that fail under an engine: its answers stay a cold engine's. All cases: ``proofs/failing_tiers.py``."""
+"""Tiers that fail under an engine: its answers stay a cold engine's. All cases: the benchmark tier_faults."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvboost.bench.faults import Fault
-from kvboost.bench.servers import RedisServer
+from benchmarks.common.faults import Fault
+from benchmarks.common.servers import RedisServer
 from kvboost.store.record.format import RecordFormat
 from tests.helpers.failing import Failing, Judge, over_failing_disk, over_failing_redis
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common.faults import Fault, FaultyProxy
+from benchmarks.common.servers import RedisServer
 from kvboost import ConfigError, KVBoost
-from kvboost.bench.faults import Fault, FaultyProxy
-from kvboost.bench.servers import RedisServer
 from kvboost.errors import StoreError
 from kvboost.store import MemoryStore
 from kvboost.store.record.format import inspect

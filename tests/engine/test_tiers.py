@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common.servers import RedisServer
 from kvboost import ConfigError, KVBoost
-from kvboost.bench.servers import RedisServer
 from kvboost.store import DiskTier, HostTier, MemoryStore, TieredStore
 from kvboost.types import KVBlock
 from tests.approx.test_find import HEAD, ONE, QUESTION, THREE, TWO, engine_for, read, text, warm

@@ -1,6 +1,6 @@
 """Engines over tiers that fail, held against a cold engine: the answers must be its answers, to the bit.
 
-Used by the tests and by ``proofs/failing_tiers.py``.
+Used by the tests and by the benchmark tier_faults.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.faults import Fault, FaultyProxy
 from kvboost import KVBoost
-from kvboost.bench.faults import Fault, FaultyProxy
 from kvboost.core.verify import same_bits
 from kvboost.store.tiers.disk.files import Files
 from tests.helpers.models import VOCAB

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvboost.bench.servers import free_port
+from benchmarks.common.servers import free_port
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`kvboost serve` in a process of its own, over a tiny model in a folder: for proofs that must see what people run."""
+"""`kvboost serve` in a process of its own, over a tiny model: for benchmarks that must see what people run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from kvboost.bench.servers import free_port
+from benchmarks.common.servers import free_port
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 

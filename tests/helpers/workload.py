@@ -1,6 +1,6 @@
 """Threads that use the stores of several tenants at random, while somebody watches every ledger.
 
-Used by the tests and by ``proofs/ledgers.py``. The stores are the real ones: one memory, one directory and, if there is
+Used by tests and the benchmark capacity_limits. The stores are real: one memory, one directory and, if there is
 one, one server below. What a lease shows is held against what was put under that name.
 """
 

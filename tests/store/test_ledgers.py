@@ -1,4 +1,4 @@
-"""Random use by many threads: no ledger is ever over its limit, no lease leaks. More of it: ``proofs/ledgers.py``."""
+"""Random use by many threads: no ledger is ever over its limit, no lease leaks. More: the benchmark capacity_limits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """From the user's words to a way of repairing: what each quality means.
 
-Called once by the engine. The figures behind the levels are in docs/results/repair.md.
+Called once by the engine. The figures behind the levels are in docs/results/recompute.md.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Query(Nothing):
 class Auto(Query):
     """Rows the live tokens look at and a thin even sample, with their change carried over to their neighbours.
 
-    The default. Measured against the others in docs/results/repair.md.
+    The default. Measured against the others in docs/results/recompute.md.
     """
 
     name = "auto"

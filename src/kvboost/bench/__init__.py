@@ -1,1 +1,1 @@
-"""Measurements of the engine, each a command that prints a table: ``python -m kvboost.bench NAME``."""
+"""What a user measures on their own model (`kvboost bench`), and the report code that all benchmarks share."""

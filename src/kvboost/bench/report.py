@@ -1,6 +1,6 @@
-"""What every measurement shares on the way out: the machine line, medians with spread, tables, JSON, progress.
+"""What `kvboost bench` and every benchmark print with: the machine line, medians with spread, tables, JSON, progress.
 
-Used by every module of this package. Invariant: nothing written here names a path, only a folder's name.
+Invariant: nothing written here names a path, only a folder's name.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 
+from kvboost.errors import KVBoostError
+
 _SILENT_SECONDS = 2.0
 
 
-class BenchError(Exception):
-    """A measurement cannot start; the message says in one line what to do."""
+class BenchError(KVBoostError):
+    """A benchmark cannot start; the message says in one line what to do."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def describe_machine(*, dtype: str = "none", model: str | None = None) -> Machin
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         torch=torch.__version__,
-        transformers=metadata.version("transformers"),  # asked of the installation: only kvboost.hf imports it
+        transformers=metadata.version("transformers"),  # only kvboost.hf imports it
         dtype=dtype,
         model=Path(model).expanduser().resolve().name if model else "none",
     )
@@ -145,7 +147,14 @@ class Report:
     raw: dict[str, Any] = field(default_factory=dict)
     """Every single sample, for the JSON file."""
     failed: bool = False
-    """A proof that did not hold; the command then exits with 1."""
+    """A claim did not hold; the command then exits with 1."""
+
+    def table(
+        self, title: str, columns: Sequence[str], *, dtype: str = "none", model: str | Path | None = None
+    ) -> Table:
+        """A new, empty table behind the others."""
+        self.tables.append(Table(title, describe_machine(dtype=dtype, model=str(model) if model else None), columns))
+        return self.tables[-1]
 
     def markdown(self) -> str:
         """All tables."""
@@ -170,7 +179,7 @@ def _without_folder(value: Any) -> Any:
 
 
 class Progress:
-    """Says on stderr how far a long measurement is; silent for anything under two seconds."""
+    """Says on stderr how far a long benchmark is; silent for anything under two seconds."""
 
     def __init__(self, label: str, total: int) -> None:
         self._label, self._total, self._done = label, total, 0

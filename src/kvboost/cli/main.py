@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvboost.cli import cache
+from kvboost.cli.bench import bench
 from kvboost.cli.calibrate import calibrate
 from kvboost.cli.chat import chat, run
 from kvboost.cli.doctor import doctor
@@ -24,11 +25,6 @@ from kvboost.cli.warm import warm
 from kvboost.errors import KVBoostError
 
 _INTERRUPTED = 130
-_PASS_THROUGH: dict[str, Any] = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-    "help_option_names": [],
-}
 
 app = typer.Typer(
     name="kvboost",
@@ -53,15 +49,8 @@ app.command(epilog="Example:  kvboost chat ./model --disk-cache-dir ~/.cache/kvb
 app.command(epilog="Example:  kvboost warm ./model docs/ handbook.md --disk-cache-dir ~/.cache/kvboost")(warm)
 app.command(epilog="Example:  kvboost doctor ./model --context 32768 --batch 4")(doctor)
 app.command(epilog="Example:  kvboost calibrate ./model --prompts traffic.jsonl --tolerated 0.05")(calibrate)
+app.command(epilog="Example:  kvboost bench ./model --tokens 4000")(bench)
 app.add_typer(cache.app, name="cache", epilog="Example:  kvboost cache stat ~/.cache/kvboost")
-
-
-@app.command(context_settings=_PASS_THROUGH, epilog="Example:  kvboost bench restart --help", add_help_option=False)
-def bench(context: typer.Context) -> None:
-    """Run a measurement: the same as python -m kvboost.bench."""
-    from kvboost.bench.cli import main as measure
-
-    raise typer.Exit(measure(context.args))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

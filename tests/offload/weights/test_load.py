@@ -55,7 +55,7 @@ def _logits(model: Any) -> torch.Tensor:
     return logits
 
 
-# The other families: `python -m proofs.streaming families`.
+# The other families: `python -m benchmarks weight_streaming --part families`.
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral", "gemma3_text", "phi3", "gpt2", "cohere"])
 def test_a_streamed_model_is_the_resident_one_to_the_bit(tmp_path: Path, family: str) -> None:
     resident = _saved(tmp_path, family)

@@ -242,7 +242,7 @@ def test_bytes_that_are_no_http_never_bring_it_down(slow: Running) -> None:
             slowest = max(slowest, time.monotonic() - began)
     assert not [status for status in statuses if status.startswith(b"5")]
     assert b"400" in statuses
-    assert slowest < 1.0, "proofs/http_fuzz.py holds it to 100 ms on a quiet machine"
+    assert slowest < 1.0, "the benchmark http_fuzz holds it to 100 ms on a quiet machine"
     assert _until(lambda: _idle(slow), seconds=10)
 
 
@@ -351,5 +351,5 @@ def test_what_clients_held_comes_back_when_they_go_at_any_moment(
         held = running.engine._store.stats().leased + load.running + load.waiting + load.cached_bytes
         return held == 0 and running.service.streams.running == 0
 
-    assert _until(nothing_left, seconds=10), "1 s on a quiet machine: proofs/http_disconnects.py"
+    assert _until(nothing_left, seconds=10), "1 s on a quiet machine: the benchmark http_disconnects"
     assert len(running.runner.jobs) > 10

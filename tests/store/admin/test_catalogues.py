@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvboost.bench.servers import free_port
+from benchmarks.common.servers import free_port
 from kvboost.errors import PlaceError
 from kvboost.store.admin import (
     ArchiveReader,

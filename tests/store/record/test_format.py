@@ -372,7 +372,7 @@ def test_a_header_longer_than_allowed_is_refused() -> None:
         header_length(resealed(HONEST, 12, (MAX_HEADER_BYTES + PAGE).to_bytes(4, "little")))
 
 
-# Fuzzing; proofs/record_fuzz.py does the same for millions
+# Fuzzing; the benchmark record_fuzz does the same for millions
 
 
 def survives(form: RecordFormat, data: bytes) -> None:

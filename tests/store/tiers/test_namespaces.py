@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost.bench.servers import RedisServer
+from benchmarks.common.servers import RedisServer
 from kvboost.extend import ChunkStore, Tier
 from kvboost.store import DiskTier, MemoryStore, ObjectTier, RecordFormat, RedisTier, TieredStore
 from kvboost.store.write_behind import WriteBehind, WriteQueue

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost.bench.servers import RedisServer, free_port, redis_server
+from benchmarks.common.servers import RedisServer, free_port, redis_server
 from kvboost.errors import ConfigError
 from kvboost.extend import Tier
 from kvboost.store.record.format import RecordFormat
@@ -294,7 +294,7 @@ def test_a_tenant_can_be_purged_of_all_its_models(redis_at: RedisServer, client:
 
 
 def test_every_corruption_is_a_miss(redis_at: RedisServer, client: Any) -> None:
-    """Flipped bytes anywhere, in small blocks and in pieces of large ones. proofs/redis_damage.py has more of them."""
+    """Flipped bytes anywhere, in small blocks and in pieces of large ones. More: benchmark redis_bit_flips."""
     chooser = random.Random(0)
     tier = open_tier(redis_at)
     with warnings.catch_warnings():

@@ -9,9 +9,9 @@ import warnings
 
 import pytest
 
-from kvboost.bench.faults import Fault, FaultyProxy
-from kvboost.bench.remote import cost_of, is_bearable
-from kvboost.bench.servers import RedisServer, free_port, redis_server
+from benchmarks.common.faults import Fault, FaultyProxy
+from benchmarks.common.servers import RedisServer, free_port, redis_server
+from benchmarks.store.redis_tier import cost_of, is_bearable
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.breaker import Breaker
 from kvboost.store.tiers.redis.tier import RedisTier

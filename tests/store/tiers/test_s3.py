@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvboost.bench.faults import Fault, FaultyProxy
+from benchmarks.common.faults import Fault, FaultyProxy
 from kvboost.errors import ConfigError
 from kvboost.extend import Tier
 from kvboost.store.record.format import RecordFormat

@@ -1,0 +1,1 @@
+"""Non-prefix reuse: its quality, its speed, how much it finds."""

@@ -1,0 +1,1 @@
+"""What benchmarks share: models, texts, prompts, traces, servers, plots."""

@@ -1,0 +1,123 @@
+"""Models and clocks for the benchmarks that need a model.
+
+What `kvboost bench` needs as well (texts, alternating contestants) is in :mod:`kvboost.bench.measure`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvboost.bench.measure import TextSource, alternate, first_token
+from kvboost.bench.report import BenchError, say
+from kvboost.engine import KVBoost
+from kvboost.store import MemoryStore
+from kvboost.types import KVBlock, PutOutcome
+
+__all__ = [
+    "DTYPES",
+    "FreezableStore",
+    "TextSource",
+    "add_model_arguments",
+    "alternate",
+    "bare_forward",
+    "first_token",
+    "joined",
+    "load_engine",
+    "positive",
+    "wall_ms",
+]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, *, dtypes: Sequence[str] | None = None) -> None:
+    """``--model``, ``--text`` and ``--dtype``: one dtype, or several where ``dtypes`` are the default."""
+    parser.add_argument("--model", type=Path, help="folder of a causal language model (config.json and weights)")
+    parser.add_argument(
+        "--text", type=Path, nargs="+", help="text files to make prompts of (default: Python's own library)"
+    )
+    if dtypes is None:
+        parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
+    else:
+        parser.add_argument(
+            "--dtype", choices=DTYPES, nargs="+", default=list(dtypes), help=f"default: {' '.join(dtypes)}"
+        )
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number above zero."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above zero")
+    return value
+
+
+def load_engine(args: argparse.Namespace, *, dtype: str, **settings: Any) -> KVBoost:
+    """An engine over the model that ``--model`` names."""
+    folder: Path | None = args.model
+    if folder is None:
+        raise BenchError("this benchmark needs a model; give its folder with --model FOLDER")
+    folder = folder.expanduser()
+    if not (folder / "config.json").is_file():
+        raise BenchError(f"there is no model in {folder}; give --model a folder that holds config.json and weights")
+    say(f"loading {folder.resolve().name} as {dtype}")
+    # Most benchmarks are about exact reuse; those of non-prefix reuse say so.
+    return KVBoost.from_pretrained(str(folder.resolve()), dtype=dtype, **{"quality": "exact", **settings})
+
+
+class FreezableStore(MemoryStore):
+    """A memory store that several engines share and that keeps nothing new while it is frozen.
+
+    What one contestant computes would otherwise be an exact hit for the next one.
+    """
+
+    frozen = False
+
+    def put(self, block: KVBlock) -> PutOutcome:
+        """Keep ``block``, unless frozen."""
+        return PutOutcome.REFUSED if self.frozen else super().put(block)
+
+
+def wall_ms(call: Callable[[], Any]) -> float:
+    """Milliseconds that ``call`` takes, seen from outside."""
+    start = time.perf_counter()
+    call()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()  # its calls return before they are done
+    return (time.perf_counter() - start) * 1000.0
+
+
+def bare_forward(engine: KVBoost, query: Sequence[int], cache: Any) -> Callable[[], float]:
+    """The floor: the model's own forward of the query tokens alone, behind a cache already in place.
+
+    Returns a call that gives its milliseconds and leaves the cache as it was.
+    """
+    device = engine.model.get_input_embeddings().weight.device
+    ids = torch.tensor([list(query)], device=device)  # [1, query]
+
+    @torch.no_grad()
+    def forward() -> None:
+        engine.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    def run() -> float:
+        took = wall_ms(forward)
+        cache.crop(-len(query))
+        return took
+
+    return run
+
+
+def joined(parts: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """All tokens, and where every part ends."""
+    tokens: list[int] = []
+    ends: list[int] = []
+    for part in parts:
+        tokens += part
+        ends.append(len(tokens))
+    return tokens, ends

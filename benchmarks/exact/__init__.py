@@ -1,0 +1,1 @@
+"""Exact reuse: bits, tokens, time to the first token, chunking."""

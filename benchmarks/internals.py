@@ -1,0 +1,156 @@
+"""Every place where benchmarks reach below the public API of core, hf, approx, scheduler, engine and store.
+
+Benchmarks import such names from here only, so that a change inside the package is followed up in this one file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import cycle
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from kvboost.approx.repair import _Chooser
+from kvboost.approx.reposition import KeyRepositioner, probe_reposition
+from kvboost.approx.select import STRATEGIES, Auto, CacheBlend, First, Query
+from kvboost.core.chunking import ContentChunker, FixedChunker, make_chunker
+from kvboost.core.clock import StageClock
+from kvboost.core.keys import chunk_keys, token_array
+from kvboost.core.loader import KVLoader
+from kvboost.core.plan import SegmentKind, plan_reuse, reusable_chunks
+from kvboost.engine import KVBoost
+from kvboost.engine.memory import workload
+from kvboost.hf.cache import KVLayout, SlabCache, SlabLayer, TensorSpec
+from kvboost.hf.codec import KVCodec, codec_for
+from kvboost.hf.loading import load_model
+from kvboost.hf.probe import probe_model
+from kvboost.hf.ragged import RaggedRunner, SharedStart
+from kvboost.hf.runner import ModelRunner
+from kvboost.hf.shape import model_on_disk
+from kvboost.offload.rates import measure_rates
+from kvboost.scheduler.jobs import Finished, Job, NewToken
+from kvboost.scheduler.runner import BatchRunner
+from kvboost.store import MemoryStore, RedisTier
+from kvboost.types import KVBlock
+
+__all__ = [
+    "STRATEGIES",
+    "Auto",
+    "BatchRunner",
+    "CacheBlend",
+    "ContentChunker",
+    "Finished",
+    "First",
+    "FixedChunker",
+    "Job",
+    "KVCodec",
+    "KVLayout",
+    "KeyRepositioner",
+    "ModelRunner",
+    "NewToken",
+    "Query",
+    "RaggedRunner",
+    "SharedStart",
+    "SlabCache",
+    "TensorSpec",
+    "chunk_keys",
+    "codec_for",
+    "load_model",
+    "make_chunker",
+    "measure_rates",
+    "model_on_disk",
+    "plan_reuse",
+    "probe_model",
+    "probe_reposition",
+    "reusable_chunks",
+    "token_array",
+    "workload",
+]
+
+
+def forget_requests(engine: KVBoost) -> None:
+    """Non-prefix reuse forgets which beginnings it has seen, as if every request were the first of its kind."""
+    if (parts := engine._parts) is not None and parts.moving is not None:
+        parts.moving.forget()
+
+
+def allow_second_round(engine: KVBoost) -> None:
+    """Let the engine recompute a second time where the error estimate is above its tolerance."""
+    assert engine._parts is not None
+    assert engine._parts.moving is not None
+    engine._parts.moving._repairer._tolerated = 1.0
+
+
+def second_round_always() -> AbstractContextManager[Any]:
+    """While this lasts, the estimate is above any tolerance after the first round, and below it after the second."""
+    return patch.object(_Chooser, "remaining_error", side_effect=cycle([math.inf, 0.0]))
+
+
+@contextmanager
+def values_only() -> Iterator[None]:
+    """While this lasts, of recomputed positions only the values are written back."""
+    whole = SlabLayer.update
+
+    def update(layer: SlabLayer, keys: torch.Tensor, values: torch.Tensor, *args: Any, **more: Any) -> Any:
+        if layer.rows is not None:
+            keys = layer.key_store.index_select(2, layer.rows)
+        return whole(layer, keys, values, *args, **more)
+
+    with patch.object(SlabLayer, "update", update):
+        yield
+
+
+def wait_for_shadow_check(engine: KVBoost) -> None:
+    """Until the check of the last request is over."""
+    assert engine._shadow is not None
+    engine._shadow.wait()
+
+
+def place_after_loading() -> AbstractContextManager[Any]:
+    """While this lasts, blocks are placed after the last one has been loaded, not while others are still coming."""
+    return patch.object(KVLoader, "arrived", lambda *block: None)
+
+
+def root_key(engine: KVBoost) -> bytes:
+    """The key that all of the engine's chunk keys begin with."""
+    assert engine._parts is not None
+    root: bytes = engine._parts.reader.names.root()
+    return root
+
+
+def passage_chunks(engine: KVBoost, passage: Sequence[int]) -> list[bytes]:
+    """The tokens of the chunks that a passage between boundaries is cut into."""
+    assert engine._parts is not None
+    return [chunk.tokens for chunk in engine._parts.reader.names.chunks_of_part(list(passage))]
+
+
+def stored_blocks(store: MemoryStore) -> list[KVBlock]:
+    """Everything a memory store holds."""
+    return [entry.block for entry in store._entries.values()]
+
+
+def prefill_reuse(engine: KVBoost, tokens: Sequence[int], boundaries: Sequence[int]) -> tuple[Any, Any]:
+    """Prefill and store a prompt as a request does; which tokens were exact hits and which non-prefix hits (masks)."""
+    assert engine._parts is not None
+    reader = engine._parts.reader
+    with reader.open(list(tokens), boundaries=boundaries, new_rows=0, clock=StageClock(), move=True) as state:
+        served = {kind: np.zeros(len(tokens), dtype=bool) for kind in SegmentKind}
+        for segment in state.plan.segments:
+            served[segment.kind][segment.start : segment.end] = True
+        reader.advance_to_last_step(state)
+        reader.commit(state)
+    return served[SegmentKind.EXACT], served[SegmentKind.APPROX]
+
+
+def without_deadlines(engine: KVBoost) -> None:
+    """Load whatever the tiers have, however long that takes and however fast computing would be."""
+    store: Any = engine._store
+    store._compute_seconds = None
+    for tier in store._tiers:
+        if isinstance(tier, RedisTier):
+            tier._server._patience_s = 10.0

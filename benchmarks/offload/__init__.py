@@ -1,0 +1,1 @@
+"""Streamed weights, paged KV, speculation, the memory plan."""

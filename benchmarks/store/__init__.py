@@ -1,0 +1,1 @@
+"""Tiers, records, eviction, codecs."""
