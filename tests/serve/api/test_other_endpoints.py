@@ -287,7 +287,7 @@ def test_pins_leave_room_for_others(make_engine: Callable[..., KVBoost]) -> None
     engine = make_engine(cache_bytes=40_000)
     text = engine.encode(_TEXT * 2)
     engine.warm(text)
-    pins = Pins(engine, most_share=0.01)
+    pins = Pins(engine, max_share=0.01)
     with pytest.raises(CapacityError, match="unpin"):
         pins.add(text)
     assert engine._store.stats().leased == 0
