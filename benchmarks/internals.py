@@ -6,8 +6,9 @@ Benchmarks import such names from here only, so that a change inside the package
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 from unittest.mock import patch
@@ -15,27 +16,30 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from kvboost.approx.calibrate import approx_over
+from kvboost.approx.find import ApproxReuse
 from kvboost.approx.repair import _Chooser
 from kvboost.approx.reposition import KeyRepositioner, probe_reposition
 from kvboost.approx.select import STRATEGIES, Auto, CacheBlend, First, Query
 from kvboost.core.chunking import ContentChunker, FixedChunker, make_chunker
-from kvboost.core.clock import StageClock
 from kvboost.core.keys import chunk_keys, token_array
 from kvboost.core.loader import KVLoader
 from kvboost.core.plan import SegmentKind, plan_reuse, reusable_chunks
+from kvboost.core.session import Session
 from kvboost.engine import KVBoost
 from kvboost.engine.memory import workload
 from kvboost.hf.cache import KVLayout, SlabCache, SlabLayer, TensorSpec
 from kvboost.hf.codec import KVCodec, codec_for
-from kvboost.hf.loading import load_model
+from kvboost.hf.loading import ModelSource
 from kvboost.hf.probe import probe_model
 from kvboost.hf.ragged import RaggedRunner, SharedStart
 from kvboost.hf.runner import ModelRunner
-from kvboost.hf.shape import model_on_disk
 from kvboost.offload.rates import measure_rates
+from kvboost.offload.weights import model_on_disk
 from kvboost.scheduler.jobs import Finished, Job, NewToken
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.store import MemoryStore, RedisTier
+from kvboost.store.tiers.redis import server as redis_server
 from kvboost.types import KVBlock
 
 __all__ = [
@@ -52,6 +56,7 @@ __all__ = [
     "KVLayout",
     "KeyRepositioner",
     "ModelRunner",
+    "ModelSource",
     "NewToken",
     "Query",
     "RaggedRunner",
@@ -60,7 +65,6 @@ __all__ = [
     "TensorSpec",
     "chunk_keys",
     "codec_for",
-    "load_model",
     "make_chunker",
     "measure_rates",
     "model_on_disk",
@@ -73,17 +77,24 @@ __all__ = [
 ]
 
 
+def _session(engine: KVBoost) -> Session:
+    """The engine's session; every benchmark's model has one."""
+    assert engine.session is not None
+    return engine.session
+
+
 def forget_requests(engine: KVBoost) -> None:
     """Non-prefix reuse forgets which beginnings it has seen, as if every request were the first of its kind."""
-    if (parts := engine._parts) is not None and parts.moving is not None:
-        parts.moving.forget()
+    _session(engine).prefiller.approx.forget()
 
 
 def allow_second_round(engine: KVBoost) -> None:
     """Let the engine recompute a second time where the error estimate is above its tolerance."""
-    assert engine._parts is not None
-    assert engine._parts.moving is not None
-    engine._parts.moving._repairer._tolerated = 1.0
+    session = _session(engine)
+    approx = session.prefiller.approx
+    assert isinstance(approx, ApproxReuse)
+    again = approx.over(session.prefiller.store, replace(approx.repair_settings, tolerated_error=1.0))
+    engine.session = replace(session, prefiller=approx_over(session.prefiller, again))
 
 
 def second_round_always() -> AbstractContextManager[Any]:
@@ -107,8 +118,8 @@ def values_only() -> Iterator[None]:
 
 def wait_for_shadow_check(engine: KVBoost) -> None:
     """Until the check of the last request is over."""
-    assert engine._shadow is not None
-    engine._shadow.wait()
+    assert engine.parts.shadow is not None
+    engine.parts.shadow.wait()
 
 
 def place_after_loading() -> AbstractContextManager[Any]:
@@ -118,15 +129,12 @@ def place_after_loading() -> AbstractContextManager[Any]:
 
 def root_key(engine: KVBoost) -> bytes:
     """The key that all of the engine's chunk keys begin with."""
-    assert engine._parts is not None
-    root: bytes = engine._parts.reader.names.root()
-    return root
+    return _session(engine).prefiller.keys.snapshot().root
 
 
 def passage_chunks(engine: KVBoost, passage: Sequence[int]) -> list[bytes]:
     """The tokens of the chunks that a passage between boundaries is cut into."""
-    assert engine._parts is not None
-    return [chunk.tokens for chunk in engine._parts.reader.names.chunks_of_part(list(passage))]
+    return [chunk.tokens for chunk in _session(engine).prefiller.chunk(list(passage), [len(passage)]).chunks]
 
 
 def stored_blocks(store: MemoryStore) -> list[KVBlock]:
@@ -136,21 +144,25 @@ def stored_blocks(store: MemoryStore) -> list[KVBlock]:
 
 def prefill_reuse(engine: KVBoost, tokens: Sequence[int], boundaries: Sequence[int]) -> tuple[Any, Any]:
     """Prefill and store a prompt as a request does; which tokens were exact hits and which non-prefix hits (masks)."""
-    assert engine._parts is not None
-    reader = engine._parts.reader
-    with reader.open(list(tokens), boundaries=boundaries, new_rows=0, clock=StageClock(), move=True) as state:
+    prefiller = _session(engine).prefiller
+    with prefiller.open(list(tokens), boundaries=boundaries, approx=True) as state:
         served = {kind: np.zeros(len(tokens), dtype=bool) for kind in SegmentKind}
         for segment in state.plan.segments:
             served[segment.kind][segment.start : segment.end] = True
-        reader.advance_to_last_step(state)
-        reader.commit(state)
+        prefiller.advance_to_last_step(state)
+        prefiller.commit(state)
     return served[SegmentKind.EXACT], served[SegmentKind.APPROX]
+
+
+def redis_links(connector: Callable[[str], Any]) -> AbstractContextManager[Any]:
+    """While this lasts, a new Redis tier makes its links with ``connector``."""
+    return patch.object(redis_server, "_connector", connector)
 
 
 def without_deadlines(engine: KVBoost) -> None:
     """Load whatever the tiers have, however long that takes and however fast computing would be."""
-    store: Any = engine._store
-    store._compute_seconds = None
+    store: Any = _session(engine).store
+    store._rules = replace(store._rules, compute_seconds=None)
     for tier in store._tiers:
         if isinstance(tier, RedisTier):
-            tier._server._patience_s = 10.0
+            tier._server._timeout_s = 10.0

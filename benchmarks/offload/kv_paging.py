@@ -21,7 +21,7 @@ from benchmarks.common.measure import TextSource, positive
 from benchmarks.internals import KVLayout, ModelRunner, SlabCache
 from kvboost.bench.report import Report
 from kvboost.offload.kv import PagedCache, probe_paging
-from kvboost.offload.kv.prefill import block_tokens_for
+from kvboost.offload.kv.prefill import page_tokens_for
 from kvboost.offload.kv.spill import FileSpill
 
 QUICK = {"context": 2000, "share": 8, "new": 8}
@@ -96,7 +96,7 @@ def compare(model: Any, ids: torch.Tensor, args: argparse.Namespace, *, share: i
     layout = probe_paging(model, directory=args.directory)
     whole = layout.bytes_per_token * (len(ids) + args.new)
     budget = whole // share
-    block = args.block or block_tokens_for(layout, budget)
+    block = args.block or page_tokens_for(layout, budget)
     expected, stock_logits, stock_read, stock_each = decode(model, DynamicCache(), ids, args.new)
     _, slab_logits, _, slab_each = decode(model, SlabCache(layout, capacity=len(ids) + args.new), ids, args.new)
     with PagedCache(model, kv_bytes=budget, block_tokens=block, directory=args.directory, layout=layout) as cache:

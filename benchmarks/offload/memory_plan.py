@@ -4,7 +4,7 @@
 The prediction is made before anything is loaded, from the config and the checkpoint's header. Then a process of its own
 loads the model, runs as many requests as the batch says side by side, each with a prompt of its own, and tells its
 peak: VmHWM, set back after a tiny model has gone the same way, less what was resident then. So Python, torch,
-Transformers and the matrix library's buffers are in neither figure; the plan adds them as measured. A tokenizer of
+Transformers and the matrix library's buffers are in neither figure; the estimate adds them as measured. A tokenizer of
 bytes stands in for the model's own, which is counted with those. Lines that differ by more than 10 % are marked, and
 none is left out.
 """
@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from benchmarks.common.process import memory_status
-from benchmarks.internals import BatchRunner, Finished, Job, measure_rates, model_on_disk, workload
+from benchmarks.internals import BatchRunner, Finished, Job, ModelSource, measure_rates, model_on_disk, workload
 from kvboost.bench.report import BenchError, Report, say
-from kvboost.capacity import MemoryPlan, plan_memory
+from kvboost.capacity import MemoryEstimate, estimate_memory
 from kvboost.config import EngineConfig
 from kvboost.engine import KVBoost
 
@@ -100,9 +100,9 @@ def run(args: argparse.Namespace) -> Report:
             raise BenchError("this benchmark needs trained models; give --models FOLDER, or --only 11 12")
         with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
             folder = prepare(case, args.models, Path(scratch))
-            plan, budget = predict(folder, case)
+            estimate, budget = predict(folder, case)
             found = measure(folder, budget, case)
-        growth = plan.device_bytes
+        growth = estimate.device_bytes
         off = (growth - found["peak"]) / found["peak"]
         whole = (growth + found["base"]) / (found["peak"] + found["base"]) - 1
         mark = "" if abs(off) <= _BOUND else " (outside)"
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> Report:
         sizes = (f"{growth / 1e6:.0f}", f"{found['peak'] / 1e6:.0f}", f"{off:+.1%}{mark}", f"{whole:+.1%}")
         table.add(number, *about, *sizes, f"{found['base'] / 1e6:.0f}")
         report.raw[str(number)] = found
-        say(f"{number}: {plan}; {found}")
+        say(f"{number}: {estimate}; {found}")
     return report
 
 
@@ -156,13 +156,13 @@ def settings_of(case: Case, budget: int | None = None) -> dict[str, Any]:
     return {"kv_cache_bits": case.bits, "quality": "exact", **paged}
 
 
-def predict(folder: Path, case: Case) -> tuple[MemoryPlan, int | None]:
-    """The plan, and the budget that the case's share comes to."""
-    model = model_on_disk(str(folder), dtype=case.dtype)
+def predict(folder: Path, case: Case) -> tuple[MemoryEstimate, int | None]:
+    """The estimate, and the budget that the case's share comes to."""
+    model = model_on_disk(ModelSource(str(folder), dtype=case.dtype, device="cpu"))
     weights, budget = model.weights, None
     if case.weight_share:
         budget = model.weights.resident // case.weight_share
-        weights = model.streamed_or_raise(budget)
+        weights = model.streamed(budget)
     if case.kv_share:
         budget = case.context * model.shape.kv_per_token // case.kv_share
     work = workload(
@@ -172,7 +172,7 @@ def predict(folder: Path, case: Case) -> tuple[MemoryPlan, int | None]:
         layout=model.layout,
         stored_tokens=case.batch * case.context,
     )
-    return plan_memory(model.shape, weights, work), budget
+    return estimate_memory(model.shape, weights, work), budget
 
 
 def measure(folder: Path, budget: int | None, case: Case) -> dict[str, int]:
@@ -203,7 +203,8 @@ def load_and_answer(folder: Path, budget: int | None, case: Case) -> dict[str, i
         answer(engine, vocab=90, tokens=40, batch=2)  # everything imported and started
         engine.generate([3, 4, 5], max_new_tokens=2)
     del engine
-    measure_rates(dtype=dtype, rows=_STEP, seconds=0.01)  # as before the plan's own base: the matrix library's buffers
+    # As before the estimate's own base: the matrix library's buffers.
+    measure_rates(dtype=dtype, device=torch.device("cpu"), tokens=_STEP)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts here

@@ -46,7 +46,7 @@ def ours(model: Any, prompt: list[int], *, batch: int, steps: int) -> dict[str, 
     caches = [first]
     for _ in range(batch - 1):
         cache = SlabCache(layout, capacity=length + steps + 2)
-        cache.place(0, first.rows(0, length))
+        cache.place(0, first.span(0, length))
         cache.set_length(length)
         caches.append(cache)
     together = [SharedStart(tuple(range(batch)), shared)] if batch > 1 else []
@@ -66,7 +66,7 @@ def ours(model: Any, prompt: list[int], *, batch: int, steps: int) -> dict[str, 
     }
     dense = SlabCache(layout, capacity=length + steps + 2, batch=batch)
     for row in range(batch):
-        dense.place(0, first.rows(0, length), row=row)
+        dense.place(0, first.span(0, length), row=row)
     dense.set_length(length)
     ids = torch.full((batch, 1), 7)
 

@@ -22,7 +22,7 @@ from kvboost.bench.report import Progress, Report, Spread, Table, describe_machi
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.header import PAGE
 from kvboost.store.tiers.disk.files import Files, Layout
-from kvboost.store.tiers.disk.index import ChunkIndex
+from kvboost.store.tiers.disk.index import ChunkIndex, NewEntry
 from kvboost.store.tiers.disk.recovery import charge
 from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.types import BlockInfo, KVBlock, Namespace
@@ -196,24 +196,26 @@ def _reopen(folder: Path, chunks: int, repeat: int) -> list[float]:
     tier.store(first)
     tier.close()
     layout = Layout(folder)
-    index = ChunkIndex(layout.index, space=records.space, namespace=_NAMESPACE)
+    index = ChunkIndex.open(layout.index, space=records.space, namespace=_NAMESPACE)
     # The other chunks have index entries and empty files: opening looks at neither, and records would take an hour.
     index.adopt(
         (
             records.space,
             _NAMESPACE,
-            BlockInfo(
-                hashlib.sha256(b"entry %d" % n).digest(),
-                hashlib.sha256(b"entry %d" % (n - 1)).digest() if n % 16 else None,
-                hashlib.sha256(b"text %d" % n).digest(),
-                2**20,
-                True,
-                n % 16 * 128,
-                bytes(8 * (n % 16)),
-                0,
+            NewEntry(
+                BlockInfo(
+                    hashlib.sha256(b"entry %d" % n).digest(),
+                    hashlib.sha256(b"entry %d" % (n - 1)).digest() if n % 16 else None,
+                    hashlib.sha256(b"text %d" % n).digest(),
+                    2**20,
+                    True,
+                    n % 16 * 128,
+                    bytes(8 * (n % 16)),
+                    0,
+                ),
+                size=charge(PAGE),
+                stamp=n,
             ),
-            charge(PAGE),
-            n,
         )
         for n in range(1, chunks)
     )

@@ -1,7 +1,7 @@
 """Eviction: what each policy finds of four traces, by capacity, beside Belady's MIN, and what a policy call takes.
 
-The policies are the ones the live store runs, driven by
-:mod:`benchmarks.common.replay` as the store drives them. Invariant: one setting for all traces and capacities.
+The policies are driven by :mod:`benchmarks.common.replay` as the live store drives its own, which are among them.
+Invariant: one setting for all traces and capacities.
 """
 
 from __future__ import annotations
@@ -19,15 +19,10 @@ from typing import Any
 from benchmarks.common.measure import positive
 from benchmarks.common.replay import Replay, oracle_hit_tokens
 from benchmarks.common.traces import NAMES, Trace, read
+from benchmarks.store.policies import AdaptiveReplacement, GreedyDualSizeFrequency, SmallMainGhostFIFO
 from kvboost.bench.report import BenchError, Machine, Progress, Report, Table, describe_machine
 from kvboost.extend import EvictionPolicy
-from kvboost.store.eviction import (
-    AdaptiveReplacement,
-    GreedyDualSizeFrequency,
-    LeafFirstLRU,
-    LeastExpected,
-    SmallMainGhostFIFO,
-)
+from kvboost.store.eviction import LeafFirstLRU, LeastExpected
 
 QUICK = {"blocks": [30, 100], "percent": [10], "keys": 2000}
 

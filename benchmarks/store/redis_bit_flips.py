@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> Report:
     with redis_server() as server, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         client = redis.Redis.from_url(server.url)
-        with closing(open_tier(server.url, patience_s=600.0)) as tier:
+        with closing(open_tier(server.url, timeout_s=600.0)) as tier:
             whole = make_block(0, 1000)
             tier.store(whole)
             targets = [make_block(number + 1, size) for number, size in enumerate(_SIZES)]

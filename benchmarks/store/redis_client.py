@@ -1,8 +1,8 @@
-"""Whether redis-py could carry the Redis tier: MB/s of the tier over our own link and over redis-py's connections.
+"""Whether redis-py could carry the Redis tier: the tier's MB/s over our own link and over redis-py's connections.
 
-Run with ``python -m proofs.redis_client``; it starts a redis-server of its own. The tiers differ only in what speaks
-the protocol. The stand-ins for redis-py do less than they would have to: they set a time limit for each read, not one
-for all waiting of a call, and believe any length that the server names. Rounds are strictly in turn.
+Starts a redis-server of its own. The tiers differ only in what speaks the protocol. The stand-ins for redis-py do less
+than they would have to: they set a time limit for each read, not one for all waiting of a call, and believe any length
+that the server names. Rounds are strictly in turn. hiredis must be installed to be compared.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
-from typing import Any
-from unittest import mock
+from typing import Any, cast
 
-from kvboost.bench.remote import make_block, open_tier
-from kvboost.bench.servers import redis_server
-
-from kvboost.bench.measure import alternate, positive
-from kvboost.bench.report import Spread, Table, describe_machine, ratios
-from kvboost.store.tiers.redis import server as tier_server
+from benchmarks.common.measure import alternate, positive
+from benchmarks.common.servers import redis_server
+from benchmarks.internals import redis_links
+from benchmarks.store.redis_tier import make_block, open_tier, python_packer
+from kvboost.bench.report import BenchError, Report, Spread, ratios
 from kvboost.store.tiers.redis.resp import Command, Deadline, Reply, ServerError
 from kvboost.store.tiers.redis.tier import RedisTier
 from kvboost.types import KVBlock, PutOutcome
 
+QUICK = {"repeat": 2, "blocks": 2}
+
 _OURS = "our link"
+_RECORD = 2**20 - 2**15  # bytes of KV whose record fits one value
 
 
 class RedisPyLink:
@@ -83,21 +84,16 @@ class RedisPyLink:
 
 def _connectors() -> dict[str, Callable[[str], Any]]:
     """redis-py with its Python parser and packer, and with hiredis where that is installed."""
-    from redis._parsers import Encoder, _HiredisParser, _RESP2Parser
-    from redis.connection import Connection, PythonRespSerializer, parse_url
+    from redis._parsers import _HiredisParser, _RESP2Parser
+    from redis.connection import Connection, parse_url
     from redis.utils import HIREDIS_AVAILABLE
-
-    encoder: Any = Encoder("utf-8", "strict", False)  # type: ignore[no-untyped-call]
-    python: Any = PythonRespSerializer(6000, encoder.encode)  # type: ignore[no-untyped-call]
 
     def connector(parser: Any, packer: Any, **more: Any) -> Callable[[str], Any]:
         def for_url(url: str) -> Any:
-            options: Any = parse_url(url)  # type: ignore[no-untyped-call]
+            options = cast(Any, parse_url)(url) | {"protocol": 2, "socket_timeout": 5.0, **more}
 
             def make(deadline: Deadline) -> Any:
-                connection: Any = Connection(  # type: ignore[no-untyped-call]
-                    **options, protocol=2, parser_class=parser, command_packer=packer, socket_timeout=5.0, **more
-                )
+                connection = cast(Any, Connection)(**options, parser_class=parser, command_packer=packer)
                 connection.connect()
                 return RedisPyLink(connection, deadline), []
 
@@ -105,11 +101,11 @@ def _connectors() -> dict[str, Callable[[str], Any]]:
 
         return for_url
 
-    made = {"redis-py, pure Python": connector(_RESP2Parser, python)}
+    made = {"redis-py, pure Python": connector(_RESP2Parser, python_packer())}
     if HIREDIS_AVAILABLE:
         made["redis-py with hiredis"] = connector(_HiredisParser, None)
-        made["redis-py, hiredis reads, Python packs"] = connector(_HiredisParser, python)
-        made["the same, a megabyte at a time"] = connector(_HiredisParser, python, socket_read_size=2**20)
+        made["redis-py, hiredis reads, Python packs"] = connector(_HiredisParser, python_packer())
+        made["the same, a megabyte at a time"] = connector(_HiredisParser, python_packer(), socket_read_size=2**20)
     return made
 
 
@@ -131,44 +127,46 @@ class Contestant:
             done = None not in list(self._tier.load(keys))
         took = 1e3 * (time.perf_counter() - begin)
         self.cpu_ms.append(1e3 * (time.process_time() - cpu))
-        assert done, f"a {self._what} failed: the machine is too busy"
+        if not done:
+            raise BenchError(f"a {self._what} failed: the machine is too busy")
         return took
 
 
-def main() -> None:
-    """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
     parser.add_argument("--repeat", type=positive, default=20, help="rounds (default 20)")
     parser.add_argument("--blocks", type=positive, default=16, help="blocks per round (default 16)")
-    args = parser.parse_args()
-    nbytes = 2**20 - 2**15  # the record fits one value
-    blocks = [make_block(number, nbytes) for number in range(args.blocks)]
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Store and load over every link."""
+    report = Report("redis_client")
+    blocks = [make_block(number, _RECORD) for number in range(args.blocks)]
     with redis_server() as server, ExitStack() as stack:
         tiers = {_OURS: stack.enter_context(closing(open_tier(server.url, timeout_s=5.0)))}
         for name, connector in _connectors().items():
-            stack.enter_context(mock.patch.object(tier_server, "_connector", connector))
-            tiers[name] = stack.enter_context(closing(open_tier(server.url, timeout_s=5.0)))
+            with redis_links(connector):
+                tiers[name] = stack.enter_context(closing(open_tier(server.url, timeout_s=5.0)))
         for what in ("store", "load"):
-            contestants = {name: Contestant(tier, blocks, what) for name, tier in tiers.items()}
-            samples = alternate(contestants, repeat=args.repeat, warmups=2, label=what)
-            cpu = {name: contestant.cpu_ms[-args.repeat :] for name, contestant in contestants.items()}
-            table = Table(
-                f"The Redis tier, {what} of records of 1 MB, median [lowest highest]",
-                describe_machine(),
-                ["", "MB/s", "time / ours", "client's CPU, ms per MB", "CPU / ours"],
-            )
-            moved = args.blocks * nbytes / 1e3
-            for name, times in samples.items():
-                table.add(
-                    name,
-                    Spread.of([moved / took for took in times]).text(0),
-                    Spread.of(ratios(times, samples[_OURS])).text(2),
-                    Spread.of([1e3 * used / moved for used in cpu[name]]).text(2),
-                    Spread.of(ratios(cpu[name], cpu[_OURS])).text(2),
-                )
-            table.notes.append(f"{args.blocks} blocks per round, {args.repeat} rounds, strictly in turn.")
-            print(table.markdown())
+            _compare(report, {name: Contestant(tier, blocks, what) for name, tier in tiers.items()}, what, args)
+    return report
 
 
-if __name__ == "__main__":
-    main()
+def _compare(report: Report, contestants: dict[str, Contestant], what: str, args: argparse.Namespace) -> None:
+    samples = alternate(contestants, repeat=args.repeat, warmups=2, label=what)
+    cpu = {name: contestant.cpu_ms[-args.repeat :] for name, contestant in contestants.items()}
+    table = report.table(
+        f"The Redis tier, {what} of records of 1 MB, median [lowest highest]",
+        ["", "MB/s", "time / ours", "client's CPU, ms per MB", "CPU / ours"],
+    )
+    kilobytes = args.blocks * _RECORD / 1e3  # bytes per ms are kB per s
+    for name, times in samples.items():
+        table.add(
+            name,
+            Spread.of([kilobytes / took for took in times]).text(0),
+            Spread.of(ratios(times, samples[_OURS])).text(2),
+            Spread.of([1e3 * used / kilobytes for used in cpu[name]]).text(2),
+            Spread.of(ratios(cpu[name], cpu[_OURS])).text(2),
+        )
+    table.notes.append(f"{args.blocks} blocks per round, {args.repeat} rounds, strictly in turn.")
+    report.raw[what] = {"ms": samples, "cpu_ms": cpu}

@@ -115,7 +115,7 @@ def _speed(url: str, args: argparse.Namespace, raw: dict[str, Any]) -> Table:
     for megabytes in (1, 6):
         nbytes = megabytes * 2**20 - 2**15  # the record of the smaller one fits one value
         blocks = [make_block(number, nbytes) for number in range(args.blocks)]
-        with closing(open_tier(url, patience_s=5.0)) as tier:
+        with closing(open_tier(url, timeout_s=5.0)) as tier:
             stores, loads = _contestants(blocks, clients, tier)
             for what, contestants in (("store", stores), ("load", loads)):
                 samples = alternate(contestants, repeat=args.repeat, warmups=2, label=f"{what} of {megabytes} MB")
@@ -139,17 +139,14 @@ def _speed(url: str, args: argparse.Namespace, raw: dict[str, Any]) -> Table:
 def _clients(url: str) -> dict[str, Any]:
     """redis-py as it comes, and as it copies least."""
     import redis
-    from redis._parsers import Encoder, _RESP2Parser
-    from redis.connection import Connection, PythonRespSerializer
+    from redis._parsers import _RESP2Parser
+    from redis.connection import Connection
     from redis.utils import HIREDIS_AVAILABLE
-
-    encoder: Any = cast(Any, Encoder)("utf-8", "strict", False)
 
     class Pure(Connection):
         def __init__(self, **options: Any) -> None:
-            packer = cast(Any, PythonRespSerializer)(6000, encoder.encode)
             super().__init__(  # type: ignore[no-untyped-call]
-                parser_class=_RESP2Parser, command_packer=packer, **options
+                parser_class=_RESP2Parser, command_packer=python_packer(), **options
             )
 
     pool = redis.ConnectionPool.from_url(url, connection_class=Pure, protocol=2)
@@ -158,6 +155,15 @@ def _clients(url: str) -> dict[str, Any]:
         default: redis.Redis.from_url(url, protocol=2),
         "redis-py, pure Python, memoryviews": redis.Redis(connection_pool=pool),
     }
+
+
+def python_packer() -> Any:
+    """What packs commands in redis-py where hiredis is not installed: it copies no value."""
+    from redis._parsers import Encoder
+    from redis.connection import PythonRespSerializer
+
+    encoder: Any = cast(Any, Encoder)("utf-8", "strict", False)
+    return cast(Any, PythonRespSerializer)(6000, encoder.encode)
 
 
 def _contestants(
@@ -239,7 +245,7 @@ def _ledger(url: str, args: argparse.Namespace, raw: dict[str, Any]) -> Table:
 
     measured("a plain value", plain)
     client.delete(*(key for key, _ in values))
-    with closing(open_tier(url, patience_s=5.0)) as tier:
+    with closing(open_tier(url, timeout_s=5.0)) as tier:
         measured("a block of the tier", lambda: _must({tier.store(b) for b in blocks} == {PutOutcome.STORED}))
         keys = [block.key for block in blocks]
         begin = time.perf_counter()

@@ -1,12 +1,6 @@
 """Where blocks are kept between requests."""
 
-from kvboost.store.eviction import (
-    AdaptiveReplacement,
-    GreedyDualSizeFrequency,
-    LeafFirstLRU,
-    LeastExpected,
-    SmallMainGhostFIFO,
-)
+from kvboost.store.eviction import LeafFirstLRU, LeastExpected
 from kvboost.store.memory import MemoryStore
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.protection import read_key, record_format
@@ -17,9 +11,7 @@ from kvboost.store.tiers.redis.tier import RedisTier
 from kvboost.store.tiers.s3 import ObjectTier
 
 __all__ = [
-    "AdaptiveReplacement",
     "DiskTier",
-    "GreedyDualSizeFrequency",
     "HostTier",
     "LeafFirstLRU",
     "LeastExpected",
@@ -28,7 +20,6 @@ __all__ = [
     "ObjectTier",
     "RecordFormat",
     "RedisTier",
-    "SmallMainGhostFIFO",
     "TieredStore",
     "read_key",
     "record_format",

@@ -1,60 +1,25 @@
-"""What all orders share: the contract, leaves first without searching, and a store that holds its budget under each."""
+"""What both orders share: the contract, leaves first without searching, and a store that holds its budget."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvboost.extend import EvictionPolicy
-from kvboost.store import (
-    AdaptiveReplacement,
-    GreedyDualSizeFrequency,
-    LeafFirstLRU,
-    LeastExpected,
-    MemoryStore,
-    SmallMainGhostFIFO,
-    TieredStore,
-)
-from kvboost.testing import ChunkStoreContract, EvictionPolicyContract
+from kvboost.store import LeafFirstLRU, LeastExpected, MemoryStore, TieredStore
+from kvboost.testing import EvictionPolicyContract
 from kvboost.testing.store import prompt
 from kvboost.types import KVBlock, PutOutcome
+from tests.helpers.policies import CAPACITIES, REQUESTS, find_victims_without_searching, keep_store_whole
 
-ALL = (LeafFirstLRU, AdaptiveReplacement, SmallMainGhostFIFO, GreedyDualSizeFrequency, LeastExpected)
-every_policy = pytest.mark.parametrize("make", ALL, ids=lambda make: make.__name__)
-
-
-class TestARC(EvictionPolicyContract):
-    def make_policy(self) -> EvictionPolicy:
-        return AdaptiveReplacement()
-
-
-class TestS3FIFO(EvictionPolicyContract):
-    def make_policy(self) -> EvictionPolicy:
-        return SmallMainGhostFIFO()
-
-
-class TestGDSF(EvictionPolicyContract):
-    def make_policy(self) -> EvictionPolicy:
-        return GreedyDualSizeFrequency()
+every_policy = pytest.mark.parametrize("make", [LeafFirstLRU, LeastExpected], ids=lambda make: make.__name__)
 
 
 class TestLeastExpected(EvictionPolicyContract):
     def make_policy(self) -> EvictionPolicy:
         return LeastExpected()
-
-
-class TestStoreWithARC(ChunkStoreContract):
-    def make_store(self, *, capacity_bytes: int, max_chunks: int | None = None) -> MemoryStore:
-        return MemoryStore(capacity_bytes, max_chunks=max_chunks, policy=AdaptiveReplacement())
-
-
-class TestStoreWithS3FIFO(ChunkStoreContract):
-    def make_store(self, *, capacity_bytes: int, max_chunks: int | None = None) -> MemoryStore:
-        return MemoryStore(capacity_bytes, max_chunks=max_chunks, policy=SmallMainGhostFIFO())
 
 
 def test_the_default_of_the_memory_store() -> None:
@@ -63,75 +28,16 @@ def test_the_default_of_the_memory_store() -> None:
 
 @every_policy
 @settings(max_examples=60, deadline=None)
-@given(
-    requests=st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=5), min_size=1, max_size=40),
-    capacity=st.integers(1, 12),
-)
+@given(requests=REQUESTS, capacity=CAPACITIES)
 def test_a_store_stays_whole_under_every_policy(
     make: Callable[[], EvictionPolicy], requests: list[list[str]], capacity: int
 ) -> None:
-    """Whatever is asked: within the budget, every block reachable, a refusal only if the prompt itself is too long."""
-    store = MemoryStore(capacity, policy=make())
-    for words in requests:
-        chunks = prompt(*words)
-        with store.lease(chunks) as lease:
-            for chunk in chunks[len(lease.blocks) :]:
-                outcome = store.put(
-                    KVBlock(
-                        key=chunk.prefix_key,
-                        parent_key=chunk.parent_key,
-                        content_key=chunk.content_key,
-                        tokens=chunk.tokens,
-                        tensors=(),
-                        nbytes=1,
-                        bitwise=True,
-                    )
-                )
-                if outcome is PutOutcome.REFUSED:
-                    assert len(chunks) > capacity or make is LeastExpected
-                    break
-        store.used([chunk.prefix_key for chunk in chunks])
-        held = {key: entry.block for key, entry in store._entries.items()}
-        assert len(held) <= capacity
-        assert all(block.parent_key is None or block.parent_key in held for block in held.values())
+    keep_store_whole(make(), requests, capacity, refuses=make is LeastExpected)
 
 
 @every_policy
 def test_finding_a_victim_asks_for_few_keys(make: Callable[[], EvictionPolicy]) -> None:
-    """With 300 prompts of 20 chunks each, of which only the ends may go, no policy searches for one that may."""
-    policy, chooser = make(), random.Random(3)
-    children: dict[bytes, int] = {}
-    parents: dict[bytes, bytes | None] = {}
-    asked = evicted = 0
-
-    def evictable(key: bytes) -> bool:
-        nonlocal asked
-        asked += 1
-        return children[key] == 0
-
-    for number in range(900):
-        session = number if chooser.random() < 0.7 else chooser.randrange(900)
-        chain = [b"%d/%d" % (session, place) for place in range(20)]
-        found = [key for key in chain if key in children]  # a chain is stored from its beginning on
-        policy.found(found)
-        for parent, key in zip([None, *chain], chain, strict=False):
-            if key not in children:
-                policy.inserted(key, parent=parent)
-                children[key], parents[key] = 0, parent
-                if parent is not None:
-                    children[parent] += 1
-        policy.used(chain)
-        while len(children) > 6000:
-            victim = policy.victim(evictable)
-            assert victim is not None
-            policy.removed(victim)
-            evicted += 1
-            parent = parents.pop(victim)
-            del children[victim]
-            if parent is not None:
-                children[parent] -= 1
-    assert evicted > 3000
-    assert asked < 10 * evicted
+    find_victims_without_searching(make())
 
 
 class AdmitsNothing(LeafFirstLRU):

@@ -1,11 +1,60 @@
-"""What tells ARC, S3-FIFO and GDSF apart from LRU, on a few keys each."""
+"""ARC, S3-FIFO and GDSF: the contract, a store that holds its budget, and what tells them apart from LRU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+
+from benchmarks.store.policies import AdaptiveReplacement, GreedyDualSizeFrequency, SmallMainGhostFIFO
 from kvboost.extend import EvictionPolicy
-from kvboost.store import AdaptiveReplacement, GreedyDualSizeFrequency, SmallMainGhostFIFO
+from kvboost.store import MemoryStore
+from kvboost.testing import ChunkStoreContract, EvictionPolicyContract
+from tests.helpers.policies import CAPACITIES, REQUESTS, find_victims_without_searching, keep_store_whole
 
 A, B, C, D, E = (bytes([i]) * 32 for i in range(5))
+ALL = (AdaptiveReplacement, SmallMainGhostFIFO, GreedyDualSizeFrequency)
+every_policy = pytest.mark.parametrize("make", ALL, ids=lambda make: make.__name__)
+
+
+class TestARC(EvictionPolicyContract):
+    def make_policy(self) -> EvictionPolicy:
+        return AdaptiveReplacement()
+
+
+class TestS3FIFO(EvictionPolicyContract):
+    def make_policy(self) -> EvictionPolicy:
+        return SmallMainGhostFIFO()
+
+
+class TestGDSF(EvictionPolicyContract):
+    def make_policy(self) -> EvictionPolicy:
+        return GreedyDualSizeFrequency()
+
+
+class TestStoreWithARC(ChunkStoreContract):
+    def make_store(self, *, capacity_bytes: int, max_chunks: int | None = None) -> MemoryStore:
+        return MemoryStore(capacity_bytes, max_chunks=max_chunks, policy=AdaptiveReplacement())
+
+
+class TestStoreWithS3FIFO(ChunkStoreContract):
+    def make_store(self, *, capacity_bytes: int, max_chunks: int | None = None) -> MemoryStore:
+        return MemoryStore(capacity_bytes, max_chunks=max_chunks, policy=SmallMainGhostFIFO())
+
+
+@every_policy
+@settings(max_examples=60, deadline=None)
+@given(requests=REQUESTS, capacity=CAPACITIES)
+def test_a_store_stays_whole_under_every_policy(
+    make: Callable[[], EvictionPolicy], requests: list[list[str]], capacity: int
+) -> None:
+    keep_store_whole(make(), requests, capacity, refuses=False)
+
+
+@every_policy
+def test_finding_a_victim_asks_for_few_keys(make: Callable[[], EvictionPolicy]) -> None:
+    find_victims_without_searching(make())
 
 
 def read(policy: EvictionPolicy, *keys: bytes, stored: set[bytes]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from kvboost.store.eviction.leaves import Forest, LeafHeap
+from benchmarks.store.policies.leaves import Forest, LeafHeap
 
 
 class _Ghosts:
