@@ -97,8 +97,8 @@ def values_only() -> Iterator[None]:
     whole = SlabLayer.update
 
     def update(layer: SlabLayer, keys: torch.Tensor, values: torch.Tensor, *args: Any, **more: Any) -> Any:
-        if layer.rows is not None:
-            keys = layer.key_store.index_select(2, layer.rows)
+        if layer.rewritten is not None:
+            keys = layer.key_store.index_select(2, layer.rewritten)
         return whole(layer, keys, values, *args, **more)
 
     with patch.object(SlabLayer, "update", update):

@@ -117,9 +117,9 @@ class EngineParts:
         """Perhaps answer a request once more without its repositioned chunks."""
         if self.shadow is None or state.spans is None or not state.is_repaired:
             return
-        from kvboost.approx.shadow import Answered
+        from kvboost.approx.shadow import ServedRequest
 
-        self.shadow.offer(Answered(state.prompt, state.spans.blocks, list(produced), prefiller, adapter))
+        self.shadow.offer(ServedRequest(state.prompt, state.spans.blocks, list(produced), prefiller, adapter))
 
     @property
     def owns_store(self) -> bool:

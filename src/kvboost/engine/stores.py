@@ -147,7 +147,7 @@ class Stores:
     def _compute_seconds(self, tokens: int) -> float:
         if not self._costs.in_seconds:
             return math.inf  # nothing is known yet: loading is tried
-        return self._costs.read_seconds(forwards=tokens / self._config.chunk_size, rows=tokens)
+        return self._costs.prefill_seconds(forwards=tokens / self._config.chunk_size, tokens=tokens)
 
 
 def _brought_to(devices: Collection[torch.device]) -> Callable[[KVBlock], KVBlock]:
