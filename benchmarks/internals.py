@@ -29,7 +29,7 @@ from kvboost.hf.cache import KVLayout, SlabCache, SlabLayer, TensorSpec
 from kvboost.hf.codec import KVCodec, codec_for
 from kvboost.hf.loading import load_model
 from kvboost.hf.probe import probe_model
-from kvboost.hf.ragged import RaggedRunner, SharedStart
+from kvboost.hf.ragged import RaggedRunner, SharedPrefix
 from kvboost.hf.runner import ModelRunner
 from kvboost.hf.shape import model_on_disk
 from kvboost.offload.rates import measure_rates
@@ -55,7 +55,7 @@ __all__ = [
     "NewToken",
     "Query",
     "RaggedRunner",
-    "SharedStart",
+    "SharedPrefix",
     "SlabCache",
     "TensorSpec",
     "chunk_keys",
