@@ -317,7 +317,7 @@ def test_moved_jobs_are_checked_as_other_requests_are(tiny: Callable[..., Any]) 
                 if not engine.cache_stats()["non_prefix_reuse"]["allowed"]:
                     return
 
-    with pytest.warns(RuntimeWarning, match="non-prefix reuse is off"):
+    with pytest.warns(RuntimeWarning, match="non-prefix reuse is now off"):
         ask_until_off()
     assert not engine.cache_stats()["non_prefix_reuse"]["allowed"]
     engine.close()
@@ -368,9 +368,7 @@ def test_memory_stays_within_its_budget(tiny: Callable[..., Any]) -> None:
     assert [ids(events) for events in found] == [alone(engine, _TEXT[i : i + 150], 30) for i in range(8)]
 
 
-def test_long_answers_grow_and_are_preempted_in_turn(
-    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_answers_grow_and_are_preempted_in_turn(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvboost.scheduler.running._INITIAL_NEW_TOKENS", 32)
     row = bytes_per_token(tiny("llama"))
     # Each begins with capacity for 256 tokens and comes to need 512; there is memory for 768.

@@ -1,4 +1,4 @@
-"""What the engine tells about itself: counters, what its model allows, and whether warm equals cold."""
+"""Statistics of an engine, what its model supports, and whether warm equals cold."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvboost.types import CacheStats, StoreStats
 
 
 def cache_stats(stats: StoreStats, *, session: Session | None, refusal: str | None) -> CacheStats:
-    """The store's counters and what the engine adds. Hits and misses count chunks asked for."""
-    asked = stats.hits + stats.misses
+    """The store's counters and the engine's own. Hits and misses count looked-up chunks."""
+    lookups = stats.hits + stats.misses
     prefiller = session.prefiller if session is not None else None
     approx = prefiller.approx if prefiller is not None else NoApprox(refusal)
     repositioned = approx.repositioned_chunks
@@ -24,8 +24,8 @@ def cache_stats(stats: StoreStats, *, session: Session | None, refusal: str | No
         cache_hits=stats.hits,
         approximate_hits=repositioned,
         cache_misses=stats.misses - repositioned,
-        hit_rate=(stats.hits + repositioned) / asked if asked else 0.0,
-        exact_hit_rate=stats.hits / asked if asked else 0.0,
+        hit_rate=(stats.hits + repositioned) / lookups if lookups else 0.0,
+        exact_hit_rate=stats.hits / lookups if lookups else 0.0,
         evictions=stats.evictions,
         store_errors=prefiller.store.errors if prefiller is not None else 0,
         bytes_by_tier={tier.tier: tier.bytes for tier in (stats, *stats.below)},
