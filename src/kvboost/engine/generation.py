@@ -274,7 +274,7 @@ class Generator:
     ) -> list[GenerationResult]:
         """Generate for all prompts together. Each is prefilled alone, so shared prefixes are computed once.
 
-        The prompts stand right-aligned in one cache, padding in front; the last token of each is left to
+        The prompts are right-aligned in one cache, padded on the left; the last token of each is left to
         the joint forward, where the attention mask hides the padding.
         """
         prefiller, longest = session.prefiller, max(len(tokens) for tokens in prompts)
