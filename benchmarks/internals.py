@@ -32,7 +32,7 @@ from kvboost.hf.cache import KVLayout, SlabCache, SlabLayer, TensorSpec
 from kvboost.hf.codec import KVCodec, codec_for
 from kvboost.hf.loading import ModelSource
 from kvboost.hf.probe import probe_model
-from kvboost.hf.ragged import RaggedRunner, SharedStart
+from kvboost.hf.ragged import RaggedRunner, SharedPrefix
 from kvboost.hf.runner import ModelRunner
 from kvboost.offload.rates import measure_rates
 from kvboost.offload.weights import model_on_disk
@@ -60,7 +60,7 @@ __all__ = [
     "NewToken",
     "Query",
     "RaggedRunner",
-    "SharedStart",
+    "SharedPrefix",
     "SlabCache",
     "TensorSpec",
     "chunk_keys",
@@ -108,8 +108,8 @@ def values_only() -> Iterator[None]:
     whole = SlabLayer.update
 
     def update(layer: SlabLayer, keys: torch.Tensor, values: torch.Tensor, *args: Any, **more: Any) -> Any:
-        if layer.rows is not None:
-            keys = layer.key_store.index_select(2, layer.rows)
+        if layer.rewritten is not None:
+            keys = layer.key_store.index_select(2, layer.rewritten)
         return whole(layer, keys, values, *args, **more)
 
     with patch.object(SlabLayer, "update", update):

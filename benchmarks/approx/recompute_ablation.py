@@ -96,7 +96,7 @@ class Shrinking(Auto):
         """As auto, with a budget that shrinks."""
         third = 3 * situation.layer // situation.layer_count
         budget = round(situation.budget * (4 / 3, 1.0, 2 / 3)[third])
-        return super().choose(replace(situation, budget=min(budget, len(situation.rows))))
+        return super().choose(replace(situation, budget=min(budget, len(situation.positions))))
 
 
 @dataclass(frozen=True)

@@ -49,10 +49,10 @@ class Rounding:
                 if slot % 2:
                     rounded = self._round(states.unsqueeze(0), self.value_axis)[0]
                 else:
-                    turned = mover.turns(here, origin).apply(slot, states) if mover else states
+                    turned = mover.rotations(here, origin).apply(slot, states) if mover else states
                     mean = turned.mean(dim=1, keepdim=True).half().float() if self.means else 0.0
                     rounded = self._round((turned - mean).unsqueeze(0), self.key_axis)[0] + mean
-                    rounded = mover.turns(origin, here).apply(slot, rounded) if mover else rounded
+                    rounded = mover.rotations(origin, here).apply(slot, rounded) if mover else rounded
                 target[index, :, kept:] = rounded.to(target.dtype)
         return back
 

@@ -18,7 +18,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import model_runner as their_runner
 
 from benchmarks.common.measure import add_model_arguments, load_engine, positive
-from benchmarks.internals import ModelRunner, RaggedRunner, SharedStart, SlabCache, probe_model
+from benchmarks.internals import ModelRunner, RaggedRunner, SharedPrefix, SlabCache, probe_model
 from kvboost.bench.report import BenchError, Report
 
 QUICK = {"context": 100, "steps": 2}
@@ -49,7 +49,7 @@ def ours(model: Any, prompt: list[int], *, batch: int, steps: int) -> dict[str, 
         cache.place(0, first.span(0, length))
         cache.set_length(length)
         caches.append(cache)
-    together = [SharedStart(tuple(range(batch)), shared)] if batch > 1 else []
+    together = [SharedPrefix(tuple(range(batch)), shared)] if batch > 1 else []
 
     def back() -> None:
         for cache in caches:

@@ -1,6 +1,6 @@
-"""The settings of an engine, of loading its model and of a batch runner, checked once when they are made.
+"""Settings of an engine, of model loading and of a batch runner, validated when they are made.
 
-Read by the engine and by :mod:`kvboost.cli.settings`, which makes flags, environment variables and TOML names of them.
+Used by the engine and by :mod:`kvboost.cli.settings`, which derives flags, environment variables and TOML names.
 """
 
 from __future__ import annotations
@@ -67,31 +67,31 @@ class EngineConfig:
     """Memory for caches kept between requests, so that a repeated prefix needs no copy."""
     kv_bytes: int | str | None = None
     """KV that running requests may hold in memory, prompt and new tokens, such as ``"512MB"``. A request of
-    ``generate`` that would take more is computed in pages, of which those that do not fit lie on disk (beside an
-    accelerator: in host memory): the same up to rounding, and slower. Jobs of a server are not paged: such a one is
-    refused. None sets no limit. Stored chunks and idle workspaces have budgets of their own."""
+    ``generate`` that needs more is paged: pages that do not fit are kept on disk (with an accelerator, in host memory).
+    Results are equal up to rounding, and slower. A server does not page; it refuses such a job. None sets no limit.
+    Stored chunks and idle workspaces have separate budgets."""
     kv_dir: str | Path | None = None
-    """Directory for pages beyond ``kv_bytes``. Not one that lies in memory, as some /tmp do. If left out, the system's
+    """Directory for pages beyond ``kv_bytes``. Not a memory-backed one, as some /tmp are. By default the system's
     directory for temporary files."""
     tenant: str = ""
     """Chunks of different tenants are never shared. One engine serves many: see :meth:`kvboost.KVBoost.for_tenant`."""
     tenant_bytes: int | str | None = None
     """Limit for one tenant, in memory and in each tier below. None sets no limit."""
     reuse_generated: bool = False
-    """Also keep KV made by decoding. Such a hit is not bitwise and is reported so."""
+    """Also store KV made by decoding. Such a hit is not bitwise and is reported so."""
     quality: float | str = "high"
     """How far non-prefix reuse may go: ``"exact"``, ``"high"``, ``"fast"``, or the share of answers that may differ.
     ``"exact"`` never uses it; ``"high"`` recomputes half of the reused tokens (at most 20 % of the answers may differ);
     ``"fast"`` recomputes 15 % (50 % of the answers). An answer differs if one of its first eight tokens does.
-    What a share takes depends on the model and the prompts. With a ``calibration``, the engine takes the smallest ratio
-    that was shown to keep within it, and no non-prefix reuse if none was. Without one the ratio is that of ``"high"``,
-    whatever the share, and shadow checks stop non-prefix reuse once the share is proven to be exceeded."""
+    The ratio a share needs depends on the model and the prompts. With a ``calibration``, the engine uses the smallest
+    ratio shown to stay within the share, and no non-prefix reuse if there is none. Without one it uses the ratio of
+    ``"high"``, and shadow checks stop non-prefix reuse once the share is proven to be exceeded."""
     shadow_share: float | None = None
     """Share of the requests with non-prefix reuse that are also answered without it, in the background. Non-prefix
-    reuse stops once too many answers differ (see ``cache_stats()["non_prefix_reuse"]``). By default none, or 2 % where
-    ``quality`` is a number: a promise that nobody checks is none."""
+    reuse stops once too many answers differ (see ``cache_stats()["non_prefix_reuse"]``). The default is 0, or 2 % if
+    ``quality`` is a number."""
     calibration: str | Path | None = None
-    """File written by ``KVBoost.calibrate``: the ratio this model needs for the quality asked for."""
+    """File written by ``KVBoost.calibrate``: the ratio this model needs for each quality."""
     recompute_strategy: Any = None
     """Which tokens of non-prefix reuse are recomputed, instead of the quality's choice. ``"none"``, ``"selective"``,
     ``"first"``, ``"cacheblend"``, ``"query"``, ``"auto"``, or in Python a RepairStrategy."""
@@ -105,7 +105,7 @@ class EngineConfig:
     """Bits of stored KV: 16 keeps it as the model has it, 8 and 4 take a half and a quarter of the memory. Answers that
     used 8 or 4 are not bitwise (see docs/results/codec.md)."""
     host_cache_bytes: int | str = 0
-    """Host memory for chunks that an accelerator's memory (``cache_bytes``) evicts. They come back faster than from a
+    """Host memory for chunks that an accelerator's memory (``cache_bytes``) evicts. They load faster than from a
     disk. For the engine's own tenant only."""
     disk_cache_dir: str | Path | None = None
     """Also keep chunks in this directory. They outlive the process, and several processes may share it."""
@@ -117,20 +117,21 @@ class EngineConfig:
     remote_cache_bytes: int | str = "20GiB"
     """Limit for what all engines together keep there."""
     remote_ttl_seconds: float | None = None
-    """Chunks leave the server this long after they were stored. None keeps them until others need the space."""
+    """Chunks leave the server this long after they were stored. None keeps them until they are evicted."""
     object_url: str | None = None
-    """Also keep chunks in this object store, ``s3://BUCKET/PREFIX``, asked when no other tier has them. The region, the
+    """Also keep chunks in this object store, ``s3://BUCKET/PREFIX``, used when no other tier has them. The region, the
     endpoint and the keys come from the environment (``AWS_*``). Needs ``kvboost[s3]``."""
     object_cache_bytes: int | str | None = None
     """Limit for one model and tenant there. None leaves it to the bucket's own rules."""
     draft: Any = None
-    """What proposes tokens that the model verifies, several in one pass: a smaller model, or ``"prompt-lookup"``. The
-    model has the same vocabulary and is loaded, or a folder or a name; prompt lookup proposes what followed the last
-    two tokens earlier in the prompt. Pays most where weights are streamed; see docs/decisions/0019-speculation.md. The
-    draft's own weights are not part of ``weight_budget``. Used by generate, stream and chat; batches do without it."""
+    """Proposes tokens that the model verifies, several in one pass: a smaller model, or ``"prompt-lookup"``. The
+    model needs the same vocabulary and is given loaded, or as a folder or name; prompt lookup proposes what followed
+    the last two tokens earlier in the prompt. Helps most with streamed weights
+    (docs/decisions/0019-speculation.md). The draft's own weights are not part of ``weight_budget``. Used by generate,
+    stream and chat; not by batches."""
     record_protection: str = "none"
     """Protection of what is written outside the process: ``"none"``, ``"mac"`` or ``"encrypt"``. ``"none"`` has
-    checksums, ``"mac"`` is also proof against changes by others, ``"encrypt"`` against reading too (needs
+    checksums, ``"mac"`` also detects changes by others, ``"encrypt"`` also prevents reading (needs
     ``kvboost[crypto]``)."""
     record_key_file: str | Path | None = None
     """Key for that: a file with 32 random bytes, or with 64 hex digits, that only its owner may read."""
@@ -203,18 +204,18 @@ class LoadConfig:
     device: str | None = None
     """Where to put the model. If left out, the accelerator if there is one, else the CPU."""
     weight_budget: int | str | None = None
-    """Memory for the model's weights, such as ``"6GB"``; the others are read from disk as they are needed."""
+    """Memory for the model's weights, such as ``"6GB"``; the rest is read from disk as needed."""
     weight_dir: str | Path | None = None
     """Directory for the layers' files of a ``weight_budget``. If left out, beside the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerConfig:
-    """How requests run side by side: arguments of :class:`kvboost.scheduler.runner.BatchRunner`."""
+    """How requests run concurrently: arguments of :class:`kvboost.scheduler.runner.BatchRunner`."""
 
     max_running: int = 16
-    """Requests computed side by side."""
+    """Requests computed concurrently."""
     max_waiting: int = 256
     """Requests that may wait; further ones are refused with a 429."""
     deterministic: bool = False
-    """The same request, with a seed or temperature 0, gives the same bytes, alone or among others. Slower."""
+    """Give the same bytes for the same request (with a seed or temperature 0), alone or among others. Slower."""

@@ -1,7 +1,7 @@
-"""Reading past the page cache into memory that begins at a page.
+"""Direct I/O: reads that bypass the page cache, into page-aligned memory.
 
-Used by the disk tier and by the streaming of weights. Invariant: what is read does not push other files out of the page
-cache, and lands in its final place without a copy; where the file system refuses that, plain reads stand in.
+Used by the disk tier and by weight streaming. Invariant: reads do not evict other files from the page cache, and go to
+their final memory without a copy; where the file system refuses direct I/O, buffered reads replace it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Self
 
 import numpy as np
 
-PAGE = 4096  # what O_DIRECT wants of addresses, offsets and lengths everywhere
+PAGE = 4096  # the alignment of addresses, offsets and lengths that O_DIRECT accepts everywhere
 DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def page_aligned(size: int) -> memoryview:
-    """New memory that begins at a page, for reads past the page cache."""
-    # From malloc and not from mmap: memory that was freed is used again without new page faults.
+    """New page-aligned memory, for reads that bypass the page cache."""
+    # From malloc, not mmap: freed memory is reused without new page faults.
     whole = np.empty(size + PAGE, dtype=np.uint8)
     begin = -whole.ctypes.data % PAGE
     return memoryview(whole[begin : begin + size])  # type: ignore[arg-type]
 
 
 def up_to_page(size: int) -> int:
-    """The smallest whole number of pages that holds so many bytes."""
+    """``size`` rounded up to whole pages."""
     return -(-size // PAGE) * PAGE
 
 
@@ -38,7 +38,7 @@ class DirectFile:
         """Raises OSError if the file cannot be opened."""
         self.path = path
         self.direct = bool(DIRECT)
-        """Whether reads go past the page cache; turned off where the file system refuses."""
+        """Whether reads bypass the page cache; off where the file system refuses."""
         try:
             self._descriptor = os.open(path, os.O_RDONLY | DIRECT)
         except OSError as error:
@@ -49,9 +49,9 @@ class DirectFile:
         self.size = os.fstat(self._descriptor).st_size
 
     def read(self, buffer: memoryview, offset: int) -> int:
-        """Fill ``buffer`` from ``offset`` on; how many bytes there were.
+        """Fill ``buffer`` from ``offset`` on; returns the number of bytes read.
 
-        Past the page cache if the buffer, its length and the offset are whole pages (see :func:`page_aligned`).
+        Bypasses the page cache if the buffer, its length and the offset are whole pages (see :func:`page_aligned`).
         """
         done = 0
         while done < len(buffer):
@@ -60,7 +60,7 @@ class DirectFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self.direct:
                     raise
-                self._read_plainly()  # some file systems say so only here
+                self._fall_back_to_buffered()  # some file systems refuse only here
                 continue
             done += count
             if not count or (self.direct and count % PAGE):  # the end
@@ -70,7 +70,7 @@ class DirectFile:
         return done
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -83,9 +83,9 @@ class DirectFile:
     ) -> None:
         self.close()
 
-    def _read_plainly(self) -> None:
+    def _fall_back_to_buffered(self) -> None:
         replacement = os.open(self.path, os.O_RDONLY)
-        os.dup2(replacement, self._descriptor)  # other threads keep their number
+        os.dup2(replacement, self._descriptor)  # other threads keep the same descriptor
         os.close(replacement)
         self.direct = False
 

@@ -18,11 +18,11 @@ class CapacityError(KVBoostError):
 
 
 class BusyError(CapacityError):
-    """The request would fit, but not while so many others are waiting: try again later."""
+    """Too many requests are waiting: try again later."""
 
 
 class ClosedError(KVBoostError):
-    """What was asked has been closed or has failed for good: nothing about the request would help, make a new one."""
+    """The engine or runner was closed or has failed: make a new one."""
 
 
 class StoreError(KVBoostError):
@@ -30,9 +30,9 @@ class StoreError(KVBoostError):
 
 
 class PlaceError(KVBoostError):
-    """A directory, server or bucket of chunk records cannot be used by a person who asked for exactly that.
+    """A directory, server or bucket of chunk records cannot be used by an administrative command.
 
-    Tiers never raise it: for them such a place is a miss.
+    Tiers never raise it: for them it is a miss.
     """
 
 
@@ -41,12 +41,12 @@ class RecordError(StoreError):
 
 
 class DamagedRecordError(RecordError):
-    """These bytes are no record, or not the ones that were written."""
+    """The bytes are not a record, or were damaged."""
 
 
 class ForeignRecordError(RecordError):
-    """A whole record, but of another key, model, tenant, codec or secret."""
+    """An intact record of another key, model, tenant, codec or secret."""
 
 
 class RecordVersionError(RecordError):
-    """A record of a format version that this code does not read."""
+    """A record of an unsupported format version."""

@@ -1,7 +1,7 @@
-"""Every Protocol an extension may implement: the one file an extender reads.
+"""Every Protocol an extension may implement.
 
-Each has a conformance suite in :mod:`kvboost.testing`. Implementations are handed to the engine as
-objects; there is no registry to fill.
+Each has a conformance suite in :mod:`kvboost.testing`. Implementations are passed to the engine as objects; there is no
+registry.
 """
 
 from __future__ import annotations
@@ -29,64 +29,64 @@ class Chunker(Protocol):
 
     @property
     def spec(self) -> str:
-        """Names the rule and every parameter of it. Part of the fingerprint: equal spec, equal cuts."""
+        """Names the rule and all its parameters. Part of the fingerprint: equal specs make equal cuts."""
         ...
 
     @property
     def min_tokens(self) -> int:
-        """The shortest chunk this rule makes by itself (a caller's boundary may make a shorter one)."""
+        """The shortest chunk this rule makes (a caller's boundary may make a shorter one)."""
         ...
 
     def cut(self, tokens: TokenArray, boundaries: Sequence[int] = ()) -> list[int]:
         """Ends of the complete chunks, ascending, each at most ``len(tokens)``.
 
-        Whether there is an end after token t may depend on tokens up to t and on boundaries up to t,
-        and on nothing else: so equal prefixes have equal cuts. Every boundary in ``1..len(tokens)``
-        is an end. Tokens behind the last end are an incomplete chunk and are not reported.
+        Whether there is an end after token t may depend only on tokens and boundaries up to t, so equal prefixes have
+        equal cuts. Every boundary in ``1..len(tokens)`` is an end. Tokens after the last end are an incomplete chunk
+        and are not reported.
         """
         ...
 
 
 @runtime_checkable
 class EvictionPolicy(Protocol):
-    """Orders the keys of one store by who should go first. Not thread-safe: the store holds its lock.
+    """Orders the keys of one store for eviction. Not thread-safe: the store holds its lock.
 
-    Of one prompt a policy hears :meth:`found` when it is looked up, :meth:`inserted` for each chunk stored because of
-    it, and :meth:`used` at its end. Before a chunk is stored that others must make room for, :meth:`victim` is asked
-    until there is room, and :meth:`admits` after the first of them.
+    For one prompt the store calls :meth:`found` at lookup, :meth:`inserted` for each chunk it stores, and :meth:`used`
+    at the end. If a new chunk does not fit, the store calls :meth:`victim` until enough space is free, and
+    :meth:`admits` after the first victim.
     """
 
     def inserted(
         self, key: bytes, *, parent: bytes | None = None, nbytes: int = 1, content: bytes | None = None
     ) -> None:
-        """A block of ``nbytes`` was stored under ``key``. ``parent``, if it is stored, may not go before it.
+        """A block of ``nbytes`` was stored under ``key``. ``parent``, if stored, may not be evicted before it.
 
-        ``content`` is the same for the same text wherever it stands, and None where nothing is ever moved.
+        ``content`` is the same for the same text at any position, and None without non-prefix reuse.
         """
         ...
 
     def found(self, chain: Sequence[bytes]) -> None:
-        """A prompt was looked up and these keys were stored, first chunk first. Also called if there are none."""
+        """A lookup found these keys, first chunk first. Also called with none."""
         ...
 
     def used(self, chain: Sequence[bytes]) -> None:
-        """These keys served one prompt, first chunk first, found and new ones alike. No new use of what was found."""
+        """These keys, found and new ones, served one prompt, first chunk first. Not a second use of the found ones."""
         ...
 
     def removed(self, key: bytes) -> None:
-        """The block under ``key`` is gone, by eviction or otherwise."""
+        """The block under ``key`` was evicted or otherwise removed."""
         ...
 
     def victim(self, evictable: Callable[[bytes], bool]) -> bytes | None:
-        """The key to evict next among those that ``evictable`` allows; None if there is none. Removes nothing."""
+        """The next key to evict among those that ``evictable`` allows; None if there is none. Removes nothing."""
         ...
 
     def admits(
         self, key: bytes, *, parent: bytes | None, nbytes: int, victim: bytes, content: bytes | None = None
     ) -> bool:
-        """Whether a block that is not stored is worth the place of ``victim``. If not, neither happens.
+        """Whether to evict ``victim`` for a new block. If not, the block is not stored and ``victim`` stays.
 
-        What would follow it in its prompt is not stored either. A policy without an opinion says True.
+        The chunks after it in its prompt are not stored either. A policy without admission control returns True.
         """
         ...
 
@@ -94,7 +94,7 @@ class EvictionPolicy(Protocol):
 class Lease(Protocol):
     """Holds blocks against eviction until released. A context manager; releasing twice is harmless.
 
-    A store with slower tiers may say where the blocks came from in a further attribute ``loads``, a
+    A store with slower tiers may report where the blocks came from in an optional attribute ``loads``, a
     :class:`kvboost.types.LoadReport`; without it they count as found in memory.
     """
 
@@ -104,7 +104,7 @@ class Lease(Protocol):
         ...
 
     def release(self) -> None:
-        """Let the blocks go."""
+        """Release the blocks."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -115,15 +115,15 @@ class Lease(Protocol):
 
 
 class ContentLease(Protocol):
-    """Like :class:`Lease`, for chunks that need not stand side by side: None where nothing was found."""
+    """Like :class:`Lease`, for chunks that need not be contiguous: None where nothing was found."""
 
     @property
     def blocks(self) -> Sequence[KVBlock | None]:
-        """One entry for each chunk asked for. Raises StoreError after release."""
+        """One entry for each requested chunk. Raises StoreError after release."""
         ...
 
     def release(self) -> None:
-        """Let the blocks go."""
+        """Release the blocks."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -135,38 +135,38 @@ class ContentLease(Protocol):
 
 @runtime_checkable
 class ChunkStore(Protocol):
-    """Keeps blocks. Thread-safe. A block that is absent, unfit or damaged is a miss, never an error."""
+    """Stores blocks. Thread-safe. A block that is absent, incompatible or damaged is a miss, never an error."""
 
     def lease(self, chunks: Sequence[Chunk]) -> Lease:
         """Hold the longest leading run of ``chunks`` that is stored with exactly these tokens.
 
-        Counts hits and misses and marks what it holds as used.
+        Counts hits and misses, and marks the held blocks as used.
         """
         ...
 
     def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> ContentLease:
-        """Hold, for each of ``chunks[after:]``, a block with exactly these tokens, wherever it was computed.
+        """Hold, for each of ``chunks[after:]``, a block with exactly these tokens, computed at any position.
 
-        Of several, the one whose own context shares most with the chunks that stand before it here; the
-        ones before ``after`` are context only. Counts what it finds as moved hits and marks it as used.
+        Among several, the one whose context has the most in common with the chunks before it here; the chunks
+        before ``after`` are context only. Counts what it finds as non-prefix hits and marks it as used.
         """
         ...
 
     def put(self, block: KVBlock) -> PutOutcome:
-        """Keep ``block``; evict others to make room.
+        """Store ``block``; evict others if needed.
 
-        The store takes ownership: the caller must not write to the block's tensors afterwards.
-        A block whose parent is not stored is refused, as no lookup could reach it. So is one of a
-        approx_depth above 0 if its content is stored several times already.
+        The store takes ownership: the caller must not write to the block's tensors afterwards. A block whose parent is
+        not stored is refused, as no lookup could reach it. So is a block with an ``approx_depth`` above 0 whose content
+        is already stored several times.
         """
         ...
 
     def used(self, chain: Sequence[bytes]) -> None:
-        """Tell the eviction policy that these keys served one prompt, first chunk first."""
+        """Notify the eviction policy that these keys served one prompt, first chunk first."""
         ...
 
     def clear(self) -> None:
-        """Forget every block. Leases that are out keep their tensors alive until released."""
+        """Drop every block. Open leases keep their tensors alive until released."""
         ...
 
     def stats(self) -> StoreStats:
@@ -180,10 +180,10 @@ class ChunkStore(Protocol):
 
 @runtime_checkable
 class LayeredStore(ChunkStore, Protocol):
-    """A store with slower tiers below its memory: what it is asked for may still be on its way."""
+    """A store with slower tiers below its memory, whose blocks may take time to arrive."""
 
     def lease(self, chunks: Sequence[Chunk], *, arrived: Callable[[Chunk, KVBlock], None] | None = None) -> Lease:
-        """As every store's; ``arrived`` is told of each block as soon as it is here, before the lease is."""
+        """As :meth:`ChunkStore.lease`; ``arrived`` is called with each block as soon as it arrives."""
         ...
 
     def leading_run(self, chunks: Sequence[Chunk]) -> int:
@@ -195,11 +195,11 @@ class LayeredStore(ChunkStore, Protocol):
         ...
 
     def prefetch(self, chunks: Sequence[Chunk]) -> Future[int]:
-        """Bring the leading chunks up into memory, in the background. The result is how many tokens came."""
+        """Bring the leading chunks up into memory, in the background. The result is the number of tokens loaded."""
         ...
 
     def flush(self) -> None:
-        """Return once everything put so far is as safe as the tiers make it."""
+        """Return once everything put so far is as durable as the tiers make it."""
         ...
 
 
@@ -207,53 +207,53 @@ class LayeredStore(ChunkStore, Protocol):
 class Tier(Protocol):
     """One level of a tiered store: blocks by key, within a byte budget. Thread-safe.
 
-    What is absent, damaged, foreign or out of reach is a miss and never an error; the first trouble of a kind is
-    one warning, the others are counted. A tier opened for one namespace never shows another's blocks.
+    A block that is absent, damaged, foreign or unreachable is a miss, never an error. The first failure of a kind is
+    logged, the others are counted. A tier opened for one namespace never shows another's blocks.
     """
 
     @property
     def name(self) -> str:
-        """Of the kind, in statistics: ``"disk"``, ``"redis"``."""
+        """The kind of tier in statistics, such as ``"disk"`` or ``"redis"``."""
         ...
 
     @property
     def outlives_process(self) -> bool:
-        """Whether what is stored here is found again by the next process. Such a tier is written to behind a put."""
+        """Whether blocks survive the process. Such a tier is written in the background (write-behind)."""
         ...
 
     def contains(self, keys: Sequence[bytes]) -> Sequence[bool]:
-        """Which of these can probably be loaded. A hint, in one round trip: it may be wrong a moment later."""
+        """Which of these can probably be loaded. A hint that may be outdated; takes one round trip."""
         ...
 
     def variants(self, content_keys: Sequence[bytes]) -> Sequence[Sequence[BlockInfo]]:
-        """For each content, blocks that probably hold it, newest last, a few at most. A hint, in one round trip."""
+        """For each content key, a few blocks that probably hold it, newest last. A hint; takes one round trip."""
         ...
 
     def load(self, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
-        """The blocks under these keys, in this order, each as soon as it is here; None for a miss.
+        """The blocks under these keys, in this order, each as soon as it arrives; None for a miss.
 
-        Every block has passed its record's checks and carries the key asked for. The caller compares the tokens.
+        Every block has passed its record's checks and carries the requested key. The caller compares the tokens.
         """
         ...
 
     def store(self, block: KVBlock) -> PutOutcome:
-        """Keep ``block``, evicting others to stay within the budget; parents outlast their successors."""
+        """Store ``block``, evicting others to stay within the budget. A parent is evicted after its successors."""
         ...
 
     def used(self, chain: Sequence[bytes]) -> None:
-        """The keys of one prompt were used, first chunk first. May be written down later."""
+        """The keys of one prompt were used, first chunk first. May be recorded later."""
         ...
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Forget these blocks, if they are here."""
+        """Drop these blocks, if stored."""
         ...
 
     def flush(self) -> None:
-        """Return once everything stored so far is as safe as this tier makes it."""
+        """Return once everything stored so far is as durable as this tier makes it."""
         ...
 
     def clear(self) -> None:
-        """Forget every block of this namespace."""
+        """Drop every block of this namespace."""
         ...
 
     def stats(self) -> StoreStats:
@@ -267,50 +267,50 @@ class Tier(Protocol):
 
 @dataclass(frozen=True)
 class RepairSituation:
-    """What a repair strategy may look at when it chooses rows. Every tensor has one entry per row."""
+    """What a repair strategy may use to select positions. Every tensor has one entry per position."""
 
     layer: int
-    """The layer the rows are about to enter; 0 is before anything was computed."""
+    """The layer the positions are about to enter; 0 is before anything was computed."""
     layer_count: int
-    rows: torch.Tensor
-    """Positions, ascending, of the moved rows that are still candidates."""
-    starts: torch.Tensor
-    """For each row, where the moved stretch it belongs to begins."""
-    ends: torch.Tensor
-    """For each row, where that stretch ends."""
+    positions: torch.Tensor
+    """Positions of the repositioned tokens that are still candidates, ascending."""
+    span_starts: torch.Tensor
+    """For each position, where its repositioned span begins."""
+    span_ends: torch.Tensor
+    """For each position, where that span ends."""
     budget: int
-    """How many rows may be recomputed, after the ratio asked for."""
+    """How many positions may be recomputed, by the recompute ratio."""
     attention: torch.Tensor | None
-    """How much the live tokens look at each row, if the strategy asked for it."""
+    """Attention of the suffix tokens on each position, if the strategy has ``attention_layers``."""
     key_change: torch.Tensor | None
     value_change: torch.Tensor | None
-    """How far the layer before moved each row's keys and values, squared, if it was watched."""
+    """Squared relative change of each position's keys and values in the layer before, if it was watched."""
 
 
 @runtime_checkable
 class RepairStrategy(Protocol):
-    """Chooses which rows of moved chunks are computed again. A frozen dataclass: no state between calls."""
+    """Selects which positions of repositioned chunks are recomputed. A frozen dataclass: no state between calls."""
 
     @property
     def name(self) -> str:
-        """Named in every result it had a part in."""
+        """Reported in every result it was used for."""
         ...
 
     @property
     def spreads(self) -> bool:
-        """Whether what the chosen rows changed is carried over to their neighbours."""
+        """Whether the change of the selected positions is spread to their neighbours."""
         ...
 
     def attention_layers(self, layer_count: int) -> range:
-        """The layers in which the live tokens' attention is wanted; empty for none."""
+        """The layers whose suffix attention the strategy needs; empty for none."""
         ...
 
     def decision_layers(self, layer_count: int) -> Sequence[int]:
-        """Before which layers :meth:`choose` is called, ascending. 0 is before anything is computed."""
+        """The layers before which :meth:`choose` is called, ascending. 0 is before anything is computed."""
         ...
 
     def choose(self, situation: RepairSituation) -> torch.Tensor:
-        """The rows that go on: indices into ``situation.rows``, ascending. May be empty."""
+        """The positions that continue: indices into ``situation.positions``, ascending. May be empty."""
         ...
 
 
@@ -322,5 +322,5 @@ class Streamer(Protocol):
         ...
 
     def end(self) -> None:
-        """The generation is over."""
+        """Called when the generation has ended."""
         ...

@@ -23,7 +23,7 @@ class GenerationMode(enum.Enum):
     PREFIX_CACHE = "prefix_cache"
     """Exact reuse only: the same tokens after the same tokens."""
     CHUNK_KV_REUSE = "chunk_kv_reuse"
-    """Exact reuse, and chunks moved from elsewhere and repaired where that pays. Reported as approximate."""
+    """Exact reuse, and non-prefix reuse with repair where that is faster. Reported as approximate."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class ModelSnapshot:
-    """What a model was at one moment. Taken once per request; equal snapshots, equal KV."""
+    """The state of a model at one moment. Taken once per request; equal snapshots mean equal KV."""
 
     state: object
-    """Cheap to compare with what the model is now."""
+    """Cheap to compare with the model's current state."""
     fields: Mapping[str, str] = field(compare=False)
-    """The fingerprint fields that the model decides, made from ``state``."""
+    """The model's fingerprint fields, derived from ``state``."""
 
 
 TOKEN_BYTES = 4
@@ -73,7 +73,7 @@ class Chunk:
     parent_key: bytes | None
     """``prefix_key`` of the chunk before; None for the first."""
     content_key: bytes
-    """Names these tokens wherever they stand."""
+    """Names these tokens at any position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class KVBlock:
     start: int = 0
     """Position of the first token when this KV was computed."""
     context: bytes = b""
-    """What stood before it then: marks of the nearest chunks, in order (see :data:`CONTEXT_MARK_BYTES`)."""
+    """What preceded it then: marks of the nearest chunks, in order (see :data:`CONTEXT_MARK_BYTES`)."""
     approx_depth: int = 0
     """0: computed behind exact KV only. n: behind repositioned KV whose own ``approx_depth`` was n - 1 at most."""
 
@@ -99,7 +99,7 @@ class KVBlock:
     def of(
         cls, chunk: Chunk, tensors: tuple[torch.Tensor, ...], *, context: bytes, bitwise: bool, key: bytes | None = None
     ) -> KVBlock:
-        """The block of a chunk where it stands, under its prefix key unless another ``key`` is given."""
+        """The block of a chunk at its own position, under its prefix key unless another ``key`` is given."""
         return cls(
             key=key or chunk.prefix_key,
             parent_key=chunk.parent_key,
@@ -115,7 +115,7 @@ class KVBlock:
 
 CONTEXT_MARK_BYTES = 8
 """A chunk is named in a context by this many bytes of its content key."""
-_CONTEXT_CHUNKS = 16  # remembered of what stood before a chunk
+_CONTEXT_CHUNKS = 16  # preceding chunks recorded in a context
 
 
 def context_mark(content_key: bytes) -> bytes:
@@ -124,7 +124,7 @@ def context_mark(content_key: bytes) -> bytes:
 
 
 def context_before(chunks: Sequence[Chunk], index: int) -> bytes:
-    """The context of ``chunks[index]`` where it stands: marks of the nearest chunks before it."""
+    """The context of ``chunks[index]``: marks of the nearest chunks before it."""
     return b"".join(context_mark(chunk.content_key) for chunk in chunks[max(0, index - _CONTEXT_CHUNKS) : index])
 
 
@@ -144,7 +144,7 @@ class BlockInfo:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Whose blocks these are. Records of another namespace are foreign, wherever they turn up."""
+    """The model and tenant that blocks belong to. Records of another namespace are foreign."""
 
     root: bytes
     """32 bytes: the digest of the fingerprint, which every key is derived from."""
@@ -153,7 +153,7 @@ class Namespace:
 
 
 def tenant_digest(name: str) -> bytes:
-    """How a tenant is called in namespaces. The engine and ``kvboost cache`` must agree on it."""
+    """A tenant's name in namespaces. The engine and ``kvboost cache`` must agree on it."""
     return hashlib.sha256(b"kvboost.tenant.1" + name.encode()).digest()
 
 
@@ -163,19 +163,19 @@ class PutOutcome(enum.Enum):
     STORED = "stored"
     PRESENT = "present"
     REFUSED = "refused"
-    """It does not fit, its parent is not stored so that no lookup could reach it, or it has variants enough."""
+    """It does not fit, its parent is not stored so that no lookup could reach it, or it has enough variants."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeclinedLoad:
-    """Tokens that a tier had and that were not loaded, because computing them was expected to be faster."""
+    """Tokens of a tier that were not loaded, because computing them was expected to be faster."""
 
     tier: str
     tokens: int
     load_seconds: float
-    """What loading them was expected to take, by the tier's last loads."""
+    """Expected time to load them, from the tier's recent loads."""
     compute_seconds: float
-    """What computing them was expected to take, by the last requests."""
+    """Expected time to compute them, from recent requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +183,14 @@ class LoadReport:
     """What one lookup did with the tiers below the memory."""
 
     tiers: Mapping[bytes, str] = field(default_factory=dict)
-    """Which tier a block came from, by its key. Blocks that lay in memory are not named."""
+    """The tier of each loaded block, by key. Blocks found in memory are not listed."""
     declined: tuple[DeclinedLoad, ...] = ()
     declined_at: Mapping[int, int] = field(default_factory=dict)
-    """How many tokens were left to be computed so, by where their chunk starts: two tiers may have the same one."""
+    """Tokens computed instead, by the start of their chunk: two tiers may have the same chunk."""
 
 
 NOTHING_LOADED = LoadReport()
-"""Of a lookup that found all it needed in memory, or of a store without tiers."""
+"""The report of a lookup served from memory, or of a store without tiers."""
 
 
 @dataclass(frozen=True)
@@ -206,19 +206,19 @@ class ReuseReport:
     timings_ms: Mapping[str, float] = field(default_factory=dict)
     """Milliseconds by stage: encode, plan, lease, place, prefill, first_token, ..."""
     reason: str | None = None
-    """Why nothing could be reused or moved, or the engine's draft was left out, where something stood in the way."""
+    """Why something was not reused, or why the engine's draft was not used; None if there is no such reason."""
     approximate: str | None = None
-    """The repair strategy, where chunks were moved: the answer may then differ from a full reading's."""
+    """The repair strategy of non-prefix reuse: the answer may differ from a full prefill's. None without it."""
     error_estimate: float | None = None
-    """What the repair left wrong, where it could tell: attention times relative change of rows not computed again."""
+    """Estimated remaining error: attention times relative change of positions not recomputed. None if unknown."""
     tiers: Mapping[str, int] = field(default_factory=dict)
     """Cached tokens by the tier they came from: ``"memory"``, ``"disk"``, ``"redis"``, ..."""
     declined_tokens: int = 0
-    """Tokens that a tier had and that were computed, because loading them was expected to take longer."""
+    """Tokens of a tier that were computed, because loading them was expected to take longer."""
     declined: tuple[DeclinedLoad, ...] = ()
     """Which tiers had them, and what loading and computing were expected to take."""
     paged: bool = False
-    """Whether the KV was more than ``kv_bytes`` and lay in pages: the same up to rounding, so not bitwise."""
+    """Whether the KV exceeded ``kv_bytes`` and was paged: equal up to rounding, so not bitwise."""
 
     @property
     def cached_tokens(self) -> int:
@@ -228,18 +228,18 @@ class ReuseReport:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What a draft was worth to one generation."""
+    """How much a draft helped one generation."""
 
     passes: int
     """Forwards of the model, and so passes over its weights, from the prompt's last step on."""
     proposed: int
     """Tokens the draft proposed."""
     accepted: int
-    """Of them, those the model said as well. Every pass gives one token more, the model's own."""
+    """Proposed tokens that the model accepted. Every pass adds one token of the model's own."""
 
     @property
     def accepted_per_pass(self) -> float:
-        """Tokens a pass gave beside its own."""
+        """Accepted tokens per pass."""
         return self.accepted / self.passes if self.passes else 0.0
 
 
@@ -263,7 +263,7 @@ class GenerationResult:
     batch it is the output of the whole batch.
     """
     speculation: Speculation | None = None
-    """What the draft was worth, where one was used."""
+    """How much the draft helped, if one was used."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -272,7 +272,7 @@ class GenerationResult:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens whose KV came from the cache; of moved ones a part was computed again, see ``reuse``."""
+        """Prompt tokens whose KV came from the cache; part of the repositioned ones was recomputed, see ``reuse``."""
         return self.reuse.cached_tokens
 
     @property
@@ -288,10 +288,10 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class PrefillResult:
-    """A prompt that has been read, ready to go on from."""
+    """A prefilled prompt, ready to continue from."""
 
     logits: torch.Tensor
-    """[vocab], of the last prompt token."""
+    """Logits of the last prompt token, [vocab]."""
     cache: Any
     """A ``transformers.Cache`` that belongs to the caller: changing it cannot touch the store."""
     reuse: ReuseReport
@@ -325,13 +325,13 @@ class StoreStats:
     content_hits: int = 0
     """Chunks found by content alone and handed out."""
     below: tuple[StoreStats, ...] = ()
-    """Of the tiers below, fastest first."""
+    """Statistics of the tiers below, fastest first."""
     loads_declined: int = 0
-    """Chunks that a tier had and that were computed, because loading them would have taken longer."""
+    """Chunks of a tier that were computed, because loading them was expected to take longer."""
     writes_dropped: int = 0
-    """Blocks that were not written to the tiers below, because too many waited. They are offered again later."""
+    """Blocks not written to the tiers below because the queue was full. They are offered again later."""
     waiting_bytes: int = 0
-    """Of blocks that wait to be written to the tiers below."""
+    """Bytes of blocks queued for the tiers below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,13 +341,13 @@ class HotChunk:
     key: bytes
     uses: int
     start: int
-    """Where it stood when its KV was computed."""
+    """Position of its first token when its KV was computed."""
     tokens: int
     nbytes: int
 
 
 class NonPrefixReuseStats(TypedDict):
-    """How moved reuse fares, in :class:`CacheStats`."""
+    """Status of non-prefix reuse, in :class:`CacheStats`."""
 
     allowed: bool
     reason: str | None
@@ -356,7 +356,7 @@ class NonPrefixReuseStats(TypedDict):
     """Requests answered both ways by the shadow check."""
     differing: int
     differing_at_most: float
-    """With 95 % confidence, at any time: the share of requests whose first tokens differ, under stable traffic."""
+    """Upper bound of the share of requests whose first tokens differ: 95 % confidence at any time, stable traffic."""
 
 
 class CacheStats(TypedDict):
@@ -375,4 +375,4 @@ class CacheStats(TypedDict):
     non_prefix_reuse: NonPrefixReuseStats
     workspace_bytes: int
     leased_chunks: int
-    """Held against eviction by whoever uses them now: none when nothing runs and nothing is pinned."""
+    """Chunks held against eviction: zero when no request runs and nothing is pinned."""

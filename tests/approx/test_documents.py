@@ -77,7 +77,7 @@ def test_texts_a_key_and_a_model_without_reuse() -> None:
     assert engine.warm_documents(iter(texts), head="You are kind.", key=key, progress=False) > 0
     assert sorted(seen) == sorted(texts)
     assert engine.warm_documents([], progress=False) == 0
-    with pytest.raises(ConfigError, match="documents are read for non-prefix reuse"):
+    with pytest.raises(ConfigError, match="documents are prefilled for non-prefix reuse"):
         engine_for(engine.model, quality="exact").warm_documents(texts)
 
 

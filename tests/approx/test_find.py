@@ -228,11 +228,11 @@ def test_where_computing_is_cheaper_nothing_moves(tiny: Tiny, monkeypatch: pytes
     moving = engine.session.prefiller.approx
     assert isinstance(moving, ApproxReuse)
     for _ in range(200):  # a machine on which a forward costs much and a row nothing
-        moving.costs.observe_read(forwards=1, rows=100, seconds=1.0)
-        moving.costs.observe_read(forwards=8, rows=50, seconds=8.0)
+        moving.costs.observe_prefill(forwards=1, tokens=100, seconds=1.0)
+        moving.costs.observe_prefill(forwards=8, tokens=50, seconds=8.0)
     few = read(engine, HEAD, ONE[:32], TWO, QUESTION)
     assert few.reuse.moved_tokens > 0  # two forwards instead of five
-    moving.costs.observe_move(rows=1, seconds=100.0)
+    moving.costs.observe_reposition(tokens=1, seconds=100.0)
     assert read(engine, HEAD, TWO, ONE, QUESTION).reuse.moved_tokens == 0
 
 
@@ -276,7 +276,7 @@ def test_what_a_workspace_held_before_cannot_be_seen(
     strategy: str, rows_at_once: int, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows not computed yet are masked, but nothing times a masked NaN is still NaN."""
-    monkeypatch.setattr("kvboost.approx.recompute._MAX_ROWS", rows_at_once)
+    monkeypatch.setattr("kvboost.approx.recompute._MAX_POSITIONS", rows_at_once)
     engine = engine_for(tiny("llama"), recompute_strategy=strategy, recompute_ratio=0.3)
     assert engine.parts is not None
     warm(engine, HEAD, ONE, TWO)

@@ -38,11 +38,11 @@ def test_all_rows_computed_again_equal_a_full_prefill(family: str, attention: st
     engine = _engine(model)
     whole = engine.prefill(_TEXT)
     broken = engine.prefill(_TEXT[::-1])  # right shape, wrong content in every row
-    logits, layer_rows = RecomputeRunner(ModelRunner(model)).recompute_positions(_TEXT, broken.cache, range(40))
+    logits, layer_positions = RecomputeRunner(ModelRunner(model)).recompute_positions(_TEXT, broken.cache, range(40))
     assert logits is not None
     assert _close(logits, whole.logits)
     assert _same_rows(broken.cache, whole.cache)
-    assert layer_rows == 40 * len(decoder_layers(model))
+    assert layer_positions == 40 * len(decoder_layers(model))
 
 
 def test_only_the_chosen_rows_change(tiny: Callable[..., Any]) -> None:
@@ -59,7 +59,7 @@ def test_only_the_chosen_rows_change(tiny: Callable[..., Any]) -> None:
 
 
 def test_many_rows_run_in_several_forwards(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvboost.approx.recompute._MAX_ROWS", 16)
+    monkeypatch.setattr("kvboost.approx.recompute._MAX_POSITIONS", 16)
     model = tiny("llama")
     engine = _engine(model)
     whole, broken = engine.prefill(_TEXT), engine.prefill(_TEXT[::-1])
@@ -85,9 +85,9 @@ def test_dropped_rows_keep_the_layers_they_missed(family: str, tiny: Callable[..
         return {1: torch.tensor([0, 1, 3]), 3: torch.tensor([1, 2])}.get(layer)
 
     runner = RecomputeRunner(ModelRunner(model))
-    _, layer_rows = runner.recompute_positions(_TEXT, broken.cache, [8, 10, 11, 39], choose=choose)
+    _, layer_positions = runner.recompute_positions(_TEXT, broken.cache, [8, 10, 11, 39], choose=choose)
     assert seen == [(0, [8, 10, 11, 39]), (1, [8, 10, 11, 39]), (2, [8, 10, 39]), (3, [8, 10, 39])]
-    assert layer_rows == 4 + 3 + 3 + 2
+    assert layer_positions == 4 + 3 + 3 + 2
     for index, (found, right) in enumerate(zip(broken.cache.layers, whole.cache.layers, strict=True)):
         assert _close(found.keys[:, :, 10], right.keys[:, :, 10]), index  # row 10 ran through every layer
         assert torch.equal(found.keys[:, :, 20], right.keys[:, :, 20])
@@ -110,7 +110,7 @@ def test_watched_layers_say_how_far_their_rows_moved(tiny: Callable[..., Any]) -
         noted.append(changes)
 
     runner = RecomputeRunner(ModelRunner(model))
-    with pytest.raises(ValueError, match="the cache holds 40 rows"):
+    with pytest.raises(ValueError, match="the cache holds 40 positions"):
         runner.recompute_positions(_TEXT[:-1], result.cache, [3])
     runner.recompute_positions(_TEXT, result.cache, [10, 11, 39], choose=choose, watch=[0])
     assert noted[0] is None

@@ -118,12 +118,12 @@ def _fresh(model: Any, start: int, tokens: int = _TOKENS) -> tuple[torch.Tensor,
     return tuple(torch.stack([slots[slot] for slot in group]) for group in layout_of(cache).groups.values())
 
 
-def _moved(
-    mover: KeyRepositioner, layout: KVLayout, block: Sequence[torch.Tensor], old: int, new: int
+def _repositioned(
+    repositioner: KeyRepositioner, layout: KVLayout, block: Sequence[torch.Tensor], old: int, new: int
 ) -> tuple[torch.Tensor, ...]:
     end = new + block[0].shape[2]
     cache = SlabCache(layout, capacity=end)
-    mover.place(cache, block, old_start=old, new_start=new)
+    repositioner.place(cache, block, old_start=old, new_start=new)
     return cache.span(new, end)
 
 
@@ -137,10 +137,10 @@ def _error(found: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> floa
 def test_moved_equals_fresh(name: str, tiny: Callable[..., Any]) -> None:
     model = _build(tiny, name)
     layout = _layout(model)
-    mover = probe_reposition(model, layout)
+    repositioner = probe_reposition(model, layout)
     for old, new in ((0, 37), (512, 3), (0, 100_000), (100_000, 5), (99_000, 100_000)):
         stored, fresh = _fresh(model, old), _fresh(model, new)
-        assert _error(_moved(mover, layout, stored, old, new), fresh) <= 1e-5
+        assert _error(_repositioned(repositioner, layout, stored, old, new), fresh) <= 1e-5
         assert _error(stored, fresh) > 0.1, "a plain copy would have done: this shows nothing"
 
 
@@ -148,7 +148,7 @@ def test_moved_equals_fresh(name: str, tiny: Callable[..., Any]) -> None:
 def test_a_chunk_longer_than_the_original_length(name: str, tiny: Callable[..., Any]) -> None:
     model = _build(tiny, name)
     layout = _layout(model)
-    moved = _moved(probe_reposition(model, layout), layout, _fresh(model, 3, tokens=200), 3, 60)
+    moved = _repositioned(probe_reposition(model, layout), layout, _fresh(model, 3, tokens=200), 3, 60)
     assert _error(moved, _fresh(model, 60, tokens=200)) <= 1e-5
 
 
@@ -157,11 +157,11 @@ def test_a_chunk_longer_than_the_original_length(name: str, tiny: Callable[..., 
 def test_any_move_of_any_length(old: int, new: int, tokens: int, tiny: Callable[..., Any]) -> None:
     model = _build(tiny, "default")
     layout = _layout(model)
-    mover = probe_reposition(model, layout)
+    repositioner = probe_reposition(model, layout)
     stored = _fresh(model, old, tokens)
-    moved = _moved(mover, layout, stored, old, new)
+    moved = _repositioned(repositioner, layout, stored, old, new)
     assert _error(moved, _fresh(model, new, tokens)) <= 1e-5
-    back = _moved(mover, layout, moved, new, old)  # rows() gives views: strided blocks are moved too
+    back = _repositioned(repositioner, layout, moved, new, old)  # span() gives views: strided blocks work too
     assert _error(back, stored) <= 1e-5
 
 
@@ -169,17 +169,17 @@ def test_any_move_of_any_length(old: int, new: int, tokens: int, tiny: Callable[
 def test_low_precision_stays_within_its_rounding(name: str, tiny: Callable[..., Any]) -> None:
     model = _build(tiny, name, dtype=torch.bfloat16)
     layout = _layout(model)
-    mover = probe_reposition(model, layout)
+    repositioner = probe_reposition(model, layout)
     for old, new in ((0, 37), (512, 3), (0, 100_000)):
-        assert _error(_moved(mover, layout, _fresh(model, old), old, new), _fresh(model, new)) <= 2e-2
+        assert _error(_repositioned(repositioner, layout, _fresh(model, old), old, new), _fresh(model, new)) <= 2e-2
 
 
 def test_low_precision_is_rounded_once(tiny: Callable[..., Any]) -> None:
     narrow, wide = _build(tiny, "default", dtype=torch.bfloat16), _build(tiny, "default")
     layouts = _layout(narrow), _layout(wide)
     (block,) = _fresh(narrow, 9)
-    (moved,) = _moved(probe_reposition(narrow, layouts[0]), layouts[0], [block], 9, 300)
-    (precise,) = _moved(probe_reposition(wide, layouts[1]), layouts[1], [block.float()], 9, 300)
+    (moved,) = _repositioned(probe_reposition(narrow, layouts[0]), layouts[0], [block], 9, 300)
+    (precise,) = _repositioned(probe_reposition(wide, layouts[1]), layouts[1], [block.float()], 9, 300)
     assert torch.equal(moved, precise.bfloat16())
 
 
@@ -196,7 +196,7 @@ def test_a_text_read_together_moves_whole(name: str, tiny: Callable[..., Any]) -
             model(input_ids=ids.view(1, -1), position_ids=positions, past_key_values=cache, use_cache=True)
         return cache
 
-    moved = _moved(probe_reposition(model, layout), layout, read(0).extract(0, 24), 0, 37)
+    moved = _repositioned(probe_reposition(model, layout), layout, read(0).extract(0, 24), 0, 37)
     assert _error(moved, read(37).extract(0, 24)) <= 1e-5
 
 
@@ -205,7 +205,7 @@ def test_staying_in_place_is_a_plain_copy(dtype: torch.dtype, tiny: Callable[...
     model = _build(tiny, "yarn", dtype=dtype)
     layout = _layout(model)
     block = _fresh(model, 900)
-    moved = _moved(probe_reposition(model, layout), layout, block, 900, 900)
+    moved = _repositioned(probe_reposition(model, layout), layout, block, 900, 900)
     assert all(torch.equal(a, b) for a, b in zip(moved, block, strict=True))
 
 
@@ -214,7 +214,7 @@ def test_what_does_not_rotate_is_copied_bit_for_bit(name: str, tiny: Callable[..
     model = _build(tiny, name)
     layout = _layout(model)
     (block,) = _fresh(model, 0)  # [slots, heads, tokens, dim]
-    (moved,) = _moved(probe_reposition(model, layout), layout, [block], 0, 700)
+    (moved,) = _repositioned(probe_reposition(model, layout), layout, [block], 0, 700)
     assert torch.equal(moved[1::2], block[1::2])
     if name == "partial, phi":
         assert torch.equal(moved[..., 8:], block[..., 8:])
@@ -225,9 +225,9 @@ def test_what_does_not_rotate_is_copied_bit_for_bit(name: str, tiny: Callable[..
 def test_only_the_rows_named_are_written(tiny: Callable[..., Any]) -> None:
     model = _build(tiny, "by layer type, gemma3")
     layout = _layout(model)
-    mover = probe_reposition(model, layout)
+    repositioner = probe_reposition(model, layout)
     cache = SlabCache(layout, capacity=256, batch=3)  # zeroed
-    mover.place(cache, _fresh(model, 5), old_start=5, new_start=90, row=1)
+    repositioner.place(cache, _fresh(model, 5), old_start=5, new_start=90, row=1)
     right = _fresh(model, 90)
     assert _error([slab[:, 1, :, 90:130] for slab in cache.slabs], right) <= 1e-5
     for slab in cache.slabs:
@@ -238,11 +238,11 @@ def test_only_the_rows_named_are_written(tiny: Callable[..., Any]) -> None:
 def test_threads_do_not_disturb_each_other(tiny: Callable[..., Any]) -> None:
     model = _build(tiny, "longrope")  # its rotary module writes to itself on every call
     layout = _layout(model)
-    mover = probe_reposition(model, layout)
+    repositioner = probe_reposition(model, layout)
     block = _fresh(model, 11)
-    alone = [_moved(mover, layout, block, 11, new) for new in range(100, 164)]
+    alone = [_repositioned(repositioner, layout, block, 11, new) for new in range(100, 164)]
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(lambda new: _moved(mover, layout, block, 11, new), range(100, 164)))
+        together = list(pool.map(lambda new: _repositioned(repositioner, layout, block, 11, new), range(100, 164)))
     assert all(torch.equal(a[0], b[0]) for a, b in zip(alone, together, strict=True))
 
 
@@ -286,26 +286,26 @@ def test_length_dependent_rope_keeps_its_state_and_its_limit(kind: str) -> None:
     rotary = model.model.rotary_emb
     frequencies, length = rotary.inv_freq, rotary.max_seq_len_cached
     assert not torch.equal(frequencies, rotary.original_inv_freq)
-    mover = probe_reposition(model, layout)
+    repositioner = probe_reposition(model, layout)
     short = [torch.randn(4, 2, 30, 8)]
-    moved = _moved(mover, layout, short, 0, 200)
+    moved = _repositioned(repositioner, layout, short, 0, 200)
     assert rotary.inv_freq is frequencies
     assert rotary.max_seq_len_cached == length
-    assert _error(_moved(mover, layout, _fresh(model, 1), 1, 200), _fresh(model, 200)) <= 1e-5
+    assert _error(_repositioned(repositioner, layout, _fresh(model, 1), 1, 200), _fresh(model, 200)) <= 1e-5
     for old, new in ((0, 226), (226, 0)):
         with pytest.raises(ValueError, match="change beyond 255"):
-            _moved(mover, layout, short, old, new)
-    assert torch.equal(_moved(mover, layout, short, 0, 200)[0], moved[0])
+            _repositioned(repositioner, layout, short, old, new)
+    assert torch.equal(_repositioned(repositioner, layout, short, 0, 200)[0], moved[0])
 
 
 def test_what_does_not_fit_is_refused(tiny: Callable[..., Any]) -> None:
     model, other = _build(tiny, "default"), _build(tiny, "layers without, smollm3")
     layout = _layout(model)
-    mover = probe_reposition(model, layout)
+    repositioner = probe_reposition(model, layout)
     with pytest.raises(ValueError, match="do not fit"):
-        mover.place(SlabCache(layout, capacity=256), _fresh(model, 0), old_start=0, new_start=217)
+        repositioner.place(SlabCache(layout, capacity=256), _fresh(model, 0), old_start=0, new_start=217)
     with pytest.raises(ValueError, match="another layout"):
-        mover.place(SlabCache(_layout(other), capacity=256), _fresh(model, 0), old_start=0, new_start=1)
+        repositioner.place(SlabCache(_layout(other), capacity=256), _fresh(model, 0), old_start=0, new_start=1)
 
 
 @given(indices=st.sets(st.integers(0, 60), max_size=40))

@@ -16,22 +16,22 @@ from kvboost.extend import RepairSituation, RepairStrategy
 
 
 def situation(lengths: list[int], *, ratio: float = 0.25, gap: int = 5, seed: int = 0) -> RepairSituation:
-    """Moved stretches of these lengths, ``gap`` rows apart, with random signals."""
+    """Spans of these lengths, ``gap`` positions apart, with random signals."""
     generator = torch.Generator().manual_seed(seed)
-    rows, starts, ends, at = [], [], [], 10
+    positions, starts, ends, at = [], [], [], 10
     for length in lengths:
-        rows += range(at, at + length)
+        positions += range(at, at + length)
         starts += [at] * length
         ends += [at + length] * length
         at += length + gap
-    noise = [torch.rand(len(rows), generator=generator) for _ in range(3)]
+    noise = [torch.rand(len(positions), generator=generator) for _ in range(3)]
     return RepairSituation(
         layer=2,
         layer_count=12,
-        rows=torch.tensor(rows),
-        starts=torch.tensor(starts),
-        ends=torch.tensor(ends),
-        budget=round(ratio * len(rows)),
+        positions=torch.tensor(positions),
+        span_starts=torch.tensor(starts),
+        span_ends=torch.tensor(ends),
+        budget=round(ratio * len(positions)),
         attention=noise[0],
         key_change=noise[1],
         value_change=noise[2],
@@ -40,20 +40,20 @@ def situation(lengths: list[int], *, ratio: float = 0.25, gap: int = 5, seed: in
 
 @pytest.mark.parametrize("name", STRATEGIES)
 @given(lengths=st.lists(st.integers(1, 80), min_size=1, max_size=6), ratio=st.floats(0.0, 1.0), seed=st.integers(0, 99))
-def test_choices_are_ascending_rows_that_exist(name: str, lengths: list[int], ratio: float, seed: int) -> None:
-    given_rows = situation(lengths, ratio=ratio, seed=seed)
+def test_choices_are_ascending_positions_that_exist(name: str, lengths: list[int], ratio: float, seed: int) -> None:
+    given_situation = situation(lengths, ratio=ratio, seed=seed)
     strategy = STRATEGIES[name]
-    chosen = strategy.choose(given_rows)
+    chosen = strategy.choose(given_situation)
     assert torch.equal(chosen, chosen.unique())
-    assert len(chosen) == 0 or (chosen[0] >= 0 and chosen[-1] < len(given_rows.rows))
-    assert torch.equal(chosen, strategy.choose(given_rows)), "the same situation, the same rows"
-    if name not in ("selective",):  # its rows per seam are given, whatever the ratio
-        assert len(chosen) <= given_rows.budget + len(lengths)
+    assert len(chosen) == 0 or (chosen[0] >= 0 and chosen[-1] < len(given_situation.positions))
+    assert torch.equal(chosen, strategy.choose(given_situation)), "the same situation, the same positions"
+    if name not in ("selective",):  # its positions per boundary do not depend on the ratio
+        assert len(chosen) <= given_situation.budget + len(lengths)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("layers", [1, 2, 3, 30, 80])
-def test_layers_asked_for_exist(name: str, layers: int) -> None:
+def test_requested_layers_exist(name: str, layers: int) -> None:
     strategy = STRATEGIES[name]
     watched, decisions = strategy.attention_layers(layers), strategy.decision_layers(layers)
     assert all(0 <= layer < layers for layer in watched)
@@ -62,12 +62,12 @@ def test_layers_asked_for_exist(name: str, layers: int) -> None:
 
 
 def test_the_known_ways_choose_what_their_names_say() -> None:
-    given_rows = situation([8, 16], ratio=0.25)
-    rows = given_rows.rows
-    assert STRATEGIES["none"].choose(given_rows).tolist() == []
-    assert rows[Selective(overlap=2).choose(given_rows)].tolist() == [16, 17, 37, 38]
-    assert rows[STRATEGIES["first"].choose(given_rows)].tolist() == [10, 11, 23, 24, 25, 26]
-    changed = replace(given_rows, value_change=torch.arange(24.0), attention=-torch.arange(24.0))
+    given_situation = situation([8, 16], ratio=0.25)
+    positions = given_situation.positions
+    assert STRATEGIES["none"].choose(given_situation).tolist() == []
+    assert positions[Selective(overlap=2).choose(given_situation)].tolist() == [16, 17, 37, 38]
+    assert positions[STRATEGIES["first"].choose(given_situation)].tolist() == [10, 11, 23, 24, 25, 26]
+    changed = replace(given_situation, value_change=torch.arange(24.0), attention=-torch.arange(24.0))
     assert CacheBlend().choose(changed).tolist() == list(range(18, 24))
     assert STRATEGIES["query"].choose(changed).tolist() == list(range(6))
 

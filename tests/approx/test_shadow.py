@@ -11,7 +11,7 @@ import pytest
 
 from kvboost import KVBoost
 from kvboost.approx.guard import ReuseGuard
-from kvboost.approx.shadow import Answered, ShadowChecks
+from kvboost.approx.shadow import ServedRequest, ShadowChecks
 from kvboost.core.prefill import ChunkedPrompt
 from tests.approx.test_find import HEAD, ONE, QUESTION, TWO, engine_for, joined, text, warm
 
@@ -36,14 +36,14 @@ def _ask_until_off(engine: KVBoost) -> None:
     raise AssertionError("the guard did not act within 40 requests")
 
 
-def _answered(number: int, produced: tuple[int, ...] = (5,)) -> Answered:
+def _served(number: int, produced: tuple[int, ...] = (5,)) -> ServedRequest:
     prompt = ChunkedPrompt([number], (), None, [])  # type: ignore[arg-type]
-    return Answered(prompt, {}, list(produced), prefiller=None)  # type: ignore[arg-type]
+    return ServedRequest(prompt, {}, list(produced), prefiller=None)  # type: ignore[arg-type]
 
 
 def _offer(shadow: ShadowChecks, numbers: range) -> None:
     for number in numbers:
-        shadow.offer(_answered(number))
+        shadow.offer(_served(number))
     shadow.wait()
 
 
@@ -52,7 +52,7 @@ def test_a_bad_repair_switches_itself_off_and_says_so(tiny: Tiny) -> None:
     engine = engine_for(tiny("llama"), recompute_strategy="none", recompute_ratio=0.0, quality=0.05, shadow_share=1.0)
     warm(engine, HEAD, ONE, TWO)
     assert engine.parts.shadow is not None
-    with pytest.warns(RuntimeWarning, match="non-prefix reuse is off from here on"):
+    with pytest.warns(RuntimeWarning, match="non-prefix reuse is now off"):
         _ask_until_off(engine)
     stats = engine.cache_stats()["non_prefix_reuse"]
     assert stats["differing"] >= 2
@@ -118,7 +118,7 @@ def test_checks_that_cannot_keep_up_are_dropped() -> None:
     guard = ReuseGuard(0.1)
     shadow = ShadowChecks(slow, share=1.0, guard=guard)
     for _ in range(50):
-        shadow.offer(_answered(1))
+        shadow.offer(_served(1))
     assert shadow.dropped >= 40
     go_on.set()
     shadow.wait()
@@ -129,7 +129,7 @@ def test_checks_that_cannot_keep_up_are_dropped() -> None:
 def test_a_check_that_fails_does_not_count_and_does_not_end_the_others() -> None:
     guard, seen = ReuseGuard(0.1), []
 
-    def failing(request: Answered) -> bool | None:
+    def failing(request: ServedRequest) -> bool | None:
         seen.append(request.prompt.tokens)
         if request.prompt.tokens == [0]:
             raise OSError("no memory")
@@ -143,7 +143,7 @@ def test_a_check_that_fails_does_not_count_and_does_not_end_the_others() -> None
     assert guard.bound.checked == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        shadow.offer(_answered(3, produced=()))  # nothing to compare
+        shadow.offer(_served(3, produced=()))  # nothing to compare
         shadow.close()
 
 
@@ -151,7 +151,7 @@ def test_about_the_asked_share_is_checked() -> None:
     guard = ReuseGuard(0.5)
     shadow = ShadowChecks(lambda *args: False, share=0.3, guard=guard)
     for _ in range(1000):
-        shadow.offer(_answered(1))
+        shadow.offer(_served(1))
         shadow.wait()
     assert 230 <= guard.bound.checked <= 370
     shadow.close()

@@ -9,9 +9,9 @@ from kvboost.core.costs import CostModel
 
 def test_before_anything_was_seen_a_forward_costs_something() -> None:
     costs = CostModel()
-    assert costs.read_seconds(forwards=2, rows=100) > costs.read_seconds(forwards=1, rows=100)
-    assert costs.read_seconds(forwards=1, rows=200) > costs.read_seconds(forwards=1, rows=100)
-    assert costs.move_seconds(100) == 0.0
+    assert costs.prefill_seconds(forwards=2, tokens=100) > costs.prefill_seconds(forwards=1, tokens=100)
+    assert costs.prefill_seconds(forwards=1, tokens=200) > costs.prefill_seconds(forwards=1, tokens=100)
+    assert costs.reposition_seconds(100) == 0.0
 
 
 @pytest.mark.parametrize(("fixed", "per_row"), [(0.04, 0.001), (0.5, 0.01), (0.0001, 0.00002), (0.0, 0.003)])
@@ -21,18 +21,18 @@ def test_it_learns_what_the_machine_takes(fixed: float, per_row: float) -> None:
         forwards = noise.randint(1, 12)
         rows = forwards * noise.randint(40, 200)
         seconds = (fixed * forwards + per_row * rows) * noise.uniform(0.9, 1.1)
-        costs.observe_read(forwards=forwards, rows=rows, seconds=seconds)
+        costs.observe_prefill(forwards=forwards, tokens=rows, seconds=seconds)
     for forwards, rows in ((1, 30), (10, 1300), (1, 2000)):
         expected = fixed * forwards + per_row * rows
-        assert costs.read_seconds(forwards=forwards, rows=rows) == pytest.approx(expected, rel=0.35)
+        assert costs.prefill_seconds(forwards=forwards, tokens=rows) == pytest.approx(expected, rel=0.35)
 
 
 def test_a_machine_that_changes_is_learnt_again() -> None:
     costs = CostModel()
     for seconds_per_row in (0.001, 0.004):
         for forwards in (1, 2, 4, 8) * 60:
-            costs.observe_read(forwards=forwards, rows=128 * forwards, seconds=seconds_per_row * 128 * forwards)
-    assert costs.read_seconds(forwards=8, rows=1024) == pytest.approx(4.1, rel=0.1)
+            costs.observe_prefill(forwards=forwards, tokens=128 * forwards, seconds=seconds_per_row * 128 * forwards)
+    assert costs.prefill_seconds(forwards=8, tokens=1024) == pytest.approx(4.1, rel=0.1)
 
 
 @pytest.mark.parametrize("repeats", [1, 200])
@@ -40,10 +40,10 @@ def test_requests_of_one_shape_do_not_make_rows_or_forwards_free(repeats: int) -
     """Eight steps of 128 rows in a second say nothing about what a step costs and what a row does."""
     costs = CostModel()
     for _ in range(repeats):
-        costs.observe_read(forwards=8, rows=1024, seconds=1.0)
-    assert costs.read_seconds(forwards=8, rows=1024) == pytest.approx(1.0, rel=0.01)
-    assert 0.05 < costs.read_seconds(forwards=1, rows=64) < 0.15
-    assert 0.7 < costs.read_seconds(forwards=1, rows=1024) < 0.95
+        costs.observe_prefill(forwards=8, tokens=1024, seconds=1.0)
+    assert costs.prefill_seconds(forwards=8, tokens=1024) == pytest.approx(1.0, rel=0.01)
+    assert 0.05 < costs.prefill_seconds(forwards=1, tokens=64) < 0.15
+    assert 0.7 < costs.prefill_seconds(forwards=1, tokens=1024) < 0.95
 
 
 def test_noise_does_not_make_rows_free() -> None:
@@ -51,8 +51,8 @@ def test_noise_does_not_make_rows_free() -> None:
     for _ in range(30):
         chunks = noise.randint(1, 16)
         seconds = (0.005 * chunks + 0.001 * 128 * chunks) * noise.uniform(0.85, 1.15)
-        costs.observe_read(forwards=chunks, rows=128 * chunks, seconds=seconds)
-    assert costs.read_seconds(forwards=1, rows=1024) > 0.5 * 1.029
+        costs.observe_prefill(forwards=chunks, tokens=128 * chunks, seconds=seconds)
+    assert costs.prefill_seconds(forwards=1, tokens=1024) > 0.5 * 1.029
 
 
 def test_repairs_that_take_longer_are_expected_to() -> None:
@@ -68,8 +68,8 @@ def test_repairs_that_take_longer_are_expected_to() -> None:
 
 def test_moving_costs_what_it_took_lately() -> None:
     costs = CostModel()
-    costs.observe_move(rows=1000, seconds=0.01)
-    assert costs.move_seconds(500) == pytest.approx(0.005)
+    costs.observe_reposition(tokens=1000, seconds=0.01)
+    assert costs.reposition_seconds(500) == pytest.approx(0.005)
     for _ in range(300):
-        costs.observe_move(rows=1000, seconds=0.1)
-    assert costs.move_seconds(500) == pytest.approx(0.05, rel=0.05)
+        costs.observe_reposition(tokens=1000, seconds=0.1)
+    assert costs.reposition_seconds(500) == pytest.approx(0.05, rel=0.05)

@@ -114,7 +114,7 @@ def test_a_prompt_read_twice_is_an_error_rather_than_a_wrong_answer(
 
     monkeypatch.setattr(module, "reads_prompt_again", lambda model, arguments: None)
     engine.warm(_TEXT)
-    with pytest.raises(UnsupportedModelError, match="read the prompt again"):
+    with pytest.raises(UnsupportedModelError, match="computed the prompt again"):
         engine.generate(_TEXT + "?", max_new_tokens=10, do_sample=False, assistant_early_exit=1)
 
 

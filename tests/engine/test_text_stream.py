@@ -67,7 +67,7 @@ def test_errors_reach_the_caller(engine: KVBoost) -> None:
         engine.stream("text", max_new_tokens=0)
     with pytest.raises(ConfigError, match="is the streamer"):
         engine.stream("text", streamer=object())
-    with pytest.raises(ConfigError, match="may change how the model reads"):
+    with pytest.raises(ConfigError, match="may change the prompt's KV"):
         list(engine.stream("text", max_new_tokens=2, no_such_argument=1))
 
 

@@ -111,7 +111,7 @@ def test_the_settings_say_what_is_wrong_with_them(tiny: Tiny) -> None:
     for name in ("disk_cache_bytes", "host_cache_bytes"):
         with pytest.raises(ConfigError, match=name):
             KVBoost.from_pretrained("nowhere", **{name: "much"})
-    with pytest.raises(ConfigError, match="give cache_bytes more instead"):
+    with pytest.raises(ConfigError, match="raise cache_bytes instead"):
         engine_for(tiny("llama"), host_cache_bytes="1GiB")
 
 

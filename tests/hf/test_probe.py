@@ -15,11 +15,11 @@ _PROMPT = list(range(3, 60))
 @pytest.mark.parametrize(
     ("family", "overrides", "reason"),
     [
-        ("mamba", {}, "not one row per token"),
-        ("qwen3_next", {}, "not one row per token"),
-        ("jamba", {}, "not one row per token"),
+        ("mamba", {}, "not one entry per token"),
+        ("qwen3_next", {}, "not one entry per token"),
+        ("jamba", {}, "not one entry per token"),
         # Transformers' own generate goes wrong for this family as soon as a cache is handed to it.
-        ("mpt", {}, "goes on from a given cache"),
+        ("mpt", {}, "continues from a given cache"),
     ],
 )
 def test_refuses_with_a_reason(family: str, overrides: dict[str, Any], reason: str, tiny: Callable[..., Any]) -> None:
@@ -33,7 +33,7 @@ def test_a_refused_model_still_runs_when_not_strict(tiny: Callable[..., Any]) ->
         engine = KVBoost(model, None, strict=False)
     result = engine.generate(_PROMPT, max_new_tokens=3, temperature=0)
     assert result.reuse.reason is not None
-    assert "not one row per token" in result.reuse.reason
+    assert "not one entry per token" in result.reuse.reason
     assert result.cached_tokens == 0
     assert engine.warm(_PROMPT) == 0
     assert not engine.verify_correctness()

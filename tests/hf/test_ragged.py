@@ -9,7 +9,7 @@ import torch
 from kvboost.errors import UnsupportedModelError
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.probe import probe_model
-from kvboost.hf.ragged import RaggedRunner, SharedStart, probe_ragged
+from kvboost.hf.ragged import RaggedRunner, SharedPrefix, probe_ragged
 from kvboost.hf.runner import ModelRunner
 from tests.helpers.models import FAMILIES
 
@@ -52,7 +52,7 @@ def test_a_shared_beginning_is_attended_to_once(
     joint, alone = ([filled(runner, prompt) for prompt in prompts] for _ in range(2))
     if family != "gemma3_text":  # a window looks at its own rows
         joint[1].wipe(0, 80)  # the others look at the first one's copy only
-    shared = [SharedStart((0, 1), 80)]
+    shared = [SharedPrefix((0, 1), 80)]
     found = ragged.decode([21, 22, 23, 24], joint, shared=shared)
     expected = [runner.append([t], c, logits=True) for t, c in zip([21, 22, 23, 24], alone, strict=True)]
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)

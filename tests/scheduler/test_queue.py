@@ -14,7 +14,7 @@ _READS_PASSED = 8
 
 
 def limits(**changes: int) -> Limits:
-    usual = {"max_running": 3, "max_waiting": 100, "kv_bytes": 100, "chunk_budget": _CHUNK, "patience": 4}
+    usual = {"max_running": 3, "max_waiting": 100, "kv_bytes": 100, "chunk_budget": _CHUNK, "max_wait_steps": 4}
     return Limits(**{**usual, **changes})
 
 
@@ -78,9 +78,9 @@ class World:
             self.admitted.add(number)
             job.waits.append((self.now - job.began_to_wait, job.ahead))
             job.read = next((i for i, key in enumerate(job.chain) if key not in self.stored), len(job.chain))
-            self.scheduler.opened(number, at_hand=job.read, provides=len(job.chain), steps=self.left(job))
+            self.scheduler.opened(number, available=job.read, will_provide=len(job.chain), steps=self.left(job))
         used = 0
-        while (number := self.scheduler.next_read(used=used)) is not None:
+        while (number := self.scheduler.next_prefill(used=used)) is not None:
             job = self.live[number]
             rows = self.left(job)[0]
             assert not used or used + rows <= self.settings.chunk_budget, "one chunk, or what fits"
@@ -89,7 +89,7 @@ class World:
                 self.computed.append(job.chain[job.read])
                 self.stored.add(job.chain[job.read])
             job.read += 1
-            self.scheduler.read(number, at_hand=min(job.read, len(job.chain)), steps=self.left(job))
+            self.scheduler.prefilled(number, available=min(job.read, len(job.chain)), steps=self.left(job))
             if not self.left(job):
                 self.draw(job)
         for number in self.scheduler.decoding():
@@ -134,31 +134,33 @@ _jobs = st.lists(
 
 
 @settings(deadline=None)
-@given(jobs=_jobs, max_running=st.integers(1, 5), patience=st.integers(1, 20))
-def test_every_wait_is_bounded_by_those_who_came_before(jobs: list[Simulated], max_running: int, patience: int) -> None:
-    world = World(limits(max_running=max_running, patience=patience), jobs)
+@given(jobs=_jobs, max_running=st.integers(1, 5), max_wait_steps=st.integers(1, 20))
+def test_every_wait_is_bounded_by_those_who_came_before(
+    jobs: list[Simulated], max_running: int, max_wait_steps: int
+) -> None:
+    world = World(limits(max_running=max_running, max_wait_steps=max_wait_steps), jobs)
     world.run()
     assert len(world.done) == len(jobs)
     reading = 6 * (_READS_PASSED + max_running)  # each of at most 6 steps waits for so many others
-    turn = reading + 60 + patience + 2  # then come replayed tokens, and those that nobody may interrupt
+    turn = reading + 60 + max_wait_steps + 2  # then come replayed tokens, and those that nobody may interrupt
     for job in jobs:
         for waited, ahead in job.waits:
-            assert waited <= patience + (ahead + 1) * turn
+            assert waited <= max_wait_steps + (ahead + 1) * turn
 
 
 def test_a_large_job_is_not_starved_by_small_ones() -> None:
     small = [Simulated(3 * i, "a", 40, 100 + i, 1, 6) for i in range(100)]
     large = Simulated(3, "a", 90, 1, 1, 5)
-    world = World(limits(max_running=4, patience=10), [*small, large])
+    world = World(limits(max_running=4, max_wait_steps=10), [*small, large])
     world.run()
-    assert large.waits[0][0] <= 10 + 20, "patience, and those that ran then"
+    assert large.waits[0][0] <= 10 + 20, "max_wait_steps, and those that ran then"
     assert world.done.index(large) < 30
 
 
-def test_a_job_behind_endless_ones_waits_no_longer_than_patience() -> None:
+def test_a_job_behind_endless_ones_waits_no_longer_than_max_wait_steps() -> None:
     endless = [Simulated(0, "a", 10, i, 1, 2000) for i in range(3)]
     late = Simulated(5, "a", 10, 9, 1, 5)
-    world = World(limits(patience=20), [*endless, late])
+    world = World(limits(max_wait_steps=20), [*endless, late])
     world.run()
     assert late.waits[0][0] <= 25
     assert sorted(job.produced for job in endless) == [2000] * 3, "who made room goes on where it stopped"
@@ -167,14 +169,14 @@ def test_a_job_behind_endless_ones_waits_no_longer_than_patience() -> None:
 def test_a_tenant_with_many_jobs_leaves_room_for_another() -> None:
     many = [Simulated(0, "greedy", 10, i, 0, 30) for i in range(50)]
     one = Simulated(1, "modest", 10, 3, 0, 3)
-    world = World(limits(patience=1000), [*many, one])
+    world = World(limits(max_wait_steps=1000), [*many, one])
     world.run()
     assert world.done.index(one) <= 3, "the next slot is theirs, not the fiftieth"
 
 
 def test_a_beginning_that_several_need_is_read_once() -> None:
     jobs = [Simulated(0, "a", 10, 3 * i, 4, 2) for i in range(6)]
-    world = World(limits(max_running=6, patience=1000), jobs)
+    world = World(limits(max_running=6, max_wait_steps=1000), jobs)
     world.run()
     assert sorted(world.computed) == sorted({key for job in jobs for key in job.chain})
     assert len(world.computed) == 2 + 6 * 2
@@ -186,18 +188,20 @@ def test_who_waits_for_a_beginning_is_let_go_when_its_reader_ends() -> None:
     second = scheduler.add(tenant="", nbytes=1, chain=[b"x", b"y", b"z"])
     assert scheduler.admit() == first
     assert scheduler.admit() is None, "its beginning is not known yet"
-    scheduler.opened(first, at_hand=0, provides=2, steps=[8, 8, 3])
+    scheduler.opened(first, available=0, will_provide=2, steps=[8, 8, 3])
     assert scheduler.admit() is None
     scheduler.remove(first)
     assert scheduler.admit() == second
 
 
-def test_who_provides_nothing_is_not_waited_for() -> None:
+def test_a_job_that_provides_nothing_is_not_waited_for() -> None:
     scheduler = Scheduler(limits())
     first = scheduler.add(tenant="", nbytes=1, chain=[b"x", b"y"])
     second = scheduler.add(tenant="", nbytes=1, chain=[b"x", b"z"])
     scheduler.admit()
-    scheduler.opened(first, at_hand=0, provides=0, steps=[16, 3])  # its first chunk is moved, so nobody can share it
+    scheduler.opened(
+        first, available=0, will_provide=0, steps=[16, 3]
+    )  # its first chunk is moved, so nobody can share it
     assert scheduler.admit() == second
 
 
@@ -206,12 +210,12 @@ def test_short_prompts_go_first_but_not_for_ever() -> None:
     numbers = [scheduler.add(tenant="", nbytes=1, chain=[]) for _ in range(30)]
     for number in numbers:
         assert scheduler.admit() == number
-        scheduler.opened(number, at_hand=0, provides=0, steps=[8, 8] if number == 0 else [3])
+        scheduler.opened(number, available=0, will_provide=0, steps=[8, 8] if number == 0 else [3])
     order = []
-    while (number := scheduler.next_read(used=0)) is not None:
+    while (number := scheduler.next_prefill(used=0)) is not None:
         order.append(number)
         left = [8] if number == 0 and order.count(0) == 1 else []
-        scheduler.read(number, at_hand=0, steps=left)
+        scheduler.prefilled(number, available=0, steps=left)
     assert order[0] == 1
     assert order.index(0) == _READS_PASSED
 
@@ -246,28 +250,28 @@ def test_a_larger_workspace_counts_while_it_is_held() -> None:
     first = scheduler.add(tenant="", nbytes=10, chain=[])
     scheduler.add(tenant="", nbytes=50, chain=[])
     scheduler.admit()
-    scheduler.opened(first, at_hand=0, provides=0, steps=[3], held=60)
+    scheduler.opened(first, available=0, will_provide=0, steps=[3], held=60)
     assert scheduler.reserved_bytes == 60
     assert scheduler.admit() is None
     scheduler.remove(first)
     assert scheduler.admit() is not None
 
 
-def test_who_must_grow_gets_the_room_of_the_last_in_line() -> None:
+def test_a_job_that_must_grow_preempts_the_last_to_arrive() -> None:
     scheduler = Scheduler(limits())
     with pytest.raises(CapacityError, match="101 bytes"):
         scheduler.add(tenant="", nbytes=10, peak=101, chain=[])
     first, second, third = (scheduler.add(tenant="", nbytes=30, peak=100, chain=[]) for _ in range(3))
     for number in (first, second, third):
         assert scheduler.admit() == number
-        scheduler.opened(number, at_hand=0, provides=0, steps=[])
+        scheduler.opened(number, available=0, will_provide=0, steps=[])
     assert scheduler.grow(first, 40)
     assert not scheduler.grow(second, 60)
-    assert scheduler.yield_to(second, 60) == third
+    assert scheduler.preempt_for(second, 60) == third
     assert scheduler.grow(second, 60)
     assert scheduler.admit() is None, "the third waits for its 30 bytes"
     assert not scheduler.grow(second, 70)
-    assert scheduler.yield_to(second, 70) == second, "the first in line never makes room"
+    assert scheduler.preempt_for(second, 70) == second, "the first to arrive is never preempted"
     assert scheduler.reserved_bytes == 40
     assert scheduler.admit() == third, "30 bytes are free, 70 are not"
     scheduler.remove(first)

@@ -207,7 +207,7 @@ def test_cancelling_gives_everything_back_within_one_step(tiny: Callable[..., An
 def test_preempted_jobs_make_room_and_go_on(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for deterministic in (False, True):
         engine = engine_of(tiny("llama"))
-        with BatchRunner(engine, max_running=2, patience=4, deterministic=deterministic) as runner:
+        with BatchRunner(engine, max_running=2, max_wait_steps=4, deterministic=deterministic) as runner:
             preempted = _count_preemptions(runner, monkeypatch)
             jobs = [job(_TEXT[i : i + 20 + i], 16, top_logprobs=0) for i in range(4)]
             found = run(runner, jobs)
@@ -293,7 +293,7 @@ def test_text_that_stands_elsewhere_is_moved(tiny: Callable[..., Any]) -> None:
         report = end(both[1]).report
         assert report is not None
         assert report.moved_tokens == 0
-        assert "hold up" in str(report.reason)
+        assert "delay the other jobs" in str(report.reason)
     assert ids(both[1]) == alone(engine, long, 4)
     with BatchRunner(engine, deterministic=True) as runner:
         report = end(run(runner, [job([*_TEXT[170:178], *_TEXT[8:24], 5], 2)])[0]).report
@@ -317,7 +317,7 @@ def test_moved_jobs_are_checked_as_other_requests_are(tiny: Callable[..., Any]) 
                 if not engine.cache_stats()["non_prefix_reuse"]["allowed"]:
                     return
 
-    with pytest.warns(RuntimeWarning, match="non-prefix reuse is off"):
+    with pytest.warns(RuntimeWarning, match="non-prefix reuse is now off"):
         ask_until_off()
     assert not engine.cache_stats()["non_prefix_reuse"]["allowed"]
     engine.close()
@@ -368,14 +368,12 @@ def test_memory_stays_within_its_budget(tiny: Callable[..., Any]) -> None:
     assert [ids(events) for events in found] == [alone(engine, _TEXT[i : i + 150], 30) for i in range(8)]
 
 
-def test_long_answers_grow_and_give_up_their_room_in_turn(
-    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvboost.scheduler.running._TOKENS_AHEAD", 32)
+def test_long_answers_grow_and_are_preempted_in_turn(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost.scheduler.running._INITIAL_NEW_TOKENS", 32)
     row = bytes_per_token(tiny("llama"))
     # Each begins with capacity for 256 tokens and comes to need 512; there is memory for 768.
     engine = engine_of(tiny("llama"), workspace_bytes=0, kv_bytes=768 * row)
-    with BatchRunner(engine, patience=10_000) as runner:
+    with BatchRunner(engine, max_wait_steps=10_000) as runner:
         seen: list[RunnerLoad] = []
         sent_back: list[int] = []
         close = runner._close
@@ -504,7 +502,7 @@ def test_tickets_end_even_if_the_runner_breaks(tiny: Callable[..., Any], monkeyp
     monkeypatch.setattr(runner._scheduler, "tick", lambda: 1 / 0)
     last = end(run(runner, [job(_TEXT[:30])])[0])
     assert last.reason == "error"
-    assert "takes no more jobs" in str(last.error)
+    assert "accepts no more jobs" in str(last.error)
     runner.close()
     assert settled(engine, runner)
     assert not runner.load().alive
@@ -512,9 +510,9 @@ def test_tickets_end_even_if_the_runner_breaks(tiny: Callable[..., Any], monkeyp
         runner.submit(job([5]))
 
 
-@pytest.mark.parametrize("patience", [1, 10_000], ids=["sent back", "ended"])
+@pytest.mark.parametrize("max_wait_steps", [1, 10_000], ids=["sent back", "ended"])
 def test_a_job_that_cannot_give_back_what_it_holds_leaves_the_others_alone(
-    patience: int, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    max_wait_steps: int, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(tiny("llama"))
     close = RunningJob.close
@@ -526,10 +524,10 @@ def test_a_job_that_cannot_give_back_what_it_holds_leaves_the_others_alone(
             raise RuntimeError("no such lease")
 
     monkeypatch.setattr(RunningJob, "close", closes)
-    with BatchRunner(engine, max_running=1, patience=patience) as runner:
+    with BatchRunner(engine, max_running=1, max_wait_steps=max_wait_steps) as runner:
         found = run(runner, [job([96, *_TEXT[:30]], 40), job(_TEXT[:30])])
         assert ids(found[1]) == alone(engine, _TEXT[:30])
-        assert end(found[0]).reason == ("error" if patience == 1 else "length")
+        assert end(found[0]).reason == ("error" if max_wait_steps == 1 else "length")
         assert runner.load().alive
         assert settled(engine, runner)
 
@@ -581,7 +579,7 @@ def test_many_threads_and_cancellations_leave_nothing_behind(tiny: Callable[...,
     engine = engine_of(tiny("llama"))
     expected: dict[int, tuple[int, ...]] = {i: alone(engine, _TEXT[i : i + 40], 12) for i in range(12)}
     wrong: list[Any] = []
-    with BatchRunner(engine, max_running=5, patience=6) as runner:
+    with BatchRunner(engine, max_running=5, max_wait_steps=6) as runner:
 
         def client(seed: int) -> None:
             chance = random.Random(seed)

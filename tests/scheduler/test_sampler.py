@@ -27,50 +27,50 @@ def sampler(*, top_logprobs: int | None = None, constrain: Any = None, **setting
 
 
 def test_greedy_takes_the_likeliest() -> None:
-    assert sampler().draw(_LOGITS).token_id == 1
+    assert sampler().sample(_LOGITS).token_id == 1
 
 
 @given(seed=st.integers(0, 2**63 - 1))
 def test_a_seed_gives_the_same_tokens_whoever_draws_between(seed: int) -> None:
     alone, among, other = (sampler(temperature=1.0, seed=seed) for _ in range(3))
-    expected = [alone.draw(_LOGITS).token_id for _ in range(8)]
+    expected = [alone.sample(_LOGITS).token_id for _ in range(8)]
     found = []
     for _ in range(8):
         torch.rand(1)  # somebody uses the global generator
-        other.draw(_LOGITS + 1)
-        found.append(among.draw(_LOGITS).token_id)
+        other.sample(_LOGITS + 1)
+        found.append(among.sample(_LOGITS).token_id)
     assert found == expected
 
 
 def test_chance_follows_the_temperature() -> None:
     draws = sampler(temperature=0.5, seed=1)
-    counts = Counter(draws.draw(_LOGITS).token_id for _ in range(4000))
+    counts = Counter(draws.sample(_LOGITS).token_id for _ in range(4000))
     for token, share in enumerate((_LOGITS / 0.5).softmax(0).tolist()):
         assert abs(counts[token] / 4000 - share) < 0.03
 
 
 def test_hardly_any_temperature_is_greedy() -> None:
-    assert {sampler(temperature=1e-30, seed=i).draw(_LOGITS).token_id for i in range(20)} == {1}
+    assert {sampler(temperature=1e-30, seed=i).sample(_LOGITS).token_id for i in range(20)} == {1}
 
 
 def test_top_p_keeps_the_fewest_that_reach_it() -> None:
     # 0.45, 0.41 and 0.06 come first: 0.8 needs two of them, and 0.1 still needs one.
-    drawn = {p: set() for p in (0.8, 0.1)}
-    for p, seen in drawn.items():
+    found = {p: set() for p in (0.8, 0.1)}
+    for p, seen in found.items():
         draws = sampler(temperature=1.0, top_p=p, seed=3)
-        seen.update(draws.draw(_LOGITS).token_id for _ in range(300))
-    assert drawn == {0.8: {1, 3}, 0.1: {1}}
+        seen.update(draws.sample(_LOGITS).token_id for _ in range(300))
+    assert found == {0.8: {1, 3}, 0.1: {1}}
 
 
-def test_penalties_count_what_was_drawn() -> None:
+def test_penalties_count_what_was_generated() -> None:
     once = sampler(presence_penalty=0.2)
-    assert [once.draw(_LOGITS).token_id for _ in range(4)] == [1, 3, 1, 1], "2.8 against 2.7, however often"
+    assert [once.sample(_LOGITS).token_id for _ in range(4)] == [1, 3, 1, 1], "2.8 against 2.7, however often"
     often = sampler(frequency_penalty=0.2)
-    assert [often.draw(_LOGITS).token_id for _ in range(4)] == [1, 3, 1, 3], "2.6 against 2.7 after two"
+    assert [often.sample(_LOGITS).token_id for _ in range(4)] == [1, 3, 1, 3], "2.6 against 2.7 after two"
 
 
 def test_bias_and_constraint_decide_last() -> None:
-    assert sampler(logit_bias={4: 100.0}).draw(_LOGITS).token_id == 4
+    assert sampler(logit_bias={4: 100.0}).sample(_LOGITS).token_id == 4
     seen: list[list[int]] = []
 
     def only_small(tokens: list[int], logits: torch.Tensor) -> None:
@@ -78,24 +78,24 @@ def test_bias_and_constraint_decide_last() -> None:
         logits[1:] = -torch.inf
 
     held = sampler(logit_bias={4: 100.0}, constrain=only_small)
-    assert [held.draw(_LOGITS).token_id for _ in range(2)] == [0, 0]
+    assert [held.sample(_LOGITS).token_id for _ in range(2)] == [0, 0]
     assert seen == [[], [0]]
     assert _LOGITS.tolist() == pytest.approx([0.0, 3.0, 1.0, 2.9, -1.0]), "the model's logits stay as they are"
 
 
 def test_nothing_allowed_is_an_error() -> None:
     with pytest.raises(ConfigError, match="forbids them all"):
-        sampler(constrain=lambda tokens, logits: logits.fill_(-torch.inf)).draw(_LOGITS)
+        sampler(constrain=lambda tokens, logits: logits.fill_(-torch.inf)).sample(_LOGITS)
 
 
 def test_log_probabilities_are_the_models_own() -> None:
-    drawn = sampler(temperature=0.3, seed=1, logit_bias={4: 100.0}, top_logprobs=2).draw(_LOGITS)
+    found = sampler(temperature=0.3, seed=1, logit_bias={4: 100.0}, top_logprobs=2).sample(_LOGITS)
     expected = _LOGITS.log_softmax(0)
-    assert drawn.token_id == 4
-    assert drawn.logprob == pytest.approx(float(expected[4]))
-    assert drawn.top == ((1, pytest.approx(float(expected[1]))), (3, pytest.approx(float(expected[3]))))
-    assert sampler(top_logprobs=0).draw(_LOGITS).top == ()
-    assert sampler().draw(_LOGITS).logprob is None
+    assert found.token_id == 4
+    assert found.logprob == pytest.approx(float(expected[4]))
+    assert found.top == ((1, pytest.approx(float(expected[1]))), (3, pytest.approx(float(expected[3]))))
+    assert sampler(top_logprobs=0).sample(_LOGITS).top == ()
+    assert sampler().sample(_LOGITS).logprob is None
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Finds out, on the user's own prompts, how many positions must be recomputed for this model.
+"""Measures, on the user's own prompts, how many positions this model needs recomputed.
 
-Called by :meth:`KVBoost.calibrate`. Prompts are prefilled in the order given, each with what the earlier ones left:
-where their texts turn up again, full prefill and non-prefix reuse are compared at several ratios.
+Called by :meth:`KVBoost.calibrate`. Prompts are prefilled in the given order. Where a prompt repeats text of an earlier
+one, full prefill and non-prefix reuse are compared at several ratios.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ EncodedPrompt = tuple[list[int], Sequence[int]]
 def calibrate(
     prompts: Sequence[EncodedPrompt], *, prefiller: Prefiller, cache_bytes: int, progress: bool
 ) -> Calibration:
-    """Compare at every ratio, on a store of its own of ``cache_bytes``."""
+    """Compare at every ratio, with a separate store of ``cache_bytes``."""
     approx, runner = prefiller.approx, prefiller.runner
     assert isinstance(approx, ApproxReuse)
     assert isinstance(runner, ModelRunner)
     repair = approx.repair_settings
     if repair.strategy.name not in STRATEGIES or repair.strategy != make_strategy(repair.strategy.name):
         raise ConfigError(
-            f"{repair.strategy!r} cannot be named in a file; calibrate with one of {sorted(STRATEGIES)} as it is"
+            f"{repair.strategy!r} cannot be written to a file; calibrate with one of {sorted(STRATEGIES)}, unchanged"
         )
     exact = prefiller.exact_over(GuardedStore(MemoryStore(cache_bytes)))
     at_ratio = {
@@ -69,7 +69,7 @@ def compare_on(
     approx: dict[float, Prefiller],
     done: Callable[[], None],
 ) -> dict[float, Comparisons]:
-    """Prefill every prompt whole and with repositioned chunks at each ratio. All prefillers share one store."""
+    """Prefill every prompt in full and with repositioned chunks at each ratio. All prefillers share one store."""
     outcomes = {ratio: Comparisons() for ratio in approx}
     for tokens, boundaries in prompts:
         with exact.open(tokens, boundaries=boundaries, new_tokens=FIRST_TOKENS) as whole:
@@ -77,7 +77,7 @@ def compare_on(
             answer = _greedy(runner, tokens[whole.last_step :], whole.cache)
             for ratio, prefiller in approx.items():
                 _compare(runner, prefiller, (tokens, boundaries), answer, outcomes[ratio])
-            # Only now: a prompt must not find itself.
+            # Only now: a prompt must not find its own chunks.
             exact.commit(whole)
         done()
     return outcomes

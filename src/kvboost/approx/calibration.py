@@ -1,7 +1,7 @@
-"""What moved chunks do to answers of one model, measured on the user's own prompts: a small JSON file.
+"""How non-prefix reuse changes the answers of one model, measured on the user's own prompts: a small JSON file.
 
-Made by :meth:`kvboost.KVBoost.calibrate`, taken by an engine as its ``calibration``. No torch: it is plain data
-and one choice, the smallest ratio that is shown to keep within a tolerated share of differing answers.
+Made by :meth:`kvboost.KVBoost.calibrate`, passed to an engine as ``calibration``. No torch: this is plain data and
+one decision, the smallest ratio shown to stay within a tolerated share of differing answers.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 from kvboost.errors import ConfigError
 
-_FEWEST = 10  # comparisons below this say nothing
+_MIN_COMPARISONS = 10  # fewer prove nothing
 _FORMAT = 3
-_CONFIDENCE = 0.9  # that a ratio's true share is at most what it is judged by
+_CONFIDENCE = 0.9  # that a ratio's true share is at most its bound
 
 
 @dataclass(frozen=True)
 class Comparisons:
-    """Full reading and moved reuse at one ratio, prompt by prompt."""
+    """Full prefill against non-prefix reuse at one ratio, one entry per prompt."""
 
     differing: list[bool] = field(default_factory=list)
     agreement: list[float] = field(default_factory=list)
@@ -32,13 +32,13 @@ class Comparisons:
 
 @dataclass(frozen=True)
 class CalibrationRow:
-    """What one ratio gave."""
+    """The result of one ratio."""
 
     ratio: float
     compared: int
-    """Prompts."""
+    """Prompts compared."""
     differing: int
-    """Of them, those whose first tokens differed."""
+    """Prompts whose first tokens differed."""
     agreement: float
     """Share of single tokens that agreed."""
     typical_estimate: float | None
@@ -46,11 +46,11 @@ class CalibrationRow:
 
     @property
     def largest_share(self) -> float:
-        """Answers differ at most this often: the upper end of the exact (Clopper-Pearson) 90 % bound."""
+        """Upper 90 % confidence bound (Clopper-Pearson) of the share of differing answers."""
         low, high = self.differing / self.compared, 1.0
         while high - low > 1e-6:
             middle = (low + high) / 2
-            if _at_most(self.differing, self.compared, share=middle) > 1.0 - _CONFIDENCE:
+            if _binomial_cdf(self.differing, self.compared, share=middle) > 1.0 - _CONFIDENCE:
                 low = middle
             else:
                 high = middle
@@ -59,12 +59,12 @@ class CalibrationRow:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How moved chunks fare with one model, by the share of rows computed again."""
+    """How non-prefix reuse changes one model's answers, by the share of recomputed positions."""
 
     weights: str
     """Digest of the model's weights; another model refuses this calibration."""
     conditions: str
-    """Under which it was measured: codec and chunks. Engines with others refuse it."""
+    """Codec and chunking it was measured with. Engines with others refuse it."""
     strategy: str
     rows: tuple[CalibrationRow, ...]
     """Smallest ratio first."""
@@ -72,8 +72,8 @@ class Calibration:
     def choose(self, tolerated: float) -> CalibrationRow | None:
         """The smallest ratio shown to change at most this share of answers; None if none is.
 
-        Judged by the bound and not by what was counted: with few prompts a ratio passes by luck. For the same reason
-        every larger ratio must pass as well.
+        The bound decides, not the count: with few prompts a ratio may pass by luck. For the same reason every larger
+        ratio must pass as well.
         """
         chosen = None
         for row in reversed(self.rows):
@@ -84,7 +84,7 @@ class Calibration:
 
     @property
     def best_share(self) -> float:
-        """The smallest share that any ratio is shown to keep within."""
+        """The smallest share that any ratio is shown to stay within."""
         return min(row.largest_share for row in self.rows)
 
     def save(self, file: str | Path) -> None:
@@ -110,12 +110,12 @@ class Calibration:
 
 
 def conclude(outcomes: Mapping[float, Comparisons], *, weights: str, conditions: str, strategy: str) -> Calibration:
-    """What was counted, as a calibration."""
+    """Summarize the comparisons as a calibration."""
     compared = min(len(outcome.differing) for outcome in outcomes.values())
-    if compared < _FEWEST:
+    if compared < _MIN_COMPARISONS:
         raise ConfigError(
-            f"only {compared} of the prompts hold text that an earlier one had elsewhere; give at least {_FEWEST} such "
-            "prompts, in the order and with the repetitions of your real traffic"
+            f"only {compared} of the prompts repeat text of an earlier prompt at another position; give at least "
+            f"{_MIN_COMPARISONS} such prompts, in the order and with the repetitions of your real traffic"
         )
     rows = tuple(
         CalibrationRow(
@@ -130,8 +130,8 @@ def conclude(outcomes: Mapping[float, Comparisons], *, weights: str, conditions:
     return Calibration(weights=weights, conditions=conditions, strategy=strategy, rows=rows)
 
 
-def _at_most(count: int, tries: int, *, share: float) -> float:
-    """The probability of ``count`` or fewer in ``tries``, each with this share."""
+def _binomial_cdf(count: int, tries: int, *, share: float) -> float:
+    """The probability of at most ``count`` successes in ``tries``, each with probability ``share``."""
     if share >= 1.0:
         return float(count >= tries)
     return sum(

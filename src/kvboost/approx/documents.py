@@ -1,8 +1,8 @@
-"""Prefills documents behind other documents, so that their KV fits wherever they turn up later.
+"""Prefills documents behind other documents, so that their KV can be reused anywhere in later prompts.
 
-Called by :meth:`KVBoost.warm_documents`. A document prefilled behind the head and a few others is far closer to what a
-later prompt needs than one prefilled alone (docs/results/repair.md). Each group of documents is one prompt; the
-documents that only stand before the others are prefilled, and stored, once more in it.
+Called by :meth:`KVBoost.warm_documents`. The KV of a document prefilled behind the head and a few others is far closer
+to what a later prompt needs than that of one prefilled alone (docs/results/repair.md). Each group of documents is one
+prompt. Its context documents are prefilled and stored again in it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def warm_documents(
     warm: Callable[[list[int], list[int]], int],
     progress: bool,
 ) -> int:
-    """Prefill those documents that are not stored yet, each behind others. Returns how many chunks were new.
+    """Prefill the documents that are not stored yet, each behind others. Returns the number of new chunks.
 
-    ``warm`` prefills tokens with boundaries.
+    ``warm`` prefills the given tokens with the given boundaries.
     """
     limits = [limit for limit in (session.limits.max_positions, session.limits.exact_limit) if limit is not None]
     max_tokens = min(limits, default=None)
@@ -36,17 +36,17 @@ def warm_documents(
     if len(fitting) < len(documents):
         warnings.warn(
             f"{len(documents) - len(fitting)} of {len(documents)} documents do not fit behind the head into the "
-            f"{max_tokens} tokens that this model takes; they are left out: cut them into parts",
+            f"{max_tokens} tokens this model accepts; they are skipped: split them",
             stacklevel=3,
         )
     missing = [not session.prefiller.knows(tokens) for tokens in fitting]
     limit = _MAX_GROUP_TOKENS if max_tokens is None else min(_MAX_GROUP_TOKENS, max_tokens)
     new = 0
-    with tqdm(total=sum(missing), unit="doc", desc="reading", disable=not progress, delay=2) as bar:
-        for tokens, ends, count in group_documents(
+    with tqdm(total=sum(missing), unit="doc", desc="prefilling", disable=not progress, delay=2) as bar:
+        for tokens, boundaries, count in group_documents(
             fitting, missing, head=head, context_documents=context_documents, max_tokens=limit
         ):
-            new += warm(tokens, ends)
+            new += warm(tokens, boundaries)
             bar.update(count)
     return new
 
@@ -61,9 +61,9 @@ def group_documents(
 ) -> Iterator[tuple[list[int], list[int], int]]:
     """Prompts that hold each missing document behind ``context_documents`` others: tokens, boundaries, new documents.
 
-    Each prompt is the head, the documents before the new ones (the last ones for the very first), and the missing
-    documents that follow, up to ``max_tokens``. Nothing stands twice in one prompt. A document that fits behind no
-    other comes alone behind the head, however long it is.
+    Each prompt holds the head, the documents before the new ones (the last ones for the very first), and the missing
+    documents that follow, up to ``max_tokens``. No document appears twice in one prompt. A document that fits behind
+    no other follows the head alone, however long it is.
     """
     count = len(documents)
     index = 0
@@ -84,9 +84,9 @@ def group_documents(
                 break
             new.append(following)
             left -= len(documents[following])
-        tokens, ends = list(head), [len(head)] if head else []
+        tokens, boundaries = list(head), [len(head)] if head else []
         for number in [*numbers, *new]:
             tokens += documents[number]
-            ends.append(len(tokens))
-        yield tokens, ends, len(new)
+            boundaries.append(len(tokens))
+        yield tokens, boundaries, len(new)
         index += len(new)

@@ -1,8 +1,8 @@
-"""Reuse of chunks that stood elsewhere: find them, decide, place them, and keep what is computed behind them.
+"""Reuse of chunks that were computed at other positions: find, decide, place, and store what is computed behind them.
 
 Hooks into a prefill as its :class:`kvboost.core.backend.NonPrefixReuse`; :mod:`kvboost.approx.repair` recomputes.
 Invariants: nothing computed behind a repositioned chunk is stored under an exact key; the last step is never
-repositioned; where repositioning does not pay, nothing is.
+repositioned; nothing is repositioned where that would be slower than computing.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from kvboost.hf.cache import KVLayout
 from kvboost.hf.runner import ModelRunner
 from kvboost.types import TOKEN_BYTES, Chunk, KVBlock, NonPrefixReuseStats, PutOutcome, context_before
 
-# Reposition only if it takes at most this share of computing: guesses have an error, and what stands behind
-# repositioned text is not stored as exact, so that the same beginning, if it comes again, is computed then.
-_MUST_SAVE = 0.75
-_MAX_DEPTH = 2  # approx_depth of what is kept; see docs/results/generations.md
+# Reposition only below this share of the time to compute: estimates have errors, and KV behind repositioned text is not
+# stored as exact, so a repeated prefix has to be computed later.
+_MAX_COST = 0.75
+_MAX_DEPTH = 2  # largest approx_depth that is stored; see docs/results/generations.md
 _MAX_REMEMBERED = 65_536
 
 
 class ApproxPrefixes:
-    """The last prefixes (a chunk behind exactly these chunks) whose KV was approximate."""
+    """Recent prefix keys whose KV was approximate."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,7 +48,7 @@ class ApproxPrefixes:
             return key in self._keys
 
     def add(self, keys: Iterable[bytes]) -> None:
-        """Remember these."""
+        """Remember these keys."""
         with self._lock:
             for key in keys:
                 self._keys[key] = None
@@ -57,32 +57,32 @@ class ApproxPrefixes:
                 self._keys.popitem(last=False)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """These are computed now."""
+        """Drop these keys: they are computed exactly now."""
         with self._lock:
             for key in keys:
                 self._keys.pop(key, None)
 
     def clear(self) -> None:
-        """Forget all."""
+        """Drop every key."""
         with self._lock:
             self._keys.clear()
 
 
 @dataclass(frozen=True)
 class ApproxModel:
-    """What a model showed that it can do: reposition its keys, and recompute single positions."""
+    """What a model was shown to support: repositioning its keys and recomputing single positions."""
 
     repositioner: KeyRepositioner
     recompute: RecomputeRunner
     codec: Codec
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         self.recompute.close()
 
 
 def probe_approx(runner: ModelRunner, layout: KVLayout, codec: Codec, repair: Repair) -> ApproxModel:
-    """Try out what ``repair`` needs. Raises UnsupportedModelError with the reason where the model cannot do it."""
+    """Test what ``repair`` needs. Raises UnsupportedModelError with the reason if the model does not support it."""
     repositioner = probe_reposition(runner.model, layout)
     layers = repair.strategy.attention_layers(len(layout.slots) // 2)
     return ApproxModel(repositioner, probe_recompute(runner, layout, attention_layers=layers), codec)
@@ -101,9 +101,9 @@ class ApproxReuse:
         guard: ReuseGuard | None = None,
         force: bool = False,
     ) -> None:
-        """With ``force`` also where computing is expected to be faster, as measurements need it."""
+        """``force`` repositions even where computing is expected to be faster, for measurements."""
         self._store, self._model, self._repair, self._force = store, model, repair, force
-        self._repairer = Repairer(mover=model.repositioner, rows=model.recompute, repair=repair)
+        self._repairer = Repairer(repositioner=model.repositioner, recompute=model.recompute, repair=repair)
         self._prefixes = ApproxPrefixes()
         self.costs = costs or CostModel()
         self.guard = guard or ReuseGuard(repair.tolerated_share)
@@ -111,29 +111,29 @@ class ApproxReuse:
         self.failures = 0
 
     def over(self, store: GuardedStore, repair: Repair) -> ApproxReuse:
-        """The same for another store and another way of repairing, at any cost: for measurements."""
+        """The same model with another store and other repair settings, at any cost: for measurements."""
         return ApproxReuse(store, model=self._model, repair=repair, force=True)
 
     def for_tenant(self, store: GuardedStore) -> ApproxReuse:
-        """The same over another tenant's store: with its own counts, judged by the same checks."""
+        """The same for another tenant's store, with its own counters and the same guard."""
         return ApproxReuse(
             store, model=self._model, repair=self._repair, costs=self.costs, guard=self.guard, force=self._force
         )
 
     def forget(self) -> None:
-        """Nothing that was prefilled before is stored any more."""
+        """Drop remembered prefixes: the store was cleared."""
         self._prefixes.clear()
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         self._model.close()
 
     def allow(self) -> None:
-        """Forget what the checks counted, and go on."""
+        """Reset the guard and allow reuse again."""
         self.guard.reset()
 
     def stats(self) -> NonPrefixReuseStats:
-        """What the checks counted."""
+        """Counts and bounds of the shadow checks."""
         bound = self.guard.bound
         return NonPrefixReuseStats(
             allowed=self.guard.allowed,
@@ -144,7 +144,7 @@ class ApproxReuse:
         )
 
     def describe(self) -> str:
-        """On or off, and how or why."""
+        """One line: on or off, with the settings or the reason."""
         if not self.guard.allowed:
             return f"off: {self.guard.reason}"
         return f"on: {self._repair.strategy.name}, {self._repair.ratio:.0%} of the positions recomputed"
@@ -156,21 +156,21 @@ class ApproxReuse:
 
     @property
     def reason(self) -> str | None:
-        """Why nothing is repositioned any more, if a check put an end to it."""
+        """Why the guard stopped reuse; None while it is allowed."""
         return self.guard.reason
 
     def find(
         self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int
     ) -> tuple[ApproxSpans | None, str | None]:
-        """The chunks behind the first ``available`` that are worth repositioning here, or None, and why not."""
+        """The chunks after the first ``available`` that are worth repositioning, or None and the reason."""
         if not self.guard.allowed:
             return None, self.guard.reason
-        # Where this very text was approximate before, it is computed now: then it is exact from here on. Otherwise
-        # a prompt that comes again, or a chat that grows, would be repaired anew every time.
+        # A prefix that was approximate before is computed now and exact afterwards. Otherwise a repeated prompt or a
+        # growing chat would be repaired every time.
         first = available
         while not self._force and first < len(chunks) and chunks[first].prefix_key in self._prefixes:
             first += 1
-        # Once: should they be evicted later, they may be repositioned again.
+        # Only once: if they are evicted later, they may be repositioned again.
         self._prefixes.forget(chunk.prefix_key for chunk in chunks[available:first])
         if first >= len(chunks):
             return None, None
@@ -193,34 +193,37 @@ class ApproxReuse:
     def _worth_it(
         self, lease: ContentLease, chunks: Sequence[Chunk], *, first: int, prompt_tokens: int
     ) -> ApproxSpans | str | None:
-        """The blocks of ``lease`` as spans, or why they are not used."""
+        """The blocks of ``lease`` as spans, or the reason why they are not used."""
         blocks = {
             first + i: block
             for i, block in enumerate(lease.blocks)
-            if block is not None and self._model.repositioner.can_move(block.start + len(block.tokens) // TOKEN_BYTES)
+            if block is not None
+            and self._model.repositioner.can_reposition(block.start + len(block.tokens) // TOKEN_BYTES)
         }
         if not blocks:
             declined = sum(loads_of(lease).declined_at.values())
             return (
-                f"{declined} tokens could be loaded and repositioned, more slowly than computed" if declined else None
+                f"{declined} tokens could be loaded and repositioned, but computing them is faster"
+                if declined
+                else None
             )
         begin, end = chunks[first].start, chunks[-1].end
         found = sum(chunks[i].end - chunks[i].start for i in blocks)
         recomputed = end - begin - found + self._repair.ratio * found
-        expected = self.costs.read_seconds(forwards=1, rows=recomputed) if recomputed else 0.0
-        if self._repairer.looks_first:
-            expected += self.costs.read_seconds(forwards=1, rows=prompt_tokens - end)
-        compute = self.costs.read_seconds(forwards=len(chunks) - first, rows=end - begin)
-        price = (self.costs.move_seconds(found) + self.costs.repair_factor * expected) / compute
-        if price > _MUST_SAVE and not self._force:
+        expected = self.costs.prefill_seconds(forwards=1, tokens=recomputed) if recomputed else 0.0
+        if self._repairer.needs_attention:
+            expected += self.costs.prefill_seconds(forwards=1, tokens=prompt_tokens - end)
+        compute = self.costs.prefill_seconds(forwards=len(chunks) - first, tokens=end - begin)
+        cost = (self.costs.reposition_seconds(found) + self.costs.repair_factor * expected) / compute
+        if cost > _MAX_COST and not self._force:
             self.costs.repair_refused()
-            return f"{found} tokens could be repositioned here, at {price:.2f} of the time that computing them takes"
+            return f"{found} tokens could be repositioned here, at {cost:.2f} of the time to compute them"
         return ApproxSpans(
             self._repair.strategy.name, blocks, lease, expected_seconds=expected if self.costs.in_seconds else 0.0
         )
 
     def failed(self, error: Exception) -> str:
-        """Placing or repairing raised: count it, warn once, and say why this prompt is computed."""
+        """Count an error of placing or repairing, warn once, and return the reason for the report."""
         self.failures += 1
         reason = f"repositioning chunks failed, so this prompt was computed: {error!r}"
         if self.failures == 1:
@@ -228,7 +231,7 @@ class ApproxReuse:
         return reason
 
     def place(self, state: PrefillState) -> None:
-        """Copy the repositioned chunks to their places, keys re-rotated."""
+        """Copy the repositioned chunks to their new positions, keys re-rotated."""
         assert state.spans is not None
         for index, block in state.spans.blocks.items():
             tensors = self._model.codec.unpack(block.tensors)
@@ -236,20 +239,20 @@ class ApproxReuse:
             self._model.repositioner.place(slab_cache(state), tensors, old_start=block.start, new_start=start)
 
     def repair(self, state: PrefillState) -> None:
-        """Make the repositioned chunks fit, and compute what is missing between them."""
+        """Recompute selected positions of the repositioned chunks, and compute what is missing between them."""
         self._repairer.repair(state)
 
     def observe(self, state: PrefillState) -> None:
-        """Learn what placing and repairing took."""
+        """Update the cost model with the times of placing and repairing."""
         assert state.spans is not None
         stages = state.clock.stages()
-        self.costs.observe_move(rows=state.plan.moved_tokens, seconds=stages["move"] / 1000.0)
+        self.costs.observe_reposition(tokens=state.plan.moved_tokens, seconds=stages["move"] / 1000.0)
         if state.spans.expected_seconds:
             took = (stages.get("select", 0.0) + stages["repair"]) / 1000.0
             self.costs.observe_repair(expected=state.spans.expected_seconds, seconds=took)
 
     def keep(self, state: PrefillState) -> int:
-        """Store the chunks computed behind repositioned ones, for repositioning only. Returns how many were new."""
+        """Store the chunks computed behind repositioned ones, for non-prefix reuse only. Returns how many were new."""
         spans, chunks = state.spans, state.prompt.chunks
         if spans is None or not state.is_repaired:
             return 0

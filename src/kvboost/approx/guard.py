@@ -1,9 +1,8 @@
-"""How often approximate reuse changes an answer: a bound that may be read after every check, and a switch on it.
+"""How often non-prefix reuse changes an answer: an always-valid bound, and a switch that acts on it.
 
-Called by the engine, which now and then answers a request both ways and reports whether the first tokens
-differed. Invariant: looking often costs nothing. The probability that the bounds are ever wrong, over all
-the moments at which somebody looked, is at most ``1 - confidence``; an interval for a fixed number of
-samples breaks that promise as soon as it is watched and acted upon.
+Called by the engine, which answers a sample of requests both ways and reports whether the first tokens differed.
+Invariant: the bound may be read after every check. The probability that it is ever wrong, over all reads, is at most
+``1 - confidence``. A fixed-sample interval breaks that promise once it is read repeatedly and acted upon.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ _HALVINGS = 64  # from [0, 1] down to 5e-20, below what a double next to a share
 class DisagreementBound:
     """A confidence sequence for the share of requests whose answer changes. Not thread-safe.
 
-    For a true share p, the likelihood of what was seen, averaged over shares drawn from Jeffreys' prior
+    For a true share p, the likelihood of the observations, averaged over shares drawn from Jeffreys' prior
     Beta(1/2, 1/2), divided by its likelihood under p, is a martingale that starts at 1. By Ville's inequality
     it ever reaches ``1 / (1 - confidence)`` with probability at most ``1 - confidence``. The interval is
     every p for which it has not: ``lower <= p <= upper`` holds at all times together with probability
     ``confidence``. One martingale watches both sides, so the error is not split between them.
 
     This needs a share that stays the same, and checks chosen without regard to their outcome. The bounds depend
-    on the two counts only, not on the order of what was seen.
+    on the two counts only, not on the order of the observations.
     """
 
     confidence: float = 0.95
@@ -90,7 +89,7 @@ class DisagreementBound:
 
 @dataclass
 class ReuseGuard:
-    """Switches moved reuse off once it is proven worse than tolerated. Thread-safe.
+    """Switches non-prefix reuse off once it is proven worse than tolerated. Thread-safe.
 
     Guaranteed: while the share of answers that reuse changes is the same from check to check and at most
     ``tolerated``, the guard ever switches off with probability at most ``1 - confidence``, however long
@@ -99,7 +98,7 @@ class ReuseGuard:
     Not guaranteed: anything about a single request, since the share is an average; anything about
     traffic that changes, since a long good past outweighs a bad present for a while; that the share is
     below ``tolerated`` while the guard allows reuse, since lack of proof is no proof (read ``bound.upper`` for
-    that). Each ``reset`` starts a new promise with its own false alarm. There is no minimum number of checks:
+    that). Each ``reset`` starts a new guarantee with its own false alarm. There is no minimum number of checks:
     at 95 % confidence and a tolerated share below 2.5 %, one disagreement in the very first check is proof enough.
     """
 
@@ -121,7 +120,7 @@ class ReuseGuard:
 
     @property
     def allowed(self) -> bool:
-        """Whether moved reuse may go on."""
+        """Whether non-prefix reuse may continue."""
         return self.reason is None
 
     @property
@@ -137,13 +136,13 @@ class ReuseGuard:
             return replace(self._bound)
 
     def reset(self) -> None:
-        """Switch on again and forget what was seen: kept counts would switch it off at the next check."""
+        """Switch on again and drop the counts: kept counts would switch it off at the next check."""
         with self._lock:
             self._bound = DisagreementBound(self.confidence)
             self._reason = None
 
     def _judge(self) -> None:
-        """Switch off if the bound says so. The caller holds the lock."""
+        """Switch off if the bound proves it. The caller holds the lock."""
         if self._reason is not None:
             return
         lower = self._bound.lower
@@ -151,7 +150,7 @@ class ReuseGuard:
             self._reason = (
                 f"reuse changed {self._bound.disagreements} of {self._bound.checked} checked answers: with "
                 f"{self.confidence:.4g} confidence more than {lower:.4g} of all, where {self.tolerated:.4g} is "
-                "tolerated; recompute more rows or tolerate more, then call the engine's allow_non_prefix_reuse()"
+                "tolerated; raise recompute_ratio or tolerate more, then call the engine's allow_non_prefix_reuse()"
             )
 
 

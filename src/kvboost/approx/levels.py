@@ -1,4 +1,4 @@
-"""From the user's words to a way of repairing: what each quality means.
+"""Repair settings for each ``quality`` a user can choose.
 
 Called once by the engine. The figures behind the levels are in docs/results/recompute.md.
 """
@@ -17,33 +17,33 @@ from kvboost.extend import RepairStrategy
 
 @dataclass(frozen=True)
 class Repair:
-    """A strategy and the share of moved rows it may recompute."""
+    """A strategy and the share of repositioned tokens it may recompute."""
 
     strategy: RepairStrategy
     ratio: float
     tolerated_error: float
-    """Of the estimate; above it more rows are computed."""
+    """Largest error estimate; above it more positions are recomputed."""
     tolerated_share: float
-    """Of answers that may differ from a full reading's; the shadow check holds the engine to it."""
+    """Largest share of answers that may differ from a full prefill's; shadow checks enforce it."""
 
 
 _RATIO = {"high": 0.5, "fast": 0.15}
-# Of the error estimate: a little above what 95 % of ordinary prompts had with 15 % of the rows, so that unusual
-# requests get more rows.
+# Of the error estimate: slightly above what 95 % of ordinary prompts had with 15 % recomputed, so that unusual
+# requests get more.
 _TOLERATED = {"high": 0.03, "fast": 0.05}
-# Of answers whose first tokens may differ before the shadow check puts an end to moving.
+# Of answers whose first tokens may differ before shadow checks stop non-prefix reuse.
 _SHARE = {"high": 0.2, "fast": 0.5}
 
 
 def choose_repair(config: EngineConfig, calibration: Calibration | None = None) -> Repair | None:
-    """What these settings ask for, with what was measured for this model; None if nothing may be moved."""
+    """The repair for these settings and this model's calibration; None if non-prefix reuse is off."""
     if config.quality == "exact" or config.quality == 0.0:
         return None
     if calibration is not None:
         row = calibration.choose(tolerated_share(config))
         if row is None:
             return None
-        # Without an estimate there is nothing to be held against: the ratio alone was measured.
+        # No estimate to compare with: only the ratio was measured.
         tolerated = math.inf if row.typical_estimate is None else row.typical_estimate
         return Repair(make_strategy(calibration.strategy), row.ratio, tolerated, tolerated_share(config))
     strategy = make_strategy(config.recompute_strategy if config.recompute_strategy is not None else "auto")
@@ -57,11 +57,11 @@ def choose_repair(config: EngineConfig, calibration: Calibration | None = None) 
     ratio = config.recompute_ratio if config.recompute_ratio is not None else _RATIO[level]
     if strategy.name == "none":
         ratio = 0.0
-    # Who gives the ratio gets that ratio, no more.
+    # An explicit ratio is never exceeded.
     tolerated = _TOLERATED[level] if config.recompute_ratio is None else math.inf
     return Repair(strategy, ratio, tolerated, tolerated_share(config))
 
 
 def tolerated_share(config: EngineConfig) -> float:
-    """The share of answers that may differ from a full reading's, by the words the user chose."""
+    """The share of answers that may differ from a full prefill's, for this ``quality``."""
     return _SHARE.get(config.quality, 0.0) if isinstance(config.quality, str) else float(config.quality)

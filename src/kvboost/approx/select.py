@@ -1,8 +1,8 @@
-"""Ways to choose the rows of moved chunks that are computed again: a strategy is a dataclass with one method.
+"""Strategies that select which positions of repositioned chunks are recomputed: a dataclass with one method each.
 
-Called by the engine while it repairs a prompt. A moved chunk's keys and values were computed behind other
-text; recomputing every row makes them right, recomputing few makes them nearly right. Invariant: choices
-depend only on the situation given, so the same request repairs the same rows.
+Called by the engine while it repairs a prompt. A repositioned chunk's keys and values were computed behind other text.
+Recomputing every position makes them exact, recomputing a few makes them nearly so. Invariant: a choice depends only on
+the given situation, so the same request recomputes the same positions.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def _marked(mask: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Nothing:
-    """Re-rotated, otherwise as they were."""
+    """Recompute nothing: keys are only re-rotated."""
 
     name = "none"
     spreads = False
 
     def attention_layers(self, layer_count: int) -> range:
-        """None wanted."""
+        """None needed."""
         return _NO_LAYERS
 
     def decision_layers(self, layer_count: int) -> Sequence[int]:
@@ -43,38 +43,38 @@ class Nothing:
         return (0,)
 
     def choose(self, situation: RepairSituation) -> torch.Tensor:
-        """No rows."""
-        return _marked(torch.zeros_like(situation.rows, dtype=torch.bool))
+        """No positions."""
+        return _marked(torch.zeros_like(situation.positions, dtype=torch.bool))
 
 
 @dataclass(frozen=True)
 class Selective(Nothing):
-    """The last tokens before each seam: what the predecessor of this package does. For comparison."""
+    """The last tokens before each boundary, as the predecessor of this package does. For comparison."""
 
     name = "selective"
     overlap: int = 16
 
     def choose(self, situation: RepairSituation) -> torch.Tensor:
-        """The last ``overlap`` rows of each moved stretch."""
-        return _marked(situation.ends - situation.rows <= self.overlap)
+        """The last ``overlap`` positions of each span."""
+        return _marked(situation.span_ends - situation.positions <= self.overlap)
 
 
 @dataclass(frozen=True)
 class First(Nothing):
-    """The first tokens of each moved stretch, as in EPIC: they took themselves for the start of the text."""
+    """The first tokens of each span, as in EPIC: they were computed as the start of a text."""
 
     name = "first"
 
     def choose(self, situation: RepairSituation) -> torch.Tensor:
-        """The leading rows of each stretch, as many of each as the budget allows."""
-        share = situation.budget / max(1, len(situation.rows))
-        within = situation.rows - situation.starts
-        return _marked(within < (situation.ends - situation.starts) * share)
+        """The leading positions of each span, the same share of each, within the budget."""
+        share = situation.budget / max(1, len(situation.positions))
+        within = situation.positions - situation.span_starts
+        return _marked(within < (situation.span_ends - situation.span_starts) * share)
 
 
 @dataclass(frozen=True)
 class CacheBlend(Nothing):
-    """The rows whose values changed most in an early layer, which all rows pass. One forward, then fewer rows."""
+    """The positions whose values changed most in an early layer, which all of them run through."""
 
     name = "cacheblend"
     layer: int = 1
@@ -84,15 +84,15 @@ class CacheBlend(Nothing):
         return (min(self.layer + 1, layer_count - 1),)
 
     def choose(self, situation: RepairSituation) -> torch.Tensor:
-        """The rows that changed most."""
-        if situation.value_change is None:  # a model of one layer, whose keys and values depend on no other row
-            return _marked(torch.zeros_like(situation.rows, dtype=torch.bool))
+        """The positions that changed most."""
+        if situation.value_change is None:  # a model of one layer, whose KV depends on no other position
+            return _marked(torch.zeros_like(situation.positions, dtype=torch.bool))
         return _highest(situation.value_change, situation.budget)
 
 
 @dataclass(frozen=True)
 class Query(Nothing):
-    """The rows that the live tokens look at most in the middle layers."""
+    """The positions with the most attention from the suffix tokens in the middle layers."""
 
     name = "query"
 
@@ -102,14 +102,14 @@ class Query(Nothing):
         return range(first, max(first + 1, layer_count * 2 // 3))
 
     def choose(self, situation: RepairSituation) -> torch.Tensor:
-        """The rows with most attention."""
+        """The positions with the most attention."""
         assert situation.attention is not None
         return _highest(situation.attention, situation.budget)
 
 
 @dataclass(frozen=True)
 class Auto(Query):
-    """Rows the live tokens look at and a thin even sample, with their change carried over to their neighbours.
+    """Positions with the most suffix attention plus a sparse even sample; their change is spread to neighbours.
 
     The default. Measured against the others in docs/results/recompute.md.
     """
@@ -117,22 +117,22 @@ class Auto(Query):
     name = "auto"
     spreads = True
     every: int = 20
-    """Of the budget, one row in so many of the prompt goes to the even sample, which shows the common change."""
+    """The even sample takes one position in this many, within the budget. It shows the common change."""
     neighbours: int = 3
-    """Attention is averaged over so many rows: a row is of little use beside wrong ones."""
+    """Attention is averaged over this many positions: one recomputed among stale ones helps little."""
 
     def choose(self, situation: RepairSituation) -> torch.Tensor:
-        """The even sample first, then the rows with most attention."""
+        """The even sample first, then the positions with the most attention."""
         assert situation.attention is not None
         attention = _smoothed(situation.attention, self.neighbours)
-        # Never more than half the budget, however small that is.
-        apart = max(self.every, -(-len(attention) // max(1, situation.budget // 2)))
-        sample = torch.arange(len(attention)) % apart == 0
+        # At most half the budget.
+        stride = max(self.every, -(-len(attention) // max(1, situation.budget // 2)))
+        sample = torch.arange(len(attention)) % stride == 0
         return _highest(attention + sample * (attention.max() + 1.0), situation.budget)
 
 
 def _smoothed(values: torch.Tensor, width: int) -> torch.Tensor:
-    """Each value averaged with its neighbours, [rows]."""
+    """Each value averaged with its neighbours, [positions]."""
     padded = torch.nn.functional.avg_pool1d(
         values.view(1, 1, -1), width, stride=1, padding=width // 2, count_include_pad=False
     )

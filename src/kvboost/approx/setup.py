@@ -1,6 +1,6 @@
-"""From an engine's settings to its non-prefix reuse: what quality and calibration ask for, tried out on the model.
+"""Builds an engine's non-prefix reuse from its settings, after testing what the model supports.
 
-Called by the engine when it is assembled, and by nobody else: without this package an engine reuses exactly only.
+Called only by the engine's assembly. Without this package an engine has exact reuse only.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ def check_approx_settings(config: EngineConfig) -> None:
 
 @dataclass(frozen=True)
 class ApproxSettings:
-    """How repositioned chunks are to be repaired."""
+    """How repositioned chunks are repaired."""
 
     repair: Repair | None
-    """None if none may be used."""
+    """None if non-prefix reuse is off."""
     refusal: str | None = None
-    """Why, if that is not what was asked for."""
+    """Why it is off although the settings allow it."""
 
     @property
     def recomputed_share(self) -> float:
-        """Of repositioned tokens, those that will be recomputed."""
+        """The share of repositioned tokens that is recomputed."""
         return self.repair.ratio if self.repair is not None else 0.0
 
     def reuse(self, prefiller: Prefiller, runner: ModelRunner, layout: KVLayout, *, force: bool) -> NonPrefixReuse:
-        """Non-prefix reuse over the store of ``prefiller``, or nothing and why."""
+        """Non-prefix reuse over the store of ``prefiller``; a NoApprox with the reason if there is none."""
         if self.repair is None:
             return NoApprox(self.refusal)
         try:
             model = probe_approx(runner, layout, prefiller.codec, self.repair)
         except UnsupportedModelError as error:
             return NoApprox(str(error))
-        except Exception as error:  # noqa: BLE001 - exact reuse was shown to work and goes on, whatever trips here
-            return NoApprox(f"trying whether this model's keys can be repositioned failed: {error!r}")
+        except Exception as error:  # noqa: BLE001 - exact reuse works and continues, whatever fails here
+            return NoApprox(f"testing whether this model's keys can be repositioned failed: {error!r}")
         return ApproxReuse(prefiller.store, model=model, repair=self.repair, costs=prefiller.costs, force=force)
 
 
 def approx_settings(config: EngineConfig, *, weights: str, conditions: str) -> ApproxSettings:
-    """What the settings ask for of a model with these weights, codec and chunks."""
+    """The settings for a model with these weights, codec and chunking."""
     if config.calibration is None:
         return ApproxSettings(choose_repair(config))
     calibration = Calibration.load(config.calibration)

@@ -1,9 +1,8 @@
-"""Answers a share of approximate requests both ways, off their path, and counts how often the answers differ.
+"""Answers a share of approximate requests both ways, in the background, and counts how often the answers differ.
 
-Made by the engine where ``shadow_share`` asks for it. Invariants: no request waits for a check, though a check takes
-its share of the machine; it stores nothing; checks that cannot keep up are dropped. The count feeds a bound that
-holds at any time (:mod:`kvboost.approx.guard`); when it proves that too many answers differ, non-prefix reuse
-switches itself off.
+Made by the engine if ``shadow_share`` is above zero. Invariants: no request waits for a check, though a check uses the
+same device; a check stores nothing; checks that cannot keep up are dropped. The counts feed an always-valid bound
+(:mod:`kvboost.approx.guard`). Non-prefix reuse switches off when the bound proves that too many answers differ.
 """
 
 from __future__ import annotations
@@ -26,41 +25,42 @@ from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.runner import ModelRunner
 from kvboost.types import KVBlock
 
-FIRST_TOKENS = 8  # of an answer are compared: long enough to say something else, short enough to be cheap
-_MAX_WAITING = 2  # each holds its blocks, beside the budget of the store
+FIRST_TOKENS = 8  # compared per answer: enough to diverge, few enough to be cheap
+_MAX_QUEUED = 2  # each holds its blocks, outside the store's budget
 
 
 @dataclass(frozen=True)
-class Answered:
-    """A request that used repositioned chunks, and how it began to answer."""
+class ServedRequest:
+    """A finished request that used repositioned chunks."""
 
     prompt: ChunkedPrompt
     blocks: Mapping[int, KVBlock]
-    """What was repositioned, by the chunk's index."""
+    """The repositioned blocks, by chunk index."""
     produced: list[int]
+    """The generated tokens."""
     prefiller: Prefiller
-    """Who prefilled it: of one tenant."""
+    """The prefiller of its tenant."""
     adapter: AdapterName = AS_SET
-    """Of the request."""
+    """The adapter it ran with."""
 
 
-def answers_differ(runner: ModelRunner, request: Answered) -> bool | None:
-    """Whether non-prefix reuse prefers another token than a cold prefill, at any of the first tokens produced.
+def answers_differ(runner: ModelRunner, request: ServedRequest) -> bool | None:
+    """Whether the most likely token differs from a cold prefill's at any of the first generated tokens.
 
-    Both prefill the prompt and the same tokens, whatever sampling chose. None if the chunks could not be placed again.
+    Both runs prefill the prompt and the same generated tokens. None if the chunks could not be placed again.
     """
     prefiller, prompt = request.prefiller, request.prompt
     if not prefiller.keys.is_current(prompt.snapshot):
         return None  # the model has changed since
     count = min(FIRST_TOKENS, len(request.produced))
-    behind = request.produced[: count - 1]
+    generated = request.produced[: count - 1]
     preferred = []
     for using in (request.blocks, None):
         with prefiller.open(prompt.tokens, boundaries=prompt.boundaries, new_tokens=count, using=using) as state:
             prefiller.advance_to_last_step(state)
             if using is not None and state.spans is None:
                 return None
-            rest = [*prompt.tokens[state.last_step :], *behind]
+            rest = [*prompt.tokens[state.last_step :], *generated]
             preferred.append(runner.next_tokens(rest, state.cache, keep=count))
     return not torch.equal(*preferred)
 
@@ -68,13 +68,13 @@ def answers_differ(runner: ModelRunner, request: Answered) -> bool | None:
 def shadow_checks(
     prefiller: Prefiller, *, share: float, running: Callable[[AdapterName], AbstractContextManager[None]]
 ) -> ShadowChecks | None:
-    """Checks of what ``prefiller``, and those of other tenants, reposition; None if they reposition nothing."""
+    """Checks for ``prefiller`` and those of other tenants; None without non-prefix reuse."""
     approx, runner = prefiller.approx, prefiller.runner
     if not isinstance(approx, ApproxReuse):
         return None
     assert isinstance(runner, ModelRunner)
 
-    def check(request: Answered) -> bool | None:  # refers to no engine: a dropped one must not be kept alive by it
+    def check(request: ServedRequest) -> bool | None:  # holds no engine reference, so a dropped engine can be freed
         with running(request.adapter):
             return answers_differ(runner, request)
 
@@ -82,67 +82,67 @@ def shadow_checks(
 
 
 class ShadowChecks:
-    """Checks in a thread of their own."""
+    """Runs checks in a background thread."""
 
-    def __init__(self, check: Callable[[Answered], bool | None], *, share: float, guard: ReuseGuard) -> None:
-        """``check`` says whether the answers differ, None if it cannot tell; ``guard`` counts."""
+    def __init__(self, check: Callable[[ServedRequest], bool | None], *, share: float, guard: ReuseGuard) -> None:
+        """``check`` returns whether the answers differ, None if unknown; ``guard`` counts."""
         self._check, self._share, self._guard = check, share, guard
-        self._chance = random.Random()
+        self._random = random.Random()
         self._closed = False
-        self._waiting: queue.Queue[Answered | None] = queue.Queue(maxsize=_MAX_WAITING)
+        self._queued: queue.Queue[ServedRequest | None] = queue.Queue(maxsize=_MAX_QUEUED)
         self._thread = threading.Thread(target=self._work, name="kvboost-shadow", daemon=True)
         self._thread.start()
         self.dropped = 0
 
-    def offer(self, request: Answered) -> None:
-        """Perhaps check this request."""
-        if self._closed or not request.produced or not self._guard.allowed or self._chance.random() >= self._share:
+    def offer(self, request: ServedRequest) -> None:
+        """Queue this request for a check, with probability ``share``."""
+        if self._closed or not request.produced or not self._guard.allowed or self._random.random() >= self._share:
             return
         try:
-            self._waiting.put_nowait(request)
+            self._queued.put_nowait(request)
         except queue.Full:
-            self.dropped += 1  # requests come faster than checks: a smaller share is checked, still by chance
+            self.dropped += 1  # checks cannot keep up: the sample gets smaller and stays random
 
     def wait(self) -> None:
-        """Until every check offered so far is done."""
-        self._waiting.join()
+        """Return once every queued check is done."""
+        self._queued.join()
 
     def close(self) -> None:
-        """Finish the check that runs, drop the others, end the thread."""
+        """Finish the running check, drop the queued ones, and join the thread."""
         self.stop()
         self._thread.join()
 
     def stop(self) -> None:
-        """Take no more requests, drop those that wait, and let the thread end by itself."""
+        """Accept no more requests, drop the queued ones, and let the thread end."""
         self._closed = True
         while True:
             try:
-                self._waiting.get_nowait()
-                self._waiting.task_done()
+                self._queued.get_nowait()
+                self._queued.task_done()
             except queue.Empty:
                 break
-        self._waiting.put(None)
+        self._queued.put(None)
 
     def _work(self) -> None:
         while True:
-            request = self._waiting.get()
+            request = self._queued.get()
             try:
                 if request is None:
                     return
                 self._judge(request)
             except Warning:
-                pass  # the user turned warnings into errors; what they say also stands in cache_stats()
+                pass  # the user turned warnings into errors; cache_stats() has the same information
             finally:
-                self._waiting.task_done()
+                self._queued.task_done()
 
-    def _judge(self, request: Answered) -> None:
+    def _judge(self, request: ServedRequest) -> None:
         try:
             differ = self._check(request)
-        except Exception as error:  # noqa: BLE001 - a check nobody waits for must not end the thread
+        except Exception as error:  # noqa: BLE001 - a failed check must not end the thread
             warnings.warn(f"a shadow check failed and does not count: {error!r}", RuntimeWarning, stacklevel=1)
             return
         if differ is None or not self._guard.allowed:
             return
         self._guard.observe(differ)
         if (reason := self._guard.reason) is not None:
-            warnings.warn(f"non-prefix reuse is off from here on: {reason}", RuntimeWarning, stacklevel=1)
+            warnings.warn(f"non-prefix reuse is now off: {reason}", RuntimeWarning, stacklevel=1)

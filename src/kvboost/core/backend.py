@@ -1,4 +1,4 @@
-"""What exact reuse needs of a model, as Protocols: a cache, a codec, a runner, and what may hook into a prefill.
+"""What exact reuse needs from a model, as Protocols: a cache, a codec, a runner, and hooks into a prefill.
 
 Implemented by :mod:`kvboost.hf` (cache, codec, runner), :mod:`kvboost.approx` (:class:`NonPrefixReuse`) and
 :mod:`kvboost.offload.kv` (:class:`KVPaging`). Invariant: core imports none of them, and works without the last two.
@@ -73,7 +73,7 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """Goes into the fingerprint: blocks of different codecs never mix."""
+        """Part of the fingerprint: blocks of different codecs never mix."""
         ...
 
     @property
@@ -98,22 +98,22 @@ class Runner(Protocol):
     """Forward passes of one model."""
 
     def append(self, tokens: Sequence[int], cache: Any, *, logits: bool) -> torch.Tensor | None:
-        """Compute ``tokens`` behind what the cache holds. Returns the last token's logits [vocab], if asked."""
+        """Compute ``tokens`` behind what the cache holds. Returns the last token's logits [vocab] if ``logits``."""
         ...
 
 
 class NonPrefixReuse(Protocol):
-    """Reuse of chunks that stood elsewhere. What it leaves in a cache is approximate, from the first chunk on."""
+    """Reuse of chunks from other positions. KV is approximate from the first such chunk on."""
 
     @property
     def reason(self) -> str | None:
-        """Why nothing is reused so, if nothing is."""
+        """Why there is no non-prefix reuse; None if there is."""
         ...
 
     def find(
         self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int
     ) -> tuple[ApproxSpans | None, str | None]:
-        """The chunks behind the first ``available`` that are worth repositioning here, or None and why not."""
+        """The chunks after the first ``available`` that are worth repositioning, or None and the reason."""
         ...
 
     def replay(self, blocks: Mapping[int, KVBlock]) -> ApproxSpans:
@@ -133,11 +133,11 @@ class NonPrefixReuse(Protocol):
         ...
 
     def observe(self, state: PrefillState) -> None:
-        """Learn from the stages of a prefill whose first token exists."""
+        """Update cost estimates from a prefill whose first token exists."""
         ...
 
     def failed(self, error: Exception) -> str:
-        """Placing or repairing raised: count it and say why this prompt is computed instead."""
+        """Count an error of placing or repairing, and return the reason for the report."""
         ...
 
     def forget(self) -> None:
@@ -149,7 +149,7 @@ class NonPrefixReuse(Protocol):
         ...
 
     def stats(self) -> NonPrefixReuseStats:
-        """How it fares."""
+        """Counts and bounds of its shadow checks."""
         ...
 
     @property
@@ -158,15 +158,15 @@ class NonPrefixReuse(Protocol):
         ...
 
     def describe(self) -> str:
-        """On or off, and how or why, in a line."""
+        """One line: on or off, with the settings or the reason."""
         ...
 
     def allow(self) -> None:
-        """Go on although a check had put an end to it."""
+        """Allow it again after checks have stopped it."""
         ...
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Remove its hooks from the model."""
         ...
 
 
@@ -176,7 +176,7 @@ class NoApprox:
     repositioned_chunks = 0
 
     def __init__(self, reason: str | None = None) -> None:
-        """``reason`` says what stands in the way, where it was not asked for."""
+        """``reason`` is why, if the settings would allow non-prefix reuse."""
         self.reason = reason
 
     def find(
@@ -186,7 +186,7 @@ class NoApprox:
         return None, self.reason
 
     def replay(self, blocks: Mapping[int, KVBlock]) -> ApproxSpans:
-        """Cannot be asked for."""
+        """Never called."""
         raise AssertionError("a prompt without repositioned chunks has none to replay")
 
     def place(self, state: PrefillState) -> None:
@@ -200,7 +200,7 @@ class NoApprox:
         return 0
 
     def observe(self, state: PrefillState) -> None:
-        """Nothing to learn."""
+        """Nothing to observe."""
 
     def failed(self, error: Exception) -> str:
         """Cannot fail."""
@@ -210,7 +210,7 @@ class NoApprox:
         """Nothing to forget."""
 
     def for_tenant(self, store: GuardedStore) -> NonPrefixReuse:
-        """The same for everybody."""
+        """Shared by all tenants."""
         return self
 
     def stats(self) -> NonPrefixReuseStats:
@@ -219,7 +219,7 @@ class NoApprox:
 
     def describe(self) -> str:
         """Off, and why."""
-        return f"off: {self.reason or 'as asked'}"
+        return f"off: {self.reason or 'by the settings'}"
 
     def allow(self) -> None:
         """Nothing to allow."""
@@ -229,7 +229,7 @@ class NoApprox:
 
 
 class KVPaging(Protocol):
-    """Requests whose KV is more than memory holds for them."""
+    """Prefill of requests whose KV exceeds the memory limit."""
 
     @property
     def page_tokens(self) -> int:
@@ -239,5 +239,5 @@ class KVPaging(Protocol):
     def open(
         self, prefiller: Prefiller, tokens: list[int], *, boundaries: Sequence[int], clock: StageClock
     ) -> AbstractContextManager[PrefillState]:
-        """A prefill into pages, with what is stored of the prompt in them. They end with the ``with`` block."""
+        """A prefill into pages, with the stored part of the prompt loaded. Leaving the block frees them."""
         ...

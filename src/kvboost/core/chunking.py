@@ -1,7 +1,7 @@
 """Where a prompt is cut into chunks.
 
 Called by the engine before keys are made. Invariant: a cut after token t depends only on tokens and
-boundaries up to t, so equal prefixes have equal cuts and one chunking serves exact and moved reuse.
+boundaries up to t, so equal prefixes have equal cuts and one chunking serves exact and non-prefix reuse.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _check_size(size: int) -> None:
 
 @dataclass(frozen=True)
 class FixedChunker:
-    """A cut every ``size`` tokens, counted from the last boundary the caller gave."""
+    """A cut every ``size`` tokens, counted from the caller's last boundary."""
 
     size: int
 
@@ -67,7 +67,7 @@ class FixedChunker:
 class ContentChunker:
     """Cuts where the last few tokens hash below a threshold, as backup tools cut files.
 
-    The same text is cut at the same places whatever stands before it, after at most a few chunks.
+    The same text is cut at the same places whatever precedes it, after at most a few chunks.
     Chunks have ``size`` tokens on average, 3/8 of it at least and twice it at most.
     """
 

@@ -8,14 +8,14 @@ from typing import Any
 
 
 class StageClock:
-    """Starts when made. ``lap(stage)`` books the time since the last lap under ``stage``."""
+    """Starts when made. ``lap(stage)`` adds the time since the last lap to ``stage``."""
 
     def __init__(self) -> None:
         self._start = self._last = time.perf_counter()
         self._stages: dict[str, float] = {}
 
     def lap(self, stage: str) -> None:
-        """Book the time since the last lap."""
+        """Add the time since the last lap to ``stage``."""
         now = time.perf_counter()
         self._stages[stage] = self._stages.get(stage, 0.0) + (now - self._last) * 1000.0
         self._last = now

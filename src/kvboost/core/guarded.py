@@ -17,7 +17,7 @@ from kvboost.types import NOTHING_LOADED, Chunk, KVBlock, LoadReport, PutOutcome
 
 
 def loads_of(lease: Lease | ContentLease) -> LoadReport:
-    """What a lease says of the tiers its blocks came from; most stores have none."""
+    """The lease's report of the tiers its blocks came from; most stores have none."""
     loads = getattr(lease, "loads", None)
     return loads if isinstance(loads, LoadReport) else NOTHING_LOADED
 
@@ -31,7 +31,7 @@ class EmptyLease:
         return []
 
     def release(self) -> None:
-        """Nothing to let go."""
+        """Nothing to release."""
 
     def __enter__(self) -> Self:
         return self
@@ -62,18 +62,18 @@ class GuardedStore:
             if isinstance(self._store, LayeredStore):
                 return self._store.lease(chunks, arrived=arrived)
             return self._store.lease(chunks)
-        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request goes on
+        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
             self._failed(error)
             return EmptyLease()
 
     def leading_run(self, chunks: Sequence[Chunk]) -> int:
-        """How many of ``chunks`` a lease would probably hold, uncounted; all of them, for a store that cannot tell."""
+        """How many of ``chunks`` a lease would probably hold, uncounted; all of them if the store cannot tell."""
         count = getattr(self._store, "leading_run", None)
         if count is None:
             return len(chunks)
         try:
             return int(count(chunks))
-        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request goes on
+        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
             self._failed(error)
             return 0
 
@@ -81,7 +81,7 @@ class GuardedStore:
         """As the store's own; nothing is held if it fails."""
         try:
             return self._store.lease_content(chunks, after=after)
-        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request goes on
+        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
             self._failed(error)
             return EmptyLease()
 
@@ -89,7 +89,7 @@ class GuardedStore:
         """As the store's own; REFUSED if it fails."""
         try:
             return self._store.put(block)
-        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request goes on
+        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
             self._failed(error)
             return PutOutcome.REFUSED
 
@@ -97,11 +97,11 @@ class GuardedStore:
         """As the store's own."""
         try:
             self._store.used(chain)
-        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request goes on
+        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
             self._failed(error)
 
     def knows_content(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether all of these are probably stored somewhere. Slower tiers are asked, and load nothing."""
+        """Whether all of these are probably stored somewhere. Queries slower tiers without loading."""
         if isinstance(self._store, LayeredStore):
             return self._store.knows_content(chunks)
         with self.lease_content(chunks, after=0) as lease:

@@ -1,4 +1,4 @@
-"""Names the chunks of prompts: cuts them and derives their keys from everything that changes their KV.
+"""Cuts prompts into chunks and derives their keys from everything that changes their KV.
 
 Used by the prefiller. Invariant: two prompts share a key only if a cold run of either would compute the same KV.
 """
@@ -15,18 +15,18 @@ from kvboost.types import Chunk, Fingerprint, ModelSnapshot
 
 
 class ModelIdentity(Protocol):
-    """Says what a model is at this moment."""
+    """Identifies the current state of a model."""
 
     def snapshot(self) -> ModelSnapshot:
-        """The model now: the same object while nothing changes."""
+        """The model's current state: the same object while nothing changes."""
 
     def is_current(self, snapshot: ModelSnapshot) -> bool:
-        """Whether the model still is what it was."""
+        """Whether the model is still in this state."""
 
 
 @dataclass(frozen=True)
 class KeySnapshot:
-    """The key that a request's other keys descend from, and the model that it stands for. One per request."""
+    """The root key of a request, and the model state it was derived from. One per request."""
 
     root: bytes
     model: ModelSnapshot
@@ -51,19 +51,19 @@ class PromptKeys:
 
     @property
     def conditions(self) -> str:
-        """What besides the model decides how good moved chunks are: codec and chunks."""
+        """What else affects the quality of non-prefix reuse: codec and chunking."""
         return f"{self._codec}|{self._chunker.spec}"
 
     def snapshot(self) -> KeySnapshot:
-        """The model as it is now and its root key, both from the same moment."""
+        """The model's current state and the root key derived from it."""
         model, last = self._identity.snapshot(), self._last
         if last is None or last.model is not model:
-            # Threads that come here together make equal keys; each returns its own.
+            # Concurrent threads make equal keys; each returns its own.
             self._last = last = KeySnapshot(self._root(model), model)
         return last
 
     def namespace(self) -> bytes:
-        """Names the model without its adapter: what tiers keep together, whichever adapter is in use."""
+        """The model without its adapter: the namespace of tiers, whichever adapter is in use."""
         return self._root(self._identity.snapshot(), adapter="")
 
     def is_current(self, snapshot: KeySnapshot) -> bool:
@@ -71,14 +71,14 @@ class PromptKeys:
         return self._identity.is_current(snapshot.model)
 
     def chunks(self, root: bytes, tokens: Sequence[int], boundaries: Sequence[int]) -> list[Chunk]:
-        """The complete chunks of a prompt, named."""
+        """The complete chunks of a prompt, with their keys."""
         ids = token_array(tokens)
         return chunk_keys(root, ids, self._chunker.cut(ids, boundaries))
 
     def _root(self, model: ModelSnapshot, **instead: str) -> bytes:
         fields = {**model.fields, **instead}
         if self._keeps_decoded:
-            # KV of decoded tokens rounds differently: what stands behind it may not mix with exact chunks.
+            # KV of decoded tokens rounds differently: what follows it may not mix with exact chunks.
             fields["numerics"] += "|decoded-rows"
         fingerprint = Fingerprint(**fields, chunker=self._chunker.spec, codec=self._codec, tenant=self._tenant)
         return fingerprint_root(fingerprint)

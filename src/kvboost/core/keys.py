@@ -35,7 +35,7 @@ def token_array(token_ids: Sequence[int]) -> TokenArray:
     wide = np.asarray(token_ids)
     if wide.ndim != 1:
         raise ConfigError(f"token ids must be one flat sequence, got {wide.ndim} dimensions")
-    # Not asking for int64 above: that would cut 1.5 down to 1, and overflow before the range is checked.
+    # No int64 conversion above: that would cut 1.5 down to 1, and overflow before the range is checked.
     if wide.size and (wide.dtype.kind not in "iu" or wide.min() < 0 or wide.max() >= 2**32):
         raise ConfigError("token ids must be integers in 0..2**32-1")
     return wide.astype(np.uint32)
@@ -72,10 +72,10 @@ def chunk_keys(root: bytes, tokens: TokenArray, ends: Sequence[int]) -> list[Chu
 
 
 def paged_key(prefix_key: bytes) -> bytes:
-    """Names KV of the same tokens behind the same ones that was read in pages, where sums round differently."""
+    """Names KV of the same tokens after the same prefix that was computed in pages, where sums round differently."""
     return hashlib.sha256(b"kvboost.paged.1" + prefix_key).digest()
 
 
 def variant_key(content_key: bytes, context: bytes) -> bytes:
-    """Names KV that was computed behind moved KV. No prefix key can equal it: its label is its own."""
+    """Names KV that was computed behind repositioned KV. Its own label keeps it distinct from every prefix key."""
     return hashlib.sha256(b"kvboost.variant.1" + content_key + context).digest()

@@ -1,8 +1,7 @@
-"""Places stored KV into a cache: what comes from a slow tier while the rest of it is still on its way.
+"""Places stored KV into a cache, each block as it arrives from a slow tier.
 
-Used by the prefiller. Invariant: what counts in the end are the blocks that the lease holds. What was placed before the
-lease was there is placed again unless it is the very same block, and nothing is visible before the prefiller sets the
-cache's length.
+Used by the prefiller. Invariant: the lease decides which blocks count. A block placed before the lease returned is
+placed again unless the lease holds the same one, and nothing is visible before the prefiller sets the cache's length.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from kvboost.types import Chunk, KVBlock
 
 
 class KVLoader:
-    """The exact chunks of one prompt on their way into a cache. Takes the cache with the first block that comes."""
+    """Loads the exact chunks of one prompt into a cache, which it takes when the first block arrives."""
 
     def __init__(self, chunks: Sequence[Chunk], *, tokens: int, codec: Codec, pool: WorkspacePool) -> None:
         """``chunks`` are those that may be reused; the cache gets capacity for ``tokens``."""
@@ -27,7 +26,7 @@ class KVLoader:
         self._failed = False
 
     def arrived(self, chunk: Chunk, block: KVBlock) -> None:
-        """This block is here before the others: copy it now."""
+        """Copy a block that arrived before the lease returned."""
         if self._failed:
             return
         try:
@@ -37,11 +36,11 @@ class KVLoader:
             if chunk.start >= (self._chunks[self._in_place - 1].end if self._in_place else 0):
                 self._codec.place(self._cache, chunk.start, block.tensors)
                 self._placed[block.key] = block
-        except Exception:  # noqa: BLE001 - raised again by finish(), where it does not look like the store's fault
+        except Exception:  # noqa: BLE001 - finish() places it again and raises then, outside of the store's error handling
             self._failed = True
 
     def finish(self, blocks: Sequence[KVBlock]) -> KVCache:
-        """The cache with all of ``blocks``, the first of the chunks, in their places."""
+        """The cache with all of ``blocks``, the leading chunks, in place."""
         if self._cache is None:
             chain = [block.key for block in blocks]
             self._cache, self._in_place = self._pool.take(tokens=self._tokens, chain=chain)

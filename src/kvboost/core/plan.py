@@ -1,6 +1,6 @@
 """Turns chunks and what is stored of them into a plan whose segments tile the prompt.
 
-Called by the prefiller once the store has said how many leading chunks it holds. Invariant: every step of
+Called by the prefiller once the number of stored leading chunks is known. Invariant: every step of
 a plan is a chunk (or the tail) of the prompt's own grid, so a warm run executes a subset of the steps
 of a cold run, with the same shapes and therefore the same bits.
 """
@@ -31,7 +31,7 @@ class Segment:
     start: int
     end: int
     chunk: Chunk | None
-    """The chunk this segment is, or None for the incomplete tail and for several that are computed in one step."""
+    """The chunk of this segment; None for the incomplete tail and for several chunks computed in one step."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ReusePlan:
             raise ValueError("the last token must be fresh: its logits are needed")
         kinds = [s.kind for s in self.segments]
         if SegmentKind.EXACT in kinds[kinds.count(SegmentKind.EXACT) :]:
-            raise ValueError("exact segments stand before all others: they need exactly the same text before them")
+            raise ValueError("exact segments must come before all others: they need the same tokens before them")
 
     @cached_property
     def reused(self) -> tuple[Segment, ...]:
@@ -67,26 +67,26 @@ class ReusePlan:
 
     @cached_property
     def steps(self) -> tuple[Segment, ...]:
-        """The FRESH segments, in order: one forward each where nothing approximate stands before them."""
+        """The FRESH segments, in order: one forward each where nothing approximate comes before them."""
         return tuple(s for s in self.segments if s.kind is SegmentKind.FRESH)
 
     @cached_property
     def approx_start(self) -> int:
-        """Where the first APPROX segment begins: what stands before it can be exact, what follows cannot."""
+        """Where the first APPROX segment begins: what comes before it can be exact, what follows cannot."""
         return self.moved[0].start if self.moved else self.prompt_tokens
 
     @cached_property
     def moved_tokens(self) -> int:
-        """How many prompt tokens come from elsewhere, repositioned."""
+        """How many prompt tokens are repositioned from another position."""
         return sum(s.end - s.start for s in self.moved)
 
     @cached_property
     def exact_tokens(self) -> int:
-        """How many prompt tokens come from the cache as they are."""
+        """How many prompt tokens come from the cache exactly."""
         return sum(s.end - s.start for s in self.reused)
 
     def in_steps_of(self, tokens: int) -> ReusePlan:
-        """The same plan with neighbouring steps joined up to this length, the last one left alone."""
+        """The same plan with neighbouring steps joined up to this length, except the last one."""
         segments: list[Segment] = []
         for segment in self.segments[:-1]:
             last = segments[-1] if segments else None
@@ -99,7 +99,7 @@ class ReusePlan:
 
 
 def reusable_chunks(chunks: Sequence[Chunk], *, prompt_tokens: int) -> Sequence[Chunk]:
-    """The leading chunks worth asking the store for: all that end before the last token.
+    """The leading chunks to look up: all that end before the last token.
 
     The step that holds the last token always runs, as its logits are needed and computing them in a
     shorter step would round differently from a cold run.

@@ -1,6 +1,6 @@
-"""The state of one prompt on its way into a cache: what is computed, what of it is exact, what is stored.
+"""The state of one prefill: what is computed, what of it is exact, what is stored.
 
-Made by :class:`kvboost.core.prefiller.Prefiller` (or by paging), which alone moves it on. Invariants, checked by every
+Made and advanced by :class:`kvboost.core.prefiller.Prefiller` (or by paging) only. Invariants, checked by every
 transition: ``num_committed <= num_exact <= num_computed <= len(tokens)``; positions ``[0, num_computed)`` are in the
 cache; positions ``[0, num_exact)`` were placed or computed as a cold run computes them, so nothing behind a
 repositioned chunk, and nothing that was computed in another step than its own, is ever exact.
@@ -45,23 +45,23 @@ class ExactHits:
 
     chunks: int = 0
     bitwise: bool = True
-    """Whether they, and what is computed right behind them, have a cold run's bits."""
+    """Whether they, and what is computed right after them, are bitwise equal to a cold run."""
     lease: Lease = field(default_factory=EmptyLease)
     tiers: Mapping[str, int] = field(default_factory=dict)
-    """Their tokens by the tier they came from."""
+    """Number of their tokens by source tier."""
 
 
 @dataclass(frozen=True)
 class ApproxSpans:
-    """The chunks of one prompt that stood elsewhere when their KV was computed."""
+    """The chunks of one prompt whose KV was computed at other positions."""
 
     strategy: str
-    """Of their repair; named in the report."""
+    """Name of the repair strategy, for the report."""
     blocks: Mapping[int, KVBlock]
-    """By index of the chunk in the prompt."""
+    """By chunk index in the prompt."""
     lease: ContentLease = field(default_factory=EmptyLease)
     expected_seconds: float = 0.0
-    """What selecting and recomputing were expected to take, as plain steps."""
+    """Expected time of selecting and recomputing, as plain steps."""
 
     @property
     def depth(self) -> int:
@@ -71,7 +71,7 @@ class ApproxSpans:
 
 @dataclass(frozen=True)
 class RepairOutcome:
-    """What a repair did."""
+    """The result of a repair."""
 
     recomputed_tokens: int
     error_estimate: float | None
@@ -108,7 +108,7 @@ class PrefillState:
 
     @property
     def cache(self) -> KVCache:
-        """Where its KV is."""
+        """The cache that holds its KV."""
         return self._cache
 
     @property
@@ -118,7 +118,7 @@ class PrefillState:
 
     @property
     def spans(self) -> ApproxSpans | None:
-        """What was repositioned, if anything was."""
+        """The repositioned chunks, if any."""
         return self._spans
 
     @property
@@ -158,7 +158,7 @@ class PrefillState:
 
     @property
     def new_chunks(self) -> int:
-        """Blocks stored by this prefill that the store had not."""
+        """Blocks that this prefill added to the store."""
         return self._new_chunks
 
     # Transitions
@@ -179,7 +179,7 @@ class PrefillState:
         self._num_computed = end
 
     def reposition(self, spans: ApproxSpans) -> None:
-        """Chunks that stood elsewhere are part of this prompt from now on; they are placed next."""
+        """Add chunks from other positions to the plan; they are placed next."""
         if self._spans is not None or self._num_computed != self._plan.exact_tokens:
             raise AssertionError("chunks are repositioned once, before anything is computed")
         self._plan = plan_reuse(
@@ -196,7 +196,7 @@ class PrefillState:
         self._repair, self._num_computed = outcome, self.last_step
 
     def drop_approx(self, reason: str) -> None:
-        """Go on as if nothing had been found elsewhere."""
+        """Discard the repositioned chunks and continue with exact reuse only."""
         if self._spans is None:
             raise AssertionError("nothing was repositioned")
         self._spans.lease.release()
@@ -213,18 +213,18 @@ class PrefillState:
         self._plan = self._plan.in_steps_of(tokens)
 
     def committed(self, end: int, *, new: bool) -> None:
-        """The store holds the exact chunk that ends here; ``new`` if it had not."""
+        """The store holds the exact chunk that ends here; ``new`` if it was added."""
         if not self._num_committed < end <= self._num_exact:
             raise AssertionError(f"[{self._num_committed}, {end}) is not exact, or was committed before")
         self._num_committed = end
         self._new_chunks += new
 
     def kept(self, count: int) -> None:
-        """So many approximate blocks were stored that the store had not."""
+        """``count`` new approximate blocks were stored."""
         self._new_chunks += count
 
     def observe_once(self) -> bool:
-        """True for the first caller, who learns from the stages' times."""
+        """True for the first call only: a prefill's times are observed once."""
         first, self._observed = not self._observed, True
         return first
 
@@ -233,14 +233,14 @@ class PrefillState:
         self._reason = reason if self._reason is None or reason is None else f"{self._reason}; {reason}"
 
     def grow(self, cache: KVCache) -> None:
-        """Go on in this cache, which has more capacity."""
+        """Continue in this cache, which has more capacity."""
         length = self._cache.get_seq_length()
         cache.place(0, self._cache.span(0, length))
         cache.set_length(length)
         self._cache = cache
 
     def detach(self) -> KVCache:
-        """Give the cache away: it is not pooled, and nobody else writes to it."""
+        """Hand the cache over to the caller: it is no longer pooled."""
         self._pool = None
         return self._cache
 
@@ -263,7 +263,7 @@ class PrefillState:
         self.close()
 
     def report(self) -> ReuseReport:
-        """What was reused."""
+        """What was reused and how long it took."""
         exact, moved = self._plan.exact_tokens, self._plan.moved_tokens
         tiers, loads = Counter(self.hits.tiers), loads_of(self.hits.lease)
         declined, declined_at = loads.declined, dict(loads.declined_at)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RequestCancelled(Exception):
-    """The caller closed the stream; nobody waits for the result."""
+    """The caller closed the stream and no longer needs the result."""
 
 
 def _never() -> bool:
@@ -47,11 +47,11 @@ class Prefiller:
     approx: NonPrefixReuse = field(default_factory=NoApprox)
 
     def exact_over(self, store: GuardedStore) -> Prefiller:
-        """The same over another store with workspaces of its own, for exact reuse only: for measurements."""
+        """The same over another store with separate workspaces, exact reuse only: for measurements."""
         return replace(self, store=store, pool=self.pool.for_tenant(), costs=CostModel(), approx=NoApprox())
 
     def chunk(self, tokens: list[int], boundaries: Sequence[int]) -> ChunkedPrompt:
-        """The prompt under the keys of the model as it is now."""
+        """Cut the prompt into chunks, keyed by the model's current state."""
         snapshot = self.keys.snapshot()
         return ChunkedPrompt(tokens, boundaries, snapshot, self.keys.chunks(snapshot.root, tokens, boundaries))
 
@@ -67,8 +67,8 @@ class Prefiller:
     ) -> PrefillState:
         """Place all stored KV of a prompt; the cache has capacity for ``new_tokens`` more.
 
-        With ``approx``, chunks that stood elsewhere are used too, where that pays; ``using`` names them by the
-        chunk's index instead, to prefill a prompt as it was prefilled before.
+        With ``approx``, chunks from other positions are reused too, where that is faster. ``using`` gives them by chunk
+        index instead, to prefill a prompt as it was prefilled before.
         """
         clock = clock or StageClock()
         prompt = self.chunk(tokens, boundaries)
@@ -128,7 +128,7 @@ class Prefiller:
         the last step.
         """
         if state.awaits_repair and state.plan.approx_start < to < state.last_step:
-            raise ValueError(f"a repair goes on to position {state.last_step}; it cannot stop at {to}")
+            raise ValueError(f"a repair runs up to position {state.last_step}; it cannot stop at {to}")
         self._run_steps(state, to=min(to, state.plan.approx_start), cancelled=cancelled)
         if state.awaits_repair and to >= state.last_step:
             state.clock.lap("prefill")
@@ -171,7 +171,7 @@ class Prefiller:
         """Store every chunk computed since the last commit."""
         self._observe(state)
         if not self.keys.is_current(state.prompt.snapshot):
-            return  # computed while the weights changed: neither the old model's nor the new one's
+            return  # the weights changed meanwhile: this KV belongs to neither model
         self._store_exact(state)
         if state.spans is not None:
             state.kept(self.approx.keep(state))
@@ -179,7 +179,7 @@ class Prefiller:
     def commit_decoded(self, state: PrefillState, generated: Sequence[int]) -> int:
         """Store the chunks that decoding completed, marked as not bitwise. The last token has no KV yet."""
         if state.spans is not None or state.paged or not self.keys.is_current(state.prompt.snapshot):
-            return 0  # behind approximate KV nothing is exact; what lies in pages would have to be read once more
+            return 0  # behind approximate KV nothing is exact; paged KV would have to be loaded once more
         prompt = state.prompt
         tokens = [*prompt.tokens, *generated][: state.cache.get_seq_length()]
         chunks = self.keys.chunks(prompt.snapshot.root, tokens, prompt.boundaries)
@@ -214,7 +214,7 @@ class Prefiller:
         return self.store.put(KVBlock.of(chunk, tensors, context=context, bitwise=bitwise and self.codec.lossless))
 
     def _observe(self, state: PrefillState) -> None:
-        """Learn what this prefill took, once its first token exists."""
+        """Update the cost model with this prefill's times, once its first token exists."""
         stages = state.clock.stages()
         if state.paged or "first_token" not in stages or not state.observe_once():
             return
@@ -223,4 +223,4 @@ class Prefiller:
         elif "move" not in stages:
             seconds = (stages.get("prefill", 0.0) + stages["first_token"]) / 1000.0
             tokens = len(state.tokens) - state.plan.exact_tokens
-            self.costs.observe_read(forwards=len(state.plan.steps), rows=tokens, seconds=seconds)
+            self.costs.observe_prefill(forwards=len(state.plan.steps), tokens=tokens, seconds=seconds)

@@ -1,6 +1,6 @@
-"""One tenant's way to a model: who prefills its prompts, where their KV is stored, and what limits its requests.
+"""One tenant's access to a model: its prefiller, its store and its limits.
 
-Made by the engine, used by it and by the scheduler. Invariant: both admit, refuse and page by what is said here.
+Made by the engine, used by it and by the scheduler. Invariant: both admit, refuse and page by the limits here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class SequenceLimits(Protocol):
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence the model was made for; None if it has no limit."""
+        """The longest sequence the model supports; None if it has no limit."""
         ...
 
     @property
@@ -31,27 +31,27 @@ class SequenceLimits(Protocol):
 
     @property
     def exact_limit_reason(self) -> str | None:
-        """Why."""
+        """Why there is such a limit."""
         ...
 
 
 @dataclass(frozen=True)
 class KVBudget:
-    """How much KV requests may hold in memory, and what becomes of one that needs more."""
+    """How much KV requests may hold in memory, and how a request is served that needs more."""
 
     bytes_for: Callable[[int], int]
-    """What the cache of a sequence of so many tokens takes."""
+    """Bytes of the cache of a sequence with this many tokens."""
     limit: int | None = None
     paging: KVPaging | None = None
     unpaged: str | None = None
-    """Why there is no paging, where there is a limit without it."""
+    """Why there is no paging although there is a limit."""
 
     def fits(self, tokens: int, *, sequences: int = 1) -> bool:
         """Whether the caches of sequences of this length stay within the limit."""
         return self.limit is None or self.bytes_for(tokens) * sequences <= self.limit
 
     def check(self, tokens: int, *, sequences: int = 1, why: str) -> None:
-        """Raise CapacityError for what takes more than the limit; ``why`` says what stands in the way of paging."""
+        """Raise CapacityError above the limit; ``why`` explains why paging does not help."""
         if not self.fits(tokens, sequences=sequences):
             raise CapacityError(
                 f"the KV of {tokens} tokens, prompt and new ones, takes more than kv_bytes={self.limit} bytes, "
@@ -72,7 +72,7 @@ class Session:
     """Whether KV made by decoding is stored too."""
 
     def clear(self) -> None:
-        """Drop what is remembered beside the store."""
+        """Drop what is cached outside the store."""
         self.prefiller.pool.clear()
         self.prefiller.approx.forget()
 
@@ -82,14 +82,14 @@ class Session:
         return self.limits.exact_limit_reason if limit is not None and tokens > limit else None
 
     def prefetch(self, tokens: list[int], boundaries: Sequence[int]) -> Future[int]:
-        """Bring what slower tiers have of a prompt's beginning up into memory, in the background."""
+        """Load the stored prefix of a prompt from slower tiers into memory, in the background."""
         if self.refusal(len(tokens)) is None and isinstance(self.store, LayeredStore):
             return self.store.prefetch(self.prefiller.chunk(tokens, boundaries).usable)
         return nothing_to_fetch()
 
 
 def nothing_to_fetch() -> Future[int]:
-    """What a prefetch returns where no slower tier could be asked."""
+    """The result of a prefetch without slower tiers."""
     nothing: Future[int] = Future()
     nothing.set_result(0)
     return nothing

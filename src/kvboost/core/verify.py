@@ -1,4 +1,4 @@
-"""Holds a warm run against a cold one, bit for bit."""
+"""Compares a warm run with a cold one, bit for bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvboost.core.prefiller import Prefiller
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal shape, type and bytes. Stricter than ``torch.equal``, to which 0.0 and -0.0 are the same."""
+    """Equal shape, type and bytes. Stricter than ``torch.equal``, which treats 0.0 and -0.0 as equal."""
     return (
         one.shape == other.shape
         and one.dtype == other.dtype

@@ -1,8 +1,8 @@
-"""A small pool of caches, so that a request neither faults in fresh memory nor copies what is still in place.
+"""A small pool of caches, so that a request neither page-faults on fresh memory nor copies KV that is still in place.
 
-Used by the prefiller. A workspace that comes back remembers which chunks it holds; a request that begins with the same
-chunks gets it and copies only the rest. Invariants: a workspace has one owner at a time; one that a tenant used is
-never another's, as that tenant's KV still lies in it.
+Used by the prefiller. A returned workspace remembers which chunks it holds; a request with the same prefix gets it and
+copies only the rest. Invariants: a workspace has one owner at a time; it never changes tenants, as its old KV is still
+in it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from kvboost.capacity import MAX_IDLE, request_bytes, workspace_capacity
 from kvboost.core.backend import KVCache
 
 MakeCache = Callable[[int], KVCache]
-"""Makes a cache with capacity for so many tokens."""
+"""Makes a cache with capacity for the given number of tokens."""
 
 
 @dataclass
 class _Idle:
-    """A workspace that waits for its next request."""
+    """A workspace without a request."""
 
     cache: KVCache
     held: tuple[bytes, ...]
-    """Keys of the chunks that lie at its beginning."""
+    """Keys of the leading chunks it holds."""
     owner: WorkspacePool
 
 
@@ -51,7 +51,7 @@ class WorkspacePool:
         self._shelf = shelf or _Shelf(capacity_bytes)
 
     def for_tenant(self) -> WorkspacePool:
-        """Another tenant's pool: the same capacity, and no workspace in common."""
+        """Another tenant's pool: shared capacity, separate workspaces."""
         return WorkspacePool(self._make, bytes_per_token=self._bytes_per_token, shelf=self._shelf)
 
     @property
@@ -61,7 +61,7 @@ class WorkspacePool:
             return self._shelf.nbytes
 
     def bytes_for(self, tokens: int) -> int:
-        """What a new cache with capacity for ``tokens`` takes."""
+        """Bytes of a new cache with capacity for ``tokens``."""
         return request_bytes(tokens, kv_per_token=self._bytes_per_token)
 
     def take(self, *, tokens: int, chain: Sequence[bytes]) -> tuple[KVCache, int]:

@@ -1,4 +1,4 @@
-"""Puts the parts around a loaded model together: what it allows, who prefills, who repositions, where KV is kept.
+"""Builds the parts around a loaded model: probe results, prefiller, non-prefix reuse, stores.
 
 Called once when an engine is made. Raises UnsupportedModelError for a model that allows no reuse at all.
 """
@@ -34,16 +34,16 @@ from kvboost.store import read_key
 
 @dataclass(frozen=True)
 class Assembly:
-    """What an engine found out about its model and made for it. Shared by all tenants."""
+    """The probe results and parts of one model. Shared by all tenants."""
 
     config: EngineConfig
     runner: ModelRunner
     facts: ModelFacts
     identity: ModelIdentity
     stores: Stores | None
-    """Opens tenants' stores; None if the store was given."""
+    """Opens tenants' stores; None if the caller passed a store."""
     session: Session
-    """Of the engine's own tenant."""
+    """The session of the engine's own tenant."""
 
     @property
     def weights(self) -> str:
@@ -69,7 +69,7 @@ class Assembly:
         return replace(self.session, tenant=tenant, store=store, prefiller=prefiller)
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Remove all hooks from the model."""
         self.session.prefiller.approx.close()
 
 
@@ -93,7 +93,7 @@ def split_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 
 def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, store: ChunkStore | None) -> Assembly:
-    """Probe the model and build what its answers allow; with a store of its own if none is given."""
+    """Probe the model and build what it supports; with the engine's own store if none is given."""
     if store is not None and config.tenant_bytes is not None:
         raise ConfigError("tenant_bytes is for a store of the engine's own; leave it out, or leave store out")
     facts = probe_model(runner.model)

@@ -1,7 +1,7 @@
-"""Runs Transformers' ``generate`` over prompts and caches, and makes results of what it returns.
+"""Runs Transformers' ``generate`` over prompts and caches, and turns its output into results.
 
-Used by :mod:`kvboost.engine.generation`. Invariant: a row of a batch has the tokens it would have had alone: nothing of
-the padding behind its end.
+Used by :mod:`kvboost.engine.generation`. Invariant: a sequence of a batch has the tokens it would have alone, without
+the padding after its end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvboost.types import GenerationResult, ReuseReport
 
 
 class FirstToken:
-    """Called after every token: stamps the first one, then does what had to wait for it."""
+    """Called after every token: records the time of the first one, then runs what had to wait for it."""
 
     def __init__(
         self, clock: StageClock, *, cancelled: Callable[[], bool], then: Callable[[], Any] = lambda: None
@@ -55,7 +55,7 @@ class Decoder:
         watch: FirstToken,
         reports: Sequence[ReuseReport],
     ) -> list[GenerationResult]:
-        """A result for each prompt. ``cache`` holds all of them but their last step; None for none of them."""
+        """A result for each prompt. ``cache`` holds each prompt up to its last step; None if nothing is cached."""
         longest = max(len(tokens) for tokens in prompts)
         ids = torch.zeros(len(prompts), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -74,7 +74,7 @@ class Decoder:
         watch.clock.lap("decode")
         if cache is not None and cache.get_seq_length() >= decoded.sequences.shape[1]:
             raise UnsupportedModelError(
-                "Transformers read the prompt again on top of the cache it was given, so this answer is wrong; "
+                "Transformers computed the prompt again on top of the given cache, so this answer is wrong; "
                 "call with mode=GenerationMode.BASELINE for these arguments"
             )
         per_prompt = decoded.sequences.shape[0] // len(prompts)
@@ -100,12 +100,12 @@ class Decoder:
     def _ended(
         self, new: list[int], arguments: dict[str, Any], *, padded: bool, cancelled: bool
     ) -> tuple[list[int], str]:
-        """What a sequence itself produced, without a batch's padding behind it, and why it ended."""
+        """The tokens of a sequence without a batch's padding, and why it ended."""
         ends, stops = end_token_ids(self._model, arguments), _stop_strings(arguments)
-        stopped = bool(stops) and self._holds(new, stops)
+        stopped = bool(stops) and self._contains(new, stops)
         if padded and stopped:
             # Before any end token is looked for: the padding behind a stop string may be the end token.
-            new = new[: bisect_left(range(1, len(new) + 1), True, key=lambda n: self._holds(new[:n], stops)) + 1]
+            new = new[: bisect_left(range(1, len(new) + 1), True, key=lambda n: self._contains(new[:n], stops)) + 1]
         new = _until_end(new, ends)
         if new and new[-1] in ends:
             return new, "stop"
@@ -116,7 +116,7 @@ class Decoder:
             return new, "cancelled"
         return new, "stop" if stopped or len(new) < int(arguments["max_new_tokens"]) else "length"
 
-    def _holds(self, tokens: list[int], stops: Sequence[str]) -> bool:
+    def _contains(self, tokens: list[int], stops: Sequence[str]) -> bool:
         text = self._encoder.decode(tokens)
         return any(stop in text for stop in stops)
 

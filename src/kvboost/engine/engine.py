@@ -1,4 +1,4 @@
-"""The public engine: one verb after another, each a screen at most."""
+"""The public engine."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _REUSE = GenerationMode.CHUNK_KV_REUSE
 
 
 class KVBoost:
-    """A Transformers model that remembers what it has read.
+    """A Transformers model with a KV cache that is reused across requests.
 
     Thread-safe: many threads may call one engine. Settings are keyword arguments, the
-    fields of :class:`kvboost.EngineConfig`. ``model`` and ``tokenizer`` stay the Transformers objects they are.
+    fields of :class:`kvboost.EngineConfig`. ``model`` and ``tokenizer`` are the unchanged Transformers objects.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, *, store: ChunkStore | None = None, **settings: Any) -> None:
@@ -59,7 +59,7 @@ class KVBoost:
         """Internals, for the scheduler and the server: they may change with any version."""
         self._store: ChunkStore = session.store if session is not None else parts.given_store or MemoryStore(0)
         self._root = root
-        """The engine this one is a tenant's view of."""
+        """The engine that this tenant's view belongs to; None for the engine itself."""
         self._views: TenantViews[Self] = TenantViews()
         self._closed = False
 
@@ -77,11 +77,11 @@ class KVBoost:
     ) -> Self:
         """Load a model and its tokenizer, and wrap them.
 
-        ``name_or_path``, ``dtype`` and all that is no setting of :class:`kvboost.EngineConfig` go to Transformers'
-        ``from_pretrained``. Without a ``device`` the model goes to the accelerator if there is one. With a
-        ``weight_budget``, such as ``"6GB"``, the layers that do not fit are read from disk in every step, to the same
-        bits; their files are made once in ``weight_dir``, beside the checkpoint if left out. Chunks are kept in
-        ``store`` instead of in one of the engine's own.
+        ``name_or_path``, ``dtype`` and every argument that is not a field of :class:`kvboost.EngineConfig` go to
+        Transformers' ``from_pretrained``. The default ``device`` is the accelerator if there is one. With a
+        ``weight_budget``, such as ``"6GB"``, layers that do not fit are read from disk in every step; results are
+        bitwise equal. Their files are written once to ``weight_dir``, by default beside the checkpoint. A given
+        ``store`` replaces the engine's own.
         """
         settings, model_kwargs = split_settings(settings_and_model_kwargs)
         model, tokenizer = load_model(
@@ -91,12 +91,12 @@ class KVBoost:
         )
         return cls(model, tokenizer, store=store, **settings)
 
-    # Reading
+    # Prefill
 
     def warm(self, prompt: Prompt, *, boundaries: Sequence[int] = (), adapter: AdapterName = AS_SET) -> int:
-        """Read ``prompt`` and keep its KV. Returns the number of chunks that were new.
+        """Prefill ``prompt`` and store its KV. Returns the number of new chunks.
 
-        Tokens behind the last chunk boundary are not kept: how they round depends on what follows them.
+        Tokens after the last chunk boundary are not stored: how they round depends on what follows them.
         """
         clock = StageClock()
         tokens = self.encode(prompt)
@@ -105,11 +105,11 @@ class KVBoost:
             return warm(session, tokens, boundaries=boundaries, clock=clock) if session is not None else 0
 
     def prefetch(self, prompt: Prompt, *, boundaries: Sequence[int] = ()) -> Future[int]:
-        """Bring what slower tiers have of the beginning of ``prompt`` up into memory, in the background.
+        """Load the stored prefix of ``prompt`` from slower tiers into memory, in the background.
 
-        For requests that wait for their turn, with the ``boundaries`` they will have: when it comes, loading is over
-        or under way. Returns at once; the future's result is how many tokens came up, and ``cancel()`` takes one back
-        that has not begun. Nothing is computed, and nothing is held: memory that is full of other things lets it go.
+        For queued requests: call it with the ``boundaries`` the request will have. Returns at once. The future's result
+        is the number of loaded tokens; ``cancel()`` works until loading starts. Nothing is computed, and nothing is
+        pinned: loaded chunks may be evicted before the request runs.
         """
         self._check_open()
         tokens = self.encode(prompt)
@@ -123,7 +123,7 @@ class KVBoost:
         boundaries: Sequence[int] = (),
         adapter: AdapterName = AS_SET,
     ) -> PrefillResult:
-        """Read ``prompt`` and stop before the first new token. The returned cache is the caller's own."""
+        """Prefill ``prompt`` and stop before the first new token. The caller owns the returned cache."""
         clock = StageClock()
         tokens = self.encode(prompt)
         clock.lap("encode")
@@ -142,13 +142,15 @@ class KVBoost:
         key: Callable[[Prompt], Any] | None = None,
         progress: bool = True,
     ) -> int:
-        """Read documents so that they can be reused anywhere in later prompts. Returns how many chunks were new.
+        """Prefill documents for reuse anywhere in later prompts. Returns the number of new chunks.
 
-        Each is read behind ``head`` (the beginning your prompts share, such as the system prompt) and
+        Each is prefilled behind ``head`` (the prefix your prompts share, such as the system prompt) and
         ``context_documents`` other documents: its neighbours, or with ``key`` those whose keys sort next to its own.
-        Documents whose text is already stored are skipped, so a run that was broken off goes on where it stopped.
+        Documents whose text is already stored are skipped, so an interrupted run resumes where it stopped.
         """
-        session = self._session_with_approx("documents are read for non-prefix reuse, which this engine does not do")
+        session = self._session_with_approx(
+            "documents are prefilled for non-prefix reuse, which this engine does not do"
+        )
         from kvboost.approx.documents import warm_documents
 
         encoder, ordered = self.parts.encoder, documents if key is None else sorted(documents, key=key)
@@ -174,16 +176,16 @@ class KVBoost:
         temperature: float | None = None,
         **generate_kwargs: Any,
     ) -> GenerationResult:
-        """Generate behind ``prompt``.
+        """Generate a continuation of ``prompt``.
 
-        ``boundaries`` are token positions to cut at, beside the chunker's own (ends of documents, say). ``adapter``
+        ``boundaries`` are additional token positions to cut chunks at, such as the ends of documents. ``adapter``
         names one of :meth:`load_adapter`, or None for the base model; left out, it is what :meth:`set_adapter` chose.
         At most ``max_new_tokens`` new tokens; without it ``max_length`` or a ``generation_config`` decides, else
         64. ``temperature=0`` is greedy. Everything else goes to ``model.generate`` and means what it means
         there: top_p, top_k, min_p, penalties, stop_strings, streamer, logits_processor, stopping_criteria,
-        num_beams, ... What would change how the model reads the prompt is refused. A draft given here
-        (``assistant_model``, ``prompt_lookup_num_tokens``) takes the place of the engine's own, and
-        ``assistant_model=None`` that of none. Other assisted decoding runs without reuse, and the result says so.
+        num_beams, ... Arguments that would change the prompt's KV are refused. A draft given here
+        (``assistant_model``, ``prompt_lookup_num_tokens``) replaces the engine's own;
+        ``assistant_model=None`` disables it. Other assisted decoding runs without reuse, and the result says so.
         """
         clock = StageClock()
         options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "temperature": temperature}
@@ -211,8 +213,8 @@ class KVBoost:
 
         def run(emit: Any, cancelled: Callable[[], bool]) -> GenerationResult:
             streamer = PieceStreamer(self.parts.encoder.decode, emit)
-            live = replace(request, arguments={**request.arguments, "streamer": streamer}, cancelled=cancelled)
-            return self._generate(live, mode, clock)
+            streamed = replace(request, arguments={**request.arguments, "streamer": streamer}, cancelled=cancelled)
+            return self._generate(streamed, mode, clock)
 
         return PieceStream(run, clock)
 
@@ -249,7 +251,7 @@ class KVBoost:
         """Generate for several prompts together; a prefix they share is computed once.
 
         A batch runs other matrix shapes than a single request, so its numbers may round differently. The engine's
-        draft is not used. One whose KV would take more than ``kv_bytes`` runs prompt by prompt.
+        draft is not used. A batch whose KV exceeds ``kv_bytes`` runs one prompt at a time.
         """
         clock = StageClock()
         if not prompts:
@@ -260,9 +262,11 @@ class KVBoost:
         with self._running(adapter):
             return self.parts.generator.run_batch(self.session, encoded, mode, request, clock)
 
-    def _request(self, tokens: list[int], clock: StageClock, options: dict[str, Any], **place: Any) -> Request:
+    def _request(
+        self, tokens: list[int], clock: StageClock, options: dict[str, Any], **prefill_options: Any
+    ) -> Request:
         clock.lap("encode")
-        return self.parts.generator.request(tokens, options, **place)
+        return self.parts.generator.request(tokens, options, **prefill_options)
 
     def _generate(self, request: Request, mode: GenerationMode, clock: StageClock) -> GenerationResult:
         generator, draft = self.parts.generator, self.parts.draft
@@ -282,21 +286,21 @@ class KVBoost:
     # Adapters and weights
 
     def load_adapter(self, name: str, path_or_id: str, *, replace: bool = False, **load_kwargs: Any) -> str:
-        """Load a PEFT adapter from a folder or the hub; returns the digest of its tensors, which its KV is kept under.
+        """Load a PEFT adapter from a folder or the hub; returns the digest of its tensors, part of its KV's keys.
 
-        It is not used until :meth:`set_adapter` or ``generate(adapter=name)`` says so. ``replace`` overwrites one that
-        is loaded; everything else goes to PEFT. Waits for requests that run.
+        It is not used until :meth:`set_adapter` or ``generate(adapter=name)`` selects it. ``replace`` overwrites a
+        loaded one; everything else goes to PEFT. Waits for running requests.
         """
         return self.parts.owned_adapters().load(name, path_or_id, replace=replace, **load_kwargs)
 
     def set_adapter(self, name: str | None) -> None:
-        """Use this adapter for requests that name none; None is the base model. Waits for requests that run."""
+        """Use this adapter for requests without ``adapter``; None is the base model. Waits for running requests."""
         self.parts.owned_adapters().use(name)
 
     def weights_changed(self) -> None:
-        """Tell the engine that weights were written behind its back, where it cannot see it.
+        """Invalidate cached digests after a change of weights that the engine cannot detect.
 
-        PEFT's ``hotswap_adapter``, writes through ``.data`` and merges that are undone leave no trace in a tensor.
+        PEFT's ``hotswap_adapter``, writes through ``.data`` and undone merges leave no trace in a tensor.
         """
         self.parts.owned_adapters().weights_changed()
 
@@ -310,11 +314,11 @@ class KVBoost:
         save_to: str | Path | None = None,
         progress: bool = True,
     ) -> Calibration:
-        """Measure how many positions must be recomputed, on prompts as your traffic has them, in their order.
+        """Measure how many positions must be recomputed, on prompts in the order of your real traffic.
 
-        Each prompt is read whole and, where earlier ones left text that turns up in it, with repositioned chunks at
-        several ratios. ``boundaries`` are each prompt's, as :meth:`generate` takes them. Give the file written to
-        ``save_to`` to new engines as ``calibration``: each takes the smallest ratio shown to keep within its quality.
+        Each prompt is prefilled in full and, where it repeats text of earlier ones, with repositioned chunks at several
+        ratios. ``boundaries`` are those of each prompt, as in :meth:`generate`. Pass the file written to ``save_to`` to
+        new engines as ``calibration``: each uses the smallest ratio shown to stay within its quality.
         """
         session = self._session_with_approx("nothing to calibrate: this engine does no non-prefix reuse")
         from kvboost.approx.calibrate import calibrate
@@ -333,8 +337,8 @@ class KVBoost:
     def verify_correctness(self, prompt: Prompt | None = None) -> bool:
         """Whether a warm run of ``prompt`` equals a cold one to the last bit, logits and KV.
 
-        Runs with a store of its own beside the engine's, which stays as it is and is not checked. False if
-        nothing was reused, so that it cannot pass without having compared anything.
+        Runs with a separate store; the engine's own is neither changed nor checked. False if nothing was reused, so
+        that it cannot pass without a comparison.
         """
         if self.session is None:
             return False
@@ -342,32 +346,31 @@ class KVBoost:
             return verify(self.session, self.parts, self.encode(prompt) if prompt is not None else None)
 
     def estimate_memory(self, *, context: int, batch: int = 1, stored_tokens: int | None = None) -> MemoryEstimate:
-        """The peak memory of ``batch`` requests side by side with ``context`` tokens each, prompt and answer.
+        """The peak memory of ``batch`` concurrent requests with ``context`` tokens each, prompt and answer.
 
-        Counts all caches as full, as they are after a while, unless ``stored_tokens`` says how many tokens have been
-        kept. What the process holds beside weights and caches is measured. ``kvboost doctor`` estimates without
-        loading. A draft and its KV come on top.
+        Counts all caches as full unless ``stored_tokens`` gives the number of stored tokens. The rest of the process is
+        measured. ``kvboost doctor`` estimates without loading the model. A draft and its KV come on top.
         """
         if self.session is None or self.parts.layout is None:
-            raise ConfigError(f"the memory of a model whose KV is not known cannot be told ({self.parts.refusal})")
+            raise ConfigError(f"the memory of a model with unknown KV cannot be estimated ({self.parts.refusal})")
         layout, held = self.parts.layout, self._store.stats().bytes + self.session.prefiller.pool.idle_bytes
         work = workload(self.config, context=context, batch=batch, layout=layout, stored_tokens=stored_tokens)
         return estimate_loaded(self.model, layout, work, held=held)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids that ``prompt`` stands for, checked as every call checks them."""
+        """The validated token ids of ``prompt``."""
         return self.parts.encoder.encode(prompt)
 
     def join(self, parts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
         """A prompt of these parts and where each but the last ends, to be given as ``boundaries``.
 
-        Each part has the same token ids in every prompt, as :meth:`warm_documents` reads them: so it is found again
-        wherever it stands.
+        Each part has the same token ids in every prompt and in :meth:`warm_documents`, so it is found again at any
+        position.
         """
         return self.parts.encoder.join(parts)
 
     def cache_stats(self) -> CacheStats:
-        """What the cache holds and how often it helped. Hits and misses count chunks asked for."""
+        """What the cache holds and how often it helped. Hits and misses count looked-up chunks."""
         return cache_stats(self._store.stats(), session=self.session, refusal=self.parts.refusal)
 
     def hottest_chunks(self, limit: int = 10) -> list[HotChunk]:
@@ -379,17 +382,17 @@ class KVBoost:
         return describe(self.parts, self.session)
 
     def allow_non_prefix_reuse(self) -> None:
-        """Forget what the shadow checks counted, and reposition chunks again if they had put an end to it."""
+        """Reset the shadow checks' counts, and allow non-prefix reuse again if they had stopped it."""
         if self.session is not None:
             self.session.prefiller.approx.allow()
 
-    # Tenants and the end
+    # Tenants and lifecycle
 
     def for_tenant(self, tenant: str) -> Self:
-        """This engine for another tenant, who finds nothing of what the others read, in no tier.
+        """This engine for another tenant, which shares no chunks with the others in any tier.
 
-        It shares the model, the memory's budget and all connections, takes a few milliseconds to make and is the same
-        object for every call. It may be closed by itself and is closed with this engine.
+        It shares the model, the memory budget and all connections, takes a few milliseconds to make and is the same
+        object for every call. It may be closed on its own and is closed with this engine.
         """
         root = self._root or self
         self._check_open()
@@ -402,14 +405,14 @@ class KVBoost:
         return view
 
     def views(self) -> list[Self]:
-        """This engine and what :meth:`for_tenant` made of it that is still open."""
+        """This engine and its open views from :meth:`for_tenant`."""
         root = self._root or self
         return [root, *root._views.all()]
 
     def purge_tenant(self, tenant: str) -> None:
-        """Remove everything that was kept for a tenant, of whatever model, from every tier. Let its requests end first.
+        """Remove everything stored for a tenant, of any model, from every tier. Let its requests finish first.
 
-        Raises StoreError if a tier could not be asked. What other processes hold in memory, they purge themselves.
+        Raises StoreError if a tier could not be reached. Other processes must purge their own memory.
         """
         root = self._root or self
         self.parts.check_purge()
@@ -421,13 +424,13 @@ class KVBoost:
         self.parts.purge(tenant)
 
     def flush(self) -> None:
-        """Return once everything kept so far, for all tenants, is as safe as the tiers below the memory make it."""
+        """Return once everything stored so far, for all tenants, is as durable as the tiers make it."""
         for view in self.views() if self._root is None else [self]:
             if isinstance(view._store, LayeredStore):
                 view._store.flush()
 
     def clear(self) -> None:
-        """Forget everything that was read for this tenant, in every tier. A store that was given forgets all."""
+        """Drop everything stored for this tenant, in every tier. A store passed to the engine is cleared as a whole."""
         if self._root is not None and not self.parts.owns_store:
             raise ConfigError("the store was given to the engine and is shared by all tenants; clear it there")
         self._store.clear()
@@ -435,9 +438,9 @@ class KVBoost:
             self.session.clear()
 
     def close(self) -> None:
-        """Release the cache. The model stays usable, the engine does not. A store that was given is left alone."""
+        """Release the cache. The model stays usable, the engine does not. A store passed to it is left alone."""
         if self._closed:
-            return  # what it shares may be in use
+            return  # shared parts may be in use
         self._closed = True
         if self._root is not None:
             self._root._views.drop(self.config.tenant)
@@ -459,7 +462,7 @@ class KVBoost:
         self.close()
 
     def _session_with_approx(self, otherwise: str) -> Session:
-        """The session, or ConfigError if it repositions nothing."""
+        """The session, or ConfigError without non-prefix reuse."""
         approx = self.session.prefiller.approx if self.session is not None else NoApprox(self.parts.refusal)
         if self.session is None or isinstance(approx, NoApprox):
             raise ConfigError(f"{otherwise} ({approx.reason or 'quality is exact'})")

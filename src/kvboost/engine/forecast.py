@@ -1,4 +1,4 @@
-"""What a model would take and how fast it would be, from its files: no weights are loaded.
+"""Estimates a model's memory and speed from its files, without loading weights.
 
 Used by ``kvboost doctor``.
 """
@@ -22,7 +22,7 @@ _CONTEXT = 4096
 
 @dataclass(frozen=True)
 class Forecast:
-    """What can be said about a model before it is loaded."""
+    """Estimates for a model that is not loaded."""
 
     model: ModelOnDisk
     estimate: MemoryEstimate
@@ -38,9 +38,9 @@ def forecast(
     batch: int = 1,
     weight_budget: int | None = None,
 ) -> Forecast:
-    """What a model would take and how fast it would be, without loading its weights.
+    """Estimate a model's memory and speed without loading its weights.
 
-    Without a ``context``, 4096 tokens or as many as the model was made for.
+    The default ``context`` is 4096 tokens, or the model's maximum if that is less.
     """
     model = model_on_disk(source)
     if context is None:
@@ -60,11 +60,11 @@ def forecast(
 
 
 def _measure(source: ModelSource, model: ModelOnDisk, *, tokens: int) -> Machine:
-    """What this machine has for the model. A step of prefill has ``tokens``."""
+    """The memory and speed of this machine. A prefill step has ``tokens``."""
     device = source.torch_device
     rates = measure_rates(dtype=model.dtype, device=device, tokens=tokens, files=model.files)
     try:
-        # Measured and not estimated: that of a large vocabulary takes hundreds of megabytes.
+        # Measured, not estimated: a large vocabulary takes hundreds of megabytes.
         tokenizer = load_tokenizer(source)
     except ConfigError:
         tokenizer = None  # token ids can be given instead

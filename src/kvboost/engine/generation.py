@@ -30,17 +30,17 @@ from kvboost.types import GenerationMode, GenerationResult, PrefillResult, Reuse
 _CAPACITY_BEHIND_PREFILL = 64  # tokens, in a cache that is given away
 _MAX_TOKENS_AHEAD = 1024  # capacity for a reply made in advance; a longer one grows the cache as it comes
 _OPTIONAL = ("max_new_tokens", "temperature", "streamer")  # None means: not given
-_GIVEN_AWAY = "prefill() gives all of it away: use generate()"
+_CALLER_OWNS_CACHE = "prefill() gives all of it away: use generate()"
 _NO_DRAFT = "it ran without the engine's draft, as pages take no tokens back"
 
 
 OfferCheck = Callable[[Prefiller, PrefillState, Sequence[int], AdapterName], None]
-"""Told of a prefill, the tokens produced behind it, and the adapter they were produced with."""
+"""Called with a prefill, the tokens generated after it, and their adapter."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate, and who watches."""
+    """What to generate, and how."""
 
     tokens: list[int]
     """The prompt; the longest of a batch."""
@@ -49,21 +49,21 @@ class Request:
     cancelled: Callable[[], bool] = lambda: False
     adapter: AdapterName = AS_SET
     note: str | None = None
-    """Something that the report of its reuse says."""
+    """A note for the report of its reuse."""
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens to keep capacity for behind the prompt."""
+        """Capacity needed after the prompt."""
         return int(self.arguments["max_new_tokens"])
 
     @property
     def total_tokens(self) -> int:
-        """Of the prompt and its answer, at most."""
+        """Tokens of the prompt and its answer, at most."""
         return len(self.tokens) + self.max_new_tokens
 
 
 def warm(session: Session, tokens: list[int], *, boundaries: Sequence[int], clock: StageClock) -> int:
-    """Prefill the complete chunks of a prompt and keep them. Returns how many were new."""
+    """Prefill the complete chunks of a prompt and store them. Returns how many were new."""
     prefiller = session.prefiller
     with open_prefill(session, tokens, boundaries=boundaries, clock=clock) as state:
         prefiller.advance(state, to=state.prompt.chunks[-1].end if state.prompt.chunks else 0)
@@ -74,9 +74,9 @@ def warm(session: Session, tokens: list[int], *, boundaries: Sequence[int], cloc
 def prefill_only(
     session: Session, tokens: list[int], *, boundaries: Sequence[int], clock: StageClock, approx: bool
 ) -> PrefillResult:
-    """Prefill a prompt and give its cache away."""
+    """Prefill a prompt and hand its cache to the caller."""
     prefiller, extra = session.prefiller, _CAPACITY_BEHIND_PREFILL
-    session.budget.check(len(tokens) + extra, why=_GIVEN_AWAY)
+    session.budget.check(len(tokens) + extra, why=_CALLER_OWNS_CACHE)
     with prefiller.open(tokens, boundaries=boundaries, new_tokens=extra, clock=clock, approx=approx) as state:
         prefiller.advance_to_last_step(state)
         logits = prefiller.finish(state)
@@ -94,7 +94,7 @@ def open_prefill(
     new_tokens: int = 0,
     approx: bool = False,
 ) -> AbstractContextManager[PrefillState]:
-    """The prompt as far as it is stored: in one cache, or in pages if that would take more than ``kv_bytes``."""
+    """Open a prefill with the stored part of the prompt: in one cache, or in pages above ``kv_bytes``."""
     budget, prefiller = session.budget, session.prefiller
     if not budget.fits(len(tokens) + new_tokens):
         if budget.paging is None:
@@ -119,7 +119,7 @@ class Generator:
         facts: ModelFacts | None,
         refusal: str | None,
     ) -> None:
-        """``offer_check`` is told of every answer; ``refusal`` says why a model without ``facts`` reuses nothing."""
+        """``offer_check`` is called with every answer; ``refusal`` is why a model without ``facts`` reuses nothing."""
         self._model, self._runner, self._refusal = model, runner, refusal
         self._max_positions = facts.max_positions if facts is not None else None
         self._offer_check = offer_check
@@ -148,7 +148,7 @@ class Generator:
     def run(
         self, session: Session | None, request: Request, mode: GenerationMode, clock: StageClock
     ) -> GenerationResult:
-        """Generate behind one prompt, with as much reuse as ``mode``, the model and the arguments allow."""
+        """Generate after one prompt, with as much reuse as ``mode``, the model and the arguments allow."""
         usable, reason = self.usable(session, request.tokens, mode, request)
         if usable is not None:
             return self._reuse(usable, request, clock, approx=mode is GenerationMode.CHUNK_KV_REUSE)
@@ -164,11 +164,11 @@ class Generator:
         request: Request,
         clock: StageClock,
     ) -> list[GenerationResult]:
-        """Generate behind several prompts together; prompt by prompt where their KV is more than ``kv_bytes``."""
+        """Generate after several prompts together; one by one if their KV exceeds ``kv_bytes``."""
         if len(prompts) > 1 and speculates(self._model, request.arguments):
             raise ConfigError(
                 "a draft proposes for one prompt at a time; leave it out of the batch (prompt_lookup_num_tokens=None "
-                "if it is the model's generation_config that asks for it), or use generate()"
+                "if the model's generation_config enables it), or use generate()"
             )
         copies = self._copies(request) * len(prompts)
         if session is not None and not session.budget.fits(request.total_tokens, sequences=copies):
@@ -181,7 +181,7 @@ class Generator:
     def usable(
         self, session: Session | None, tokens: list[int], mode: GenerationMode, request: Request | None = None
     ) -> tuple[Session | None, str | None]:
-        """The session if a prompt can use it; None if it cannot, and why."""
+        """The session if a prompt can use it, else None and the reason."""
         if mode is GenerationMode.BASELINE:
             return None, None
         if session is None:
@@ -201,7 +201,7 @@ class Generator:
         return replace(request, arguments=drafted)
 
     def _check_plain(self, session: Session, request: Request, reason: str | None) -> None:
-        """Raise CapacityError for a request without reuse whose KV is more than ``kv_bytes``."""
+        """Raise CapacityError for a request without reuse whose KV exceeds ``kv_bytes``."""
         copies = self._copies(request)
         why = "there are several sequences of it" if copies > 1 else reason or "mode BASELINE keeps all of it"
         session.budget.check(request.total_tokens, sequences=copies, why=why)
@@ -219,14 +219,14 @@ class Generator:
     ) -> PrefillResult:
         """Plain Transformers, up to the first new token."""
         if session is not None:
-            session.budget.check(len(tokens) + _CAPACITY_BEHIND_PREFILL, why=_GIVEN_AWAY)
-        logits, cache = self._runner.read_whole(tokens)
+            session.budget.check(len(tokens) + _CAPACITY_BEHIND_PREFILL, why=_CALLER_OWNS_CACHE)
+        logits, cache = self._runner.prefill_plain(tokens)
         clock.lap("first_token")
         report = ReuseReport(0, 0, 0, len(tokens), bitwise=True, timings_ms=clock.stages(), reason=reason)
         return PrefillResult(logits, cache, report)
 
     def _reuse(self, session: Session, request: Request, clock: StageClock, *, approx: bool) -> GenerationResult:
-        """Prefill with what is stored, decode, and keep what is new."""
+        """Prefill with the stored KV, decode, and store what is new."""
         total, copies, budget = request.total_tokens, self._copies(request), session.budget
         if speculates(self._model, request.arguments):
             budget.check(total, why="a draft takes tokens back, which pages do not")
@@ -255,10 +255,10 @@ class Generator:
         watch = FirstToken(state.clock, cancelled=request.cancelled, then=lambda: prefiller.commit(state))
         result = self._decoder.run([state.tokens], state.cache, request.arguments, watch, [state.report()])[0]
         if getattr(result.raw, "past_key_values", None) is state.cache:
-            if state.paged:  # its pages end with the request
+            if state.paged:  # its pages are freed with the request
                 result = replace(result, raw=replace(result.raw, past_key_values=None))
             else:
-                state.detach()  # the caller has it now: nobody else may write to it
+                state.detach()  # the caller owns it now
         if session.keeps_decoded and copies == 1:
             prefiller.commit_decoded(state, result.token_ids)
         return replace(result, reuse=state.report())
@@ -274,7 +274,7 @@ class Generator:
     ) -> list[GenerationResult]:
         """Generate for all prompts together. Each is prefilled alone, so shared prefixes are computed once.
 
-        The prompts stand right-aligned in one cache, padding in front; the last token of each is left to
+        The prompts are right-aligned in one cache, padded on the left; the last token of each is left to
         the joint forward, where the attention mask hides the padding.
         """
         prefiller, longest = session.prefiller, max(len(tokens) for tokens in prompts)

@@ -33,7 +33,7 @@ def workload(
     layout: KVLayout,
     stored_tokens: int | None = None,
 ) -> Workload:
-    """What an engine with these settings is asked for."""
+    """The workload of an engine with these settings."""
     chunker = make_chunker(config.chunking, size=config.chunk_size)
     step_tokens = int(getattr(chunker, "max_tokens", config.chunk_size))
     pages: dict[str, int] = {}
@@ -79,6 +79,6 @@ def estimate_loaded(model: Any, layout: KVLayout, work: Workload, *, held: int) 
     shape, weights = shape_of(model, layout), weights_of(model)
     resident = resident_bytes()
     known = weights.in_memory + held if shape.on_host else 0
-    # What this process has beside them; nothing to measure where the system does not tell.
+    # The rest of the process; not measured where the system does not report it.
     runtime = resident - known if resident > known else RUNTIME_BYTES
     return estimate_memory(shape, weights, work, runtime=runtime)

@@ -1,7 +1,7 @@
 """The packages an engine works without: non-prefix reuse and KV paging.
 
-Asked by the assembly. Invariant: with ``kvboost.approx`` or ``kvboost.offload.kv`` deleted, exact reuse goes on and
-what is missing is said. They are imported only where a setting asks for them.
+Used by the assembly. Invariant: with ``kvboost.approx`` or ``kvboost.offload.kv`` deleted, exact reuse still works and
+the missing package is reported. They are imported only if a setting needs them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from kvboost.hf.runner import ModelRunner
 
 
 class ApproxSettings(Protocol):
-    """What the settings ask for of non-prefix reuse."""
+    """The settings of non-prefix reuse."""
 
     @property
     def recomputed_share(self) -> float:
-        """Of repositioned tokens, those that will be recomputed."""
+        """The share of repositioned tokens that is recomputed."""
         ...
 
     def reuse(self, prefiller: Prefiller, runner: ModelRunner, layout: KVLayout, *, force: bool) -> NonPrefixReuse:
-        """Non-prefix reuse for this model, or nothing and why."""
+        """Non-prefix reuse for this model; a NoApprox with the reason if there is none."""
         ...
 
 
@@ -41,7 +41,7 @@ class _ExactOnly:
 
 
 def approx_settings(config: EngineConfig, *, weights: str, conditions: str) -> ApproxSettings:
-    """What the settings ask for of a model with these weights, codec and chunks."""
+    """The settings for a model with these weights, codec and chunking."""
     if config.quality == "exact" and config.calibration is None:
         return _ExactOnly(None)
     try:
@@ -56,12 +56,12 @@ def check_approx_settings(config: EngineConfig) -> None:
     try:
         from kvboost.approx import setup
     except ModuleNotFoundError:
-        return  # said when the engine is made
+        return  # reported when the engine is made
     setup.check_approx_settings(config)
 
 
 def make_paging(model: Any, *, budget: int, directory: Path | None) -> tuple[KVPaging | None, str | None]:
-    """Pages for this model, or None and why its requests cannot be paged."""
+    """Paging for this model, or None and the reason."""
     try:
         from kvboost.offload.kv import prefill
     except ModuleNotFoundError as error:

@@ -1,7 +1,7 @@
-"""What an engine and the views of its tenants share: the model, what was found out about it, and who generates.
+"""What an engine and its tenants' views share: the model, what it supports, and the generator.
 
-Made by :class:`kvboost.KVBoost`. Invariant: what is made here is let go of by ``close``, which the engine
-calls last, after its views.
+Made by :class:`kvboost.KVBoost`. Invariant: ``close`` releases everything made here; the engine calls it after
+closing its views.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class EngineParts:
         self.chunker = make_chunker(config.chunking, size=config.chunk_size)
         self.assembly, self.refusal = self._assemble(store)
         facts = self.assembly.facts if self.assembly is not None else None
-        # Length-dependent RoPE keeps its frequencies on the module: requests of different lengths must take turns.
-        takes_turns = facts is not None and facts.exact_limit is not None
-        lock: AbstractContextManager[Any] = threading.RLock() if takes_turns else nullcontext()
+        # Length-dependent RoPE keeps its frequencies on the module: requests of different lengths must not overlap.
+        exclusive = facts is not None and facts.exact_limit is not None
+        lock: AbstractContextManager[Any] = threading.RLock() if exclusive else nullcontext()
         self.adapters = Adapters(model, self.assembly.identity) if self.assembly is not None else None
         self.running: Callable[..., AbstractContextManager[None]] = partial(_running, self.adapters, lock)
-        """``with running(adapter)``: the model is this adapter's until the end of the block."""
+        """``with running(adapter)``: the model uses this adapter until the end of the block."""
         self.encoder = PromptEncoder(
             tokenizer,
             max_tokens=facts.max_positions if facts is not None else None,
@@ -97,29 +97,29 @@ class EngineParts:
 
     @property
     def layout(self) -> KVLayout | None:
-        """Of the model's KV; None for a model without reuse."""
+        """The layout of the model's KV; None for a model without reuse."""
         return self.assembly.facts.layout if self.assembly is not None else None
 
     @property
     def epoch(self) -> int:
-        """Changes with every change of adapters or weights that the engine was told of."""
+        """Changes with every known change of adapters or weights."""
         return self.adapters.epoch if self.adapters is not None else 0
 
     def owned_adapters(self) -> Adapters:
         """The model's adapters, or ConfigError for a model without reuse."""
         if self.adapters is None:
-            raise ConfigError(f"adapters are the model's own matter here ({self.refusal}); use PEFT's methods")
+            raise ConfigError(f"this engine does not manage adapters ({self.refusal}); use PEFT's methods")
         return self.adapters
 
     def offer_check(
         self, prefiller: Prefiller, state: PrefillState, produced: Sequence[int], adapter: AdapterName = AS_SET
     ) -> None:
-        """Perhaps answer a request once more without its repositioned chunks."""
+        """Offer a finished request for a shadow check."""
         if self.shadow is None or state.spans is None or not state.is_repaired:
             return
-        from kvboost.approx.shadow import Answered
+        from kvboost.approx.shadow import ServedRequest
 
-        self.shadow.offer(Answered(state.prompt, state.spans.blocks, list(produced), prefiller, adapter))
+        self.shadow.offer(ServedRequest(state.prompt, state.spans.blocks, list(produced), prefiller, adapter))
 
     @property
     def owns_store(self) -> bool:
@@ -127,7 +127,7 @@ class EngineParts:
         return self.given_store is None
 
     def check_purge(self) -> None:
-        """Raise ConfigError where tenants cannot be told apart."""
+        """Raise ConfigError if the store cannot tell tenants apart."""
         if self.assembly is not None and self.assembly.stores is None:
             raise ConfigError(
                 "the store was given to this engine, which cannot tell tenants apart in it; remove them there"
@@ -144,7 +144,7 @@ class EngineParts:
             raise ConfigError("this engine was closed; make a new one around the model")
 
     def close(self) -> None:
-        """End the checks and leave the model as it was."""
+        """Stop the shadow checks and remove all hooks from the model."""
         self.closed = True
         if self.shadow is not None:
             self.shadow.close()
@@ -156,13 +156,13 @@ class EngineParts:
 def _running(
     adapters: Adapters | None, lock: AbstractContextManager[Any], adapter: AdapterName = AS_SET
 ) -> Iterator[None]:
-    """Refers to no engine, so that a thread that holds it does not keep one alive."""
+    """Holds no engine reference, so that a thread with it does not keep the engine alive."""
     if adapters is None:
         if adapter is not AS_SET:
             raise ConfigError("this engine reuses nothing with this model; choose adapters on the model itself")
         with lock:
             yield
         return
-    # In this order: who waits for another adapter's requests must not hold what they need.
+    # In this order: a request that waits for its adapter must not hold the lock that others need.
     with adapters.using(adapter), lock:
         yield

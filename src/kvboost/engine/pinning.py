@@ -1,4 +1,4 @@
-"""Holds the chunks of chosen prompts against eviction, until they are let go.
+"""Holds the chunks of chosen prompts against eviction, until they are released.
 
 Used by the server for its admin. Invariants: pinned chunks take half of the memory store at most, so that others
 always fit; a pin holds leases like any request, and nothing else.

@@ -1,4 +1,4 @@
-"""What the engine tells about itself: counters, what its model allows, and whether warm equals cold."""
+"""Statistics of an engine, what its model supports, and whether warm equals cold."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvboost.types import CacheStats, StoreStats
 
 
 def cache_stats(stats: StoreStats, *, session: Session | None, refusal: str | None) -> CacheStats:
-    """The store's counters and what the engine adds. Hits and misses count chunks asked for."""
-    asked = stats.hits + stats.misses
+    """The store's counters and the engine's own. Hits and misses count looked-up chunks."""
+    lookups = stats.hits + stats.misses
     prefiller = session.prefiller if session is not None else None
     approx = prefiller.approx if prefiller is not None else NoApprox(refusal)
     repositioned = approx.repositioned_chunks
@@ -24,8 +24,8 @@ def cache_stats(stats: StoreStats, *, session: Session | None, refusal: str | No
         cache_hits=stats.hits,
         approximate_hits=repositioned,
         cache_misses=stats.misses - repositioned,
-        hit_rate=(stats.hits + repositioned) / asked if asked else 0.0,
-        exact_hit_rate=stats.hits / asked if asked else 0.0,
+        hit_rate=(stats.hits + repositioned) / lookups if lookups else 0.0,
+        exact_hit_rate=stats.hits / lookups if lookups else 0.0,
         evictions=stats.evictions,
         store_errors=prefiller.store.errors if prefiller is not None else 0,
         bytes_by_tier={tier.tier: tier.bytes for tier in (stats, *stats.below)},
@@ -38,26 +38,26 @@ def cache_stats(stats: StoreStats, *, session: Session | None, refusal: str | No
 def describe(parts: EngineParts, session: Session | None) -> dict[str, str]:
     """What can be reused with this model, and why not more."""
     model = parts.model
-    told = {"model": str(model.config.model_type), "device": str(model.device), "dtype": str(model.dtype)}
-    told["weights"] = describe_weights(model)
+    lines = {"model": str(model.config.model_type), "device": str(model.device), "dtype": str(model.dtype)}
+    lines["weights"] = describe_weights(model)
     if session is None or parts.assembly is None:
-        told |= {"exact reuse": f"off: {parts.refusal}", "non-prefix reuse": "off: it needs exact reuse"}
+        lines |= {"exact reuse": f"off: {parts.refusal}", "non-prefix reuse": "off: it needs exact reuse"}
     else:
-        told |= _describe_reuse(parts, session)
-    return told if parts.draft is None else {**told, "draft": parts.draft.name}
+        lines |= _describe_reuse(parts, session)
+    return lines if parts.draft is None else {**lines, "draft": parts.draft.name}
 
 
 def _describe_reuse(parts: EngineParts, session: Session) -> dict[str, str]:
     assert parts.assembly is not None
     facts, budget = parts.assembly.facts, session.budget
     limit = f"up to {facts.exact_limit} tokens: {facts.exact_limit_reason}" if facts.exact_limit is not None else "on"
-    told = {"longest prompt": str(facts.max_positions or "no limit"), "exact reuse": limit}
-    told["bytes per token"] = str(facts.layout.bytes_per_token)
+    lines = {"longest prompt": str(facts.max_positions or "no limit"), "exact reuse": limit}
+    lines["bytes per token"] = str(facts.layout.bytes_per_token)
     if budget.limit is not None:
         paged = f"more goes to pages of {budget.paging.page_tokens} tokens" if budget.paging else "more is refused"
-        told["KV of a request"] = f"at most {budget.limit} bytes; {paged}"
-    told["non-prefix reuse"] = session.prefiller.approx.describe()
-    return told
+        lines["KV of a request"] = f"at most {budget.limit} bytes; {paged}"
+    lines["non-prefix reuse"] = session.prefiller.approx.describe()
+    return lines
 
 
 def verify(session: Session, parts: EngineParts, prompt: list[int] | None) -> bool:

@@ -1,8 +1,8 @@
-"""Opens the stores that the settings ask for: memory, and the tiers below it, for one tenant after another.
+"""Opens the configured stores for each tenant: memory, and the tiers below it.
 
-Made once when an engine is assembled. Invariants: what a tier hands up was written for this model, this tenant and
-these settings; all tenants together stay within what the settings allow (but for the object store, whose
-limit is each one's own), and share connections and threads.
+Made once when an engine is assembled. Invariants: a tier returns only blocks written for this model, this tenant and
+these settings; all tenants together stay within the configured limits (the object store's limit is per tenant), and
+share connections and threads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvboost.store import (
 from kvboost.types import TOKEN_BYTES, KVBlock, Namespace, tenant_digest
 
 _RECORD_BYTES = 64 * 2**20
-_LONGEST_CHUNKS = 16  # times the average that a record may hold: chunks vary in length
+_MAX_CHUNK_FACTOR = 16  # times the average chunk, per record: chunks vary in length
 
 LastingTier = DiskTier | RedisTier | ObjectTier
 
@@ -47,19 +47,19 @@ class Stores:
     def __init__(
         self, config: EngineConfig, *, layout: KVLayout, codec: KVCodec, costs: CostModel, repaired_share: float
     ) -> None:
-        """Opens nothing yet. Of moved chunks ``repaired_share`` of the rows will be computed again.
+        """Opens nothing yet. ``repaired_share`` of repositioned tokens will be recomputed.
 
         Raises ConfigError for a key that cannot be used.
         """
-        self._moving_saves = max(0.0, 1.0 - repaired_share)
+        self._reposition_saves = max(0.0, 1.0 - repaired_share)
         self._config, self._layout, self._codec, self._costs = config, layout, codec, costs
         self._key = read_key(config.record_key_file) if config.record_key_file is not None else None
-        self._fits = _fitting(codec, layout)
+        self._fits = _fits_codec(codec, layout)
         self._devices = {spec.device for spec in layout.slots}
         if config.host_cache_bytes and all(device.type == "cpu" for device in self._devices):
             raise ConfigError(
                 f"host_cache_bytes={config.host_cache_bytes} needs a model on an accelerator; on the CPU the memory "
-                "cache lies in host memory already: give cache_bytes more instead"
+                "cache is in host memory already: raise cache_bytes instead"
             )
         self._lock = threading.Lock()
         self._memory: MemoryStore | None = None
@@ -77,7 +77,7 @@ class Stores:
                 memory = self._memory = MemoryStore(
                     int(config.cache_bytes), max_chunks=config.max_chunks, quota_bytes=quota
                 )
-                # The engine's own tenant only: what its memory lets go cannot be told apart there.
+                # The engine's own tenant only: evicted blocks of different tenants cannot be told apart there.
                 host = [HostTier(int(config.host_cache_bytes))] if config.host_cache_bytes else []
                 tiers: Sequence[Tier] = [*host, *self._tiers]
             else:
@@ -90,16 +90,16 @@ class Stores:
             rules = LoadRules(
                 compute_seconds=self._compute_seconds,
                 fits=self._fits,
-                to_memory=_brought_to(self._devices),
-                content_saves=self._moving_saves,
+                to_memory=_copy_to(self._devices),
+                content_saves=self._reposition_saves,
             )
             self._tiered = TieredStore(memory, tiers, rules=rules)
             return self._tiered
 
     def purge(self, tenant: str) -> None:
-        """Remove all of a tenant, of whatever model, from every tier below the memory.
+        """Remove all blocks of a tenant, of any model, from every tier below the memory.
 
-        Raises StoreError if a tier had trouble: unlike a lookup, this must not fail in silence.
+        Raises StoreError if a tier failed: unlike a lookup, this must not fail silently.
         """
         failed = []
         for tier in self._tiers:
@@ -112,7 +112,7 @@ class Stores:
 
     def _records(self, namespace: Namespace) -> RecordFormat:
         config = self._config
-        longest = _LONGEST_CHUNKS * config.chunk_size * self._layout.bytes_per_token
+        longest = _MAX_CHUNK_FACTOR * config.chunk_size * self._layout.bytes_per_token
         return record_format(
             namespace,
             codec=self._codec.name,
@@ -146,38 +146,38 @@ class Stores:
 
     def _compute_seconds(self, tokens: int) -> float:
         if not self._costs.in_seconds:
-            return math.inf  # nothing is known yet: loading is tried
-        return self._costs.read_seconds(forwards=tokens / self._config.chunk_size, rows=tokens)
+            return math.inf  # no observation yet: try loading
+        return self._costs.prefill_seconds(forwards=tokens / self._config.chunk_size, tokens=tokens)
 
 
-def _brought_to(devices: Collection[torch.device]) -> Callable[[KVBlock], KVBlock]:
-    """Brings a block to the model's device, so that it is copied there once and not for every request.
+def _copy_to(devices: Collection[torch.device]) -> Callable[[KVBlock], KVBlock]:
+    """Copies a block to the model's device once, instead of for every request.
 
-    A model spread over several takes it from the host.
+    A model on several devices uses it from the host.
     """
     if len(devices) != 1 or all(device.type == "cpu" for device in devices):
         return lambda block: block
     (device,) = devices
 
-    def bring(block: KVBlock) -> KVBlock:
+    def copy(block: KVBlock) -> KVBlock:
         return replace(block, tensors=tuple(tensor.to(device, non_blocking=True) for tensor in block.tensors))
 
-    return bring
+    return copy
 
 
-def _fitting(codec: KVCodec, layout: KVLayout) -> Callable[[KVBlock], bool]:
-    """Tells whether a block that came from elsewhere is made of what this codec packs, so that it can be placed."""
+def _fits_codec(codec: KVCodec, layout: KVLayout) -> Callable[[KVBlock], bool]:
+    """Whether a loaded block has the shapes and types that this codec packs, so that it can be placed."""
 
     @lru_cache(maxsize=1024)
-    def packed_like(rows: int, start: int) -> list[tuple[torch.Size, torch.dtype]]:
+    def packed_like(tokens: int, start: int) -> list[tuple[torch.Size, torch.dtype]]:
         empty = [
-            torch.zeros(len(slots), spec.heads, rows, spec.dim, dtype=spec.dtype)
+            torch.zeros(len(slots), spec.heads, tokens, spec.dim, dtype=spec.dtype)
             for spec, slots in layout.groups.items()
         ]
         return [(tensor.shape, tensor.dtype) for tensor in codec.pack(empty, start=start)]
 
     def fits(block: KVBlock) -> bool:
-        # Whether a block begins its text is all that a codec may ask of where it stood.
+        # A codec may depend on the position only in whether it is 0.
         wanted = packed_like(len(block.tokens) // TOKEN_BYTES, min(block.start, 1))
         return [(tensor.shape, tensor.dtype) for tensor in block.tensors] == wanted
 

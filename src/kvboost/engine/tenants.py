@@ -1,4 +1,4 @@
-"""The views of one engine: one for each tenant, made when it is first asked for.
+"""The views of one engine: one for each tenant, made on first use.
 
 Used by :class:`kvboost.KVBoost`. Invariants: no view's keys occur in another's; there is one view for each tenant.
 """

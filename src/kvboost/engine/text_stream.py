@@ -37,7 +37,7 @@ class PieceStreamer:
         self._flush(final=False)
 
     def end(self) -> None:
-        """Emit what was held back."""
+        """Emit the pending text."""
         self._flush(final=True)
 
     def _flush(self, *, final: bool) -> None:
@@ -54,7 +54,7 @@ class PieceStreamer:
 
 
 class PieceStream(Iterator[StreamPiece]):
-    """Runs ``run(emit, cancelled)`` in a thread, from now on, and yields what it emits.
+    """Runs ``run(emit, cancelled)`` in a thread, and yields what it emits.
 
     Closing it, or dropping it, cancels the run at its next step or token.
     """
@@ -71,13 +71,13 @@ class PieceStream(Iterator[StreamPiece]):
             pieces.put(piece)
             handed_out.append(clock.elapsed_ms)
 
-        def work() -> None:  # refers to the queue and the event only: a dropped stream must not be kept alive by it
+        def work() -> None:  # holds only the queue and the event, so a dropped stream can be freed
             try:
                 result = run(emit, cancel.is_set)
-                if handed_out:  # a token whose text was held back was of no use to anybody
+                if handed_out:  # the first token whose text reached the consumer counts
                     result = replace(result, ttft_ms=handed_out[0])
                 pieces.put(StreamPiece("", (), result))
-            except BaseException as error:  # noqa: BLE001 - handed to the consumer, who raises it
+            except BaseException as error:  # noqa: BLE001 - raised in the consumer's thread
                 pieces.put(error)
 
         self._pieces, self._cancel, self._finished = pieces, cancel, False
@@ -96,7 +96,7 @@ class PieceStream(Iterator[StreamPiece]):
         return piece
 
     def close(self) -> None:
-        """Stop the generation and wait until it has let go of everything."""
+        """Stop the generation and wait until it has released everything."""
         self._finished = True
         self._cancel.set()
         self._worker.join()

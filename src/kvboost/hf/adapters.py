@@ -1,8 +1,8 @@
-"""The adapters of one model: loads them, says what they are, and lets requests for different ones take turns.
+"""The adapters of one model: loads and identifies them, and serializes requests for different ones.
 
 Used by the engine, which runs every forward inside :meth:`Adapters.using`. Works with a model that PEFT wrapped
-(``PeftModel``) and with Transformers' own ``load_adapter``. Invariant: while a request runs, nobody who goes through
-this class changes the model under it; afterwards the model uses the adapters it used before.
+(``PeftModel``) and with Transformers' own ``load_adapter``. Invariant: this class never changes
+the model while a request runs; afterwards the model uses the adapters it used before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvboost.hf.peft_layers import AdapterChoice, active_adapters, choose_adapte
 
 
 class AsSet(enum.Enum):
-    """Stands for whatever adapters the model uses by itself."""
+    """The adapters that the model currently uses."""
 
     AS_SET = enum.auto()
 
@@ -32,7 +32,7 @@ AdapterName = str | None | Literal[AsSet.AS_SET]
 
 
 class Adapters:
-    """Owns the adapters of one model. Safe to call from any thread."""
+    """Manages the adapters of one model. Thread-safe."""
 
     def __init__(self, model: Any, identity: ModelIdentity) -> None:
         self._model, self._identity = model, identity
@@ -40,15 +40,15 @@ class Adapters:
         self._waiting: deque[object] = deque()
         self._running = 0
         self._in_use: AdapterName = AS_SET
-        """What the running requests use."""
+        """The adapter of the running requests."""
         self._before: AdapterChoice | None = None
-        """What to put back when they end."""
-        self._mine = threading.local()
+        """The choice to restore when they end."""
+        self._thread_state = threading.local()
         self._epoch = 0
 
     @property
     def epoch(self) -> int:
-        """Counts what was changed through this class: KV of an earlier epoch may be another model's."""
+        """Counts changes made through this class: KV of an earlier epoch may be another model's."""
         return self._epoch
 
     @property
@@ -58,7 +58,7 @@ class Adapters:
 
     @property
     def active(self) -> tuple[str, ...]:
-        """The adapters that the model uses at this moment; empty for the base model."""
+        """The adapters in use now; empty for the base model."""
         return active_adapters(self._model)
 
     def digest(self, name: str) -> str:
@@ -69,10 +69,10 @@ class Adapters:
     def load(self, name: str, path_or_id: str, *, replace: bool = False, **load_kwargs: Any) -> str:
         """Load an adapter from a folder or the hub and return its digest; ``use`` or ``using`` chooses it.
 
-        With ``replace``, one that is loaded is overwritten where it is (LoRA alone can). Waits for running requests.
-        Everything else goes to PEFT's or Transformers' own ``load_adapter``.
+        ``replace`` overwrites a loaded adapter in place (LoRA only). Waits for running requests. Everything else
+        goes to PEFT's or Transformers' own ``load_adapter``.
         """
-        with self._alone():
+        with self._exclusive():
             if not replace and name in self.names:
                 raise ConfigError(f"an adapter {name!r} is loaded; give another name, or replace=True to overwrite it")
             if replace:
@@ -89,7 +89,7 @@ class Adapters:
                     "adapter was made for this model"
                 ) from error
             finally:
-                # Even half an adapter has changed tensors. Overwritten ones keep their versions and addresses.
+                # Even a partly loaded adapter has changed tensors. Overwritten ones keep their versions and addresses.
                 self._identity.weights_changed(adapter=name)
                 self._epoch += 1
                 choose_adapter(self._model, active[0] if active else None)  # for new layers, which ``before`` lacks
@@ -98,7 +98,7 @@ class Adapters:
 
     def use(self, name: str | None) -> None:
         """Let the model use this adapter from now on; None is the base model. Waits for running requests."""
-        with self._alone():
+        with self._exclusive():
             if name is not None:
                 self._check_known(name)
                 self._model.set_adapter(name)
@@ -109,10 +109,10 @@ class Adapters:
     def using(self, name: AdapterName = AS_SET) -> Iterator[None]:
         """Run the model under this adapter; afterwards it uses what it used before.
 
-        Requests for the same adapter run together, those for different ones take turns, first come, first served.
+        Requests for the same adapter run concurrently; those for different adapters run in order of arrival.
         A thread may nest requests for the same adapter.
         """
-        held: list[AdapterName] = self._mine.__dict__.setdefault("held", [])
+        held: list[AdapterName] = self._thread_state.__dict__.setdefault("held", [])
         if held:
             if held[-1] != name:
                 raise ConfigError(f"this thread runs a request under {held[-1]!r}; end it before one under {name!r}")
@@ -129,16 +129,18 @@ class Adapters:
             self._leave()
 
     def weights_changed(self) -> None:
-        """Forget all digests. For everything that changes weights behind our back: ``hotswap_adapter``, say."""
+        """Drop all digests, after a change of weights that cannot be detected, such as ``hotswap_adapter``."""
         self._identity.weights_changed()
         self._epoch += 1
 
     def _enter(self, name: AdapterName) -> None:
-        turn = object()
+        ticket = object()
         with self._changed:
-            self._waiting.append(turn)
+            self._waiting.append(ticket)
             try:
-                self._changed.wait_for(lambda: self._waiting[0] is turn and (not self._running or self._in_use == name))
+                self._changed.wait_for(
+                    lambda: self._waiting[0] is ticket and (not self._running or self._in_use == name)
+                )
                 if not self._running and name is not AS_SET:
                     self._before = AdapterChoice(self._model)
                     choose_adapter(self._model, name)
@@ -148,7 +150,7 @@ class Adapters:
                 self._restore()
                 raise
             finally:
-                self._waiting.remove(turn)
+                self._waiting.remove(ticket)
                 self._changed.notify_all()
 
     def _leave(self) -> None:
@@ -164,18 +166,18 @@ class Adapters:
             self._before = None
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """While no request runs."""
-        if self._mine.__dict__.get("held"):
-            raise ConfigError("this thread runs a request, which needs the model as it is; end the request first")
-        turn = object()
+    def _exclusive(self) -> Iterator[None]:
+        """Hold exclusive access: no request runs meanwhile."""
+        if self._thread_state.__dict__.get("held"):
+            raise ConfigError("this thread runs a request, which needs the model unchanged; end the request first")
+        ticket = object()
         with self._changed:
-            self._waiting.append(turn)
+            self._waiting.append(ticket)
             try:
-                self._changed.wait_for(lambda: self._waiting[0] is turn and not self._running)
+                self._changed.wait_for(lambda: self._waiting[0] is ticket and not self._running)
                 yield
             finally:
-                self._waiting.remove(turn)
+                self._waiting.remove(ticket)
                 self._changed.notify_all()
 
     def _load(self, name: str, source: str, *, replace: bool, load_kwargs: dict[str, Any]) -> None:
@@ -184,7 +186,7 @@ class Adapters:
 
         if not isinstance(self._model, PeftModel):
             with warnings.catch_warnings():
-                # To have several adapters is what this class is for.
+                # Several adapters are intended here.
                 warnings.filterwarnings("ignore", "Already found a `peft_config`", UserWarning)
                 self._model.load_adapter(source, adapter_name=name, hotswap=replace, **load_kwargs)
         elif replace:

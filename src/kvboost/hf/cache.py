@@ -1,8 +1,7 @@
 """The cache a model writes its keys and values into: preallocated, growing, one slab per tensor shape.
 
-Made by the engine for every request (or taken from its pool) and handed to the model's own forward and
-``generate``. Invariant: rows ``[0, length)`` of every layer hold that sequence's KV; what lies behind is
-never seen by attention.
+Made by the engine for every request (or taken from its pool) and passed to the model's own forward and ``generate``.
+Invariant: positions ``[0, length)`` of every layer hold that sequence's KV; attention never sees what lies behind.
 """
 
 from __future__ import annotations
@@ -56,14 +55,14 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class KVChanges:
-    """How far recomputed rows of one layer lie from what the cache held, [rows]: squared, against their mean square."""
+    """Squared change of recomputed positions in one layer, relative to their mean square: [positions]."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
 
 class Spreading(Protocol):
-    """Changes other rows along with those that are computed again."""
+    """Adjusts other positions along with the recomputed ones."""
 
     def apply(self, layer_index: int, layer: SlabLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Called with each layer's new states before they replace the old ones."""
@@ -71,12 +70,12 @@ class Spreading(Protocol):
 
 
 class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
-    """One layer's cache: writes new rows in place into storage that has room for more."""
+    """One layer's cache: writes new positions in place into preallocated storage."""
 
     def __init__(self, key_store: torch.Tensor, value_store: torch.Tensor) -> None:
         super().__init__()
         self.key_store, self.value_store = key_store, value_store  # [batch, heads, capacity, dim]
-        self.rows: torch.Tensor | None = None
+        self.rewritten: torch.Tensor | None = None  # positions that the next update replaces
         self.watched = False
         self.changes: KVChanges | None = None
         self.spread: Callable[[SlabLayer, torch.Tensor, torch.Tensor], None] | None = None
@@ -85,7 +84,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         self.set_length(0)
 
     def set_length(self, length: int) -> None:
-        """Declare rows ``[0, length)`` to be the sequence so far."""
+        """Declare positions ``[0, length)`` to be the sequence so far."""
         self.length = length
         self.keys = self.key_store[:, :, :length]
         self.values = self.value_store[:, :, :length]
@@ -96,18 +95,18 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take new rows, [batch, heads, new, dim]; return all rows up to and including them."""
-        if self.rows is not None:
+        """Write new positions, [batch, heads, new, dim]; return all positions up to and including them."""
+        if self.rewritten is not None:
             if self.watched:
                 self.changes = KVChanges(
-                    _squared_change(self.key_store, self.rows, key_states),
-                    _squared_change(self.value_store, self.rows, value_states),
+                    _squared_change(self.key_store, self.rewritten, key_states),
+                    _squared_change(self.value_store, self.rewritten, value_states),
                 )
             if self.spread is not None:
                 self.spread(self, key_states, value_states)
-            # Recomputed rows go back to their own places; the sequence keeps its length.
-            self.key_store.index_copy_(2, self.rows, key_states)
-            self.value_store.index_copy_(2, self.rows, value_states)
+            # Recomputed positions are replaced; the sequence keeps its length.
+            self.key_store.index_copy_(2, self.rewritten, key_states)
+            self.value_store.index_copy_(2, self.rewritten, value_states)
             return self.keys, self.values
         start, end = self.length, self.length + key_states.shape[-2]
         if end > self.key_store.shape[-2]:
@@ -118,15 +117,15 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Rows held."""
+        """Positions held."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of what :meth:`update` will return."""
-        return (self.length if self.rows is not None else self.length + query_length), 0
+        return (self.length if self.rewritten is not None else self.length + query_length), 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` rows (Transformers passes a negative count)."""
+        """Drop the last ``-tokens_to_remove`` positions (Transformers passes a negative count)."""
         if tokens_to_remove > 0:
             raise ValueError("crop takes a negative number: how many tokens to remove")
         self.set_length(max(0, self.length + tokens_to_remove))
@@ -138,7 +137,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
     # The batch operations below leave the slab for storage of their own: beams and copies diverge at once.
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row b becomes what row ``beam_idx[b]`` was."""
+        """Sequence b becomes what sequence ``beam_idx[b]`` was."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -160,15 +159,15 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         self.set_length(self.length)
 
 
-def _squared_change(store: torch.Tensor, rows: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-    """Squared distance of new states [batch, heads, rows, dim] from what stands in their places, [rows]."""
+def _squared_change(store: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    """Squared distance of new states [batch, heads, positions, dim] from the stored ones, [positions]."""
     new = states.float()
-    change = (store.index_select(2, rows).float() - new).square_().sum(dim=(0, 1, 3))
+    change = (store.index_select(2, positions).float() - new).square_().sum(dim=(0, 1, 3))
     return change / new.square().sum(dim=(0, 1, 3)).mean().clamp_min(1e-12)
 
 
 def _grown(store: torch.Tensor, used: int, needed: int) -> torch.Tensor:
-    """A copy of ``store`` with room for ``needed`` rows and half as many again."""
+    """A copy of ``store`` with capacity for ``needed`` positions and half as many again."""
     batch, heads, _, dim = store.shape
     bigger = torch.empty(batch, heads, rounded_capacity(needed * 3 // 2), dim, dtype=store.dtype, device=store.device)
     bigger[:, :, :used] = store[:, :, :used]
@@ -187,7 +186,7 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
             shape = (len(slots), batch, spec.heads, self.capacity, spec.dim)
             slab = torch.empty(shape, dtype=spec.dtype, device=spec.device)
             if batch > 1:
-                slab.zero_()  # padding rows are masked, but masked NaNs would still spread through 0 * NaN
+                slab.zero_()  # padding is masked, but masked NaNs would still spread through 0 * NaN
             self._slabs.append((slab, slots))
             for index, slot in enumerate(slots):
                 stores[slot] = slab[index]
@@ -214,22 +213,22 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
         )
 
     def set_length(self, length: int) -> None:
-        """Declare rows ``[0, length)`` of every layer to be the sequence so far."""
+        """Declare positions ``[0, length)`` of every layer to be the sequence so far."""
         for layer in self.layers:
             layer.set_length(length)
 
     def place(self, start: int, tensors: Sequence[torch.Tensor], *, row: int = 0) -> None:
-        """Copy a block's tensors (one [slots, heads, tokens, dim] per slab) to rows from ``start`` on."""
+        """Copy a block's tensors (one [slots, heads, tokens, dim] per slab) to positions from ``start`` on."""
         for (slab, _), block in zip(self._slabs, tensors, strict=True):
             slab[:, row, :, start : start + block.shape[2]].copy_(block, non_blocking=True)
 
     def wipe(self, start: int, end: int) -> None:
-        """Set rows ``[start, end)`` of every sequence to zero."""
+        """Set positions ``[start, end)`` of every sequence to zero."""
         for slab, _ in self._slabs:
             slab[:, :, :, start:end].zero_()
 
     def span(self, start: int, end: int) -> tuple[torch.Tensor, ...]:
-        """Rows ``[start, end)`` of sequence 0 as :meth:`place` takes them: views where they can be."""
+        """Positions ``[start, end)`` of sequence 0 as :meth:`place` takes them: views where they can be."""
         if self.is_poolable:
             return tuple(slab[:, 0, :, start:end] for slab, _ in self._slabs)
         return tuple(
@@ -237,7 +236,7 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
         )
 
     def extract(self, start: int, end: int) -> tuple[torch.Tensor, ...]:
-        """Copies of rows ``[start, end)`` of sequence 0, which share no memory with this cache."""
+        """Copies of positions ``[start, end)`` of sequence 0, which share no memory with this cache."""
         return tuple(view.clone(memory_format=torch.contiguous_format) for view in self.span(start, end))
 
     def _slot_store(self, slot: int) -> torch.Tensor:
@@ -247,26 +246,26 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     @contextmanager
     def rewriting(
-        self, rows: torch.Tensor, *, watch: Sequence[int] = (), spread: Spreading | None = None
+        self, positions: torch.Tensor, *, watch: Sequence[int] = (), spread: Spreading | None = None
     ) -> Iterator[None]:
-        """Within this block the model's new keys and values replace ``rows`` instead of being appended.
+        """Within this block the model's new keys and values replace ``positions`` instead of being appended.
 
-        The layers in ``watch`` note in ``changes`` how far the new ones lie from the old; ``spread`` carries
-        what they change over to other rows.
+        The layers in ``watch`` record in ``changes`` how far the new ones are from the old; ``spread`` spreads that
+        change to other positions.
         """
         try:
-            self.narrow(rows, from_layer=0, spread=spread)
+            self.narrow(positions, from_layer=0, spread=spread)
             for index in watch:
                 self.layers[index].watched = True
             yield
         finally:
             for layer in self.layers:
-                layer.rows, layer.watched, layer.changes, layer.spread = None, False, None, None
+                layer.rewritten, layer.watched, layer.changes, layer.spread = None, False, None, None
 
-    def narrow(self, rows: torch.Tensor, *, from_layer: int, spread: Spreading | None = None) -> None:
-        """From this layer on the rows being replaced are these."""
+    def narrow(self, positions: torch.Tensor, *, from_layer: int, spread: Spreading | None = None) -> None:
+        """Replace only these positions from this layer on."""
         for index, layer in enumerate(self.layers[from_layer:], from_layer):
-            layer.rows = rows.to(layer.device)
+            layer.rewritten = positions.to(layer.device)
             layer.spread = partial(spread.apply, index) if spread is not None else None
 
 

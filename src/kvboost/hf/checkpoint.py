@@ -1,9 +1,9 @@
 """A checkpoint's safetensors files: where they are, and their weights read past the page cache, a few megabytes at a
 time.
 
-Used for the digests of weights, and by :mod:`kvboost.offload.weights`, once per checkpoint, to make slabs. Written
-anew because the safetensors library maps files into memory, where their pages count against nobody's budget.
-Invariant: no weight lies in memory whole.
+Used for the digests of weights, and by :mod:`kvboost.offload.weights`, once per checkpoint, to make slabs. The
+safetensors library is not used, as it maps files into memory outside of any budget. Invariant: no whole weight is in
+memory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Shards:
     """The tensors of a checkpoint's files, by name."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Read the files' headers. Raises ConfigError for what is no safetensors file."""
+        """Read the files' headers. Raises ConfigError if a file is not a safetensors file."""
         self.tensors: dict[str, ShardTensor] = {}
         for file in files:
             self.tensors |= _tensors_of(file)
@@ -79,7 +79,7 @@ class Shards:
 
 
 def _as(piece: memoryview, found: torch.dtype, wanted: torch.dtype) -> memoryview:
-    # By way of a copy: the piece need not begin where a number may.
+    # Through a copy: the piece may be unaligned.
     numbers = torch.frombuffer(bytearray(piece), dtype=found).to(wanted)
     return memoryview(numbers.view(torch.uint8).numpy())  # type: ignore[arg-type]
 

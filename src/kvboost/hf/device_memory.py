@@ -1,4 +1,4 @@
-"""How much memory this process has and may still take, as the system or the accelerator tells it.
+"""Memory in use and available, from the system or the accelerator.
 
 Used by memory estimates and when a server starts.
 """
@@ -28,7 +28,7 @@ def memory_available(device: str = "cpu") -> int:
 
 
 def resident_bytes() -> int:
-    """What this process has in memory now; 0 where the system does not tell."""
+    """Resident memory of this process; 0 where the system does not report it."""
     found = _number("/proc/self/status", r"^VmRSS:\s+(\d+) kB")
     return found * 1024 if found is not None else 0
 

@@ -18,5 +18,5 @@ if TYPE_CHECKING:
 
 
 def weight_hasher(name: str, dtype: torch.dtype, shape: Sequence[int]) -> _Hash:
-    """A hasher that waits for the weight's bytes, in order."""
+    """A hasher to update with the weight's bytes, in order."""
     return hashlib.sha256(json.dumps([name, str(dtype), list(shape)]).encode())

@@ -1,4 +1,4 @@
-"""What of torch and of the machine changes how sums are rounded.
+"""The settings of torch and of the machine that change rounding.
 
 Used by the fingerprint. Devices count by what they are, not by their number: KV of one A100 serves the next. The CPU
 counts only for a model that is on it, and an accelerator's libraries only for a model that is there.
@@ -19,7 +19,7 @@ _PROPERTIES = ("name", "major", "minor", "multi_processor_count", "gcnArchName",
 _CPU_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
 _GPU_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
 # cuBLAS comes in wheels of its own. The others bring kernels that Transformers chooses once they are installed; it
-# imports them with the first forward, so that being imported says less than being there.
+# imports them with the first forward, so the installed packages count, not the imported ones.
 _PACKAGES = (
     "nvidia-cublas",
     "nvidia-cublas-cu11",
@@ -61,7 +61,7 @@ class NumericEnvironment:
         return self._kinds != ["cpu"]
 
     def settings(self) -> str:
-        """Everything that counts now. Cheap: only what can be switched is asked for again."""
+        """The current settings. Cheap: only what can change is queried again."""
         found = [
             *self._fixed,
             f"deterministic={torch.are_deterministic_algorithms_enabled()}",
@@ -80,8 +80,8 @@ def _describe(device: torch.device) -> str:
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     if properties is None:  # its kernels come with the system
         return f"{device.type}={platform.platform()}"
-    told = properties(device)
-    return f"{device.type}={[getattr(told, name, None) for name in _PROPERTIES]}"
+    found = properties(device)
+    return f"{device.type}={[getattr(found, name, None) for name in _PROPERTIES]}"
 
 
 def _cpu() -> list[str]:
@@ -89,8 +89,8 @@ def _cpu() -> list[str]:
     mkl: Any = torch.backends.mkl
     found = [f"cpu={torch.backends.cpu.get_cpu_capability()}", f"mkl={mkl.is_available()}"]
     if capabilities := getattr(torch.cpu, "get_capabilities", None):  # AMX among them
-        told = {name: value for name, value in capabilities().items() if not name.startswith("num_")}
-        found.append(f"capabilities={sorted((name, value) for name, value in told.items() if value)}")
+        supported = {name: value for name, value in capabilities().items() if not name.startswith("num_")}
+        found.append(f"capabilities={sorted((name, value) for name, value in supported.items() if value)}")
     else:
         found.append(f"amx={torch.cpu._is_amx_tile_supported()}")
     build = torch.__config__.show().splitlines()
@@ -130,7 +130,7 @@ def _accelerator_settings() -> list[str]:
 
 
 def _fp32_precision(backend: Any) -> str:
-    """How float32 is multiplied there: the same word for the same kernels, whichever of torch's two ways set it."""
+    """How float32 is multiplied there: the same value for the same kernels, whichever torch setting was used."""
     precision = getattr(backend.matmul, "fp32_precision", None) if hasattr(backend, "matmul") else None
     if precision is None:  # before torch 2.9; since then this raises if the newer way was used
         return f"{torch.get_float32_matmul_precision()},{torch.backends.cuda.matmul.allow_tf32}"

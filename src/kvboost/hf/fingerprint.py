@@ -1,10 +1,10 @@
-"""What makes a model's KV its own: a digest of weights, config, RoPE, adapters and numeric settings.
+"""The identity of a model's KV: digests of weights, config, RoPE, adapters and numeric settings.
 
 Called by the engine before keys are made. A snapshot is taken once per request. Invariant: a snapshot's fields
 describe exactly the state it carries, whatever other threads do to the model meanwhile.
 
-What cannot be seen: a write through ``tensor.data`` (PEFT's ``hotswap_adapter`` writes so), or one to an inference
-tensor, and an adapter that another thread switches off and on again between two looks. After such a change call
+Not detected: a write through ``tensor.data`` (as PEFT's ``hotswap_adapter`` does) or to an inference tensor, and an
+adapter that another thread switches off and on again between two checks. After such a change call
 :meth:`ModelIdentity.weights_changed`; let the engine switch adapters.
 """
 
@@ -27,7 +27,7 @@ from kvboost.types import ModelSnapshot
 
 # Raise when a change to this package changes how KV is computed.
 _NUMERICS_VERSION = 1
-# Say nothing about the numbers: where the files lay, and who wrote them.
+# Do not affect the numbers: where the files are, and what wrote them.
 _CONFIG_NOISE = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype")
 _MAX_ATTEMPTS = 3
 
@@ -36,7 +36,7 @@ class ModelState(NamedTuple):
     """A cheap value that changes whenever the fingerprint might."""
 
     changes: int
-    """How often the user said that weights changed."""
+    """Number of calls of ``weights_changed``."""
     weights: tuple[TensorState, ...]
     adapters: tuple[AdapterLayer, ...]
     attention: str
@@ -46,7 +46,7 @@ class ModelState(NamedTuple):
 
 
 class ModelIdentity:
-    """Watches one model and names its present state. Safe to call from any thread."""
+    """Tracks one model and identifies its current state. Thread-safe."""
 
     def __init__(self, model: Any, layout: KVLayout) -> None:
         self._model = model
@@ -63,10 +63,10 @@ class ModelIdentity:
         self._last: ModelSnapshot | None = None
 
     def snapshot(self) -> ModelSnapshot:
-        """The model's present state and the fingerprint fields made from it; the same object while nothing changes.
+        """The model's current state and its fingerprint fields; the same object while nothing changes.
 
-        A model that changes while it is looked at gets a snapshot that nothing shares and that is never current, so
-        that its request finds nothing and stores nothing.
+        A model that changes meanwhile gets a unique snapshot that is never current, so that its request finds nothing
+        and stores nothing.
         """
         with self._lock:
             for _ in range(_MAX_ATTEMPTS):
@@ -74,7 +74,7 @@ class ModelIdentity:
                 if self._last is not None and self._last.state == state:
                     return self._last
                 fields = self._fields(state)
-                # Weights may have been written to, and adapters switched layer by layer, while we were looking.
+                # Weights may have been written, and adapters switched layer by layer, meanwhile.
                 if self._state() == state:
                     self._watch.forget_all_but(state.weights)
                     self._last = ModelSnapshot(state, MappingProxyType(fields))
@@ -83,18 +83,18 @@ class ModelIdentity:
             return ModelSnapshot(object(), MappingProxyType(fields))
 
     def is_current(self, snapshot: ModelSnapshot) -> bool:
-        """Whether the model is still (or again) what it was when ``snapshot`` was taken."""
+        """Whether the model is still (or again) in the state of ``snapshot``."""
         return bool(self._state() == snapshot.state)
 
     def adapter_digest(self, name: str) -> str:
-        """The digest of an adapter's tensors, whatever it is called and whether or not it is active."""
+        """The digest of an adapter's tensors, independent of its name and whether it is active."""
         with self._lock:
             return self._digest(name, weights_by_owner(self._model).get(name, []))
 
     def weights_changed(self, adapter: str | None = None) -> None:
-        """Forget the digests of all weights, or of one adapter's: they were changed in a way that cannot be seen.
+        """Drop the digests of all weights, or of one adapter's, after an undetectable change.
 
-        Requests that are under way store nothing more.
+        Running requests store nothing more.
         """
         with self._lock:
             self._changes += 1
@@ -106,7 +106,7 @@ class ModelIdentity:
                 self._digests.pop(adapter, None)
 
     def _state(self) -> ModelState:
-        """One walk over the modules: it runs several times in every request."""
+        """One pass over the modules; it runs several times per request."""
         model, streamer = self._model, streamed_weights_of(self._model)
         weights: list[TensorState] = []
         adapters: list[AdapterLayer] = []
@@ -117,7 +117,7 @@ class ModelIdentity:
                 for name, tensor in tensors.items():
                     if tensor is None or name.endswith("inv_freq"):
                         continue
-                    # What is streamed is another tensor all the time, and never written to.
+                    # A streamed weight is a new tensor every time, and never written to.
                     if streamer is None or not streamer.holds(module, name):
                         weights.append(self._watch.state(tensor))
         return ModelState(
@@ -131,7 +131,7 @@ class ModelIdentity:
         )
 
     def _fields(self, state: ModelState) -> dict[str, str]:
-        """Made from ``state`` alone, but for the weights' bytes."""
+        """Derived from ``state`` alone, except for the weights' bytes."""
         owned = weights_by_owner(self._model)
         config, rope = self._config_and_rope
         return {
@@ -163,7 +163,7 @@ class ModelIdentity:
         if known is None or known[0] != states:
             loaded = None
             if owner is None:
-                # For the first digest alone: from here on a hidden write may have happened beside a visible one.
+                # Only for the first digest: later a hidden write may accompany a visible one.
                 loaded, self._loaded = self._loaded, None
             known = self._digests[owner] = (states, digest_weights(self._model, weights, loaded=loaded))
         return known[1]
@@ -171,8 +171,8 @@ class ModelIdentity:
     def _experts_to_prefill(self) -> str:
         """The experts' kernel that a prefill uses.
 
-        Transformers exchanges one for another around its decode loop, in which chunks are stored: that is no change.
-        A user who makes the same exchange for good says so with :meth:`weights_changed`.
+        Transformers switches it around its decode loop, in which chunks are stored; that is not a change. A user who
+        switches it permanently calls :meth:`weights_changed`.
         """
         now = _experts(self._model)
         to_decode = self._experts.replace("grouped_mm", "batched_mm")
@@ -195,12 +195,12 @@ def _switches_experts_to_decode(model: Any) -> bool:
 def _config_digest(model: Any) -> str:
     config = {k: v for k, v in model.config.to_dict().items() if k not in _CONFIG_NOISE}
     if (config.get("quantization_config") or {}).get("quant_method") == "gguf":
-        del config["quantization_config"]  # unpacked at loading: the weights say it all, and the file's name nothing
+        del config["quantization_config"]  # unpacked at loading: the weights' digest covers it
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _rope_digest(model: Any) -> str:
-    """The rotary tables as loaded, which say more than their config: code and config made them together."""
+    """The digest of the loaded rotary tables, which cover both code and config."""
     hasher = hashlib.sha256()
     for name, module in model.named_modules():
         for key, buffer in module.named_buffers(recurse=False):

@@ -1,7 +1,7 @@
-"""Hands a prepared cache to Transformers' own ``generate``: one sampler for everybody, theirs.
+"""Passes a prepared cache to Transformers' own ``generate``.
 
-Called by the engine with a cache that holds all of the prompt but its last step. Invariant: nothing is
-sampled, filtered or stopped here; only watched.
+Called by the engine with a cache that holds the prompt up to its last step. Invariant: sampling, filtering and stopping
+are left to Transformers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvboost.errors import ConfigError
 from kvboost.hf.speculation import Speculating, speculates, why_not_resumed
 from kvboost.types import Speculation
 
-# Arguments of ``generate`` that would contradict what the engine hands over, or change the prompt after its prefill.
+# Arguments of ``generate`` that would contradict the engine's own, or change the prompt after its prefill.
 _PREPARED = (
     "attention_mask",
     "cache_implementation",
@@ -48,7 +48,7 @@ _ALLOWED = (
     "tokenizer",
     "trust_remote_code",
 )
-_NO_SETTINGS = ("transformers_version",)  # fields of a generation config that say who wrote it
+_NO_SETTINGS = ("transformers_version",)  # metadata fields of a generation config
 # Assistants of these kinds read the model's states of the whole prompt, or its text; custom loops may do anything.
 _REREADS_PROMPT = ("assistant_early_exit", "assistant_tokenizer", "custom_generate", "speculation_type", "use_mtp")
 DEFAULT_NEW_TOKENS = 64
@@ -56,7 +56,7 @@ DEFAULT_NEW_TOKENS = 64
 
 @dataclass(frozen=True)
 class Decoded:
-    """What came out of ``generate``."""
+    """The output of ``generate``."""
 
     sequences: torch.Tensor  # [batch, prompt + new]
     raw: Any
@@ -64,7 +64,7 @@ class Decoded:
 
 
 class _AfterEachToken(StoppingCriteria):  # type: ignore[misc]  # transformers is untyped
-    """Calls back after every token; stops everything once the callback says so."""
+    """Calls back after every token; stops the generation once the callback returns True."""
 
     def __init__(self, callback: Callable[[], bool]) -> None:
         self._callback = callback
@@ -83,9 +83,9 @@ def sampling_arguments(*, prompt_tokens: int, options: dict[str, Any]) -> dict[s
     arguments = dict(options)
     max_new_tokens, temperature = (arguments.pop(name, None) for name in ("max_new_tokens", "temperature"))
     if max_new_tokens is None:
-        max_new_tokens = _length_asked_for(arguments, prompt_tokens)
+        max_new_tokens = _requested_length(arguments, prompt_tokens)
     if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1; use prefill() to only read a prompt")
+        raise ConfigError(f"max_new_tokens={max_new_tokens} must be at least 1; use prefill() to only prefill a prompt")
     arguments["max_new_tokens"] = max_new_tokens
     if temperature is not None:
         if temperature < 0:
@@ -113,7 +113,7 @@ def _check_allowed(extra: dict[str, Any]) -> None:
         if close := difflib.get_close_matches(name, allowed, n=1, cutoff=0.75):
             raise ConfigError(f"generate has no argument {name}; did you mean {close[0]}?")
         raise ConfigError(
-            f"{name} may change how the model reads the prompt, which stored KV does not know; leave it out, or call "
+            f"{name} may change the prompt's KV, which the stored KV does not reflect; leave it out, or call "
             "engine.model.generate(), which reuses nothing"
         )
     config = extra.get("generation_config")
@@ -122,8 +122,8 @@ def _check_allowed(extra: dict[str, Any]) -> None:
             raise ConfigError(f"{name}={value} cannot work with a cache; leave it out of generation_config")
 
 
-def _length_asked_for(extra: dict[str, Any], prompt_tokens: int) -> int:
-    """New tokens wanted by ``max_length`` or a generation config; takes ``max_length`` out of ``extra``."""
+def _requested_length(extra: dict[str, Any], prompt_tokens: int) -> int:
+    """New tokens requested by ``max_length`` or a generation config; removes ``max_length`` from ``extra``."""
     config = extra.get("generation_config")
     if (length := extra.pop("max_length", None)) is not None:
         return int(length) - prompt_tokens
@@ -135,7 +135,7 @@ def _length_asked_for(extra: dict[str, Any], prompt_tokens: int) -> int:
 
 
 def reads_prompt_again(model: Any, arguments: dict[str, Any]) -> str | None:
-    """Why ``generate`` cannot go on from a cache with these arguments, or None if it can."""
+    """Why ``generate`` cannot continue from a cache with these arguments, or None if it can."""
     config = arguments.get("generation_config")
     for name in _REREADS_PROMPT:
         if arguments.get(name, getattr(config, name, None)):
@@ -144,7 +144,7 @@ def reads_prompt_again(model: Any, arguments: dict[str, Any]) -> str | None:
 
 
 def sequences_per_prompt(model: Any, arguments: dict[str, Any]) -> int:
-    """How many rows ``generate`` makes of one prompt: beams or samples."""
+    """How many sequences ``generate`` makes of one prompt: beams or samples."""
 
     def setting(name: str) -> int:
         given = arguments.get(name, getattr(arguments.get("generation_config"), name, None))
@@ -163,7 +163,7 @@ def run_generate(
     after_each_token: Callable[[], bool],
     tokenizer: Any,
 ) -> Decoded:
-    """Generate behind ``input_ids`` [batch, prompt], of which the cache (or None) already holds a part."""
+    """Generate after ``input_ids`` [batch, prompt], of which the cache (or None) already holds a part."""
     arguments = dict(arguments)
     # Ours goes first: it only looks at the clock, and must do so even when another criterion stops the run.
     criteria = StoppingCriteriaList(
@@ -172,12 +172,12 @@ def run_generate(
     if arguments.get("stop_strings", getattr(arguments.get("generation_config"), "stop_strings", None)) is not None:
         arguments.setdefault("tokenizer", tokenizer)
     if cache is not None:
-        # None overrides a cache kind that the model's generation config may ask for.
+        # None overrides a cache kind in the model's generation config.
         arguments |= {"past_key_values": cache, "cache_implementation": None}
     if pad_token_id(model, arguments) is None and (ends := end_token_ids(model, arguments)):
         # Transformers would pick the end token too, and warn about it on every call.
         arguments["pad_token_id"] = min(ends)
-    # With beams Transformers passes over the draft.
+    # With beams Transformers ignores the draft.
     drafted = speculates(model, arguments) and sequences_per_prompt(model, arguments) == 1
     generating = Speculating(model) if drafted and reads_prompt_again(model, arguments) is None else model
     with torch.no_grad():
@@ -200,7 +200,7 @@ def end_token_ids(model: Any, arguments: dict[str, Any]) -> set[int]:
 
 
 def pad_token_id(model: Any, arguments: dict[str, Any]) -> int | None:
-    """The token that fills up rows of a batch that ended early."""
+    """The token that pads sequences of a batch that ended early."""
     for value in (
         arguments.get("pad_token_id"),
         getattr(arguments.get("generation_config"), "pad_token_id", None),

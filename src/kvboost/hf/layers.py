@@ -1,4 +1,4 @@
-"""The decoder layers of a model, and how far back each of them attends.
+"""The decoder layers of a model and their attention windows.
 
 Used by joint decoding, recomputation, KV paging, layer streaming and memory estimates. Invariant: a kind of attention
 layer that is not known here is refused, never taken for full attention.
@@ -14,7 +14,7 @@ from kvboost.errors import UnsupportedModelError
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """The layers a token passes one after another."""
+    """The decoder layers, in order."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     # Of the text model: a vision tower may have as many layers.
     inside = model.get_decoder() if hasattr(model, "get_decoder") else model
@@ -27,7 +27,7 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
 
 
 def attention_windows(model: Any) -> dict[str, int | None]:
-    """How far back each kind of attention layer looks, by its name in the config; None is all the way."""
+    """The attention window of each kind of layer, by its name in the config; None is full attention."""
     config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
@@ -43,7 +43,7 @@ def attention_windows(model: Any) -> dict[str, int | None]:
 
 
 def windows_by_layer(model: Any) -> list[int | None]:
-    """How far back each layer looks, first layer first; None is all the way."""
+    """The attention window of each layer, in order; None is full attention."""
     config = model.config.get_text_config(decoder=True)
     windows = attention_windows(model)
     kinds = getattr(config, "layer_types", None) or ["all"] * config.num_hidden_layers

@@ -73,8 +73,8 @@ class LoadedWeights:
     def read(self) -> dict[str, bytes]:
         """The digests of an earlier start by the weights' names; none if there was none."""
         try:
-            told = json.loads(self._path.read_text(encoding="utf-8"))
-            found = {str(name): bytes.fromhex(digest) for name, digest in told["digests"].items()}
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+            found = {str(name): bytes.fromhex(digest) for name, digest in content["digests"].items()}
             if any(len(digest) != hashlib.sha256().digest_size for digest in found.values()):
                 raise ValueError("a digest is cut off")
         except FileNotFoundError:
@@ -86,13 +86,13 @@ class LoadedWeights:
 
     def write(self, digests: dict[str, bytes]) -> None:
         """Keep these for the next start."""
-        told = json.dumps({"digests": {name: digest.hex() for name, digest in digests.items()}})
+        content = json.dumps({"digests": {name: digest.hex() for name, digest in digests.items()}})
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(
                 "w", dir=self._path.parent, prefix=self._path.name, delete=False, encoding="utf-8"
             ) as file:
-                file.write(told)
+                file.write(content)
             os.replace(file.name, self._path)  # whole or not at all: other processes read it
         except OSError as error:
             _log.debug("the weights' digests cannot be kept, the next start hashes again: %r", error)

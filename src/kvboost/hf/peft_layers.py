@@ -18,7 +18,7 @@ _LAYER_PREFIXES = ("base_layer.", "original_module.")
 
 
 class AdapterLayer(NamedTuple):
-    """What one layer does with its adapters at this moment."""
+    """How one layer uses its adapters now."""
 
     path: str
     """The module's name: two layers that swap their scalings are not the same model."""
@@ -31,10 +31,10 @@ class AdapterLayer(NamedTuple):
 
 
 def adapter_layer(path: str, module: Any) -> AdapterLayer | None:
-    """What ``module`` does with adapters; None if it is no layer of PEFT's. Asked of every module in every request."""
+    """What ``module`` does with adapters; None if it is not a PEFT layer. Called for every module in every request."""
     if "peft" not in sys.modules or not isinstance(module, _layer_types()):
         return None
-    # PEFT's wrappers pass unknown attributes on to the layer inside: ask the tuner layers alone.
+    # PEFT's wrappers forward unknown attributes to the layer inside, so only tuner layers are queried.
     tuner = isinstance(module, _layer_types()[0])
     scaling = getattr(module, "scaling", None) if tuner else None
     return AdapterLayer(
@@ -56,7 +56,7 @@ def _layer_types() -> tuple[Any, Any]:
 
 
 class WeightNames:
-    """Names weights as if PEFT were not there, and says whose they are."""
+    """Weight names without PEFT's parts, and the adapter that owns each weight."""
 
     def __init__(self, model: Any) -> None:
         self._containers = {
@@ -96,14 +96,14 @@ def plain_path(path: str) -> str:
 
 
 class AdapterChoice:
-    """Which adapters the layers of a model use, kept so that it can be put back."""
+    """A saved choice of adapters per layer, to be restored later."""
 
     def __init__(self, model: Any) -> None:
         self._layers = [(module, layer.active, layer.disabled) for module, layer in _layers(model)]
         self._gradients = [(p, p.requires_grad) for module, _, _ in self._layers for p in module.parameters()]
 
     def restore(self) -> None:
-        """Put it back, the parameters' ``requires_grad`` included, which PEFT sets along."""
+        """Restore it, including the parameters' ``requires_grad``, which PEFT changes too."""
         for module, active, disabled in self._layers:
             _choose(module, active, disabled=disabled)
         for parameter, required in self._gradients:
@@ -111,11 +111,11 @@ class AdapterChoice:
 
 
 def refuse_merged(model: Any) -> None:
-    """Raise ConfigError if adapters were merged into the weights, where no choice reaches them."""
+    """Raise ConfigError if adapters were merged into the weights, where they cannot be switched."""
     for _, layer in _layers(model):
         if layer.merged:
             raise ConfigError(
-                f"the adapters {', '.join(layer.merged)} are merged into the weights, so that no other can be chosen; "
+                f"the adapters {', '.join(layer.merged)} are merged into the weights, so no other can be selected; "
                 "call model.unmerge_adapter() first"
             )
 

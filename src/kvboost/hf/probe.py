@@ -1,6 +1,6 @@
-"""Finds out what the loaded model allows, by its cache layers and by running it.
+"""Tests what the loaded model supports, by its cache layers and by running it.
 
-Called once when an engine is made. No table of families: what counts is how this model behaves.
+Called once when an engine is made. There is no table of families: the model's behaviour decides.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class ModelFacts:
 
     layout: KVLayout
     max_positions: int | None
-    """The longest sequence the model was made for; None if it has no limit."""
+    """The longest sequence the model supports; None if it has no limit."""
     exact_limit: int | None
-    """Prompts longer than this are read without reuse; None if there is no such limit."""
+    """Longer prompts are computed without reuse; None if there is no such limit."""
     exact_limit_reason: str | None
 
 
@@ -41,7 +41,7 @@ def probe_model(model: Any) -> ModelFacts:
     """Check that reuse cannot change this model's output; raise UnsupportedModelError with the reason if it can."""
     config = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModelError("encoder-decoder models read their prompt differently; use a decoder-only model")
+        raise UnsupportedModelError("encoder-decoder models encode their prompt differently; use a decoder-only model")
     _check_layers(config)
     layout = _check_forward(model, config)
     limit, reason = exact_limit_of(config)
@@ -51,28 +51,28 @@ def probe_model(model: Any) -> ModelFacts:
 
 
 def _check_layers(config: Any) -> None:
-    """Every cache layer must keep one row per token that later tokens cannot change."""
+    """Every cache layer must keep one entry per token that later tokens cannot change."""
     # A sliding layer qualifies: kept whole, with the model's own sliding mask, it gives the same attention.
     known = (DynamicLayer, DynamicSlidingWindowLayer)
     others = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers if type(layer) not in known})
     if others:
         raise UnsupportedModelError(
-            f"{config.model_type} keeps state that is not one row per token ({', '.join(others)}), "
+            f"{config.model_type} keeps state that is not one entry per token ({', '.join(others)}), "
             f"so its cache cannot be cut into chunks. {_WITHOUT_REUSE}"
         )
 
 
 @torch.no_grad()
 def _check_forward(model: Any, config: Any) -> KVLayout:
-    """Reading in two steps through our cache, then decoding from it, must give what plain Transformers gives."""
+    """A prefill in two steps through our cache, then decoding from it, must match plain Transformers."""
     ids = torch.arange(_PROBE_TOKENS) * 7919 % min(config.vocab_size, 30_000)
     runner = ModelRunner(model)
     batch = ids.view(1, -1).to(runner.device)
-    stock = DynamicCache()  # without a config every layer keeps all rows, which is the layout we want to see
+    stock = DynamicCache()  # without a config every layer keeps all positions, which shows the layout
     whole = model(input_ids=batch, past_key_values=stock, use_cache=True).logits[0, -1]
     if len(stock.layers) == 0 or any(layer.get_seq_length() != _PROBE_TOKENS for layer in stock.layers):
         raise UnsupportedModelError(
-            f"{config.model_type} did not fill a Transformers cache with one row per token. {_WITHOUT_REUSE}"
+            f"{config.model_type} did not fill a Transformers cache with one entry per token. {_WITHOUT_REUSE}"
         )
     layout = layout_of(stock)
     half = _PROBE_TOKENS // 2
@@ -80,12 +80,12 @@ def _check_forward(model: Any, config: Any) -> KVLayout:
     runner.append(ids[:half], cache, logits=False)
     stepped = runner.append(ids[half:], cache, logits=True)
     assert stepped is not None
-    compare_logits(config, whole, stepped, "its prompt is read in two steps")
+    compare_logits(config, whole, stepped, "its prompt is prefilled in two steps")
     cache.crop(-half)
     for expected, found in zip(_greedy_logits(model, batch, None), _greedy_logits(model, batch, cache), strict=False):
-        compare_logits(config, expected, found, "Transformers' generate goes on from a given cache")
+        compare_logits(config, expected, found, "Transformers' generate continues from a given cache")
         if expected.argmax() != found.argmax():
-            break  # a near tie that rounding decided: from here on the two read different texts
+            break  # a near tie that rounding decided: the texts differ from here on
     return layout
 
 
@@ -107,7 +107,7 @@ def _greedy_logits(model: Any, batch: torch.Tensor, cache: SlabCache | None) -> 
 def compare_logits(
     config: Any, expected: torch.Tensor, found: torch.Tensor, when: str, *, remedy: str = _WITHOUT_REUSE
 ) -> None:
-    """Raise UnsupportedModelError if two readings of the same text differ by more than rounding explains."""
+    """Raise UnsupportedModelError if two computations of the same text differ by more than rounding explains."""
     difference = (found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-12)
     tolerance = _TOLERANCE.get(expected.dtype, 8e-2)
     if not difference <= tolerance:  # written so that NaN fails too
@@ -118,7 +118,7 @@ def compare_logits(
 
 
 def max_positions_of(config: Any) -> int | None:
-    """The longest sequence the model was made for; None if it names none."""
+    """The longest sequence the model supports; None if its config has no limit."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
@@ -127,7 +127,7 @@ def max_positions_of(config: Any) -> int | None:
 
 
 def exact_limit_of(config: Any) -> tuple[int | None, str | None]:
-    """Up to how many tokens the rotary frequencies stay the same, and why no further; None without a limit."""
+    """The number of tokens up to which rotary frequencies stay the same, and the reason; None without a limit."""
     rope = getattr(config, "rope_parameters", None) or {}
     # One dict for the model, or one per layer type.
     variants = [rope, *(v for v in rope.values() if isinstance(v, dict))]
@@ -139,7 +139,7 @@ def exact_limit_of(config: Any) -> tuple[int | None, str | None]:
             )
             limit = int(original or max_positions_of(config) or 0) - 1
             return limit, (
-                f"{kind} RoPE changes its frequencies beyond {limit} tokens, so KV read before that point "
-                "cannot stand for KV read after it"
+                f"{kind} RoPE changes its frequencies beyond {limit} tokens, so KV computed before that point "
+                "cannot replace KV computed after it"
             )
     return None, None

@@ -1,4 +1,4 @@
-"""Turns what a user gives (text, token ids, chat messages) into token ids and boundaries."""
+"""Turns prompts (text, token ids, chat messages) into token ids and boundaries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from kvboost.errors import CapacityError, ConfigError
 
-# What tokenizers return beside the tokens that no model takes.
+# Tokenizer outputs that no model takes.
 _BOOKKEEPING = ("length", "offset_mapping", "special_tokens_mask")
 Prompt = str | Sequence[int] | torch.Tensor | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
@@ -40,7 +40,7 @@ class PromptEncoder:
         return self._checked(ids)
 
     def _encode_mapping(self, prompt: Mapping[str, Any]) -> list[int]:
-        """Raises ConfigError for what would change the KV of these tokens."""
+        """Raises ConfigError for keys that would change the KV of these tokens."""
         if "input_ids" not in prompt:
             raise ConfigError(f"a mapping as prompt needs input_ids, this one has {', '.join(prompt)}; add them")
         ids = self.encode(prompt["input_ids"])
@@ -52,13 +52,13 @@ class PromptEncoder:
             # Tokenizers return zeros for one text unasked, and generate(text) drops them as well.
             elif name != "token_type_ids" or torch.as_tensor(value).any():
                 raise ConfigError(
-                    f"the prompt's {name} would change how the model reads it, which stored KV does not know; leave "
+                    f"the prompt's {name} would change its KV, which the stored KV does not reflect; leave "
                     "it out, or call engine.model.generate(), which reuses nothing"
                 )
         return ids
 
     def encode_part(self, part: Prompt) -> list[int]:
-        """Token ids of a text that will stand inside prompts: without the tokens that open or close a prompt."""
+        """Token ids of a part of a prompt: without the tokens that open or close a prompt."""
         if isinstance(part, str):
             ids = self._need_tokenizer()(part, add_special_tokens=False)["input_ids"]
             return self._checked([int(i) for i in ids])

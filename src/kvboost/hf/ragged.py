@@ -1,8 +1,8 @@
-"""Decodes several sequences in one forward, each over its own cache, whatever their lengths: no padding, no copies.
+"""Decodes several sequences of any lengths in one forward, each over its own cache: no padding, no copies.
 
-Called by the engine's batching. Projections and the vocabulary run over the whole batch; attention runs sequence by
-sequence over the KV where it lies, and once for all over a prefix that several share. Invariant: every
-sequence gets what it would get alone, up to rounding; after a failed step every cache is as long as before.
+Called by the batch runner. Projections run over the whole batch; attention runs per sequence over its own cache, and
+once for a prefix that several sequences share. Invariant: every sequence gets the result it would get alone, up to
+rounding; after a failed step every cache has its previous length.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from kvboost.hf.runner import ModelRunner
 _PROBE_LENGTHS = (7, 12, 12)
 _PROBE_SHARED = 5
 _ONE_BY_ONE = "Its sequences are decoded one after another."
-_MIN_SAVED = 2048  # tokens; below that joining two attentions costs more than it saves
+_MIN_SAVED = 2048  # tokens; below that merging two attentions costs more than it saves
 
 
 @dataclass(frozen=True)
-class SharedStart:
+class SharedPrefix:
     """Sequences whose first tokens have the same KV."""
 
     members: tuple[int, ...]
-    """Their places in the batch."""
+    """Their indices in the batch."""
     tokens: int
 
 
@@ -47,23 +47,23 @@ class _RaggedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take one new token of every sequence, [batch, heads, 1, dim]; attention finds those before it by itself."""
+        """Write one new token of every sequence, [batch, heads, 1, dim]; :class:`_Step` attends to the cached ones."""
         self._step.take(self._index, key_states, value_states)
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """The caller says where each token stands; this only keeps masks from being made."""
+        """Zero, so that no mask is made; the caller passes position ids."""
         return 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As :meth:`update` returns it."""
+        """The sizes of what :meth:`update` returns."""
         return query_length, 0
 
 
 class _Step(TorchFunctionMode):
-    """One decode step: where every sequence's KV lies, layer by layer, and the attention over it."""
+    """One decode step: every sequence's KV, layer by layer, and the attention over it."""
 
-    def __init__(self, caches: Sequence[Any], windows: Sequence[int | None], shared: Sequence[SharedStart]) -> None:
+    def __init__(self, caches: Sequence[Any], windows: Sequence[int | None], shared: Sequence[SharedPrefix]) -> None:
         super().__init__()
         self._windows = windows
         self._lengths = [cache.get_seq_length() for cache in caches]
@@ -88,7 +88,7 @@ class _Step(TorchFunctionMode):
         if func is not torch.nn.functional.scaled_dot_product_attention or self._layer is None:
             return func(*args, **kwargs)
         if kwargs.get("attn_mask") is not None or kwargs.get("dropout_p") or len(args) != 3:
-            raise UnsupportedModelError(f"its attention wants a mask of its own for single tokens. {_ONE_BY_ONE}")
+            raise UnsupportedModelError(f"its attention needs a mask for single tokens. {_ONE_BY_ONE}")
         layer, self._layer = self._layer, None
         self.attended += 1
         return self._attend(layer, args[0], kwargs.get("scale"))
@@ -100,9 +100,9 @@ class _Step(TorchFunctionMode):
         grouped = query.view(batch, key_heads, heads // key_heads, dim)
         outputs: list[torch.Tensor | None] = [None] * batch
         window = self._windows[layer]
-        for start in self._shared:
+        for prefix in self._shared:
             if window is None:
-                self._attend_shared(layer, start, grouped, scale, outputs)
+                self._attend_shared(layer, prefix, grouped, scale, outputs)
         for index, kv in enumerate(self._kv):
             if outputs[index] is None:
                 first = 0 if window is None else max(0, self._lengths[index] + 1 - window)
@@ -115,24 +115,24 @@ class _Step(TorchFunctionMode):
     def _attend_shared(
         self,
         layer: int,
-        start: SharedStart,
+        prefix: SharedPrefix,
         grouped: torch.Tensor,
         scale: float | None,
         outputs: list[torch.Tensor | None],
     ) -> None:
-        """Attend once to the prefix that several sequences share, then each to its own rest, and weigh the two."""
-        members = list(start.members)
+        """Attend once to the shared prefix, then each sequence to its own rest, and merge the two by log-sum-exp."""
+        members = list(prefix.members)
         _, key_heads, group, dim = grouped.shape
         together = grouped[members].transpose(0, 1).reshape(1, key_heads, len(members) * group, dim)
         first = self._kv[members[0]]
-        head, head_weight = _attend_weighed(
-            together, first[2 * layer][:, :, : start.tokens], first[2 * layer + 1][:, :, : start.tokens], scale
+        head, head_weight = _attend_with_lse(
+            together, first[2 * layer][:, :, : prefix.tokens], first[2 * layer + 1][:, :, : prefix.tokens], scale
         )
         own = [
-            _attend_weighed(
+            _attend_with_lse(
                 grouped[index : index + 1],
-                self._kv[index][2 * layer][:, :, start.tokens :],
-                self._kv[index][2 * layer + 1][:, :, start.tokens :],
+                self._kv[index][2 * layer][:, :, prefix.tokens :],
+                self._kv[index][2 * layer + 1][:, :, prefix.tokens :],
                 scale,
             )
             for index in members
@@ -145,7 +145,7 @@ class _Step(TorchFunctionMode):
             outputs[index] = out
 
 
-def _attend_weighed(
+def _attend_with_lse(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention and the logarithm of the sum it was divided by, [1, heads, queries]."""
@@ -163,7 +163,7 @@ def _slots(cache: SlabCache, start: int, end: int) -> list[torch.Tensor]:
 
 
 class RaggedRunner:
-    """Joint decode steps of one model. Make it with :func:`probe_ragged`, which finds out whether they hold."""
+    """Joint decode steps of one model. Make it with :func:`probe_ragged`, which tests that the model supports them."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -171,19 +171,19 @@ class RaggedRunner:
 
     @torch.no_grad()
     def decode(
-        self, tokens: Sequence[int], caches: Sequence[Any], *, shared: Sequence[SharedStart] = ()
+        self, tokens: Sequence[int], caches: Sequence[Any], *, shared: Sequence[SharedPrefix] = ()
     ) -> torch.Tensor:
         """Compute one more token of every sequence behind its own cache. Returns their logits [batch, vocab].
 
-        Every cache needs capacity for one more token. ``shared`` names sequences that begin alike.
+        Every cache needs capacity for one more token. ``shared`` lists sequences with a common prefix.
         """
         lengths = [cache.get_seq_length() for cache in caches]
         if any(
             not cache.is_poolable or cache.capacity <= length for cache, length in zip(caches, lengths, strict=True)
         ):
             raise ValueError("a joint step needs caches with capacity for one more token")
-        worth = [start for start in shared if start.tokens * (len(start.members) - 1) >= _MIN_SAVED]
-        step = _Step(caches, self._windows, worth if self._runner.device.type == "cpu" else ())
+        worthwhile = [prefix for prefix in shared if prefix.tokens * (len(prefix.members) - 1) >= _MIN_SAVED]
+        step = _Step(caches, self._windows, worthwhile if self._runner.device.type == "cpu" else ())
         batch = Cache(layers=[_RaggedLayer(index, step) for index in range(len(self._windows))])
         device = self._runner.device
         with step:
@@ -201,9 +201,9 @@ class RaggedRunner:
 
 @torch.no_grad()
 def probe_ragged(runner: ModelRunner, layout: KVLayout) -> RaggedRunner:
-    """A runner of joint steps, once it has shown that they give what single ones give.
+    """A runner of joint steps, after testing that they give the results of single ones.
 
-    Raises UnsupportedModelError with the reason where they do not.
+    Raises UnsupportedModelError with the reason if they do not.
     """
     config = runner.model.config.get_text_config(decoder=True)
     ragged = RaggedRunner(runner)

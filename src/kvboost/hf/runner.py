@@ -1,7 +1,7 @@
-"""Runs the model on chosen rows of a sequence: the one operation everything else is made of.
+"""Forward passes of the model over a cache: the one operation everything else is built on.
 
-Called by the engine's prefill. Invariant: the same rows over the same cache run the same kernels on the
-same shapes, whoever asks; that is what makes a warm run equal a cold one.
+Called by the prefill. Invariant: the same tokens over the same cache run the same kernels on the same shapes. That
+makes a warm run equal to a cold one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ModelRunner:
     def __init__(self, model: Any) -> None:
         self.model = model
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-        # The decoder without its vocabulary projection: all a step needs whose logits nobody reads.
+        # The decoder without its vocabulary projection: enough for a step whose logits are not needed.
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
         self._decoder = decoder if isinstance(decoder, torch.nn.Module) else model
 
@@ -31,14 +31,14 @@ class ModelRunner:
 
     @torch.no_grad()
     def append(self, tokens: Sequence[int] | torch.Tensor, cache: Any, *, logits: bool) -> torch.Tensor | None:
-        """Compute ``tokens`` behind what the cache holds. Returns the last token's logits [vocab], if asked.
+        """Compute ``tokens`` behind what the cache holds. Returns the last token's logits [vocab] if ``logits``.
 
         The stock path of the model: its own mask and its own attention kernel.
         """
         return self.run(torch.as_tensor(tokens, device=self.device).view(1, -1), cache, logits=logits)
 
     @torch.no_grad()
-    def read_whole(self, tokens: Sequence[int]) -> tuple[torch.Tensor, Any]:
+    def prefill_plain(self, tokens: Sequence[int]) -> tuple[torch.Tensor, Any]:
         """Plain Transformers: the whole prompt in one step. Returns the last logits [vocab] and the cache."""
         ids = torch.as_tensor(tokens, device=self.device).view(1, -1)
         keep = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
@@ -47,7 +47,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def next_tokens(self, tokens: Sequence[int], cache: Any, *, keep: int) -> torch.Tensor:
-        """The likeliest token behind each of the last ``keep`` of ``tokens``, [keep]; without a cache, from scratch."""
+        """The most likely token after each of the last ``keep`` of ``tokens``, [keep]. ``cache`` may be None."""
         ids = torch.as_tensor(tokens, device=self.device).view(1, -1)
         wanted = {"logits_to_keep": keep} if self._takes_logits_to_keep else {}
         logits: torch.Tensor = self.model(
@@ -56,7 +56,7 @@ class ModelRunner:
         return logits[0, -keep:].argmax(dim=-1)
 
     def run(self, ids: torch.Tensor, cache: Any, *, logits: bool, **inputs: Any) -> torch.Tensor | None:
-        """One forward of ``ids`` [1, tokens] over ``cache``. Returns the last token's logits [vocab], if asked."""
+        """One forward of ``ids`` [1, tokens] over ``cache``. Returns the last token's logits [vocab] if ``logits``."""
         if not logits:
             self._decoder(input_ids=ids, past_key_values=cache, use_cache=True, **inputs)
             return None

@@ -1,6 +1,6 @@
-"""From sampling settings to Transformers' logits processors: one sampling path for ``generate`` and for batches.
+"""Builds Transformers' logits processors from sampling settings, for batches.
 
-Used by :mod:`kvboost.scheduler.sampler`, where ``model.generate`` cannot be. Invariant: what Transformers has a
+Used by :mod:`kvboost.scheduler.sampler`, which cannot use ``model.generate``. Invariant: what Transformers has a
 processor for is done by that processor.
 """
 
@@ -23,13 +23,13 @@ from kvboost.errors import ConfigError
 
 Constraint = Callable[[list[int], torch.Tensor], None]
 """Given the new tokens so far and the next one's logits [vocab], forbids tokens in place."""
-_MIN_TEMPERATURE = 1e-6  # less is the likeliest token all the same, and 0 in float32
+_MIN_TEMPERATURE = 1e-6  # below that it is greedy anyway, and 0 in float32
 _MIN_TOP_P = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn. The defaults are greedy decoding."""
+    """How the next token is sampled. The default is greedy decoding."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -39,7 +39,7 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def check(self, *, vocab_size: int) -> None:
-        """Raise ConfigError for settings nobody can sample with."""
+        """Raise ConfigError for invalid settings."""
         if not 0.0 <= self.temperature < math.inf:
             raise ConfigError(f"temperature={self.temperature} cannot be used; give 0 for greedy decoding, or 0.7")
         if not 0.0 < self.top_p <= 1.0:
@@ -55,7 +55,7 @@ class Sampling:
 
 
 def logits_processors(sampling: Sampling, constraint: Constraint | None) -> LogitsProcessorList:
-    """What scores [1, vocab] go through before a token is drawn, given the new tokens so far [1, n]."""
+    """The processors applied to scores [1, vocab] before sampling, given the new tokens so far [1, n]."""
     processors = LogitsProcessorList()
     if sampling.presence_penalty or sampling.frequency_penalty:
         processors.append(_CountPenalty(sampling.presence_penalty, sampling.frequency_penalty))

@@ -1,4 +1,4 @@
-"""A model's shape, from the model itself or, where only its KV layout is asked for, from its config.
+"""A model's shape, from the model itself or, if only its KV layout is needed, from its config.
 
 Used by memory estimates. Invariant: a model gives the same shape with its weights and without them.
 """

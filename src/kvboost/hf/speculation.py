@@ -1,9 +1,9 @@
 """Speculation: a draft proposes tokens, the model verifies them in one forward; the loop is Transformers' own.
 
 Used by ``run_generate`` when its arguments name an assistant or prompt lookup. Transformers' loop feeds the whole
-prompt in its first forward, whatever a cache holds, and asks stopping criteria once for all tokens of a forward. Here
-it runs over a stand-in for the model that changes both. Invariants: the model itself is not touched; what comes out
-ends at the token where it would end without a draft, and the cache holds all its tokens but the last.
+prompt in its first forward, whatever a cache holds, and evaluates stopping criteria once for all tokens of a forward.
+Here it runs over a proxy of the model that changes both. Invariants: the model itself is not modified; the output ends
+at the token where it would end without a draft, and the cache holds all its tokens but the last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ASSISTANTS = ("assistant_model", "prompt_lookup_num_tokens")
 
 
 def speculates(model: Any, arguments: dict[str, Any]) -> bool:
-    """Whether ``generate`` uses a draft with these arguments: theirs, or one the model's generation config names."""
+    """Whether ``generate`` uses a draft with these arguments or the model's generation config."""
 
     def setting(name: str) -> Any:
         if name in arguments:  # an explicit None means: none
@@ -35,7 +35,7 @@ def speculates(model: Any, arguments: dict[str, Any]) -> bool:
 
 
 def why_not_resumed(model: Any, arguments: dict[str, Any]) -> str | None:
-    """Why assisted decoding cannot go on from a cache, or None if it can."""
+    """Why assisted decoding cannot continue from a cache, or None if it can."""
     if not isinstance(model, GenerationMixin) or "generate" in vars(model):
         return f"{type(model).__name__} has a generate of its own, which feeds the whole prompt again with a draft"
     config = arguments.get("generation_config")
@@ -46,7 +46,7 @@ def why_not_resumed(model: Any, arguments: dict[str, Any]) -> str | None:
 
 
 class Speculating:
-    """Stands in for a model while Transformers decodes with a draft."""
+    """A proxy of a model while Transformers decodes with a draft."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -59,7 +59,7 @@ class Speculating:
         return self._model(*args, **kwargs)
 
     def generate(self, **arguments: Any) -> Any:
-        """The model's own ``generate``, over this."""
+        """The model's own ``generate``, run on this proxy."""
         return type(self._model).generate(self, **arguments)
 
     @property
@@ -71,7 +71,7 @@ class Speculating:
     def prepare_inputs_for_generation(
         self, input_ids: torch.Tensor, *, next_sequence_length: int | None = None, **kwargs: Any
     ) -> Any:
-        """As the model does it; the first forward begins where the cache ends."""
+        """As the model's own; the first forward begins where the cache ends."""
         cache = kwargs.get("past_key_values")
         if next_sequence_length is None and cache is not None:
             next_sequence_length = input_ids.shape[1] - cache.get_seq_length()
@@ -94,7 +94,7 @@ class Speculating:
     def _assisted_decoding(
         self, input_ids: torch.Tensor, *, stopping_criteria: Any, streamer: Any = None, **kwargs: Any
     ) -> Any:
-        """Transformers' loop, with tokens taken one by one."""
+        """Transformers' loop, with stopping criteria evaluated token by token."""
         self._steps = _Steps(input_ids.shape[1], criteria=stopping_criteria, streamer=streamer)
         raw = type(self._model)._assisted_decoding(self, input_ids, stopping_criteria=self._steps, **kwargs)
         if streamer is not None:
@@ -103,7 +103,7 @@ class Speculating:
 
 
 class _Steps:
-    """Stands in for the stopping criteria: shows them, and the streamer, one token after the other."""
+    """A proxy of the stopping criteria: passes tokens to them and to the streamer one by one."""
 
     def __init__(self, prompt: int, *, criteria: Any, streamer: Any) -> None:
         self._criteria, self._streamer = criteria, streamer
@@ -116,17 +116,17 @@ class _Steps:
         return Speculation(passes=self._passes, proposed=self._proposed, accepted=self._taken)
 
     def proposed(self, count: int) -> None:
-        """A forward over so many proposed tokens begins."""
+        """A forward over ``count`` proposed tokens begins."""
         self._passes += 1
         self._proposed += count
 
     def accepted(self, count: int) -> None:
-        """The model agreed with so many of them."""
+        """The model accepted ``count`` of them."""
         self._accepted = int(count)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         done = torch.zeros(1, dtype=torch.bool, device=input_ids.device)
-        if self._accepted is None:  # older Transformers ask about mere proposals too
+        if self._accepted is None:  # older Transformers evaluate proposals too
             return done
         before = self.length
         while self.length < input_ids.shape[1] and not bool(done.any()):
@@ -140,10 +140,9 @@ class _Steps:
 
 
 class _Counted:
-    """Stands in for Transformers' candidate generator, and counts.
+    """A counting proxy of Transformers' candidate generator, made anew for each call.
 
-    What that learnt in one call is forgotten with it. Otherwise the next call's forwards, and so their rounding, would
-    depend on this one's text.
+    Otherwise the next call's forwards, and so their rounding, would depend on this call's text.
     """
 
     def __init__(self, proposals: Any, steps: _Steps, *, max_length: int) -> None:
@@ -153,7 +152,7 @@ class _Counted:
         return getattr(self._proposals, name)
 
     def get_candidates(self, input_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The tokens so far with proposed ones behind them, and the draft's logits if it has any."""
+        """The tokens so far followed by proposed ones, and the draft's logits if it has any."""
         ids, logits = self._proposals.get_candidates(input_ids, **kwargs)
         # Prompt lookup proposes beyond the end, where the model may have no positions and the cache no capacity.
         ids = ids[:, : max(input_ids.shape[1], self._max_length - 1)]
@@ -168,7 +167,7 @@ class _Counted:
 
 
 def _cut(raw: Any, length: int, *, prompt: int, cache: Any) -> Any:
-    """What ``generate`` returns, without tokens that the last forward accepted behind the end."""
+    """The output of ``generate`` without tokens that the last forward accepted after the end."""
     sequences = raw if isinstance(raw, torch.Tensor) else raw.sequences
     extra = sequences.shape[1] - length
     if extra == 0:

@@ -1,6 +1,6 @@
-"""Digests a model's weights, and tells cheaply whether they are still the ones that were digested.
+"""Digests a model's weights, and detects cheaply whether they have changed since.
 
-Called by the fingerprint. Hashing happens only when a weight was written to or exchanged since.
+Called by the fingerprint. Weights are hashed only after one was written or replaced.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ TensorState = tuple[StorageWeakRef, int, int, int]
 
 
 class TensorWatch:
-    """Names the states of tensors so that a dead tensor's state never comes back.
+    """Identifies the states of tensors so that a dead tensor's state never recurs.
 
-    Ids and addresses of dead tensors are handed out again. A weak reference to the storage keeps its identity taken,
+    Ids and addresses of dead tensors are reused. A weak reference to the storage keeps its identity taken,
     though not its memory. (A weak reference to the tensor would forbid ``torch.utils.swap_tensors`` to the user.)
     """
 
@@ -35,7 +35,7 @@ class TensorWatch:
         self._storages: dict[int, StorageWeakRef] = {}
 
     def state(self, tensor: torch.Tensor) -> TensorState:
-        """The tensor's present state."""
+        """The tensor's current state."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if (known := self._storages.get(key)) is None:
@@ -45,7 +45,7 @@ class TensorWatch:
         return known, id(tensor), 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
     def forget_all_but(self, states: Sequence[TensorState]) -> None:
-        """Let go of storages that none of ``states`` has. Whoever still holds an older state keeps its own."""
+        """Drop storages that none of ``states`` has. Holders of older states keep their own references."""
         self._storages = {state[0].cdata: state[0] for state in states}
 
 
@@ -114,14 +114,14 @@ def digest_tensor(name: str, tensor: torch.Tensor) -> bytes:
     """The digest of one weight in memory."""
     hasher = weight_hasher(name, tensor.dtype, tensor.shape)
     flat = tensor.detach().contiguous().view(-1)
-    for start in range(0, flat.numel(), _HASH_PIECE):  # so a GPU tensor never lies in host memory whole
+    for start in range(0, flat.numel(), _HASH_PIECE):  # so that no whole GPU tensor is copied to host memory
         piece = flat[start : start + _HASH_PIECE].cpu().view(torch.uint8)
         hasher.update(piece.numpy().data)
     return hasher.digest()
 
 
 def is_streamed(model: Any, path: str) -> bool:
-    """Whether a weight comes out of a file in every step, so that its tensor says nothing."""
+    """Whether a weight is loaded from a file in every step, so that its tensor does not identify it."""
     streamer = streamed_weights_of(model)
     owner, _, key = path.rpartition(".")
     return streamer is not None and streamer.holds(model.get_submodule(owner), key)

@@ -1,7 +1,7 @@
-"""Where a model's weights are: all in memory, or streamed layer by layer by something that says so here.
+"""Where a model's weights are: all in memory, or streamed layer by layer.
 
-Used by the fingerprint, by memory estimates and by ``describe``. Whatever streams weights attaches itself with
-:func:`attach_streamed_weights`, so this package need not know it.
+Used by the fingerprint, by memory estimates and by ``describe``. A weight streamer attaches itself with
+:func:`attach_streamed_weights`, so that this package need not import it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StreamedWeights(Protocol):
         ...
 
     def holds(self, module: torch.nn.Module, key: str) -> bool:
-        """Whether this parameter is streamed, so that its tensor says nothing about its content."""
+        """Whether this parameter is streamed, so that its tensor does not identify its content."""
         ...
 
     def digest(self, module: torch.nn.Module, key: str, name: str) -> bytes:
@@ -33,7 +33,7 @@ class StreamedWeights(Protocol):
 
 
 def attach_streamed_weights(model: Any, weights: StreamedWeights) -> None:
-    """Say that ``weights`` streams those of ``model``."""
+    """Register ``weights`` as the streamer of ``model``."""
     setattr(model, _ATTRIBUTE, weights)
 
 

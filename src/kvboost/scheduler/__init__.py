@@ -1,1 +1,1 @@
-"""Continuous batching: many jobs side by side over one engine."""
+"""Continuous batching: many concurrent jobs over one engine."""

@@ -1,7 +1,7 @@
-"""Whether a job can run at all, and with how many new tokens: asked once, before it waits.
+"""Checks a job before it is queued, and limits its new tokens.
 
-Used by :mod:`kvboost.scheduler.runner`. Invariant: what is refused is refused with a reason and what to do; what passes
-fits the model's positions.
+Used by :mod:`kvboost.scheduler.runner`. Invariant: a refusal gives the reason and a remedy; an accepted job fits the
+model's positions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvboost.scheduler.jobs import Job
 
 
 def checked_job(job: Job, session: Session, *, vocab_size: int, kv_bytes: int) -> Job:
-    """The job, with no more new tokens than there are positions."""
+    """The job, with its new tokens limited to the model's positions."""
     prompt = len(job.token_ids)
     if job.max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={job.max_new_tokens} must be at least 1")
@@ -41,12 +41,12 @@ def checked_job(job: Job, session: Session, *, vocab_size: int, kv_bytes: int) -
     return replace(job, max_new_tokens=min(job.max_new_tokens, left))
 
 
-def _max_new(prompt_tokens: int, wanted: int, session: Session, *, kv_bytes: int) -> int:
-    """How many of the wanted new tokens there is capacity for, and one where there is none: that is refused later."""
+def _max_new(prompt_tokens: int, requested: int, session: Session, *, kv_bytes: int) -> int:
+    """How many of the requested new tokens fit; at least one, which is refused later if it does not."""
     exact_limit = session.limits.exact_limit
 
     def too_many(new: int) -> bool:
         tokens = prompt_tokens + new
         return (exact_limit is not None and tokens > exact_limit) or session.budget.bytes_for(tokens) > kv_bytes
 
-    return max(1, bisect_left(range(1, wanted + 1), True, key=too_many))
+    return max(1, bisect_left(range(1, requested + 1), True, key=too_many))

@@ -1,4 +1,4 @@
-"""What a server hands to whoever runs the model, and what it gets back: the boundary between HTTP and scheduling.
+"""Jobs and their events: the boundary between a server and the scheduler.
 
 Made by :mod:`kvboost.serve`, run by a :class:`JobRunner`. Invariant: after ``submit`` every ticket ends, with
 :class:`Finished` as its last event, whatever happens to the job.
@@ -41,11 +41,11 @@ class Job:
     token_ids: tuple[int, ...]
     max_new_tokens: int
     may_shorten: bool = False
-    """Take fewer new tokens where there is no capacity for so many; otherwise such a job is refused."""
+    """Generate fewer new tokens if there is no capacity for all; otherwise such a job is refused."""
     sampling: Sampling = field(default_factory=Sampling)
     boundaries: tuple[int, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
-    """Ends the job; the token itself is reported as its last."""
+    """Tokens that end the job; the token itself is reported as the last one."""
     top_logprobs: int | None = None
     """None for no log-probabilities, 0 for the chosen token's only."""
     constrain: Constraint | None = None
@@ -67,86 +67,86 @@ class Finished:
 
     reason: Literal["stop", "length", "cancelled", "error"]
     report: ReuseReport | None
-    """None if the job ended before its prompt was read."""
+    """None if the job ended before its prefill."""
     first_token_seconds: float | None = None
-    """From ``submit``."""
+    """Time to first token, from ``submit``."""
     error: str | None = None
 
 
 class Ticket(Protocol):
-    """A job under way."""
+    """The caller's handle on a submitted job."""
 
     def events(self) -> Iterator[NewToken | Finished]:
-        """Each new token as it comes, then :class:`Finished`. Blocks; called from one thread."""
+        """Each new token as it is generated, then :class:`Finished`. Blocks; called from one thread."""
         ...
 
     def cancel(self) -> None:
-        """Stop within one step and let go of everything; harmless when it has ended."""
+        """Stop within one step and release everything; harmless after the end."""
         ...
 
 
 @dataclass(frozen=True)
 class RunnerLoad:
-    """What a runner has to do at the moment."""
+    """The current load of a runner."""
 
     running: int
     waiting: int
     cached_bytes: int
-    """Of KV held by running jobs."""
+    """KV held by running jobs."""
     one_by_one: bool = False
-    """Whether new tokens are computed job by job; the log says why."""
+    """Whether jobs are decoded one at a time; the log has the reason."""
     alive: bool = True
-    """False once the runner was closed or has failed for good: it takes no more jobs."""
+    """False once the runner was closed or has failed: it accepts no more jobs."""
 
 
 class JobRunner(Protocol):
-    """Runs jobs side by side. Thread-safe."""
+    """Runs jobs concurrently. Thread-safe."""
 
     def submit(self, job: Job) -> Ticket:
-        """Take the job.
+        """Queue the job.
 
-        Raises CapacityError for one that can never fit, BusyError if too many wait, ClosedError if none is taken any
-        more.
+        Raises CapacityError if it can never fit, BusyError if too many are waiting, ClosedError after the runner was
+        closed.
         """
         ...
 
     def load(self) -> RunnerLoad:
-        """What is running and waiting."""
+        """How many jobs are running and waiting."""
         ...
 
     def close(self) -> None:
-        """Cancel what runs, end every ticket and let go of everything."""
+        """Cancel all jobs, end every ticket and release everything."""
         ...
 
 
 class ModelParts(Protocol):
-    """What runs side by side with other requests of an engine has to share with them."""
+    """What a runner shares with the other requests of its engine."""
 
     runner: ModelRunner
     refusal: str | None
 
     @property
     def running(self) -> Callable[..., AbstractContextManager[None]]:
-        """``with running()``: nobody changes the model's adapters meanwhile."""
+        """``with running()`` keeps the model's adapters from changing."""
         ...
 
     @property
     def epoch(self) -> int:
-        """Changes with every change of adapters or weights that the engine was told of."""
+        """Changes with every known change of adapters or weights."""
         ...
 
     @property
     def layout(self) -> KVLayout | None:
-        """Of the model's KV; None for a model without reuse."""
+        """The layout of the model's KV; None for a model without reuse."""
         ...
 
     def offer_check(self, prefiller: Prefiller, state: PrefillState, produced: Sequence[int]) -> None:
-        """Perhaps answer a request once more without repositioned chunks."""
+        """Offer a finished request for a shadow check."""
         ...
 
 
 class BatchEngine(Protocol):
-    """An engine as a runner of jobs uses it; :class:`kvboost.KVBoost` is one."""
+    """The part of :class:`kvboost.KVBoost` that a runner uses."""
 
     config: EngineConfig
     session: Session | None
@@ -154,7 +154,7 @@ class BatchEngine(Protocol):
 
     @property
     def parts(self) -> ModelParts:
-        """What its tenants share."""
+        """What its tenants share, including the model."""
         ...
 
     def for_tenant(self, tenant: str) -> Self:
@@ -162,5 +162,5 @@ class BatchEngine(Protocol):
         ...
 
     def encode(self, prompt: Any) -> list[int]:
-        """Token ids, checked."""
+        """Validated token ids."""
         ...

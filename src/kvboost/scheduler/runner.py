@@ -1,9 +1,9 @@
-"""Runs jobs side by side: one thread owns the model and repeats schedule, read, decode.
+"""Continuous batching: one thread owns the model and repeats schedule, prefill, decode.
 
 Implements :class:`kvboost.scheduler.jobs.JobRunner` for a server or any other caller with many threads. Prompts are
-read one chunk at a time on their own grid, so that reuse stays identical to the bit; new tokens of all jobs are
-computed together. Invariants: every ticket ends with ``Finished``; what a job holds is given back in the step in
-which it ends, is cancelled or is preempted; an error of one job ends that job only.
+prefilled one chunk at a time on their own grid, so that reuse stays bitwise; all jobs are decoded together. Invariants:
+every ticket ends with ``Finished``; a job's resources are released in the step in which it ends, is cancelled or is
+preempted; an error of one job ends that job only.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import torch
 
 from kvboost.core.session import Session
 from kvboost.errors import ClosedError, ConfigError, UnsupportedModelError
-from kvboost.hf.ragged import RaggedRunner, SharedStart, probe_ragged
+from kvboost.hf.ragged import RaggedRunner, SharedPrefix, probe_ragged
 from kvboost.scheduler.admission import checked_job
 from kvboost.scheduler.jobs import BatchEngine, Finished, Job, RunnerLoad, Ticket
 from kvboost.scheduler.queue import Limits, Scheduler
 from kvboost.scheduler.running import JobTicket, RunningJob
-from kvboost.scheduler.sharing import shared_starts
+from kvboost.scheduler.sharing import shared_prefixes
 
-_CHUNKS_REPAIRED_AT_ONCE = 2  # of the chunk budget, beside other jobs: about half of those rows are computed
+_MAX_REPAIR_BUDGETS = 2  # chunk budgets per repair, beside other jobs: about half of those tokens are computed
 
 DEFAULT_KV_BYTES = 2 * 2**30
-"""KV that running jobs may come to hold together, for an engine without ``kv_bytes``."""
+"""Total KV of running jobs, for an engine without ``kv_bytes``."""
 
 _MODEL_CHANGED = "the model's adapter or weights were changed while this job ran; submit it again"
 
@@ -40,21 +40,21 @@ _log = logging.getLogger("kvboost.engine")
 class BatchRunner:
     """Continuous batching over one engine.
 
-    Running jobs hold the engine's ``kv_bytes`` of KV together at most, 2 GiB if it has no such setting; its idle
-    workspaces come on top.
+    Running jobs hold at most the engine's ``kv_bytes`` of KV in total (2 GiB if unset); its idle workspaces come on
+    top.
 
     Args:
-        engine: Whose model and cache are used. Others may go on using it; they take turns.
-        max_running: Jobs that are read and decoded side by side.
+        engine: The engine whose model and cache are used. Other callers may use it concurrently.
+        max_running: Jobs that are prefilled and decoded concurrently.
         max_waiting: Jobs that may wait; one more is refused with BusyError, unless its tenant has less than an even
             share of them.
-        chunk_budget: Prompt tokens read between two decode steps; at least one chunk is. The engine's chunk size
+        chunk_budget: Prompt tokens prefilled between two decode steps, at least one chunk. The engine's chunk size
             if left out.
-        patience: Steps after which a waiting job is passed by nobody, and tokens after which a running one may have
-            to make room for it.
-        deterministic: Every job in the shapes of a single one and without moved reuse: the same job, with a seed or
-            temperature 0, then gives the same bytes, alone or among others. Decoding gets as much slower as there are
-            jobs.
+        max_wait_steps: After this many steps no other job overtakes a waiting one; after as many tokens a running job
+            may be preempted for it.
+        deterministic: Run every job in the shapes of a single one and without non-prefix reuse. The same job, with a
+            seed or temperature 0, then gives the same bytes, alone or among others. Decoding slows down in proportion
+            to the number of jobs.
     """
 
     def __init__(
@@ -64,10 +64,14 @@ class BatchRunner:
         max_running: int = 16,
         max_waiting: int = 256,
         chunk_budget: int | None = None,
-        patience: int = 256,
+        max_wait_steps: int = 256,
         deterministic: bool = False,
     ) -> None:
-        for name, value in (("max_running", max_running), ("max_waiting", max_waiting), ("patience", patience)):
+        for name, value in (
+            ("max_running", max_running),
+            ("max_waiting", max_waiting),
+            ("max_wait_steps", max_wait_steps),
+        ):
             if value < 1:
                 raise ConfigError(f"{name}={value} must be at least 1")
         if chunk_budget is not None and chunk_budget < 1:
@@ -82,7 +86,7 @@ class BatchRunner:
             )
         if engine.config.draft is not None:
             warnings.warn(
-                "jobs that run side by side are decoded without the engine's draft; engine.generate uses it",
+                "batched jobs are decoded without the engine's draft; engine.generate uses it",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -94,12 +98,12 @@ class BatchRunner:
             max_waiting=max_waiting,
             kv_bytes=session.budget.limit or DEFAULT_KV_BYTES,
             chunk_budget=chunk_budget or engine.config.chunk_size,
-            patience=patience,
+            max_wait_steps=max_wait_steps,
         )
         self._vocab_size = int(engine.model.get_input_embeddings().weight.shape[0])
         self._ragged: RaggedRunner | None = None
-        self.single_decode_reason: str | None = "as asked: deterministic" if deterministic else None
-        """Why new tokens are computed job by job, if they are."""
+        self.single_decode_reason: str | None = "deterministic" if deterministic else None
+        """Why jobs are decoded one at a time; None if they are decoded together."""
         if not deterministic:
             try:
                 with self._parts.running():
@@ -111,18 +115,18 @@ class BatchRunner:
         self._changed = threading.Condition(self._lock)
         self._scheduler = Scheduler(limits)
         self._jobs: dict[int, RunningJob] = {}
-        self._together: tuple[list[int], list[SharedStart]] = ([], [])
-        """Who decoded together last, and which of them begin alike."""
+        self._decode_group: tuple[list[int], list[SharedPrefix]] = ([], [])
+        """The jobs decoded together last, and their shared prefixes."""
         self._closing = False
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._work, name="kvboost-batch", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> Ticket:
-        """Take the job.
+        """Queue the job.
 
-        Raises CapacityError for one that can never fit, BusyError if too many wait, ClosedError if none is taken any
-        more.
+        Raises CapacityError if it can never fit, BusyError if too many are waiting, ClosedError after the runner was
+        closed.
         """
         session = self.session_for(job.tenant)
         job = replace(job, token_ids=tuple(self._engine.encode(job.token_ids)))
@@ -143,8 +147,8 @@ class BatchRunner:
             running.close()
             raise
         try:
-            # Slower tiers load while the job waits, so that the model's thread need not wait for them. Not for a job
-            # that was refused; one that was opened meanwhile loads for itself.
+            # Slower tiers load while the job waits, so that the model's thread need not wait for them. A refused job
+            # loads nothing; a job that was opened meanwhile loads by itself.
             running.prefetching = session.prefetch(tokens, job.boundaries)
             if running.is_open:
                 running.prefetching.cancel()
@@ -154,18 +158,18 @@ class BatchRunner:
         return ticket
 
     def session_for(self, tenant: str) -> Session:
-        """Whose keys, store and workspaces a tenant's jobs use; the engine's own for those that name none."""
+        """The session of a tenant's jobs; the engine's own for jobs without a tenant."""
         session = (self._engine.for_tenant(tenant) if tenant else self._engine).session
         assert session is not None
         return session
 
     @property
     def kv_bytes(self) -> int:
-        """What running jobs may come to hold together."""
+        """Total KV that running jobs may hold."""
         return self._scheduler.limits.kv_bytes
 
     def load(self) -> RunnerLoad:
-        """What is running and waiting."""
+        """How many jobs are running and waiting."""
         with self._lock:
             held = sum(job.cached_bytes for job in self._jobs.values())
             return RunnerLoad(
@@ -177,7 +181,7 @@ class BatchRunner:
             )
 
     def close(self) -> None:
-        """Cancel what runs, end every ticket and let go of everything."""
+        """Cancel all jobs, end every ticket and release everything."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -202,7 +206,7 @@ class BatchRunner:
                 with self._parts.running():
                     self._step()
         except BaseException as failure:
-            self._failure = f"the runner failed and takes no more jobs: {failure!r}"
+            self._failure = f"the runner failed and accepts no more jobs: {failure!r}"
             raise
         finally:
             with self._lock:
@@ -212,25 +216,25 @@ class BatchRunner:
                 self._end(number, "error" if self._failure else "cancelled", error=self._failure)
 
     def _wait_for_work(self) -> bool:
-        """Until there is something to do. False if the runner is being closed."""
+        """Block until there is a job. False if the runner is being closed."""
         with self._changed:
             while not self._closing and not self._jobs:
                 self._changed.wait()
             return not self._closing
 
     def _step(self) -> None:
-        """Schedule, read, decode: one step."""
+        """One step: schedule, prefill, decode."""
         for number, job in self._snapshot():
             if job.ticket.cancelled:
                 self._end(number, "cancelled")
             elif job.epoch not in (None, self._parts.epoch):
-                # What it has read is another model's: going on would mix the two.
+                # Its KV is another model's: continuing would mix the two.
                 self._end(number, "error", error=_MODEL_CHANGED)
         self._preempt()
         used = self._admit()
         with self._lock:
-            streams = bool(self._scheduler.decoding())
-        self._read(used=used if streams else 0)  # the budget is there for streams; without any, nobody is held up
+            decoding = bool(self._scheduler.decoding())
+        self._prefill(used=used if decoding else 0)  # the budget protects decoding jobs; without any, it is not spent
         self._grow()
         self._decode()
         with self._lock:
@@ -249,28 +253,28 @@ class BatchRunner:
             self._close(number)
 
     def _close(self, number: int) -> None:
-        """Give back what a job holds that goes on later. One that cannot give it back ends."""
-        self._together = ([], [])  # it will come back with another cache
+        """Release the resources of a job that continues later. If that fails, the job ends."""
+        self._decode_group = ([], [])  # it will resume with another cache
         try:
             self._jobs[number].close()
         except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
             self._failed(number, error)
 
     def _grow(self) -> None:
-        """Make room for one more token of every job, if need be by sending others back to wait."""
+        """Ensure capacity for one more token of every job, preempting others if needed."""
         with self._lock:
             numbers = self._scheduler.decoding()
         for number in numbers:
             job = self._jobs.get(number)
             if job is None or not job.is_open or not job.must_grow:
                 continue
-            wanted, sent_back = self._bytes_for(job.tokens), -1
-            while sent_back != number:
+            wanted, preempted = self._bytes_for(job.tokens), -1
+            while preempted != number:
                 with self._lock:
                     if self._scheduler.grow(number, wanted):
                         break
-                    sent_back = self._scheduler.yield_to(number, wanted)
-                self._close(sent_back)
+                    preempted = self._scheduler.preempt_for(number, wanted)
+                self._close(preempted)
             if job.is_open:
                 try:
                     job.grow()
@@ -278,7 +282,7 @@ class BatchRunner:
                     self._failed(number, error)
 
     def _admit(self) -> int:
-        """Open whoever may run now. Returns what that cost, in rows of the chunk budget."""
+        """Open every job that may run now. Returns the cost in tokens of the chunk budget."""
         used = 0
         while used < self._scheduler.limits.chunk_budget:
             with self._lock:
@@ -298,22 +302,22 @@ class BatchRunner:
         budget = self._scheduler.limits.chunk_budget
         job.open(
             approx=not self._deterministic,
-            max_repaired=None if alone else _CHUNKS_REPAIRED_AT_ONCE * budget,
+            max_repaired=None if alone else _MAX_REPAIR_BUDGETS * budget,
         )
         with self._lock:
             self._scheduler.opened(
                 number,
-                at_hand=job.chunks_at_hand(),
-                provides=job.chunks_provided(),
+                available=job.chunks_available(),
+                will_provide=job.chunks_provided(),
                 steps=job.steps_left(),
                 held=job.cached_bytes,
             )
 
-    def _read(self, *, used: int) -> None:
-        """Read chunks until this step's budget is used up."""
+    def _prefill(self, *, used: int) -> None:
+        """Prefill chunks until this step's budget is spent."""
         while True:
             with self._lock:
-                number = self._scheduler.next_read(used=used)
+                number = self._scheduler.next_prefill(used=used)
                 if number is None:
                     return
                 job = self._jobs[number]
@@ -322,17 +326,17 @@ class BatchRunner:
                 continue
             used += job.steps_left()[0]
             try:
-                logits = job.prefill_on()
+                logits = job.prefill_step()
                 if logits is not None:
-                    job.begin(logits)
+                    job.start_decoding(logits)
                 with self._lock:
-                    self._scheduler.read(number, at_hand=job.chunks_at_hand(), steps=job.steps_left())
+                    self._scheduler.prefilled(number, available=job.chunks_available(), steps=job.steps_left())
                 self._end_if_done(number, job)
             except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
                 self._failed(number, error)
 
     def _decode(self) -> None:
-        """One more token for every job that has read its prompt."""
+        """One more token for every job whose prefill is complete."""
         with self._lock:
             jobs = [(number, self._jobs[number]) for number in self._scheduler.decoding()]
         for number, job in [(number, job) for number, job in jobs if job.ticket.cancelled]:
@@ -342,31 +346,31 @@ class BatchRunner:
             logits = self._joint_logits(self._ragged, jobs)
             if logits is not None:
                 for (number, job), row in zip(jobs, logits, strict=True):
-                    self._take(number, job, row)
+                    self._accept(number, job, row)
                 return
         for number, job in jobs:
-            self._take(number, job, None)
+            self._accept(number, job, None)
 
     def _joint_logits(self, ragged: RaggedRunner, jobs: Sequence[tuple[int, RunningJob]]) -> torch.Tensor | None:
-        """The logits of all jobs, [jobs, vocab]; None if that failed, and then from now on every job runs alone."""
+        """The logits of all jobs, [jobs, vocab]; None if that failed, and every job is decoded alone from then on."""
         try:
             numbers = [number for number, _ in jobs]
-            if self._together[0] != numbers:
-                self._together = (numbers, shared_starts([job for _, job in jobs]))
+            if self._decode_group[0] != numbers:
+                self._decode_group = (numbers, shared_prefixes([job for _, job in jobs]))
             tokens, caches = [job.next_input for _, job in jobs], [job.state.cache for _, job in jobs]
-            return ragged.decode(tokens, caches, shared=self._together[1])
-        except Exception as error:  # noqa: BLE001 - it may be one job's: each is tried alone, and who fails again ends
+            return ragged.decode(tokens, caches, shared=self._decode_group[1])
+        except Exception as error:  # noqa: BLE001 - one job may be the cause: each is retried alone and ends if it fails again
             self._ragged, self.single_decode_reason = None, f"a joint step failed: {error!r}"
             _log.warning("jobs are decoded one by one from now on: %s", self.single_decode_reason)
             warnings.warn(f"{self.single_decode_reason}; jobs are decoded one by one", RuntimeWarning, stacklevel=2)
             return None
 
-    def _take(self, number: int, job: RunningJob, logits: torch.Tensor | None) -> None:
+    def _accept(self, number: int, job: RunningJob, logits: torch.Tensor | None) -> None:
         try:
             if logits is None:
                 logits = self._parts.runner.append([job.next_input], job.state.cache, logits=True)
                 assert logits is not None
-            if job.take(logits) is not None:
+            if job.accept(logits) is not None:
                 with self._lock:
                     self._scheduler.decoded(number)
             self._end_if_done(number, job)
@@ -378,14 +382,14 @@ class BatchRunner:
         if reason is not None:
             if self._engine.config.reuse_generated:
                 job.keep_decoded()
-            self._parts.offer_check(job.prefiller, job.state, job.drawn)
+            self._parts.offer_check(job.prefiller, job.state, job.generated)
             self._end(number, reason)
 
     def _failed(self, number: int, error: Exception) -> None:
         self._end(number, "error", error=f"{type(error).__name__}: {error}")
 
     def _end(self, number: int, reason: str, *, error: str | None = None) -> None:
-        """Give back what the job holds, then say that it has ended."""
+        """Release the job's resources, then report its end."""
         with self._lock:
             job = self._jobs.pop(number, None)
             self._scheduler.remove(number)
@@ -394,7 +398,7 @@ class BatchRunner:
         last: Finished = job.finished(reason, error=error)
         try:
             job.close()
-        except Exception:  # noqa: BLE001 - what the job said stands, and the others have no part in this
-            _log.exception("a job that ended (%s) could not give back what it held", reason)
+        except Exception:  # noqa: BLE001 - the job's result is unaffected, and so are other jobs
+            _log.exception("a job that ended (%s) could not release its resources", reason)
         finally:
             job.ticket.put(last)

@@ -1,6 +1,6 @@
-"""One job while it runs: its prefill, its sampler, and what of it has been computed.
+"""One running job: its prefill, its sampler and its progress.
 
-Used by the batching, on its thread only. Invariant: ``close`` gives back the lease and the cache, whatever happened.
+Used by the batch runner, on its thread only. Invariant: ``close`` releases the lease and the cache in every case.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvboost.types import ReuseReport
 
 
 class JobTicket:
-    """What the submitter holds: events in, a wish to stop out."""
+    """The submitter's handle: delivers events and takes a cancellation."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._events: queue.SimpleQueue[NewToken | Finished] = queue.SimpleQueue()
@@ -29,7 +29,7 @@ class JobTicket:
         self._wake = wake
 
     def events(self) -> Iterator[NewToken | Finished]:
-        """Each new token as it comes, then :class:`Finished`. Blocks; called from one thread."""
+        """Each new token as it is generated, then :class:`Finished`. Blocks; called from one thread."""
         while True:
             event = self._events.get()
             yield event
@@ -37,21 +37,21 @@ class JobTicket:
                 return
 
     def cancel(self) -> None:
-        """Stop within one step and let go of everything; harmless when it has ended."""
+        """Stop within one step and release everything; harmless after the end."""
         self._cancelled.set()
         self._wake()
 
     @property
     def cancelled(self) -> bool:
-        """Whether nobody waits for the rest."""
+        """Whether the submitter cancelled the job."""
         return self._cancelled.is_set()
 
     def put(self, event: NewToken | Finished) -> None:
-        """Tell the submitter."""
+        """Deliver an event to the submitter."""
         self._events.put(event)
 
 
-_TOKENS_AHEAD = 256  # capacity made for an answer to begin with; then twice as much, and so on
+_INITIAL_NEW_TOKENS = 256  # initial capacity for new tokens; doubled whenever it is full
 
 
 class RunningJob:
@@ -66,13 +66,13 @@ class RunningJob:
         self._state: PrefillState | None = None
         self._report: ReuseReport | None = None
         self._fed = 0
-        """New tokens that stand in the cache. The others are computed next, one per step, known or not."""
+        """New tokens whose KV is in the cache. The others are computed next, one per step."""
         self._first_token_seconds: float | None = None
-        self._tokens_ahead = min(_TOKENS_AHEAD, job.max_new_tokens)
+        self._reserved_tokens = min(_INITIAL_NEW_TOKENS, job.max_new_tokens)
         self.epoch: int | None = None
-        """Of the model when it was first opened: what it draws must all be one model's."""
+        """The model's epoch when the job was first opened: all its tokens must come from one model."""
         self.prefetching: Future[int] | None = None
-        """What slower tiers bring up meanwhile."""
+        """The prefetch from slower tiers that runs while the job waits."""
 
     @property
     def state(self) -> PrefillState:
@@ -87,45 +87,45 @@ class RunningJob:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of its cache. Any thread may ask."""
+        """Bytes of its cache. Thread-safe."""
         state = self._state
         return state.cache.nbytes if state is not None else 0
 
     @property
     def tokens(self) -> int:
-        """How many tokens there must be capacity for, as long as it does not grow."""
-        return len(self.job.token_ids) + self._tokens_ahead
+        """Tokens it needs capacity for until it grows."""
+        return len(self.job.token_ids) + self._reserved_tokens
 
     @property
     def max_tokens(self) -> int:
-        """How many there may come to be."""
+        """Tokens it may need capacity for in the end."""
         return len(self.job.token_ids) + self.job.max_new_tokens
 
     @property
     def must_grow(self) -> bool:
-        """Whether its cache is full; then ``tokens`` says how many are wanted."""
+        """Whether its cache is full; then ``tokens`` is the capacity it needs."""
         cache = self.state.cache
         if cache.get_seq_length() < cache.capacity:
             return False
-        while self.tokens <= cache.capacity and self._tokens_ahead < self.job.max_new_tokens:
-            self._tokens_ahead = min(2 * self._tokens_ahead, self.job.max_new_tokens)
+        while self.tokens <= cache.capacity and self._reserved_tokens < self.job.max_new_tokens:
+            self._reserved_tokens = min(2 * self._reserved_tokens, self.job.max_new_tokens)
         return True
 
     def grow(self) -> None:
-        """Go on in a larger cache."""
+        """Continue in a larger cache."""
         self.state.grow(self.prefiller.pool.make(tokens=self.tokens))
 
     def open(self, *, approx: bool, max_repaired: int | None) -> None:
-        """Place what is stored. More than ``max_repaired`` positions are not repaired in one go."""
+        """Place stored KV. Repairs of more than ``max_repaired`` positions are dropped."""
         if self._report is not None:
-            self._clock = StageClock()  # prefilled again after a preemption: what that takes is counted on its own
+            self._clock = StageClock()  # prefilled again after a preemption: timed separately
         if self.prefetching is not None:
-            self.prefetching.cancel()  # what has not begun is not needed any more
+            self.prefetching.cancel()  # loads that have not started are not needed any more
         self._clock.lap("waiting")
         state = self.prefiller.open(
             list(self.job.token_ids),
             boundaries=self.job.boundaries,
-            new_tokens=self._tokens_ahead,
+            new_tokens=self._reserved_tokens,
             clock=self._clock,
             approx=approx,
         )
@@ -133,11 +133,11 @@ class RunningJob:
         repaired = state.last_step - state.plan.approx_start
         if state.awaits_repair and max_repaired is not None and repaired > max_repaired:
             state.drop_approx(
-                f"repairing {repaired} tokens at once would hold up the other jobs, so they were computed"
+                f"repairing {repaired} tokens in one step would delay the other jobs, so they were computed"
             )
 
     def steps_left(self) -> list[int]:
-        """Tokens of the steps this prompt still needs, in order; a repair counts as one."""
+        """Tokens of the remaining prefill steps, in order; a repair counts as one step."""
         state = self.state
         if state.num_computed >= len(state.tokens):
             return []
@@ -150,16 +150,16 @@ class RunningJob:
         repair = [last - plan.approx_start] if state.awaits_repair else []
         return [*exact, *repair, len(state.tokens) - last]
 
-    def chunks_at_hand(self) -> int:
+    def chunks_available(self) -> int:
         """Leading chunks that are stored, or were offered to the store."""
         end = min(self.state.num_computed, self.state.plan.approx_start)
         return sum(chunk.end <= end for chunk in self.state.prompt.usable)
 
     def chunks_provided(self) -> int:
-        """Leading chunks that will be, once the prompt is prefilled: none behind a repositioned one."""
+        """Leading chunks that will be stored after the prefill: none behind a repositioned one."""
         return sum(chunk.end <= self.state.plan.approx_start for chunk in self.state.prompt.usable)
 
-    def prefill_on(self) -> torch.Tensor | None:
+    def prefill_step(self) -> torch.Tensor | None:
         """Run the next step. Returns the logits of the last one, [vocab]."""
         state, prefiller = self.state, self.prefiller
         self._clock.lap("waiting")
@@ -169,15 +169,15 @@ class RunningJob:
         following = [step.end for step in plan.steps if done <= step.start < plan.approx_start]
         # Behind repositioned chunks everything but the last step is one repair.
         prefiller.advance(state, to=min(following[0], state.last_step) if following else state.last_step)
-        prefiller.commit(state)  # at once: others may wait for it
+        prefiller.commit(state)  # immediately: other jobs may wait for it
         self._clock.lap("commit")
         return None
 
-    def begin(self, logits: torch.Tensor) -> NewToken | None:
-        """The first new token, once the prompt is prefilled; None if it was drawn before a preemption."""
+    def start_decoding(self, logits: torch.Tensor) -> NewToken | None:
+        """Sample the first new token after the prefill; None if it was sampled before a preemption."""
         token = None
-        if not self._sampler.drawn:
-            token = self._sampler.draw(logits)
+        if not self._sampler.generated:
+            token = self._sampler.sample(logits)
             self._first_token_seconds = self._since_submit.elapsed_ms / 1000.0
             self.ticket.put(token)
         self.prefiller.commit(self.state)
@@ -190,43 +190,43 @@ class RunningJob:
     @property
     def next_input(self) -> int:
         """The token whose logits are needed next."""
-        return self._sampler.drawn[self._fed]
+        return self._sampler.generated[self._fed]
 
-    def take(self, logits: torch.Tensor) -> NewToken | None:
-        """The logits behind ``next_input``: draw the next token, unless it is known from before a preemption."""
+    def accept(self, logits: torch.Tensor) -> NewToken | None:
+        """Sample the next token from the logits of ``next_input``, unless it is known from before a preemption."""
         self._fed += 1
-        if self._fed < len(self._sampler.drawn):
+        if self._fed < len(self._sampler.generated):
             return None
-        token = self._sampler.draw(logits)
+        token = self._sampler.sample(logits)
         self.ticket.put(token)
         return token
 
     @property
-    def drawn(self) -> list[int]:
+    def generated(self) -> list[int]:
         """The new tokens."""
-        return self._sampler.drawn
+        return self._sampler.generated
 
     @property
     def end(self) -> str | None:
         """``stop`` or ``length`` once the job is done."""
-        drawn = self._sampler.drawn
-        if drawn and drawn[-1] in self.job.stop_token_ids:
+        generated = self._sampler.generated
+        if generated and generated[-1] in self.job.stop_token_ids:
             return "stop"
-        return "length" if len(drawn) >= self.job.max_new_tokens else None
+        return "length" if len(generated) >= self.job.max_new_tokens else None
 
     def finished(self, reason: str, *, error: str | None = None) -> Finished:
         """The last event."""
         report = self._report
-        if report is None and self._state is not None and self._sampler.drawn:
+        if report is None and self._state is not None and self._sampler.generated:
             report = self._state.report()
         return Finished(reason, report, self._first_token_seconds, error)  # type: ignore[arg-type]
 
     def keep_decoded(self) -> None:
         """Offer the KV of the new tokens to the store."""
-        self.prefiller.commit_decoded(self.state, self._sampler.drawn)
+        self.prefiller.commit_decoded(self.state, self._sampler.generated)
 
     def close(self) -> None:
-        """Give everything back. It may be opened again."""
+        """Release everything. The job may be opened again."""
         if self.prefetching is not None:
             self.prefetching.cancel()
         if self._state is not None:
@@ -234,7 +234,7 @@ class RunningJob:
             state.close()
 
     def shared_chain(self) -> Sequence[tuple[bytes, int]]:
-        """Keys and ends of the leading chunks whose KV any other job with the same keys holds too, bit for bit."""
+        """Keys and ends of the leading chunks whose KV is bitwise the same in every job with the same keys."""
         if not self.state.hits.bitwise:
             return ()
         end = self.state.plan.approx_start

@@ -1,7 +1,7 @@
-"""Draws one job's next token from its logits, through Transformers' logits processors.
+"""Samples one job's next token from its logits, through Transformers' logits processors.
 
-Used by the batch runner, where Transformers' ``generate`` cannot be (see docs/decisions/0014-continuous-batching.md).
-Invariant: what a job draws depends on its own logits, settings and seed only, never on who runs beside it.
+Used by the batch runner, which cannot use Transformers' ``generate`` (see docs/decisions/0014-continuous-batching.md).
+Invariant: a job's tokens depend on its own logits, settings and seed only, never on other jobs.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from kvboost.scheduler.jobs import Job, NewToken
 
 
 class Sampler:
-    """The sampler of one job. Remembers what it drew."""
+    """The sampler of one job. Keeps the generated tokens."""
 
     def __init__(self, job: Job, *, device: torch.device) -> None:
         self._top_logprobs = job.top_logprobs
         self._processors = logits_processors(job.sampling, job.constrain)
         self._device = device
-        self.drawn: list[int] = []
+        self.generated: list[int] = []
         self._generator: torch.Generator | None = None
         if job.sampling.temperature > 0.0:
             self._generator = torch.Generator(device)
@@ -29,21 +29,21 @@ class Sampler:
             else:
                 self._generator.seed()
 
-    def draw(self, logits: torch.Tensor) -> NewToken:
-        """The next token from the model's logits, [vocab], which stay as they are."""
+    def sample(self, logits: torch.Tensor) -> NewToken:
+        """The next token from the model's logits [vocab], which are not modified."""
         scores = logits.float()[None]
         if self._processors:
-            scores = self._processors(torch.tensor([self.drawn], dtype=torch.long, device=self._device), scores)
+            scores = self._processors(torch.tensor([self.generated], dtype=torch.long, device=self._device), scores)
             if not scores.max() > -torch.inf:  # written so that NaN fails too
                 raise ConfigError("no token is allowed here; the constraint or logit_bias forbids them all")
         if self._generator is None:
             token = int(scores.argmax())
         else:
             token = int(torch.multinomial(scores.softmax(dim=-1), 1, generator=self._generator))
-        self.drawn.append(token)
+        self.generated.append(token)
         if self._top_logprobs is None:
             return NewToken(token)
-        # The model's own, before any setting: what it thought, not what it was allowed to say.
+        # From the model's own logits, before any processor.
         logprobs = logits.float().log_softmax(dim=-1)
         values, ids = logprobs.topk(min(self._top_logprobs, len(logprobs)))
         return NewToken(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))

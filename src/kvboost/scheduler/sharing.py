@@ -1,4 +1,4 @@
-"""Which running jobs begin with the same rows, so that attention over those is computed once for all of them.
+"""Finds running jobs with a common prefix, so that attention over it is computed once for all of them.
 
 Used by :mod:`kvboost.scheduler.runner`. Invariant: jobs are grouped by their chunks' keys, not by their text.
 """
@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvboost.hf.ragged import SharedStart
+from kvboost.hf.ragged import SharedPrefix
 from kvboost.scheduler.running import RunningJob
 
 
-def shared_starts(jobs: Sequence[RunningJob]) -> list[SharedStart]:
-    """Which jobs begin with the same rows, and how many: by their first chunk, as far as all of them agree."""
+def shared_prefixes(jobs: Sequence[RunningJob]) -> list[SharedPrefix]:
+    """Groups of jobs with the same first chunk, and the length of the prefix that all of a group share."""
     groups: dict[bytes, list[int]] = {}
     chains = [job.shared_chain() for job in jobs]
     for index, chain in enumerate(chains):
         if chain:
             groups.setdefault(chain[0][0], []).append(index)
     return [
-        SharedStart(tuple(members), _common_end([chains[index] for index in members]))
+        SharedPrefix(tuple(members), _common_end([chains[index] for index in members]))
         for members in groups.values()
         if len(members) > 1
     ]

@@ -125,7 +125,7 @@ def test_stored_rows_are_those_of_the_pages() -> None:
     with engine_of() as engine:
         assert engine.warm(_PROMPT) == 25
         assert engine.warm(_PROMPT) == 0
-        plain_rows = engine.parts.runner.read_whole(_PROMPT)[1]
+        plain_rows = engine.parts.runner.prefill_plain(_PROMPT)[1]
         chunks = engine.session.prefiller.chunk(_PROMPT, ()).usable
         with engine._store.lease(paged._paged_names(chunks)) as lease:
             assert [block.bitwise for block in lease.blocks] == [False] * 24

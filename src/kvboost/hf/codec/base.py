@@ -1,8 +1,8 @@
-"""What a codec of stored KV does, the one that changes nothing, and what the others share.
+"""The protocol of codecs for stored KV, the raw codec, and helpers for the others.
 
-The engine packs a block's tensors when it keeps a chunk and unpacks them into the rows of a cache when it
-places one. Invariants: packed tensors share no memory with what they were made from; the same input gives
-the same bytes; what does not fit the layout is refused before anything is written.
+The engine packs a block's tensors when it stores a chunk and unpacks them into a cache when it places one.
+Invariants: packed tensors share no memory with their input; equal input gives equal bytes; tensors that do not fit the
+layout are refused before anything is written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class KVCodec(Protocol):
 
     @property
     def name(self) -> str:
-        """Goes into the fingerprint: blocks of different codecs never mix."""
+        """Part of the fingerprint: blocks of different codecs never mix."""
         ...
 
     @property
@@ -34,11 +34,11 @@ class KVCodec(Protocol):
         ...
 
     def pack(self, tensors: Sequence[torch.Tensor], *, start: int) -> tuple[torch.Tensor, ...]:
-        """The tensors to store, for rows as :meth:`SlabCache.span` gives them. ``start``: where they stood."""
+        """The tensors to store, from tensors as :meth:`SlabCache.span` returns them for positions from ``start`` on."""
         ...
 
     def place(self, cache: SlabCache, start: int, packed: Sequence[torch.Tensor], *, row: int = 0) -> None:
-        """Unpack into the rows of ``cache`` from ``start`` on, keys turned as they were when packed."""
+        """Unpack into the positions of ``cache`` from ``start`` on; keys keep their rotation."""
         ...
 
     def unpack(self, packed: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -88,12 +88,12 @@ def finite(tensor: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(tensor.float().contiguous(), nan=0.0, posinf=0.0, neginf=0.0).clamp_(-_LARGEST, _LARGEST)
 
 
-def rows_of(cache: SlabCache, layout: KVLayout, start: int, tokens: int, *, row: int) -> list[torch.Tensor]:
-    """Views of the rows to write, [slots, heads, tokens, dim] per slab; ValueError if they are not there."""
+def positions_of(cache: SlabCache, layout: KVLayout, start: int, tokens: int, *, row: int) -> list[torch.Tensor]:
+    """Views of the positions to write, [slots, heads, tokens, dim] per slab; ValueError if they do not exist."""
     if cache.layout is not layout and cache.layout != layout:
         raise ValueError("this cache has another layout than the codec was made for")
     if not 0 <= start <= start + tokens <= cache.capacity:
-        raise ValueError(f"rows {start} to {start + tokens} do not fit a cache of {cache.capacity}")
+        raise ValueError(f"positions {start} to {start + tokens} do not fit a cache of {cache.capacity}")
     return [slab[:, row, :, start : start + tokens] for slab in cache.slabs]
 
 

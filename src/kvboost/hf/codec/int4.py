@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 
 from kvboost.hf.cache import KVLayout, SlabCache, TensorSpec
-from kvboost.hf.codec.base import empty_block, expect, finite, group_of, in_groups, rows_of, tiles
+from kvboost.hf.codec.base import empty_block, expect, finite, group_of, in_groups, positions_of, tiles
 
 WINDOW = 64
 """Tokens over which a channel of the keys has one mean."""
-_KEPT = 1  # rows at position 0 that are stored as they are
+_KEPT = 1  # leading tokens of a text that are stored unpacked
 _STEPS = 16  # positions of a range's centre per scale
 _SHIFT = 16  # codes are unpacked times 16: the upper half of a byte without moving it
 _TINY = torch.finfo(torch.float32).tiny
@@ -85,7 +85,7 @@ class Int4Codec:
 
     @torch.no_grad()
     def pack(self, tensors: Sequence[torch.Tensor], *, start: int) -> tuple[torch.Tensor, ...]:
-        """Codes, scales, centres and means of every part; then the rows kept as they are, if the text begins here."""
+        """Codes, scales, centres and means of every part; then the unpacked tokens, if the text begins here."""
         kept = _KEPT if start == 0 else 0
         packed: list[torch.Tensor] = []
         if tensors[0].shape[2] > kept:
@@ -105,18 +105,18 @@ class Int4Codec:
     def place(self, cache: SlabCache, start: int, packed: Sequence[torch.Tensor], *, row: int = 0) -> None:
         """Unpack tile by tile into the slabs."""
         tokens, kept = self._check(packed)
-        self._write(packed, rows_of(cache, self._layout, start, tokens, row=row), kept)
+        self._write(packed, positions_of(cache, self._layout, start, tokens, row=row), kept)
 
     @torch.no_grad()
     def unpack(self, packed: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The same into memory of their own."""
+        """Unpack into new memory."""
         tokens, kept = self._check(packed)
         tensors = empty_block(self._layout, tokens)
         self._write(packed, tensors, kept)
         return tuple(tensors)
 
     def _check(self, packed: Sequence[torch.Tensor]) -> tuple[int, int]:
-        """How many tokens these tensors hold, and how many of them as they are; ValueError if they do not fit."""
+        """How many tokens these tensors hold, and how many of them unpacked; ValueError if they do not fit."""
         groups = self._layout.groups
         if len(packed) not in (self._packed, self._packed + len(groups), len(groups)) or packed[0].dim() != 4:
             raise ValueError(f"{len(packed)} tensors are no block of this layout in 4 bits")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from kvboost.hf.cache import KVLayout, SlabCache
-from kvboost.hf.codec.base import empty_block, expect, finite, group_of, in_groups, rows_of, tiles
+from kvboost.hf.codec.base import empty_block, expect, finite, group_of, in_groups, positions_of, tiles
 
 _LEVELS = 127
 
@@ -42,11 +42,11 @@ class Int8Codec:
     def place(self, cache: SlabCache, start: int, packed: Sequence[torch.Tensor], *, row: int = 0) -> None:
         """Scale the codes on their way into the slabs."""
         tokens = self._tokens(packed)
-        self._write(packed, rows_of(cache, self._layout, start, tokens, row=row), tokens)
+        self._write(packed, positions_of(cache, self._layout, start, tokens, row=row), tokens)
 
     @torch.no_grad()
     def unpack(self, packed: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The same into memory of their own."""
+        """Unpack into new memory."""
         tokens = self._tokens(packed)
         tensors = empty_block(self._layout, tokens)
         self._write(packed, tensors, tokens)

@@ -242,7 +242,7 @@ def probe_paging(model: Any, *, directory: Path | None = None) -> KVLayout:
     layout = probe_model(model).layout
     runner = ModelRunner(model)
     ids = [i * 7919 % min(config.vocab_size, 30_000) for i in range(_PROBE_TOKENS)]
-    whole, _ = runner.read_whole(ids)
+    whole, _ = runner.prefill_plain(ids)
     budget = min_budget(layout, _PROBE_BLOCK)
     with PagedCache(model, kv_bytes=budget, block_tokens=_PROBE_BLOCK, directory=directory, layout=layout) as cache:
         half = _PROBE_TOKENS // 2
