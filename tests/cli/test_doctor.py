@@ -52,7 +52,7 @@ def test_without_loading_only_the_estimate_is_made(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr("kvboost.engine.life.load_model", never)
+    monkeypatch.setattr("kvboost.engine.engine.load_model", never)
     assert main(["doctor", str(folder), "--no-load"]) == 0
     said = capsys.readouterr().out
     assert "self-test           not run: as asked" in said

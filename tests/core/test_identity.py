@@ -60,8 +60,3 @@ def test_what_else_changes_kv_changes_the_root(other: dict[str, object]) -> None
 def test_a_tenant_differs_in_nothing_but_its_name() -> None:
     model = _Model()
     assert _keys(model).for_tenant("b").snapshot().root == _keys(model, tenant="b").snapshot().root
-
-
-def test_a_part_is_cut_as_a_prompt_of_its_own() -> None:
-    keys = _keys(_Model())
-    assert keys.chunks_of_part(_TOKENS) == keys.chunks(keys.snapshot().root, _TOKENS, [len(_TOKENS)])

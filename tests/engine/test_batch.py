@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from kvboost import GenerationMode, KVBoost
-from tests.helpers.models import FAMILIES
+from kvboost.hf.cache import SlabCache
+from tests.helpers.models import FAMILIES, tiny_model
+from tests.helpers.tokenizer import byte_tokenizer
 
 _TEXT = torch.randint(3, 97, (80,), generator=torch.Generator().manual_seed(7)).tolist()
 _PROMPTS = [_TEXT[:60], _TEXT[:5], [*_TEXT[:40], 9, 9], [11], _TEXT[:48]]
@@ -52,9 +54,6 @@ def test_rows_that_end_early_are_cut(tiny: Callable[..., Any]) -> None:
 
 
 def test_rows_that_stop_at_a_string_carry_no_padding() -> None:
-    from tests.helpers.models import tiny_model
-    from tests.helpers.tokenizer import byte_tokenizer
-
     engine = KVBoost(tiny_model("llama", vocab_size=260), byte_tokenizer(), chunk_size=16)
     prompts = ["a", "some longer text than the other"]
     free = engine.generate_batch(prompts, max_new_tokens=12, do_sample=True, temperature=2.0, **_seeded())
@@ -69,6 +68,53 @@ def test_rows_that_stop_at_a_string_carry_no_padding() -> None:
     assert rows[0].output_text.endswith(stop)
     assert rows[0].token_ids == free[0].token_ids[: len(rows[0].token_ids)]
     assert len(rows[0].token_ids) < 12 == len(rows[1].token_ids)
+
+
+def test_a_row_that_ended_by_a_stop_string_gains_no_end_token(tiny: Callable[..., Any]) -> None:
+    """Where the padding is the end token, as Transformers chooses for models without one of their own."""
+    engine = KVBoost(tiny("llama", vocab_size=260, max_position_embeddings=600), byte_tokenizer(), chunk_size=16)
+    prompts = ["a", "some longer text than the other"]
+    plain = {"max_new_tokens": 12, "do_sample": True, "temperature": 2.0}
+    free = engine.generate_batch(prompts, **plain, **_seeded())
+    stop = next(
+        w for n in range(2, 9) if (w := free[0].output_text[n : n + 2]).isascii() and w not in free[1].output_text
+    )
+    unused = next(i for i in range(3, 260) if not any(i in row.token_ids for row in free))
+    rows = engine.generate_batch(
+        prompts, **plain, stop_strings=[stop], **{**_seeded(), "eos_token_id": unused, "pad_token_id": unused}
+    )
+    assert rows[0].output_text.endswith(stop)
+    assert unused not in rows[0].token_ids, "an end token that it never made"
+    assert rows[0].finish_reason == "stop"
+
+
+def test_a_batch_makes_no_capacity_that_nobody_may_use(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    make = SlabCache.__init__
+
+    def counting(self: Any, layout: Any, *, capacity: int, batch: int = 1) -> None:
+        made.extend([capacity * batch] if batch > 1 else [])
+        make(self, layout, capacity=capacity, batch=batch)
+
+    monkeypatch.setattr(SlabCache, "__init__", counting)
+    engine = KVBoost(tiny("llama", max_position_embeddings=8192), None, chunk_size=16, quality="exact")
+    found = engine.generate_batch([_TEXT[:20], _TEXT[:30]], max_new_tokens=8000, max_time=0.0, temperature=0)
+    assert made == [2 * (30 + 1024)], "a long answer grows the cache as it comes"
+    assert [row.prompt_tokens for row in found] == [20, 30]
+
+
+def test_batches_are_checked_as_other_requests_are(tiny: Callable[..., Any]) -> None:
+    engine = KVBoost(tiny("llama"), None, chunk_size=16, shadow_share=1.0, force_approx=True, recompute_ratio=0.3)
+    assert engine.parts.shadow is not None
+    engine.warm(_TEXT[:64])
+    prompts = [[7, 8, 9, *_TEXT[:64], last] for last in (3, 4)]
+    results = engine.generate_batch(prompts, max_new_tokens=2, temperature=0)
+    assert all(result.reuse.moved_tokens for result in results)
+    engine.parts.shadow.wait()
+    assert engine.cache_stats()["non_prefix_reuse"]["checked"] == 2
+    engine.close()
 
 
 def _seeded() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from kvboost import EngineConfig, KVBoost
 from kvboost.capacity import Rates, shortfall
 from kvboost.engine import forecast as engine_memory
 from kvboost.engine.forecast import Forecast, forecast
+from kvboost.engine.memory import memory_shortfall
 from kvboost.errors import ConfigError
 from kvboost.hf.loading import ModelSource
 from kvboost.offload import rates
@@ -60,10 +61,10 @@ def test_a_folder_and_the_model_loaded_from_it_have_the_same_estimate(folder: Pa
 
 
 def test_the_estimate_is_what_the_workspaces_take(engine: KVBoost) -> None:
-    assert engine._parts is not None
+    assert engine.session is not None
     estimate = engine.estimate_memory(context=300, batch=3)
-    assert estimate.kv_reserved == 3 * engine._parts.pool.bytes_for(300)
-    cache, _ = engine._parts.pool.take(rows=300, chain=())
+    assert estimate.kv_reserved == 3 * engine.session.prefiller.pool.bytes_for(300)
+    cache, _ = engine.session.prefiller.pool.take(tokens=300, chain=())
     assert 3 * cache.nbytes == estimate.kv_reserved
 
 
@@ -123,7 +124,7 @@ def test_measured_speeds_come_with_the_options(folder: Path, monkeypatch: pytest
 
 
 def test_a_model_without_reuse_has_no_estimate(engine: KVBoost) -> None:
-    engine._parts, engine._refusal = None, "as told"
+    engine.session, engine.parts.refusal = None, "as told"
     with pytest.raises(ConfigError, match="as told"):
         engine.estimate_memory(context=10)
 
@@ -132,11 +133,11 @@ def test_a_server_says_what_does_not_fit(engine: KVBoost, monkeypatch: pytest.Mo
     estimate = engine.estimate_memory(context=100)
     assert shortfall(estimate, kv_bytes=10**9, available=estimate.peak - estimate.kv + 10**9) is None
     assert "lower kv_bytes, cache_bytes" in str(shortfall(estimate, kv_bytes=10**9, available=estimate.peak))
-    with BatchRunner(engine, kv_bytes="1GB") as runner:
-        monkeypatch.setattr("kvboost.scheduler.runner.memory_available", lambda device: 10**13)
-        assert runner.shortfall() is None
-        monkeypatch.setattr("kvboost.scheduler.runner.memory_available", lambda device: 10**6)
-        assert "with 1.0 GB of KV" in str(runner.shortfall())
+    with BatchRunner(engine) as runner:
+        monkeypatch.setattr("kvboost.engine.memory.memory_available", lambda device: 10**13)
+        assert memory_shortfall(engine, kv_bytes=runner.kv_bytes) is None
+        monkeypatch.setattr("kvboost.engine.memory.memory_available", lambda device: 10**6)
+        assert "with 2.1 GB of KV" in str(memory_shortfall(engine, kv_bytes=runner.kv_bytes))
 
 
 _MEASURE = """

@@ -237,11 +237,11 @@ def test_a_workspace_is_never_another_tenants(tiny: Tiny) -> None:
         one, other = engine.for_tenant("one"), engine.for_tenant("other")
         one.generate(_LONG, max_new_tokens=1)
         pools = [view.session.prefiller.pool for view in (one, other)]  # type: ignore[union-attr]
-        (kept,) = [cache for cache, _, owner in pools[0]._idle if owner is pools[0]]
+        (kept,) = [idle.cache for idle in pools[0]._shelf.idle if idle.owner is pools[0]]
         mine = other.prefill(text(3, 100)).cache  # the caller's own: what else lies in it, the caller can read
         assert mine is not kept
-        assert pools[1].take(rows=10, chain=())[0] is not kept
-        assert pools[0].take(rows=10, chain=())[0] is kept
+        assert pools[1].take(tokens=10, chain=())[0] is not kept
+        assert pools[0].take(tokens=10, chain=())[0] is kept
         assert pools[0].idle_bytes == pools[1].idle_bytes
 
 

@@ -67,7 +67,7 @@ def test_errors_reach_the_caller(engine: KVBoost) -> None:
         engine.stream("text", max_new_tokens=0)
     with pytest.raises(ConfigError, match="is the streamer"):
         engine.stream("text", streamer=object())
-    with pytest.raises(ValueError, match="not used by the model"):
+    with pytest.raises(ConfigError, match="may change how the model reads"):
         list(engine.stream("text", max_new_tokens=2, no_such_argument=1))
 
 

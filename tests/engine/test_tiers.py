@@ -339,7 +339,7 @@ def test_a_block_that_cannot_be_placed_is_the_readers_trouble_and_not_the_stores
     with engine_for(tiny("llama"), disk_cache_dir=tmp_path) as first:
         first.prefill(_LONG)
     with engine_for(tiny("llama"), disk_cache_dir=tmp_path) as second:
-        codec: Any = second.session.prefiller._codec  # type: ignore[union-attr]
+        codec: Any = second.session.prefiller.codec  # type: ignore[union-attr]
 
         def failing(*args: Any, **kwargs: Any) -> None:
             raise RuntimeError("no room")

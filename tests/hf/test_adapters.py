@@ -182,7 +182,7 @@ def test_kv_of_a_swapped_adapter_is_not_used(saved: Callable[[str], str]) -> Non
     model.load_adapter(saved("first"), adapter_name="first")
     model.set_adapter("first")
     engine = KVBoost(model, None, chunk_size=8, chunking="fixed")
-    adapters = Adapters(model, engine._parts._identity)
+    adapters = engine.parts.owned_adapters()
     engine.warm(_PROMPT)
     first = engine.prefill(_PROMPT)
     assert first.reuse.exact_tokens == 32

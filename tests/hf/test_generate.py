@@ -10,7 +10,7 @@ from kvboost.hf.generate import sampling_arguments
 
 
 def _checked(**extra: Any) -> dict[str, Any]:
-    return sampling_arguments(prompt_tokens=4, max_new_tokens=2, temperature=None, extra=extra)
+    return sampling_arguments(prompt_tokens=4, options={"max_new_tokens": 2, "temperature": None, **extra})
 
 
 @pytest.mark.parametrize(

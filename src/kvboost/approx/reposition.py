@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from transformers.cache_utils import DynamicCache
 
 from kvboost.errors import UnsupportedModelError
-from kvboost.hf.cache import KVLayout, SlabCache
+from kvboost.hf.cache import KVLayout, SlabCache, stock_cache
 from kvboost.hf.probe import exact_limit_of, max_positions_of
 
 _PROBE_TOKENS = 12
@@ -255,7 +254,7 @@ def _read_single_tokens(model: Any, decoder: Any, ids: torch.Tensor, start: int)
     bit and at any depth: every layer then shows how its own KV depend on the position, and nothing else.
     """
     device = model.get_input_embeddings().weight.device
-    cache = DynamicCache()  # without a config every layer keeps all rows
+    cache = stock_cache()  # without a config every layer keeps all rows
     positions = torch.arange(start, start + len(ids), device=device)
     decoder(
         input_ids=ids.to(device).view(-1, 1), position_ids=positions.view(-1, 1), past_key_values=cache, use_cache=True

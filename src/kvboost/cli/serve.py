@@ -33,6 +33,7 @@ def serve(model: Model, *, settings: Settings) -> None:
     except ModuleNotFoundError as error:
         raise ConfigError(f'{error.name} is missing; install it with pip install "kvboost[serve]"') from error
     from kvboost.engine import KVBoost
+    from kvboost.engine.memory import memory_shortfall
     from kvboost.scheduler.runner import BatchRunner
 
     config, limits = settings.of(ServerConfig), settings.of(Limits)
@@ -47,7 +48,7 @@ def serve(model: Model, *, settings: Settings) -> None:
         KVBoost.from_pretrained(model, **engine_settings) as engine,
         BatchRunner(engine, **asdict(settings.of(RunnerConfig))) as runner,
     ):
-        if (short := runner.shortfall()) is not None:
+        if (short := memory_shortfall(engine, kv_bytes=runner.kv_bytes)) is not None:
             note(short)
         serve_engine(
             engine,

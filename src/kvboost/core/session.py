@@ -85,6 +85,11 @@ class Session:
         """Bring what slower tiers have of a prompt's beginning up into memory, in the background."""
         if self.refusal(len(tokens)) is None and isinstance(self.store, LayeredStore):
             return self.store.prefetch(self.prefiller.chunk(tokens, boundaries).usable)
-        nothing: Future[int] = Future()
-        nothing.set_result(0)
-        return nothing
+        return nothing_to_fetch()
+
+
+def nothing_to_fetch() -> Future[int]:
+    """What a prefetch returns where no slower tier could be asked."""
+    nothing: Future[int] = Future()
+    nothing.set_result(0)
+    return nothing

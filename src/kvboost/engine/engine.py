@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -11,16 +10,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from kvboost.capacity import MemoryEstimate, shortfall
+from kvboost.capacity import MemoryEstimate
 from kvboost.config import EngineConfig, parse_bytes
 from kvboost.core.backend import NoApprox
 from kvboost.core.clock import StageClock
-from kvboost.core.session import Session
+from kvboost.core.session import Session, nothing_to_fetch
 from kvboost.engine.assembly import split_settings
 from kvboost.engine.generation import Request, prefill_only, warm
-from kvboost.engine.memory import available_to_process, estimate_loaded, workload
+from kvboost.engine.memory import estimate_loaded, workload
 from kvboost.engine.parts import EngineParts
 from kvboost.engine.stats import cache_stats, describe, verify
+from kvboost.engine.tenants import TenantViews
 from kvboost.engine.text_stream import PieceStream, PieceStreamer
 from kvboost.errors import ConfigError
 from kvboost.extend import ChunkStore, LayeredStore
@@ -60,8 +60,7 @@ class KVBoost:
         self._store: ChunkStore = session.store if session is not None else parts.given_store or MemoryStore(0)
         self._root = root
         """The engine this one is a tenant's view of."""
-        self._views: dict[str, Self] = {}
-        self._views_lock = threading.Lock()
+        self._views: TenantViews[Self] = TenantViews()
         self._closed = False
 
     @classmethod
@@ -78,17 +77,11 @@ class KVBoost:
     ) -> Self:
         """Load a model and its tokenizer, and wrap them.
 
-        Args:
-            name_or_path: A folder or a hub name, as Transformers takes it.
-            dtype: Passed to Transformers; ``"auto"`` takes the checkpoint's own.
-            device: Where to put the model; the accelerator if there is one, else the CPU.
-            store: Keep chunks here instead of in a memory store of the engine's own.
-            weight_budget: Keep at most this many bytes of weights in memory, such as ``"6GB"``: the layers that do
-                not fit are read from disk in every step, while others compute. The answers stay the same to the bit.
-            weight_dir: Where the layers' files for that are made, once, as large as the model; beside the
-                checkpoint if left out.
-            **settings_and_model_kwargs: The engine's settings, by the names of :class:`kvboost.EngineConfig`, which
-                says what each does; everything else goes to ``AutoModelForCausalLM.from_pretrained``.
+        ``name_or_path``, ``dtype`` and all that is no setting of :class:`kvboost.EngineConfig` go to Transformers'
+        ``from_pretrained``. Without a ``device`` the model goes to the accelerator if there is one. With a
+        ``weight_budget``, such as ``"6GB"``, the layers that do not fit are read from disk in every step, to the same
+        bits; their files are made once in ``weight_dir``, beside the checkpoint if left out. Chunks are kept in
+        ``store`` instead of in one of the engine's own.
         """
         settings, model_kwargs = split_settings(settings_and_model_kwargs)
         model, tokenizer = load_model(
@@ -118,12 +111,9 @@ class KVBoost:
         or under way. Returns at once; the future's result is how many tokens came up, and ``cancel()`` takes one back
         that has not begun. Nothing is computed, and nothing is held: memory that is full of other things lets it go.
         """
+        self._check_open()
         tokens = self.encode(prompt)
-        if self.session is not None:
-            return self.session.prefetch(tokens, boundaries)
-        nothing: Future[int] = Future()
-        nothing.set_result(0)
-        return nothing
+        return self.session.prefetch(tokens, boundaries) if self.session is not None else nothing_to_fetch()
 
     def prefill(
         self,
@@ -196,11 +186,9 @@ class KVBoost:
         ``assistant_model=None`` that of none. Other assisted decoding runs without reuse, and the result says so.
         """
         clock = StageClock()
-        tokens = self.encode(prompt)
-        clock.lap("encode")
         options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "temperature": temperature}
-        request = self.parts.generator.request(tokens, options, boundaries=boundaries, adapter=adapter)
-        return self._generate(tokens, mode, request, clock)
+        request = self._request(self.encode(prompt), clock, options, boundaries=boundaries, adapter=adapter)
+        return self._generate(request, mode, clock)
 
     def stream(
         self,
@@ -215,18 +203,16 @@ class KVBoost:
     ) -> PieceStream:
         """Like :meth:`generate`, piece by piece. The last piece carries the result; closing the stream stops it."""
         clock = StageClock()
-        tokens = self.encode(prompt)
-        clock.lap("encode")
         if "streamer" in generate_kwargs:
             raise ConfigError("stream() is the streamer; leave streamer out, or use generate()")
         # Bad arguments are reported here, by the call, rather than by the first piece.
         options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "temperature": temperature}
-        request = self.parts.generator.request(tokens, options, boundaries=boundaries, adapter=adapter)
+        request = self._request(self.encode(prompt), clock, options, boundaries=boundaries, adapter=adapter)
 
         def run(emit: Any, cancelled: Callable[[], bool]) -> GenerationResult:
             streamer = PieceStreamer(self.parts.encoder.decode, emit)
             live = replace(request, arguments={**request.arguments, "streamer": streamer}, cancelled=cancelled)
-            return self._generate(tokens, mode, live, clock)
+            return self._generate(live, mode, clock)
 
         return PieceStream(run, clock)
 
@@ -246,10 +232,9 @@ class KVBoost:
         tokens, boundaries = self.parts.encoder.encode_chat(
             messages, min_gap=self.parts.chunker.min_tokens, template_kwargs=template_kwargs or {}
         )
-        clock.lap("encode")
         options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "temperature": temperature}
-        request = self.parts.generator.request(tokens, options, boundaries=boundaries, adapter=adapter)
-        return self._generate(tokens, mode, request, clock)
+        request = self._request(tokens, clock, options, boundaries=boundaries, adapter=adapter)
+        return self._generate(request, mode, clock)
 
     def generate_batch(
         self,
@@ -270,25 +255,29 @@ class KVBoost:
         if not prompts:
             return []
         encoded = [self.encode(prompt) for prompt in prompts]
-        clock.lap("encode")
         options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "temperature": temperature}
-        request = self.parts.generator.request(max(encoded, key=len), options, adapter=adapter)
+        request = self._request(max(encoded, key=len), clock, options, adapter=adapter)
         with self._running(adapter):
             return self.parts.generator.run_batch(self.session, encoded, mode, request, clock)
 
-    def _generate(
-        self, tokens: list[int], mode: GenerationMode, request: Request, clock: StageClock
-    ) -> GenerationResult:
+    def _request(self, tokens: list[int], clock: StageClock, options: dict[str, Any], **place: Any) -> Request:
+        clock.lap("encode")
+        return self.parts.generator.request(tokens, options, **place)
+
+    def _generate(self, request: Request, mode: GenerationMode, clock: StageClock) -> GenerationResult:
         generator, draft = self.parts.generator, self.parts.draft
         if draft is not None and mode is not GenerationMode.BASELINE:
-            request = generator.with_draft(request, draft, self.session, tokens)
+            request = generator.with_draft(request, draft, self.session)
         with self._running(request.adapter):
-            return generator.run(self.session, tokens, mode, request, clock)
+            return generator.run(self.session, request, mode, clock)
 
     def _running(self, adapter: AdapterName) -> AbstractContextManager[None]:
-        if self._closed:
-            raise ConfigError("this engine was closed; make a new one around the model")
+        self._check_open()
         return self.parts.running(adapter)
+
+    def _check_open(self) -> None:
+        if self._closed or self.parts.closed:
+            raise ConfigError("this engine was closed; make a new one around the model")
 
     # Adapters and weights
 
@@ -365,14 +354,6 @@ class KVBoost:
         work = workload(self.config, context=context, batch=batch, layout=layout, stored_tokens=stored_tokens)
         return estimate_loaded(self.model, layout, work, held=held)
 
-    def memory_shortfall(self, kv_bytes: int) -> str | None:
-        """What does not fit into memory if requests hold ``kv_bytes`` and all caches are full; None if it fits."""
-        assert self.session is not None
-        assert self.parts.layout is not None
-        longest = min(kv_bytes // self.parts.layout.bytes_per_token, self.session.limits.max_positions or kv_bytes)
-        available = available_to_process(self.parts.runner.device)
-        return shortfall(self.estimate_memory(context=max(1, longest)), kv_bytes=kv_bytes, available=available)
-
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids that ``prompt`` stands for, checked as every call checks them."""
         return self.parts.encoder.encode(prompt)
@@ -411,25 +392,19 @@ class KVBoost:
         object for every call. It may be closed by itself and is closed with this engine.
         """
         root = self._root or self
-        if not isinstance(tenant, str):
-            raise ConfigError(f"tenant={tenant!r} is no name; give a text")
-        self.parts.check_open()
-        if tenant == root.config.tenant:
-            return root
-        with root._views_lock:
-            if tenant not in root._views:
-                view = type(self).__new__(type(self))
-                assembly = self.parts.assembly
-                session = assembly.open_session(tenant) if assembly is not None else None
-                view._bind(self.parts, replace(root.config, tenant=tenant), session, root=root)
-                root._views[tenant] = view
-            return root._views[tenant]
+        self._check_open()
+        return root if tenant == root.config.tenant else root._views.get(tenant, make=root._view)
+
+    def _view(self, tenant: str) -> Self:
+        assembly, view = self.parts.assembly, type(self).__new__(type(self))
+        session = assembly.open_session(tenant) if assembly is not None else None
+        view._bind(self.parts, replace(self.config, tenant=tenant), session, root=self)
+        return view
 
     def views(self) -> list[Self]:
         """This engine and what :meth:`for_tenant` made of it that is still open."""
         root = self._root or self
-        with root._views_lock:
-            return [root, *root._views.values()]
+        return [root, *root._views.all()]
 
     def purge_tenant(self, tenant: str) -> None:
         """Remove everything that was kept for a tenant, of whatever model, from every tier. Let its requests end first.
@@ -437,9 +412,8 @@ class KVBoost:
         Raises StoreError if a tier could not be asked. What other processes hold in memory, they purge themselves.
         """
         root = self._root or self
-        with root._views_lock:
-            was_open = tenant == root.config.tenant or tenant in root._views
         self.parts.check_purge()
+        was_open = tenant == root.config.tenant or tenant in root._views
         view = root.for_tenant(tenant)
         view.clear()
         if not was_open:
@@ -466,8 +440,7 @@ class KVBoost:
             return  # what it shares may be in use
         self._closed = True
         if self._root is not None:
-            with self._root._views_lock:
-                self._root._views.pop(self.config.tenant, None)
+            self._root._views.drop(self.config.tenant)
         else:
             for view in self.views()[1:]:
                 view.close()

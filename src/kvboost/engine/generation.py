@@ -42,6 +42,8 @@ OfferCheck = Callable[[Prefiller, PrefillState, Sequence[int], AdapterName], Non
 class Request:
     """What to generate, and who watches."""
 
+    tokens: list[int]
+    """The prompt; the longest of a batch."""
     boundaries: Sequence[int]
     arguments: dict[str, Any]
     cancelled: Callable[[], bool] = lambda: False
@@ -53,6 +55,11 @@ class Request:
     def max_new_tokens(self) -> int:
         """Tokens to keep capacity for behind the prompt."""
         return int(self.arguments["max_new_tokens"])
+
+    @property
+    def total_tokens(self) -> int:
+        """Of the prompt and its answer, at most."""
+        return len(self.tokens) + self.max_new_tokens
 
 
 def warm(session: Session, tokens: list[int], *, boundaries: Sequence[int], clock: StageClock) -> int:
@@ -136,18 +143,18 @@ class Generator:
         arguments = sampling_arguments(prompt_tokens=len(tokens), options=given)
         if limit is not None:
             arguments["max_new_tokens"] = min(arguments["max_new_tokens"], limit - len(tokens))
-        return Request(boundaries, arguments, adapter=adapter)
+        return Request(tokens, boundaries, arguments, adapter=adapter)
 
     def run(
-        self, session: Session | None, tokens: list[int], mode: GenerationMode, request: Request, clock: StageClock
+        self, session: Session | None, request: Request, mode: GenerationMode, clock: StageClock
     ) -> GenerationResult:
         """Generate behind one prompt, with as much reuse as ``mode``, the model and the arguments allow."""
-        usable, reason = self.usable(session, tokens, mode, request)
+        usable, reason = self.usable(session, request.tokens, mode, request)
         if usable is not None:
-            return self._reuse(usable, tokens, request, clock, approx=mode is GenerationMode.CHUNK_KV_REUSE)
+            return self._reuse(usable, request, clock, approx=mode is GenerationMode.CHUNK_KV_REUSE)
         if session is not None:
-            self._check_plain(session, tokens, request, reason)
-        return self._plain([tokens], request, clock, reason=reason)[0]
+            self._check_plain(session, request, reason)
+        return self._plain([request.tokens], request, clock, reason=reason)[0]
 
     def run_batch(
         self,
@@ -163,11 +170,10 @@ class Generator:
                 "a draft proposes for one prompt at a time; leave it out of the batch (prompt_lookup_num_tokens=None "
                 "if it is the model's generation_config that asks for it), or use generate()"
             )
-        longest = max(prompts, key=len)
-        copies, total = self._copies(request) * len(prompts), len(longest) + request.max_new_tokens
-        if session is not None and not session.budget.fits(total, sequences=copies):
-            return [self.run(session, tokens, mode, request, StageClock()) for tokens in prompts]
-        usable, reason = self.usable(session, longest, mode, request)
+        copies = self._copies(request) * len(prompts)
+        if session is not None and not session.budget.fits(request.total_tokens, sequences=copies):
+            return [self.run(session, replace(request, tokens=tokens), mode, StageClock()) for tokens in prompts]
+        usable, reason = self.usable(session, request.tokens, mode, request)
         if usable is None:
             return self._plain(prompts, request, clock, reason=reason)
         return self._batch(usable, prompts, request, clock, approx=mode is GenerationMode.CHUNK_KV_REUSE)
@@ -185,20 +191,20 @@ class Generator:
             reason = reads_prompt_again(self._model, request.arguments)
         return (session, None) if reason is None else (None, reason)
 
-    def with_draft(self, request: Request, draft: Draft, session: Session | None, tokens: list[int]) -> Request:
+    def with_draft(self, request: Request, draft: Draft, session: Session | None) -> Request:
         """The request with the engine's draft, unless its KV goes into pages."""
-        drafted = draft.added_to(request.arguments, model=self._model, prompt_tokens=len(tokens))
+        drafted = draft.added_to(request.arguments, model=self._model, prompt_tokens=len(request.tokens))
         if drafted is request.arguments:
             return request
-        if session is not None and not session.budget.fits(len(tokens) + request.max_new_tokens):
+        if session is not None and not session.budget.fits(request.total_tokens):
             return replace(request, note=_NO_DRAFT)
         return replace(request, arguments=drafted)
 
-    def _check_plain(self, session: Session, tokens: list[int], request: Request, reason: str | None) -> None:
+    def _check_plain(self, session: Session, request: Request, reason: str | None) -> None:
         """Raise CapacityError for a request without reuse whose KV is more than ``kv_bytes``."""
-        total, copies = len(tokens) + request.max_new_tokens, self._copies(request)
+        copies = self._copies(request)
         why = "there are several sequences of it" if copies > 1 else reason or "mode BASELINE keeps all of it"
-        session.budget.check(total, sequences=copies, why=why)
+        session.budget.check(request.total_tokens, sequences=copies, why=why)
 
     def _plain(
         self, prompts: Sequence[list[int]], request: Request, clock: StageClock, *, reason: str | None
@@ -219,18 +225,16 @@ class Generator:
         report = ReuseReport(0, 0, 0, len(tokens), bitwise=True, timings_ms=clock.stages(), reason=reason)
         return PrefillResult(logits, cache, report)
 
-    def _reuse(
-        self, session: Session, tokens: list[int], request: Request, clock: StageClock, *, approx: bool
-    ) -> GenerationResult:
+    def _reuse(self, session: Session, request: Request, clock: StageClock, *, approx: bool) -> GenerationResult:
         """Prefill with what is stored, decode, and keep what is new."""
-        total, copies, budget = len(tokens) + request.max_new_tokens, self._copies(request), session.budget
+        total, copies, budget = request.total_tokens, self._copies(request), session.budget
         if speculates(self._model, request.arguments):
             budget.check(total, why="a draft takes tokens back, which pages do not")
         if copies > 1:
             budget.check(total, sequences=copies, why="there are several sequences of it")
         with open_prefill(
             session,
-            tokens,
+            request.tokens,
             boundaries=request.boundaries,
             clock=clock,
             new_tokens=request.max_new_tokens,

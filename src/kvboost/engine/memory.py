@@ -5,17 +5,20 @@ Used by ``KVBoost.estimate_memory``; :mod:`kvboost.engine.forecast` does the sam
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvboost.capacity import MemoryEstimate, Workload, estimate_memory, request_bytes
+from kvboost.capacity import MemoryEstimate, Workload, estimate_memory, request_bytes, shortfall
 from kvboost.config import EngineConfig
 from kvboost.core.chunking import make_chunker
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.device_memory import memory_available, resident_bytes
 from kvboost.hf.shape import shape_of, stored_bytes_per_token
 from kvboost.hf.weights import weights_of
+
+if TYPE_CHECKING:
+    from kvboost.engine.engine import KVBoost
 
 RUNTIME_BYTES = 480 * 10**6
 """Of a process that has imported torch and Transformers and run a tiny model, where the system does not tell: as on the
@@ -59,6 +62,16 @@ def workload(
 def available_to_process(device: torch.device) -> int:
     """Bytes that this process may come to take on the model's device."""
     return memory_available(device.type) + (resident_bytes() if device.type == "cpu" else 0)
+
+
+def memory_shortfall(engine: KVBoost, *, kv_bytes: int) -> str | None:
+    """What does not fit into memory if requests hold ``kv_bytes`` and all caches are full; None if it fits."""
+    session, layout = engine.session, engine.parts.layout
+    if session is None or layout is None:
+        return None
+    longest = max(1, min(kv_bytes // layout.bytes_per_token, session.limits.max_positions or kv_bytes))
+    available = available_to_process(engine.parts.runner.device)
+    return shortfall(engine.estimate_memory(context=longest), kv_bytes=kv_bytes, available=available)
 
 
 def estimate_loaded(model: Any, layout: KVLayout, work: Workload, *, held: int) -> MemoryEstimate:

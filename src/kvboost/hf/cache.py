@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvboost.capacity import rounded_capacity
 
@@ -268,6 +268,11 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
         for index, layer in enumerate(self.layers[from_layer:], from_layer):
             layer.rows = rows.to(layer.device)
             layer.spread = partial(spread.apply, index) if spread is not None else None
+
+
+def stock_cache() -> Cache:
+    """A cache of Transformers' own that keeps everything: what ours is held against."""
+    return DynamicCache()
 
 
 def layout_of(cache: Cache) -> KVLayout:

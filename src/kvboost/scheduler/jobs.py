@@ -164,7 +164,3 @@ class BatchEngine(Protocol):
     def encode(self, prompt: Any) -> list[int]:
         """Token ids, checked."""
         ...
-
-    def memory_shortfall(self, kv_bytes: int) -> str | None:
-        """What does not fit into memory with so much KV and all caches full; None if it fits."""
-        ...

@@ -159,9 +159,10 @@ class BatchRunner:
         assert session is not None
         return session
 
-    def shortfall(self) -> str | None:
-        """What does not fit into memory if all that may be admitted is, and all caches are full; None if it fits."""
-        return self._engine.memory_shortfall(self._scheduler.limits.kv_bytes)
+    @property
+    def kv_bytes(self) -> int:
+        """What running jobs may come to hold together."""
+        return self._scheduler.limits.kv_bytes
 
     def load(self) -> RunnerLoad:
         """What is running and waiting."""

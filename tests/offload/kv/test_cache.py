@@ -59,7 +59,7 @@ def logits(model: Any, cache: Any, cuts: list[tuple[int, int]], ids: torch.Tenso
 
 def held(cache: PagedCache, layer: int) -> list[torch.Tensor]:
     """A layer's keys and values, [1, heads, tokens, dim] each."""
-    return cache._by_slot(cache.rows(0, cache.get_seq_length()))[2 * layer : 2 * layer + 2]
+    return cache._by_slot(cache.span(0, cache.get_seq_length()))[2 * layer : 2 * layer + 2]
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:

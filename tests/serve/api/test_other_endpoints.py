@@ -139,11 +139,12 @@ def test_a_server_whose_runner_is_dead_says_so(
 def test_answers_without_a_number_get_what_there_is_room_for(
     start_server: Callable[..., Running], make_engine: Callable[..., KVBoost]
 ) -> None:
-    engine = make_engine()
-    assert engine.parts is not None
-    bytes_for = engine.session.prefiller.pool.bytes_for
-    most = max(rows for rows in range(500) if bytes_for(rows) <= bytes_for(200))
-    runner = BatchRunner(engine, kv_bytes=bytes_for(most))
+    session = make_engine().session
+    assert session is not None
+    bytes_for = session.budget.bytes_for
+    most = max(tokens for tokens in range(500) if bytes_for(tokens) <= bytes_for(200))
+    engine = make_engine(kv_bytes=bytes_for(most))
+    runner = BatchRunner(engine)
     running = start_server(engine, runner=runner, limits=Limits(max_new_tokens=1000))
     ids = [40] * (most - 10)
     with running.http() as http:
@@ -286,7 +287,7 @@ def test_pins_leave_room_for_others(make_engine: Callable[..., KVBoost]) -> None
     engine = make_engine(cache_bytes=40_000)
     text = engine.encode(_TEXT * 2)
     engine.warm(text)
-    pins = Pins(engine, most_share=0.01)
+    pins = Pins(engine, max_share=0.01)
     with pytest.raises(CapacityError, match="unpin"):
         pins.add(text)
     assert engine._store.stats().leased == 0
