@@ -1,7 +1,7 @@
 """Prefills documents behind other documents, so that their KV fits wherever they turn up later.
 
 Called by :meth:`KVBoost.warm_documents`. A document prefilled behind the head and a few others is far closer to what a
-later prompt needs than one prefilled alone (docs/results/repair.md). Each group of documents is one prompt; the
+later prompt needs than one prefilled alone (docs/results/recompute.md). Each group of documents is one prompt; the
 documents that only stand before the others are prefilled, and stored, once more in it.
 """
 

@@ -32,7 +32,7 @@ from kvboost.types import TOKEN_BYTES, Chunk, KVBlock, NonPrefixReuseStats, PutO
 # Reposition only if it takes at most this share of computing: guesses have an error, and what stands behind
 # repositioned text is not stored as exact, so that the same beginning, if it comes again, is computed then.
 _MUST_SAVE = 0.75
-_MAX_DEPTH = 2  # approx_depth of what is kept; see docs/results/generations.md
+_MAX_DEPTH = 2  # approx_depth of what is kept; see docs/results/approx_depth.md
 _MAX_REMEMBERED = 65_536
 
 
