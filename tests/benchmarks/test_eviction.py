@@ -34,8 +34,9 @@ REQUESTS: tuple[tuple[int, list[int]], ...] = (
     (700, [4, 5]),
 )
 TOKENS = 5900
-# By hand, room for four blocks. LRU: 1 2 3 are stored, 4 5 push out 3; the third request finds 1 2 (1,024 tokens) and
-# 6 pushes out 5; 7 8 push out 4 and 6; the fifth finds 1 2 (1,024) and 9 pushes out 8; the sixth finds nothing.
+# By hand, with a capacity of four blocks. LRU: 1 2 3 are stored, 4 5 push out 3; the third request finds 1 2 (1,024
+# tokens) and 6 pushes out 5; 7 8 push out 4 and 6; the fifth finds 1 2 (1,024) and 9 pushes out 8; the sixth
+# finds nothing.
 LRU_FOUND = 2048
 # MIN never lets go of 4, nor of 1 2 before the fifth request, and then keeps 4 5 apart from one place: 4 5 are stored
 # with 1 2 (3 is not needed again), 6 goes, 7 8 go at once, 9 goes: all of 1 2 twice and 4 5 (700 tokens).

@@ -32,7 +32,7 @@ from kvboost.types import TOKEN_BYTES, Chunk, KVBlock, NonPrefixReuseStats, PutO
 # Reposition only below this share of the time to compute: estimates have errors, and KV behind repositioned text is not
 # stored as exact, so a repeated prefix has to be computed later.
 _MAX_COST = 0.75
-_MAX_DEPTH = 2  # largest approx_depth that is stored; see docs/results/generations.md
+_MAX_DEPTH = 2  # largest approx_depth that is stored; see docs/results/approx_depth.md
 _MAX_REMEMBERED = 65_536
 
 

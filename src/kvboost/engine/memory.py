@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 RUNTIME_BYTES = 480 * 10**6
 """Of a process that has imported torch and Transformers and run a tiny model, where the system does not tell: as on the
-machine of docs/results/plan.md."""
+machine of docs/results/memory_plan.md."""
 
 
 def workload(
