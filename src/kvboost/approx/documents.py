@@ -1,8 +1,8 @@
 """Prefills documents behind other documents, so that their KV can be reused anywhere in later prompts.
 
-Called by :meth:`KVBoost.warm_documents`. The KV of a document prefilled behind the head and a few others is far closer
-to what a later prompt needs than that of one prefilled alone (docs/results/recompute.md). Each group of documents is one
-prompt. Its context documents are prefilled and stored again in it.
+Called by :meth:`KVBoost.warm_documents`. The KV of a document prefilled behind the head and a few others is far
+closer to what a later prompt needs than that of one prefilled alone (docs/results/recompute.md). Each group of
+documents is one prompt. Its context documents are prefilled and stored again in it.
 """
 
 from __future__ import annotations
