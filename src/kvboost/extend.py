@@ -1,7 +1,9 @@
 """Every Protocol an extension may implement.
 
-Each has a conformance suite in :mod:`kvboost.testing`. Implementations are passed to the engine as objects; there is no
-registry.
+Implementations are passed to the engine as objects; there is no registry: a Chunker as ``chunking=``, a
+RepairStrategy as ``recompute_strategy=``, a ChunkStore as ``store=``. A Tier and an EvictionPolicy reach it in a
+store: ``store=TieredStore(MemoryStore(n, policy=...), [tier])``. Chunkers, stores, tiers and policies have a
+conformance suite in :mod:`kvboost.testing`.
 """
 
 from __future__ import annotations
@@ -279,7 +281,7 @@ class RepairSituation:
     span_ends: torch.Tensor
     """For each position, where that span ends."""
     budget: int
-    """How many positions may be recomputed, by the recompute ratio."""
+    """How many positions the recompute ratio allows. Advice: whether recomputing pays is estimated with that ratio."""
     attention: torch.Tensor | None
     """Attention of the suffix tokens on each position, if the strategy has ``attention_layers``."""
     key_change: torch.Tensor | None
@@ -289,7 +291,11 @@ class RepairSituation:
 
 @runtime_checkable
 class RepairStrategy(Protocol):
-    """Selects which positions of repositioned chunks are recomputed. A frozen dataclass: no state between calls."""
+    """Selects which positions of repositioned chunks are recomputed. A frozen dataclass: no state between calls.
+
+    It is not asked at a ``recompute_ratio`` of 0 (none) or 1 (all). Set the ratio to the share that it takes: whether
+    chunks are repositioned at all is decided with it. Without ``attention_layers`` there is no error estimate.
+    """
 
     @property
     def name(self) -> str:
@@ -310,7 +316,7 @@ class RepairStrategy(Protocol):
         ...
 
     def choose(self, situation: RepairSituation) -> torch.Tensor:
-        """The positions that continue: indices into ``situation.positions``, ascending. May be empty."""
+        """Which positions continue: ascending indices, so that ``situation.positions[result]`` are those positions."""
         ...
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,7 +13,8 @@ from hypothesis import given, settings
 
 from kvboost import GenerationMode, KVBoost
 from kvboost.approx.find import ApproxReuse
-from kvboost.approx.select import STRATEGIES
+from kvboost.approx.select import STRATEGIES, First
+from kvboost.extend import RepairSituation
 from tests.helpers.models import FAMILIES, tiny_model
 
 pytestmark = pytest.mark.usefixtures("prices_as_guessed")
@@ -406,3 +408,23 @@ def test_what_was_cleared_may_be_moved_again(tiny: Tiny) -> None:
         warm(engine, HEAD, ONE, TWO)
         assert read(engine, HEAD, TWO, ONE, QUESTION).reuse.moved_tokens > 0
         engine.clear()
+
+
+@pytest.mark.parametrize(
+    "chosen", [torch.tensor([400]), torch.tensor([-1]), torch.ones(3, dtype=torch.bool), torch.tensor([0.5])]
+)
+def test_a_strategy_that_chooses_no_indices_is_named(tiny: Tiny, chosen: torch.Tensor) -> None:
+    """Positions instead of indices, or a mask: the prompt is computed and the result says why."""
+
+    @dataclass(frozen=True)
+    class Wrong(First):
+        def choose(self, situation: RepairSituation) -> torch.Tensor:
+            return chosen
+
+    engine = engine_for(tiny("llama"), recompute_strategy=Wrong(), recompute_ratio=0.3)
+    warm(engine, HEAD, ONE, TWO)
+    with pytest.warns(RuntimeWarning, match="first"):
+        found = read(engine, HEAD, TWO, ONE, QUESTION)
+    assert found.reuse.moved_tokens == 0
+    assert found.reuse.bitwise
+    assert "ValueError" in str(found.reuse.reason)

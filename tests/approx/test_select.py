@@ -79,7 +79,7 @@ def test_a_strategy_is_found_by_name_or_taken_as_it_is() -> None:
     assert isinstance(own, RepairStrategy)
     with pytest.raises(ConfigError, match="'guess' is not known; use one of"):
         make_strategy("guess")
-    with pytest.raises(ConfigError, match="got int"):
+    with pytest.raises(ConfigError, match="int lacks name"):
         make_strategy(7)  # type: ignore[arg-type]
 
 

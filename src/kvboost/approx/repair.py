@@ -164,6 +164,21 @@ def _spans(chunks: Sequence[Chunk], blocks: Mapping[int, KVBlock]) -> list[tuple
     return runs
 
 
+def _checked(strategy: RepairStrategy, situation: RepairSituation) -> torch.Tensor:
+    """What ``strategy`` selects, or ValueError for what are no indices into the positions."""
+    chosen = strategy.choose(situation)
+    count = len(situation.positions)
+    if chosen.dtype.is_floating_point or chosen.dtype == torch.bool or chosen.dim() != 1:
+        raise ValueError(
+            f"{strategy.name} must choose a vector of integer indices, got {chosen.dtype} {list(chosen.shape)}"
+        )
+    if len(chosen) and (int(chosen.min()) < 0 or int(chosen.max()) >= count):
+        raise ValueError(
+            f"{strategy.name} chose outside 0..{count - 1}: it must return indices into situation.positions"
+        )
+    return chosen
+
+
 class _Selector:
     """Selects positions with the strategy, and tracks what was recomputed and how far it changed."""
 
@@ -270,7 +285,7 @@ class _Selector:
             value_change=None if changes is None else changes.values.cpu()[candidates],
         )
         selected = ~repositioned
-        selected[candidates[self._strategy.choose(situation)]] = True
+        selected[candidates[_checked(self._strategy, situation)]] = True
         if layer and not selected.any():
             selected[-1] = True  # a model cannot run on zero positions
         return selected.nonzero().flatten()

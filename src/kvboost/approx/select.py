@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -144,12 +145,17 @@ STRATEGIES: dict[str, RepairStrategy] = {
 }
 
 
-def make_strategy(strategy: str | RepairStrategy) -> RepairStrategy:
+def make_strategy(strategy: Any) -> RepairStrategy:
     """The strategy with this name, or ``strategy`` itself if it already is one."""
     if isinstance(strategy, str):
         if strategy not in STRATEGIES:
             raise ConfigError(f"recompute_strategy={strategy!r} is not known; use one of {sorted(STRATEGIES)}")
         return STRATEGIES[strategy]
+    if isinstance(strategy, type):
+        raise ConfigError(f"recompute_strategy is a class; give an object of it: {strategy.__name__}()")
     if not isinstance(strategy, RepairStrategy):
-        raise ConfigError(f"recompute_strategy must be a name or a RepairStrategy, got {type(strategy).__name__}")
+        members = ("name", "spreads", "attention_layers", "decision_layers", "choose")
+        missing = [name for name in members if not hasattr(strategy, name)]
+        kind = type(strategy).__name__
+        raise ConfigError(f"recompute_strategy must be a name or a RepairStrategy; {kind} lacks {', '.join(missing)}")
     return strategy

@@ -23,7 +23,7 @@ from kvboost.core.workspaces import WorkspacePool
 from kvboost.engine import optional
 from kvboost.engine.stores import Stores
 from kvboost.errors import ConfigError
-from kvboost.extend import Chunker, ChunkStore
+from kvboost.extend import Chunker, ChunkStore, Tier
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.codec import codec_for
 from kvboost.hf.fingerprint import ModelIdentity
@@ -94,8 +94,8 @@ def split_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
 
 def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, store: ChunkStore | None) -> Assembly:
     """Probe the model and build what it supports; with the engine's own store if none is given."""
-    if store is not None and config.tenant_bytes is not None:
-        raise ConfigError("tenant_bytes is for a store of the engine's own; leave it out, or leave store out")
+    if store is not None:
+        _check_given(store, config)
     facts = probe_model(runner.model)
     identity = ModelIdentity(runner.model, facts.layout)
     pool = WorkspacePool(
@@ -120,6 +120,20 @@ def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, sto
     prefiller = replace(prefiller, approx=reuse)
     session = Session(config.tenant, store, prefiller, facts, budget, config.reuse_generated)
     return Assembly(config, runner, facts, identity, stores, session)
+
+
+def _check_given(store: Any, config: EngineConfig) -> None:
+    """Raise ConfigError for a store that is none, and for settings of a store that the engine does not make."""
+    if not isinstance(store, ChunkStore):
+        hint = (
+            "; put a tier below a memory store: TieredStore(MemoryStore(10**9), [tier])"
+            if isinstance(store, Tier)
+            else ""
+        )
+        raise ConfigError(f"store must be a ChunkStore, got {type(store).__name__}{hint}")
+    for name in ("tenant_bytes", "max_chunks", "disk_cache_dir", "remote_url", "object_url", "host_cache_bytes"):
+        if getattr(config, name):
+            raise ConfigError(f"{name} is for a store of the engine's own; leave it out, or leave store out")
 
 
 def _budget(runner: ModelRunner, config: EngineConfig, pool: WorkspacePool) -> KVBudget:

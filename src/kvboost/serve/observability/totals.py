@@ -1,6 +1,6 @@
 """What all tenants of an engine have in its cache together.
 
-Read by /metrics and /v1/cache. Counters of requests count for the engine as a whole already.
+Read by /metrics and /v1/cache. Counters of requests and idle workspaces count for the engine as a whole already.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ def total_stats(engine: KVBoost) -> CacheStats:
     total = CacheStats(**views[0])
     by_tier = dict(total["bytes_by_tier"])
     for stats in views[1:]:
+        total["store_errors"] += stats["store_errors"]
+        total["approximate_hits"] += stats["approximate_hits"]
+        if not engine.parts.owns_store:
+            # A store that was given is one for all tenants. Only the split of its misses is each tenant's own.
+            total["cache_misses"] -= stats["approximate_hits"]
+            continue
         total["hot_chunks"] += stats["hot_chunks"]
         total["hot_memory_mb"] += stats["hot_memory_mb"]
         total["cache_hits"] += stats["cache_hits"]
         total["cache_misses"] += stats["cache_misses"]
-        total["approximate_hits"] += stats["approximate_hits"]
         total["evictions"] += stats["evictions"]
-        total["store_errors"] += stats["store_errors"]
-        total["workspace_bytes"] += stats["workspace_bytes"]
         total["leased_chunks"] += stats["leased_chunks"]
         for tier, held in stats["bytes_by_tier"].items():
             # Memory is counted for each tenant; a tier below is shared by all of them.
