@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -317,16 +317,4 @@ class RepairStrategy(Protocol):
 
     def choose(self, situation: RepairSituation) -> torch.Tensor:
         """Which positions continue: ascending indices, so that ``situation.positions[result]`` are those positions."""
-        ...
-
-
-class Streamer(Protocol):
-    """What Transformers calls a streamer: ``put`` with the prompt first, then with every new token."""
-
-    def put(self, value: Any) -> None:
-        """Take the next token ids, as a tensor."""
-        ...
-
-    def end(self) -> None:
-        """Called when the generation has ended."""
         ...

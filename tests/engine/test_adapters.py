@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from peft.utils.hotswap import hotswap_adapter
 
 from kvboost import ConfigError, KVBoost
+from kvboost.errors import ClosedError
 from kvboost.scheduler.jobs import Finished, Job, NewToken
 from kvboost.scheduler.runner import BatchRunner
 from tests.helpers.models import tiny_model
@@ -128,6 +129,75 @@ def test_jobs_do_not_go_on_across_a_switch(saved: Callable[[str], str]) -> None:
         again = runner.submit(Job(token_ids=tuple(_PROMPT), max_new_tokens=12)).events()
         found = tuple(event.token_id for event in again if isinstance(event, NewToken))
     assert found == expected(saved, "second")
+
+
+def test_a_switch_through_the_model_itself_is_seen_by_running_jobs(saved: Callable[[str], str]) -> None:
+    engine = engine_with(saved)
+    engine.set_adapter("first")
+    with BatchRunner(engine) as runner:
+        events = runner.submit(Job(token_ids=tuple(_PROMPT), max_new_tokens=400)).events()
+        next(events)
+        engine.model.set_adapter("second")
+        last = list(events)[-1]
+    assert isinstance(last, Finished)
+    assert last.reason == "error"
+
+
+def test_a_job_that_waited_through_a_switch_is_not_answered_by_the_other_adapter(saved: Callable[[str], str]) -> None:
+    engine = engine_with(saved)
+    with BatchRunner(engine, max_running=1) as runner:
+        first = runner.submit(Job(token_ids=tuple(_PROMPT), max_new_tokens=400))
+        waiting = runner.submit(Job(token_ids=tuple(_PROMPT), max_new_tokens=4))
+        next(first.events())
+        engine.set_adapter("second")
+        last = list(waiting.events())[-1]
+        assert isinstance(last, Finished)
+        assert "submit it again" in str(last.error)
+
+
+def test_an_adapter_that_does_not_fit_is_not_left_behind(saved: Callable[[str], str], tmp_path: Path) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    get_peft_model(tiny_model("llama", hidden_size=64), config).save_pretrained(tmp_path / "wide")
+    engine = KVBoost(tiny_model("llama"), **_SETTINGS)
+    with pytest.raises(ConfigError, match="made for this model"):
+        engine.load_adapter("wide", str(tmp_path / "wide"))
+    with pytest.raises(ConfigError, match="there is no adapter 'wide'"):
+        engine.generate(_PROMPT, adapter="wide", **_GREEDY)
+    engine.load_adapter("wide", saved("first"))
+    assert engine.generate(_PROMPT, adapter="wide", **_GREEDY).token_ids == expected(saved, "first")
+
+
+def test_weights_changed_looks_at_rope_and_config_again() -> None:
+    model = tiny_model("llama")
+    engine = KVBoost(model, **_SETTINGS)
+    engine.warm(_PROMPT)
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    model.model.rotary_emb.original_inv_freq = model.model.rotary_emb.inv_freq
+    engine.weights_changed()
+    assert engine.prefill(_PROMPT).reuse.exact_tokens == 0
+
+
+def test_a_closed_engine_takes_no_jobs(saved: Callable[[str], str]) -> None:
+    engine = KVBoost(tiny_model("llama"), **_SETTINGS)
+    with BatchRunner(engine) as runner:
+        engine.close()
+        with pytest.raises(ClosedError, match="was closed"):
+            runner.submit(Job(token_ids=tuple(_PROMPT), max_new_tokens=1))
+
+
+def test_experts_that_decoding_switches_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread's decode loop changes the kernels of the whole model: nobody else may prefill meanwhile."""
+    monkeypatch.setattr("kvboost.hf.fingerprint._switches_experts_to_decode", lambda model: True)
+    model = tiny_model("qwen3_moe")
+    model.set_experts_implementation("grouped_mm")
+    engine = KVBoost(model, **_SETTINGS)
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (engine.warm(_PROMPT), done.set()))
+    with engine.parts.running():
+        thread.start()
+        assert not done.wait(0.3)
+    thread.join()
+    assert done.is_set()
 
 
 def test_one_request_under_another_adapter_does_not_disturb_jobs(saved: Callable[[str], str]) -> None:

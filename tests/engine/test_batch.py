@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import StoppingCriteria
 
 from kvboost import GenerationMode, KVBoost
 from kvboost.hf.cache import SlabCache
@@ -86,6 +87,20 @@ def test_a_row_that_ended_by_a_stop_string_gains_no_end_token(tiny: Callable[...
     assert rows[0].output_text.endswith(stop)
     assert unused not in rows[0].token_ids, "an end token that it never made"
     assert rows[0].finish_reason == "stop"
+
+
+def test_a_row_that_a_criterion_stopped_gains_no_end_token(tiny: Callable[..., Any]) -> None:
+    class FirstRow(StoppingCriteria):  # type: ignore[misc]
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.tensor([input_ids.shape[1] >= 30 + 3, False])
+
+    engine = KVBoost(tiny("llama"), None, chunk_size=16, quality="exact")
+    never = {"max_new_tokens": 8, "temperature": 0, "eos_token_id": 2, "pad_token_id": 2, "suppress_tokens": [2]}
+    free = engine.generate_batch([_TEXT[:20], _TEXT[:30]], **never)
+    rows = engine.generate_batch([_TEXT[:20], _TEXT[:30]], stopping_criteria=[FirstRow()], **never)
+    assert rows[0].token_ids == free[0].token_ids[:3]
+    assert rows[0].finish_reason == "stop"
+    assert rows[1].token_ids == free[1].token_ids
 
 
 def test_a_batch_makes_no_capacity_that_nobody_may_use(

@@ -108,6 +108,7 @@ def test_log_probabilities_are_the_models_own() -> None:
         {"presence_penalty": float("inf")},
         {"logit_bias": {5: 1.0}},
         {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {1: float("inf")}},
     ],
 )
 def test_settings_nobody_can_sample_with(settings: dict[str, Any]) -> None:

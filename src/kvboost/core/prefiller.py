@@ -91,18 +91,20 @@ class Prefiller:
             if spans is not None:
                 spans.lease.release()
             raise
-        state.explain(reason)
-        if spans is not None:
+        try:
+            state.explain(reason)
+            if spans is None:
+                return state
             state.reposition(spans)
             try:
                 self.approx.place(state)
             except Exception as error:  # noqa: BLE001 - a cache may only help: what cannot be placed is computed
                 state.drop_approx(self.approx.failed(error))
-            except BaseException:
-                state.close()
-                raise
             clock.lap("move")
-        return state
+            return state
+        except BaseException:
+            state.close()
+            raise
 
     def _start(
         self, prompt: ChunkedPrompt, cache: KVCache, lease: Lease, blocks: Sequence[KVBlock], clock: StageClock

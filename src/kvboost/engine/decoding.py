@@ -80,7 +80,8 @@ class Decoder:
         per_prompt = decoded.sequences.shape[0] // len(prompts)
         results: list[GenerationResult] = []
         for index, tokens in enumerate(prompts):
-            new = decoded.sequences[index * per_prompt, longest:].tolist()
+            stopped = decoded.stopped.get(index) if per_prompt == 1 else None
+            new = decoded.sequences[index * per_prompt, longest:stopped].tolist()
             new, finish_reason = self._ended(new, arguments, padded=len(prompts) > 1, cancelled=watch.was_cancelled)
             results.append(
                 GenerationResult(

@@ -281,7 +281,7 @@ class Generator:
         ahead = min(request.max_new_tokens, _MAX_TOKENS_AHEAD)  # longer replies grow the cache as they come
         joint: SlabCache | None = None
         reports: list[ReuseReport] = []
-        states: list[PrefillState] = []
+        checked: dict[int, PrefillState] = {}
         for index, tokens in enumerate(prompts):
             with prefiller.open(tokens, clock=clock, approx=approx) as state:
                 known = len(tokens) - 1
@@ -292,15 +292,16 @@ class Generator:
                     joint = SlabCache(state.cache.layout, capacity=longest + ahead, batch=len(prompts))
                 joint.place(longest - len(tokens), state.cache.span(0, known), row=index)
                 reports.append(replace(state.report(), timings_ms={}))
-                states.append(state)
+                if state.spans is not None:  # the others' caches need not be kept
+                    checked[index] = state
         assert joint is not None
         joint.set_length(longest - 1)
         if (copies := self._copies(request)) > 1:
             joint.batch_repeat_interleave(copies)
         watch = FirstToken(clock, cancelled=request.cancelled)
         results = self._decoder.run(prompts, joint, request.arguments, watch, reports)
-        for state, result in zip(states, results, strict=True):
-            self._offer_check(prefiller, state, result.token_ids, request.adapter)
+        for index, state in checked.items():
+            self._offer_check(prefiller, state, results[index].token_ids, request.adapter)
         return results
 
     def _copies(self, request: Request) -> int:

@@ -21,11 +21,12 @@ from kvboost.core.prefill import PrefillState
 from kvboost.core.prefiller import Prefiller
 from kvboost.engine.assembly import Assembly, assemble
 from kvboost.engine.generation import Generator
-from kvboost.errors import ConfigError, UnsupportedModelError
+from kvboost.errors import ClosedError, ConfigError, UnsupportedModelError
 from kvboost.extend import ChunkStore
 from kvboost.hf.adapters import AS_SET, AdapterName, Adapters
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.draft import Draft, make_draft
+from kvboost.hf.fingerprint import decoding_changes_prefill
 from kvboost.hf.prompt import PromptEncoder
 from kvboost.hf.runner import ModelRunner
 
@@ -48,8 +49,9 @@ class EngineParts:
         self.chunker = make_chunker(config.chunking, size=config.chunk_size)
         self.assembly, self.refusal = self._assemble(store)
         facts = self.assembly.facts if self.assembly is not None else None
-        # Length-dependent RoPE keeps its frequencies on the module: requests of different lengths must not overlap.
-        exclusive = facts is not None and facts.exact_limit is not None
+        # Length-dependent RoPE keeps its frequencies on the module. On an accelerator the decode loop of a mixture of
+        # experts switches its kernels. Requests of such models must not overlap.
+        exclusive = facts is not None and (facts.exact_limit is not None or decoding_changes_prefill(model))
         lock: AbstractContextManager[Any] = threading.RLock() if exclusive else nullcontext()
         self.adapters = Adapters(model, self.assembly.identity) if self.assembly is not None else None
         self.running: Callable[..., AbstractContextManager[None]] = partial(_running, self.adapters, lock)
@@ -105,6 +107,11 @@ class EngineParts:
         """Changes with every known change of adapters or weights."""
         return self.adapters.epoch if self.adapters is not None else 0
 
+    @property
+    def active_adapters(self) -> tuple[str, ...]:
+        """The adapters that the model uses now."""
+        return self.adapters.active if self.adapters is not None and self.adapters.names else ()
+
     def owned_adapters(self) -> Adapters:
         """The model's adapters, or ConfigError for a model without reuse."""
         if self.adapters is None:
@@ -139,9 +146,9 @@ class EngineParts:
             self.assembly.stores.purge(tenant)
 
     def check_open(self) -> None:
-        """Raise ConfigError once the engine was closed."""
+        """Raise ClosedError once the engine was closed."""
         if self.closed:
-            raise ConfigError("this engine was closed; make a new one around the model")
+            raise ClosedError("this engine was closed; make a new one around the model")
 
     def close(self) -> None:
         """Stop the shadow checks and remove all hooks from the model."""

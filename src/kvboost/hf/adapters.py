@@ -84,6 +84,8 @@ class Adapters:
             except ImportError as error:
                 raise ConfigError(f"adapters need the peft package ({error}); install peft") from error
             except (OSError, ValueError, RuntimeError) as error:
+                if not replace and name in self.names:
+                    self._model.delete_adapter(name)  # half of it would answer as if it were whole
                 raise ConfigError(
                     f"cannot load adapter {name!r} from {str(path_or_id)!r}: {error}; check the path, and that the "
                     "adapter was made for this model"

@@ -45,6 +45,9 @@ class ModelState(NamedTuple):
     numerics: str
 
 
+_FIELDS = ("weights", "config", "rope", "dtype", "attention", "adapter", "numerics")
+
+
 class ModelIdentity:
     """Tracks one model and identifies its current state. Thread-safe."""
 
@@ -70,21 +73,24 @@ class ModelIdentity:
         """
         with self._lock:
             for _ in range(_MAX_ATTEMPTS):
-                state = self._state()
+                state = self._state_or_none()
+                if state is None:
+                    continue
                 if self._last is not None and self._last.state == state:
                     return self._last
                 fields = self._fields(state)
                 # Weights may have been written, and adapters switched layer by layer, meanwhile.
-                if self._state() == state:
+                if self._state_or_none() == state:
                     self._watch.forget_all_but(state.weights)
                     self._last = ModelSnapshot(state, MappingProxyType(fields))
                     return self._last
-            fields["numerics"] += f"|changing={uuid.uuid4()}"
+            last = self._last.fields if self._last is not None else dict.fromkeys(_FIELDS, "")
+            fields = {**last, "numerics": f"{last['numerics']}|changing={uuid.uuid4()}"}
             return ModelSnapshot(object(), MappingProxyType(fields))
 
     def is_current(self, snapshot: ModelSnapshot) -> bool:
         """Whether the model is still (or again) in the state of ``snapshot``."""
-        return bool(self._state() == snapshot.state)
+        return bool(self._state_or_none() == snapshot.state)
 
     def adapter_digest(self, name: str) -> str:
         """The digest of an adapter's tensors, independent of its name and whether it is active."""
@@ -101,9 +107,19 @@ class ModelIdentity:
             self._experts = _experts(self._model)
             self._loaded = None
             if adapter is None:
+                self._config_and_rope = (_config_digest(self._model), _rope_digest(self._model))
                 self._digests.clear()
             else:
                 self._digests.pop(adapter, None)
+
+    def _state_or_none(self) -> ModelState | None:
+        """The state; None while another thread adds or removes modules."""
+        try:
+            return self._state()
+        except RuntimeError as error:
+            if "changed size" not in str(error):
+                raise
+            return None
 
     def _state(self) -> ModelState:
         """One pass over the modules; it runs several times per request."""
@@ -149,9 +165,11 @@ class ModelIdentity:
         """What the layers' adapters add to the base model: their tensors and how strongly, layer by layer."""
         hasher = hashlib.sha256()
         layers = [layer for layer in state.adapters if layer.active and not layer.disabled]
+        names = {name for layer in layers for name in layer.active}
+        digests = {name: self._digest(name, owned.get(name, [])) for name in names}
         for layer in layers:
             scaling = dict(layer.scaling)
-            added = [(self._digest(name, owned.get(name, [])), scaling.get(name)) for name in layer.active]
+            added = [(digests[name], scaling.get(name)) for name in layer.active]
             hasher.update(json.dumps([plain_path(layer.path), layer.kind, bool(layer.merged), added]).encode())
         return hasher.hexdigest() if layers else "none"
 
@@ -190,6 +208,11 @@ def _experts(model: Any) -> str:
 def _switches_experts_to_decode(model: Any) -> bool:
     """As in Transformers' ``_optimize_model_for_decode``."""
     return bool(model.device.type != "cpu")
+
+
+def decoding_changes_prefill(model: Any) -> bool:
+    """Whether one thread's decode loop changes the kernels of another's prefill: then requests must take turns."""
+    return "grouped_mm" in _experts(model) and _switches_experts_to_decode(model)
 
 
 def _config_digest(model: Any) -> str:

@@ -7,8 +7,8 @@ are left to Transformers.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,6 +61,8 @@ class Decoded:
     sequences: torch.Tensor  # [batch, prompt + new]
     raw: Any
     speculation: Speculation | None = None
+    stopped: Mapping[int, int] = field(default_factory=dict)
+    """At what length a caller's criterion first stopped a sequence, by its index."""
 
 
 class _AfterEachToken(StoppingCriteria):  # type: ignore[misc]  # transformers is untyped
@@ -72,6 +74,21 @@ class _AfterEachToken(StoppingCriteria):  # type: ignore[misc]  # transformers i
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         int(input_ids[0, -1])  # an accelerator may still be computing the token: wait until it exists
         return torch.full((input_ids.shape[0],), self._callback(), dtype=torch.bool, device=input_ids.device)
+
+
+class _Recorded(StoppingCriteria):  # type: ignore[misc]  # transformers is untyped
+    """A caller's criterion, which remembers at what length it stopped each sequence first."""
+
+    def __init__(self, criterion: Any, stopped: dict[int, int]) -> None:
+        self._criterion, self._stopped = criterion, stopped
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        done = self._criterion(input_ids, scores, **kwargs)
+        flags = done.tolist() if isinstance(done, torch.Tensor) else [bool(done)] * input_ids.shape[0]
+        for index, stops in enumerate(flags if isinstance(flags, list) else [flags]):
+            if stops:
+                self._stopped.setdefault(index, input_ids.shape[1])
+        return done
 
 
 def sampling_arguments(*, prompt_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -166,8 +183,10 @@ def run_generate(
     """Generate after ``input_ids`` [batch, prompt], of which the cache (or None) already holds a part."""
     arguments = dict(arguments)
     # Ours goes first: it only looks at the clock, and must do so even when another criterion stops the run.
+    stopped: dict[int, int] = {}
+    given = arguments.pop("stopping_criteria", None) or ()
     criteria = StoppingCriteriaList(
-        [_AfterEachToken(after_each_token), *(arguments.pop("stopping_criteria", None) or ())]
+        [_AfterEachToken(after_each_token), *(_Recorded(criterion, stopped) for criterion in given)]
     )
     if arguments.get("stop_strings", getattr(arguments.get("generation_config"), "stop_strings", None)) is not None:
         arguments.setdefault("tokenizer", tokenizer)
@@ -185,7 +204,8 @@ def run_generate(
             input_ids=input_ids, attention_mask=attention_mask, stopping_criteria=criteria, **arguments
         )
     sequences = raw if isinstance(raw, torch.Tensor) else raw.sequences
-    return Decoded(sequences, raw, generating.report if isinstance(generating, Speculating) else None)
+    report = generating.report if isinstance(generating, Speculating) else None
+    return Decoded(sequences, raw, report, stopped)
 
 
 def end_token_ids(model: Any, arguments: dict[str, Any]) -> set[int]:

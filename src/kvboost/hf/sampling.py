@@ -48,7 +48,7 @@ class Sampling:
             if not math.isfinite(getattr(self, name)):
                 raise ConfigError(f"{name}={getattr(self, name)} is not a number; give 0 for none")
         for token, bias in self.logit_bias.items():
-            if not 0 <= token < vocab_size or math.isnan(bias):
+            if not 0 <= token < vocab_size or math.isnan(bias) or bias == math.inf:
                 raise ConfigError(
                     f"logit_bias {token}: {bias} is not a token of this model (0..{vocab_size - 1}) and a number"
                 )

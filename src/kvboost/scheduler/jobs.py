@@ -136,6 +136,15 @@ class ModelParts(Protocol):
         ...
 
     @property
+    def active_adapters(self) -> tuple[str, ...]:
+        """The adapters that the model uses now."""
+        ...
+
+    def check_open(self) -> None:
+        """Raise ClosedError once the engine was closed."""
+        ...
+
+    @property
     def layout(self) -> KVLayout | None:
         """The layout of the model's KV; None for a model without reuse."""
         ...

@@ -128,6 +128,7 @@ class BatchRunner:
         Raises CapacityError if it can never fit, BusyError if too many are waiting, ClosedError after the runner was
         closed.
         """
+        self._parts.check_open()
         session = self.session_for(job.tenant)
         job = replace(job, token_ids=tuple(self._engine.encode(job.token_ids)))
         job = checked_job(job, session, vocab_size=self._vocab_size, kv_bytes=self._scheduler.limits.kv_bytes)
@@ -135,6 +136,7 @@ class BatchRunner:
         chain = [chunk.prefix_key for chunk in session.prefiller.chunk(tokens, job.boundaries).usable]
         ticket = JobTicket(self._wake)
         running = RunningJob(job, session=session, ticket=ticket, device=self._parts.runner.device)
+        running.epoch = self._parts.epoch
         nbytes, peak = (self._bytes_for(count) for count in (running.tokens, running.max_tokens))
         try:
             with self._changed:
@@ -224,10 +226,11 @@ class BatchRunner:
 
     def _step(self) -> None:
         """One step: schedule, prefill, decode."""
+        active = self._parts.active_adapters
         for number, job in self._snapshot():
             if job.ticket.cancelled:
                 self._end(number, "cancelled")
-            elif job.epoch not in (None, self._parts.epoch):
+            elif job.epoch != self._parts.epoch or job.adapters not in (None, active):
                 # Its KV is another model's: continuing would mix the two.
                 self._end(number, "error", error=_MODEL_CHANGED)
         self._preempt()
@@ -291,7 +294,6 @@ class BatchRunner:
                     break
                 job, alone = self._jobs[number], self._scheduler.running == 1
             try:
-                job.epoch = self._parts.epoch if job.epoch is None else job.epoch
                 self._open(number, job, alone=alone)
                 used += self._scheduler.cost_of_placing(job.state.plan.exact_tokens)
             except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
@@ -300,6 +302,8 @@ class BatchRunner:
 
     def _open(self, number: int, job: RunningJob, *, alone: bool) -> None:
         budget = self._scheduler.limits.chunk_budget
+        if job.adapters is None:
+            job.adapters = self._parts.active_adapters
         job.open(
             approx=not self._deterministic,
             max_repaired=None if alone else _MAX_REPAIR_BUDGETS * budget,

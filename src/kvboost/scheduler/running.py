@@ -69,8 +69,10 @@ class RunningJob:
         """New tokens whose KV is in the cache. The others are computed next, one per step."""
         self._first_token_seconds: float | None = None
         self._reserved_tokens = min(_INITIAL_NEW_TOKENS, job.max_new_tokens)
-        self.epoch: int | None = None
-        """The model's epoch when the job was first opened: all its tokens must come from one model."""
+        self.epoch = 0
+        """The model's when the job was submitted: all its tokens must come from one model."""
+        self.adapters: tuple[str, ...] | None = None
+        """Those in use when it was first opened."""
         self.prefetching: Future[int] | None = None
         """The prefetch from slower tiers that runs while the job waits."""
 
