@@ -18,7 +18,7 @@ import torch
 
 from kvboost.approx.calibrate import approx_over
 from kvboost.approx.find import ApproxReuse
-from kvboost.approx.repair import _Chooser
+from kvboost.approx.repair import _Selector
 from kvboost.approx.reposition import KeyRepositioner, probe_reposition
 from kvboost.approx.select import STRATEGIES, Auto, CacheBlend, First, Query
 from kvboost.core.chunking import ContentChunker, FixedChunker, make_chunker
@@ -99,7 +99,7 @@ def allow_second_round(engine: KVBoost) -> None:
 
 def second_round_always() -> AbstractContextManager[Any]:
     """While this lasts, the estimate is above any tolerance after the first round, and below it after the second."""
-    return patch.object(_Chooser, "remaining_error", side_effect=cycle([math.inf, 0.0]))
+    return patch.object(_Selector, "remaining_error", side_effect=cycle([math.inf, 0.0]))
 
 
 @contextmanager
