@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvboost.errors import BusyError, CapacityError
+from kvboost.errors import BusyError, CapacityError, ConfigError
 
 _COPIED_PER_COMPUTED = 64  # tokens copied from the store in the time to compute one, at least
 _MAX_SKIPPED = 8  # chunks that shorter prompts may prefill before the next one of a longer prompt
@@ -31,6 +31,11 @@ class Limits:
     """Prompt tokens prefilled between two decode steps; at least one chunk, however long it is."""
     max_wait_steps: int
     """Steps after which no job overtakes a waiting one, and tokens after which a running one may be preempted."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_waiting", "chunk_budget", "max_wait_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
 
 
 @dataclass

@@ -67,15 +67,6 @@ class BatchRunner:
         max_wait_steps: int = 256,
         deterministic: bool = False,
     ) -> None:
-        for name, value in (
-            ("max_running", max_running),
-            ("max_waiting", max_waiting),
-            ("max_wait_steps", max_wait_steps),
-        ):
-            if value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1")
-        if chunk_budget is not None and chunk_budget < 1:
-            raise ConfigError(f"chunk_budget={chunk_budget} must be at least 1 token")
         session, layout = engine.session, engine.parts.layout
         if session is None or layout is None:
             raise ConfigError(f"jobs cannot be batched with this model ({engine.parts.refusal}); use engine.generate")
@@ -97,7 +88,7 @@ class BatchRunner:
             max_running=max_running,
             max_waiting=max_waiting,
             kv_bytes=session.budget.limit or DEFAULT_KV_BYTES,
-            chunk_budget=chunk_budget or engine.config.chunk_size,
+            chunk_budget=engine.config.chunk_size if chunk_budget is None else chunk_budget,
             max_wait_steps=max_wait_steps,
         )
         self._vocab_size = int(engine.model.get_input_embeddings().weight.shape[0])
