@@ -6,7 +6,6 @@ on the machine; what cannot work is said before the model is loaded.
 
 from __future__ import annotations
 
-import gc
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -51,9 +50,6 @@ def serve(model: Model, *, settings: Settings) -> None:
     ):
         if (short := memory_shortfall(engine, kv_bytes=runner.kv_bytes)) is not None:
             note(short)
-        # Imports leave some 400,000 objects. To walk over them again and again would hold up every request.
-        gc.collect()
-        gc.freeze()
         serve_engine(
             engine,
             runner,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 import threading
@@ -86,7 +87,13 @@ def serve(
         if ready is not None:
             ready(config.host, int(listening.getsockname()[1]))
         server = _Server(http_config(app, limits=limits, drain_seconds=config.drain_seconds), app.state.service)
-        asyncio.run(server.serve(sockets=[listening]))
+        # Imports leave some 400,000 objects. A collection that walks over them stops every request for 0.3 seconds.
+        gc.collect()
+        gc.freeze()
+        try:
+            asyncio.run(server.serve(sockets=[listening]))
+        finally:
+            gc.unfreeze()
 
 
 def http_config(app: Any, *, limits: Limits, drain_seconds: float) -> uvicorn.Config:
