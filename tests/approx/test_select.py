@@ -79,7 +79,9 @@ def test_a_strategy_is_found_by_name_or_taken_as_it_is() -> None:
     assert isinstance(own, RepairStrategy)
     with pytest.raises(ConfigError, match="'guess' is not known; use one of"):
         make_strategy("guess")
-    with pytest.raises(ConfigError, match="int lacks name"):
+    with pytest.raises(ConfigError, match=r"give an object of it: Selective\(\)"):
+        make_strategy(Selective)
+    with pytest.raises(ConfigError, match="int lacks name, spreads"):
         make_strategy(7)  # type: ignore[arg-type]
 
 

@@ -7,7 +7,6 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from kvboost import CapacityError, ConfigError, GenerationMode, KVBoost
-from kvboost.approx.select import First
 from kvboost.core.chunking import FixedChunker
 from kvboost.store import HostTier, MemoryStore
 from tests.helpers.models import tiny_model
@@ -438,8 +437,6 @@ def test_trained_model_equals_transformers(smollm2: Any) -> None:
         ({"store": object()}, "must be a ChunkStore, got object"),
         ({"store": MemoryStore(10**6), "disk_cache_dir": "."}, "disk_cache_dir is for a store of the engine's own"),
         ({"store": MemoryStore(10**6), "max_chunks": 5}, "max_chunks is for"),
-        ({"recompute_strategy": First}, r"give an object of it: First\(\)"),
-        ({"recompute_strategy": 5}, "int lacks name, spreads"),
     ],
 )
 def test_what_an_extension_got_wrong_is_said(byte_model: Any, settings: dict[str, Any], message: str) -> None:
