@@ -78,6 +78,11 @@ def test_a_chosen_adapter_is_the_one_that_was_saved(model: Any, saved: Callable[
     from peft import PeftModel
 
     wanted = _logits(PeftModel.from_pretrained(tiny_model("llama"), saved(name)).eval())
+    if not isinstance(model, PeftModel):
+        alone = tiny_model("llama")
+        alone.load_adapter(saved(name), adapter_name="alone")
+        if not torch.equal(_logits(alone.eval()), wanted):
+            pytest.skip("this Transformers does not load an adapter's own output layer (5.16 does not)")
     plain = _logits(model)
     adapters = _adapters(model)
     for loaded in ("second", name):
