@@ -215,10 +215,14 @@ def test_one_request_under_another_adapter_does_not_disturb_jobs(saved: Callable
 def test_the_next_process_finds_what_was_kept_under_any_adapter(saved: Callable[[str], str], tmp_path: Path) -> None:
     """Tiers are opened once; the adapter in use then must not decide what is found later."""
     for found in (0, 64):
-        with engine_with(saved, disk_cache_dir=tmp_path) as engine:
+        model = tiny_model("llama")
+        if found:
+            model.load_adapter(saved("first"), adapter_name="first")  # in use when the tiers are opened
+        with KVBoost(model.eval(), **_SETTINGS, disk_cache_dir=tmp_path) as engine:
+            for name in ("second",) if found else ("first", "second"):
+                engine.load_adapter(name, saved(name))
             store: Any = engine._store
             store._rules = replace(store._rules, compute_seconds=None)  # load, however fast computing is
-            engine.set_adapter("first" if found else None)  # in use when the tiers are first asked
             for name in (None, "first", "second"):
                 result = engine.prefill(_PROMPT, adapter=name)
                 assert result.reuse.exact_tokens == found, name
