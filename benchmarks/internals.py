@@ -21,18 +21,20 @@ from kvboost.approx.find import ApproxReuse
 from kvboost.approx.repair import _Selector
 from kvboost.approx.reposition import KeyRepositioner, probe_reposition
 from kvboost.approx.select import STRATEGIES, Auto, CacheBlend, First, Query
-from kvboost.core.chunking import ContentChunker, FixedChunker, make_chunker
+from kvboost.core.chunking import ContentChunker, FixedChunker, NaturalChunker, make_chunker
 from kvboost.core.keys import chunk_keys, token_array
 from kvboost.core.loader import KVLoader
-from kvboost.core.plan import SegmentKind, plan_reuse, reusable_chunks
+from kvboost.core.plan import plan_reuse, reusable_chunks
 from kvboost.core.session import Session
 from kvboost.engine import KVBoost
 from kvboost.engine.memory import workload
-from kvboost.hf.cache import KVLayout, SlabCache, SlabLayer, TensorSpec
+from kvboost.hf.breaks import break_table
+from kvboost.hf.cache import KVLayout, SlabCache, SlabLayer, TensorSpec, stock_cache
 from kvboost.hf.codec import KVCodec, codec_for
 from kvboost.hf.loading import ModelSource
 from kvboost.hf.probe import probe_model
 from kvboost.hf.ragged import RaggedRunner, SharedPrefix
+from kvboost.hf.rows import RowBatch
 from kvboost.hf.runner import ModelRunner
 from kvboost.offload.rates import measure_rates
 from kvboost.offload.weights import model_on_disk
@@ -57,12 +59,15 @@ __all__ = [
     "KeyRepositioner",
     "ModelRunner",
     "ModelSource",
+    "NaturalChunker",
     "NewToken",
     "Query",
     "RaggedRunner",
+    "RowBatch",
     "SharedPrefix",
     "SlabCache",
     "TensorSpec",
+    "break_table",
     "chunk_keys",
     "codec_for",
     "make_chunker",
@@ -72,6 +77,7 @@ __all__ = [
     "probe_model",
     "probe_reposition",
     "reusable_chunks",
+    "stock_cache",
     "token_array",
     "workload",
 ]
@@ -146,12 +152,13 @@ def prefill_reuse(engine: KVBoost, tokens: Sequence[int], boundaries: Sequence[i
     """Prefill and store a prompt as a request does; which tokens were exact hits and which non-prefix hits (masks)."""
     prefiller = _session(engine).prefiller
     with prefiller.open(list(tokens), boundaries=boundaries, approx=True) as state:
-        served = {kind: np.zeros(len(tokens), dtype=bool) for kind in SegmentKind}
-        for segment in state.plan.segments:
-            served[segment.kind][segment.start : segment.end] = True
-        prefiller.advance_to_last_step(state)
+        exact, moved = (np.zeros(len(tokens), dtype=bool) for _ in range(2))
+        exact[: state.plan.exact_tokens] = True
+        for segment in state.plan.moved:
+            moved[segment.start : segment.end] = True
+        prefiller.advance(state, to=len(tokens))
         prefiller.commit(state)
-    return served[SegmentKind.EXACT], served[SegmentKind.APPROX]
+    return exact, moved
 
 
 def redis_links(connector: Callable[[str], Any]) -> AbstractContextManager[Any]:

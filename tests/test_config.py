@@ -46,8 +46,12 @@ def test_what_is_no_size_is_named(bad: Any) -> None:
 
 def test_defaults_are_valid_and_sizes_become_numbers() -> None:
     config = EngineConfig()
-    assert (config.cache_bytes, config.workspace_bytes) == (2**31, 2**30)
-    assert (config.chunk_size, config.chunking, config.strict, config.max_chunks) == (128, "content", True, None)
+    assert (config.cache_bytes, config.workspace_bytes, config.host_cache_bytes, config.kv_bytes) == (
+        *["auto"] * 3,
+        None,
+    )
+    assert (config.chunk_size, config.chunking, config.strict, config.max_chunks) == (None, "natural", True, None)
+    assert (config.quality, config.numerics) == ("exact", None)  # nothing is repositioned that was not asked for
     assert EngineConfig(cache_bytes=0).cache_bytes == 0
 
 
@@ -71,6 +75,7 @@ def test_defaults_are_valid_and_sizes_become_numbers() -> None:
         {"shadow_share": "0.1"},
         {"quality": -0.1},
         {"kv_cache_bits": 5},
+        {"numerics": "quick"},
         {"disk_cache_bytes": "much"},
         {"remote_cache_bytes": "much"},
         {"remote_url": "http://example"},

@@ -20,7 +20,7 @@ import pytest
 from kvboost import ConfigError, KVBoost
 from tests.helpers.models import tiny_model
 
-engine = KVBoost(tiny_model("llama"))
+engine = KVBoost(tiny_model("llama"), quality="high")
 assert "kvboost.approx is not installed" in engine.describe()["non-prefix reuse"], engine.describe()
 with pytest.raises(ConfigError, match="leave it out"):
     KVBoost(tiny_model("llama"), kv_bytes="1MB")

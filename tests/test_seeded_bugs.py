@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,14 +14,17 @@ from kvboost.core import identity as naming
 from kvboost.core import prefill as reader
 from kvboost.core import prefiller
 from kvboost.core import workspaces as workspace
-from kvboost.core.plan import ReusePlan, Segment, SegmentKind
+from kvboost.core.plan import ReusePlan, plan_reuse
 from kvboost.engine import decoding
 from kvboost.hf import fingerprint
 from kvboost.hf.cache import SlabCache, SlabLayer
 from kvboost.hf.codec import RawCodec
+from kvboost.hf.runner import ModelRunner
+from kvboost.steps import StepRule
 from kvboost.store import LeafFirstLRU, memory
 from kvboost.store.memory import MemoryStore
 from kvboost.types import Chunk, Fingerprint
+from tests import test_steps
 from tests.core import test_keys as test_hashing
 from tests.core import test_prefill
 from tests.core import test_workspaces as test_workspace
@@ -40,24 +43,24 @@ def _chain_ignores_parents(patch: pytest.MonkeyPatch) -> None:
     def wrong(root: bytes, tokens: Any, ends: Sequence[int]) -> list[Chunk]:
         chunks = right(root, tokens, ends)
         parents = [None, *(c.content_key for c in chunks)]
-        return [replace(c, prefix_key=c.content_key, parent_key=p) for c, p in zip(chunks, parents, strict=False)]
+        return [c._replace(prefix_key=c.content_key, parent_key=p) for c, p in zip(chunks, parents, strict=False)]
 
     patch.setattr(naming, "chunk_keys", wrong)
 
 
 def _last_token_reused(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reader, "reusable_chunks", lambda chunks, prompt_tokens: chunks)
+    def wrong(self: Any) -> ReusePlan:
+        return plan_reuse((), prompt_tokens=len(self.tokens), exact_tokens=self.hits.tokens)
+
+    patch.setattr(reader.PrefillState, "_exact_plan", wrong)
 
 
-def _suffix_in_one_step(patch: pytest.MonkeyPatch) -> None:
-    right = reader.plan_reuse
+def _steps_without_tiles(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ModelRunner, "_step", lambda self, cache, tokens: nullcontext())
 
-    def wrong(chunks: Sequence[Chunk], *, prompt_tokens: int, available: int, approx: Any = ()) -> ReusePlan:
-        plan = right(chunks, prompt_tokens=prompt_tokens, available=available)
-        rest = Segment(SegmentKind.FRESH, plan.exact_tokens, prompt_tokens, None)
-        return ReusePlan(prompt_tokens, (*plan.reused, rest)) if available else plan
 
-    patch.setattr(reader, "plan_reuse", wrong)
+def _resumed_inside_a_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepRule, "resume", lambda self, position: position)
 
 
 def _stored_tensors_shared(patch: pytest.MonkeyPatch) -> None:
@@ -194,11 +197,6 @@ def _contract(name: str) -> Callable[[Tiny], None]:
     return lambda tiny: getattr(TestMemoryStoreContract(), name)()
 
 
-def _changed_meanwhile(tiny: Tiny) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        test_fp.test_weights_changed_during_a_request_store_nothing(patch)
-
-
 def _byte_engine() -> KVBoost:
     from tests.helpers.tokenizer import byte_tokenizer
 
@@ -208,7 +206,11 @@ def _byte_engine() -> KVBoost:
 _BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Tiny], None]]] = {
     "the last token is matched": (_last_token_reused, _hits_around_chunk_ends),
     "the chain forgets the parent": (_chain_ignores_parents, _same_chunk_after_other_text),
-    "the suffix runs in one step": (_suffix_in_one_step, _many_steps),
+    "rows depend on their step": (_steps_without_tiles, _many_steps),
+    "a prompt resumes inside a step": (
+        _resumed_inside_a_step,
+        lambda tiny: test_steps.test_on_a_grid_stored_steps_are_those_of_a_cold_run.hypothesis.inner_test(8, 13),
+    ),
     "a stored tensor is shared with the caller": (_stored_tensors_shared, _own_cache),
     "KV is placed one row late": (_placed_one_row_late, _hits_around_chunk_ends),
     "the mask is off by one": (_mask_off_by_one, _hits_around_chunk_ends),
@@ -218,14 +220,17 @@ _BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Tiny], No
     "decoded rows pass for exact ones": (_taint_forgotten, _decoded_rows),
     "a step in two parts passes for exact": (
         _cut_step_is_exact,
-        lambda tiny: test_prefill.test_a_second_advance_goes_on_inside_the_step(),
+        lambda tiny: test_prefill.test_on_a_grid_a_second_advance_goes_on_inside_the_step(),
     ),
     "changed weights go unnoticed": (
         _weights_not_watched,
         lambda tiny: test_fp.test_weights_changed_in_place_end_the_old_hits(),
     ),
     "adapters share a cache": (_adapters_not_watched, lambda tiny: test_fp.test_adapters_have_their_own_cache()),
-    "weights change during a request": (_change_during_request_ignored, _changed_meanwhile),
+    "weights change during a request": (
+        _change_during_request_ignored,
+        lambda tiny: test_fp.test_weights_changed_during_a_request_store_nothing(),
+    ),
     "the caller's cache is pooled": (
         _given_cache_pooled,
         lambda tiny: test_engine.test_a_cache_handed_out_with_the_result_is_the_callers(_byte_engine()),
@@ -262,13 +267,13 @@ def test_same_chunk_after_other_text_is_no_hit(tiny: Tiny) -> None:
     warm.generate([*one, *shared], max_new_tokens=1, temperature=0)
     warm.warm([*other, *one])
     assert_warm_equals_cold(warm, cold, [*other, *shared], expected_hit=8)
-    assert_warm_equals_cold(warm, cold, [*one, *shared], expected_hit=24)
+    assert_warm_equals_cold(warm, cold, [*one, *shared], expected_hit=31)
     # A workspace that was used for another text in between holds none of this one.
     warm.generate([*other, *shared], max_new_tokens=1, temperature=0)
     result = warm.generate([*one, *shared], max_new_tokens=3, temperature=0, **_LOGITS)
     cold.clear()
     expected = cold.generate([*one, *shared], max_new_tokens=3, temperature=0, **_LOGITS)
-    assert result.cached_tokens == 24
+    assert result.cached_tokens == 31
     assert all(torch.equal(a, b) for a, b in zip(result.raw.logits, expected.raw.logits, strict=True))
 
 

@@ -69,7 +69,7 @@ def tiny_engine(**settings: Any) -> KVBoost:
         max_position_embeddings=2**17,
     )
     model = LlamaForCausalLM(config).eval()
-    return KVBoost(model, None, recompute_strategy="none", **{"cache_bytes": "16GiB", **settings})
+    return KVBoost(model, None, recompute_strategy="none", **{"quality": "high", "cache_bytes": "16GiB", **settings})
 
 
 class WithoutContent(LeastExpected):

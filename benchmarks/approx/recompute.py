@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> Report:
 def _engine(plain: KVBoost, store: FreezableStore, setting: Setting, args: argparse.Namespace) -> KVBoost:
     asked: dict[str, Any] = {"quality": setting.strategy}
     if setting.strategy not in _QUALITIES:
-        asked = {"recompute_strategy": setting.strategy, "recompute_ratio": setting.ratio}
+        asked = {"quality": "high", "recompute_strategy": setting.strategy, "recompute_ratio": setting.ratio}
     common: dict[str, Any] = {"store": store, "chunk_size": args.chunk_size, "force_approx": True}
     return KVBoost(plain.model, plain.tokenizer, **common, **asked)
 

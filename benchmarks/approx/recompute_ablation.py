@@ -155,6 +155,7 @@ def run(args: argparse.Namespace) -> Report:
     for strategy in TRIED:
         rounds = 2 if isinstance(strategy, TwoRounds) else 1
         settings: dict[str, Any] = {"store": store, "force_approx": True, "recompute_ratio": args.ratio / rounds}
+        settings["quality"] = "high"
         engines[strategy] = KVBoost(plain.model, plain.tokenizer, recompute_strategy=strategy, **settings)
         if rounds == 2:
             allow_second_round(engines[strategy])

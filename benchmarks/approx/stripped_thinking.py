@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> Report:
     """Both engines through the same chats, request by request."""
     report = Report("stripped_thinking", raw={"samples": []})
     engines = {_EXACT: load_engine(args, dtype=args.dtype)}
-    engines[_APPROX] = KVBoost(engines[_EXACT].model, engines[_EXACT].tokenizer)
+    engines[_APPROX] = KVBoost(engines[_EXACT].model, engines[_EXACT].tokenizer, quality="high")
     source = TextSource(engines[_EXACT].tokenizer, args.text)
     progress = Progress("chats", args.chats)
     first: dict[str, dict[int, list[GenerationResult]]] = {

@@ -89,7 +89,7 @@ def load_prompts(
     """The first ``count`` questions of ``file`` as prompts for this tokenizer."""
     if file is None:
         raise BenchError("this benchmark needs questions with passages; give them with --data FILE")
-    records = _records(file.expanduser())
+    records = read_questions(file.expanduser())
     if not 2 <= len(records) >= count:
         raise BenchError(f"{file.name} has {len(records)} questions; it needs two, and --prompts at most that many")
     before, behind = _frame(tokenizer)
@@ -124,7 +124,7 @@ def load_prompts(
     return prompts
 
 
-def _records(file: Path) -> list[dict[str, Any]]:
+def read_questions(file: Path) -> list[dict[str, Any]]:
     try:
         records = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -202,7 +202,7 @@ def _warm(engine: KVBoost, before: Sequence[Sequence[int]], passage: Sequence[in
     The parts before it are cut into pieces shorter than a chunk: found by content they would be further variants of
     passages, and right behind the head a passage would be an exact hit.
     """
-    piece = max(1, engine.config.chunk_size // 4)
+    piece = max(1, engine.config.chunk_tokens // 4)
     head, *context = before
     tokens, boundaries = list(head), [len(head)]
     for part in context:

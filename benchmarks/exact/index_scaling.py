@@ -115,7 +115,8 @@ def _plan(chunker: Chunker, ids: list[int]) -> None:
     """What the engine does between the token ids and the first lookup, and after it."""
     tokens = token_array(ids)
     chunks = chunk_keys(_ROOT, tokens, chunker.cut(tokens))
-    plan_reuse(chunks, prompt_tokens=len(ids), available=len(reusable_chunks(chunks, prompt_tokens=len(ids))))
+    reusable = reusable_chunks(chunks, prompt_tokens=len(ids))
+    plan_reuse(chunks, prompt_tokens=len(ids), exact_tokens=reusable[-1].end if reusable else 0)
 
 
 def _put(store: MemoryStore, blocks: Sequence[KVBlock]) -> None:

@@ -26,7 +26,7 @@ import torch
 from benchmarks.common.process import memory_status
 from benchmarks.internals import BatchRunner, Finished, Job, ModelSource, measure_rates, model_on_disk, workload
 from kvboost.bench.report import BenchError, Report, say
-from kvboost.capacity import MemoryEstimate, estimate_memory
+from kvboost.capacity import MAX_STEP, MemoryEstimate, estimate_memory
 from kvboost.config import EngineConfig
 from kvboost.engine import KVBoost
 
@@ -170,6 +170,7 @@ def predict(folder: Path, case: Case) -> tuple[MemoryEstimate, int | None]:
         context=case.context,
         batch=case.batch,
         layout=model.layout,
+        step_tokens=MAX_STEP,
         stored_tokens=case.batch * case.context,
     )
     return estimate_memory(model.shape, weights, work), budget

@@ -1,6 +1,6 @@
 """What one decode step of several sequences takes, and what Transformers' own batching does to their bits.
 
-Single decodes one after another, a joint step over each sequence's own cache (ours), the same with a shared beginning
+Single decodes one after another, a joint step over the rows of a batch (ours), the same with a shared beginning
 attended to once, one padded dense batch, and Transformers' continuous batching. Medians of a few steps, in CPU time, so
 that others on the machine count less; run it with OMP_NUM_THREADS=1.
 """
@@ -18,7 +18,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import model_runner as their_runner
 
 from benchmarks.common.measure import add_model_arguments, load_engine, positive
-from benchmarks.internals import ModelRunner, RaggedRunner, SharedPrefix, SlabCache, probe_model
+from benchmarks.internals import ModelRunner, RaggedRunner, RowBatch, SharedPrefix, SlabCache, probe_model
 from kvboost.bench.report import BenchError, Report
 
 QUICK = {"context": 100, "steps": 2}
@@ -43,16 +43,17 @@ def ours(model: Any, prompt: list[int], *, batch: int, steps: int) -> dict[str, 
     length, shared = len(prompt), len(prompt) - 32
     first = SlabCache(layout, capacity=length + steps + 2)
     runner.append(prompt, first, logits=False)
-    caches = [first]
-    for _ in range(batch - 1):
-        cache = SlabCache(layout, capacity=length + steps + 2)
-        cache.place(0, first.span(0, length))
-        cache.set_length(length)
-        caches.append(cache)
+    caches, rows, joint = [first], [], RowBatch(layout)
+    for number in range(batch):
+        if number:
+            caches.append(SlabCache(layout, capacity=length + steps + 2))
+            caches[-1].place(0, first.span(0, length))
+        rows.append(joint.add(tokens=length + steps + 2))
+        rows[-1].place(0, first.span(0, length))
     together = [SharedPrefix(tuple(range(batch)), shared)] if batch > 1 else []
 
     def back() -> None:
-        for cache in caches:
+        for cache in (*caches, *rows):
             cache.set_length(length)
 
     def timed(step: Callable[[], Any]) -> float:
@@ -61,8 +62,8 @@ def ours(model: Any, prompt: list[int], *, batch: int, steps: int) -> dict[str, 
 
     taken = {
         "one after another": timed(lambda: [runner.append([7], cache, logits=True) for cache in caches]),
-        "joint, own KV": timed(lambda: ragged.decode([7] * batch, caches)),
-        "joint, shared beginning": timed(lambda: ragged.decode([7] * batch, caches, shared=together)),
+        "joint, own KV": timed(lambda: ragged.decode([7] * batch, joint)),
+        "joint, shared beginning": timed(lambda: ragged.decode([7] * batch, joint, shared=together)),
     }
     dense = SlabCache(layout, capacity=length + steps + 2, batch=batch)
     for row in range(batch):

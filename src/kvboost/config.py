@@ -16,6 +16,9 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "m
 
 QUALITIES = ("exact", "high", "fast")
 PROTECTIONS = ("none", "mac", "encrypt")
+AUTO = "auto"
+"""A size that follows from the memory that is free when an engine is made."""
+DEFAULT_CHUNK = 32
 _CHECKED_BY_DEFAULT = 0.02
 _SIZES = (
     "cache_bytes",
@@ -27,6 +30,8 @@ _SIZES = (
     "remote_cache_bytes",
     "object_cache_bytes",
 )
+
+_AUTOMATIC = ("cache_bytes", "workspace_bytes", "host_cache_bytes")
 
 
 def parse_bytes(value: int | str, *, name: str) -> int:
@@ -55,20 +60,24 @@ class EngineConfig:
 
     strict: bool = True
     """Raise for a model whose cache cannot be reused. False runs it without reuse."""
-    chunk_size: int = 128
-    """Tokens per chunk, on average. Smaller chunks leave less to compute after a hit and slow a first prefill down."""
-    chunking: Any = "content"
-    """Where chunks end: ``"content"`` (cuts depend on the text), ``"fixed"``, or in Python a Chunker."""
+    chunk_size: int | None = None
+    """Tokens per chunk, on average. By default 16 to 64, so that a chunk's KV takes roughly 0.25 to 2 MB."""
+    chunking: Any = "natural"
+    """Where chunks end: ``"natural"`` (at paragraphs, lines and messages, by content where there are none),
+    ``"content"``, ``"fixed"``, or in Python a Chunker."""
     max_chunks: int | None = None
     """Keep at most this many chunks in memory."""
-    cache_bytes: int | str = "2GiB"
-    """Memory for chunks: a number of bytes, or text such as ``"2GiB"``."""
-    workspace_bytes: int | str = "1GiB"
-    """Memory for caches kept between requests, so that a repeated prefix needs no copy."""
+    cache_bytes: int | str = AUTO
+    """Memory for chunks: a number of bytes, text such as ``"2GiB"``, or ``"auto"``. On an accelerator that is a fifth
+    of the memory that is free beside the weights, on the CPU 2 GiB."""
+    workspace_bytes: int | str = AUTO
+    """Memory for caches kept between requests, so that a repeated prefix needs no copy. ``"auto"`` is a fifth of an
+    accelerator's free memory, on the CPU 1 GiB."""
     kv_bytes: int | str | None = None
     """KV that running requests may hold in memory, prompt and new tokens, such as ``"512MB"``. A request of
     ``generate`` that needs more is paged: pages that do not fit are kept on disk (with an accelerator, in host memory).
-    Results are equal up to rounding, and slower. A server does not page; it refuses such a job. None sets no limit.
+    Results are equal up to rounding, and slower. A server does not page; it refuses such a job. None sets no limit
+    for ``generate``; a server's jobs then hold two fifths of an accelerator's free memory together, on the CPU 2 GiB.
     Stored chunks and idle workspaces have separate budgets."""
     kv_dir: str | Path | None = None
     """Directory for pages beyond ``kv_bytes``. Not a memory-backed one, as some /tmp are. By default the system's
@@ -77,9 +86,12 @@ class EngineConfig:
     """Chunks of different tenants are never shared. One engine serves many: see :meth:`kvboost.KVBoost.for_tenant`."""
     tenant_bytes: int | str | None = None
     """Limit for one tenant, in memory and in each tier below. None sets no limit."""
+    numerics: Any = None
+    """How exact reuse rounds: ``"bitwise"`` has the bits of a cold run, ``"fast"`` is exact up to rounding. By default
+    bitwise on CPUs and fast on accelerators, where bitwise recomputes up to 1,023 tokens behind a hit."""
     reuse_generated: bool = False
     """Also store KV made by decoding. Such a hit is not bitwise and is reported so."""
-    quality: float | str = "high"
+    quality: float | str = "exact"
     """How far non-prefix reuse may go: ``"exact"``, ``"high"``, ``"fast"``, or the share of answers that may differ.
     ``"exact"`` never uses it; ``"high"`` recomputes half of the reused tokens (at most 20 % of the answers may differ);
     ``"fast"`` recomputes 15 % (50 % of the answers). An answer differs if one of its first eight tokens does.
@@ -104,9 +116,10 @@ class EngineConfig:
     kv_cache_bits: int = 16
     """Bits of stored KV: 16 keeps it as the model has it, 8 and 4 take a half and a quarter of the memory. Answers that
     used 8 or 4 are not bitwise (see docs/results/codec.md)."""
-    host_cache_bytes: int | str = 0
+    host_cache_bytes: int | str = AUTO
     """Host memory for chunks that an accelerator's memory (``cache_bytes``) evicts. They load faster than from a
-    disk. For the engine's own tenant only."""
+    disk. ``"auto"`` is a quarter of the host's free memory beside an accelerator, and 0 for a model on the CPU. It is
+    pinned, in pages that are allocated as they are needed. For the engine's own tenant only."""
     disk_cache_dir: str | Path | None = None
     """Also keep chunks in this directory. They outlive the process, and several processes may share it."""
     disk_cache_bytes: int | str = "20GiB"
@@ -137,6 +150,11 @@ class EngineConfig:
     """Key for that: a file with 32 random bytes, or with 64 hex digits, that only its owner may read."""
 
     @property
+    def chunk_tokens(self) -> int:
+        """``chunk_size``, or what most models get by default."""
+        return self.chunk_size if self.chunk_size is not None else DEFAULT_CHUNK
+
+    @property
     def checked_share(self) -> float:
         """Share of the requests with non-prefix reuse that are answered both ways."""
         if self.shadow_share is not None:
@@ -155,6 +173,8 @@ class EngineConfig:
             )
         if not isinstance(self.quality, str) and not _is_share(self.quality, below_one=True):
             raise ConfigError(f"quality={self.quality!r} is not a share; give 0.02 for two answers in a hundred")
+        if self.numerics not in (None, "bitwise", "fast"):
+            raise ConfigError(f"numerics={self.numerics!r} is not known; use 'bitwise' or 'fast', or leave it out")
         if self.kv_cache_bits not in (16, 8, 4):
             raise ConfigError(f"kv_cache_bits={self.kv_cache_bits} is not known; use 16, 8 or 4")
         if self.shadow_share is not None and not _is_share(self.shadow_share):
@@ -165,13 +185,13 @@ class EngineConfig:
             raise ConfigError(f"recompute_ratio={self.recompute_ratio} is not a share; give 0.15 for 15 % of tokens")
         if self.recompute_overlap is not None and self.recompute_overlap < 0:
             raise ConfigError(f"recompute_overlap={self.recompute_overlap} is negative; give a number of tokens")
-        if self.chunk_size < 4:
-            raise ConfigError(f"chunk_size={self.chunk_size} is too small; use 4 or more (128 is a good start)")
+        if self.chunk_size is not None and self.chunk_size < 4:
+            raise ConfigError(f"chunk_size={self.chunk_size} is too small; use 4 or more, or leave it out")
         if self.max_chunks is not None and self.max_chunks < 0:
             raise ConfigError(f"max_chunks={self.max_chunks} is negative; leave it out for no limit")
         for name in _SIZES:
             value = getattr(self, name)
-            if value is not None:
+            if value is not None and not (name in _AUTOMATIC and value == AUTO):
                 object.__setattr__(self, name, parse_bytes(value, name=name))
         if not isinstance(self.tenant, str):
             raise ConfigError(f"tenant={self.tenant!r} is no name; give a text")

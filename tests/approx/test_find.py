@@ -41,7 +41,7 @@ def joined(*parts: list[int]) -> tuple[list[int], list[int]]:
 
 
 def engine_for(model: Any, tokenizer: Any = None, **settings: Any) -> KVBoost:
-    return KVBoost(model, tokenizer, **{"chunk_size": 32, **settings})
+    return KVBoost(model, tokenizer, **{"chunk_size": 32, "quality": "high", **settings})
 
 
 def read(engine: KVBoost, *parts: list[int], **kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ def test_nothing_behind_a_moved_chunk_is_found_as_exact(tiny: Tiny, how: str) ->
     model = tiny("llama")
     # Batches know no boundaries: on a grid of eight all parts begin and end at a cut without them.
     grid = {"chunking": "fixed", "chunk_size": 8} if how == "batch" else {"chunk_size": 32}
-    engine = KVBoost(model, recompute_ratio=0.1, reuse_generated="keep" in how, **grid)
+    engine = KVBoost(model, quality="high", recompute_ratio=0.1, reuse_generated="keep" in how, **grid)
     tokens, ends = joined(HEAD, TWO, text(9, 64), ONE, QUESTION)
     warm(engine, HEAD, ONE, TWO)
     if how == "prefill":
@@ -238,6 +238,19 @@ def test_where_computing_is_cheaper_nothing_moves(tiny: Tiny, monkeypatch: pytes
     assert read(engine, HEAD, TWO, ONE, QUESTION).reuse.moved_tokens == 0
 
 
+def test_text_computed_before_a_moved_chunk_leaves_it_alone(tiny: Tiny) -> None:
+    """Fails if chunks are placed before the steps in front of them, which clear the positions behind their own."""
+    model = tiny("llama")
+    engine = engine_for(model, recompute_ratio=0.0, recompute_strategy="none")
+    warm(engine, HEAD, ONE)
+    stored = read(engine_for(model, quality="exact"), HEAD, ONE, QUESTION).cache
+    found = read(engine, HEAD, text(13, 8), ONE, QUESTION)
+    assert found.reuse.moved_tokens == len(ONE)
+    begin, end = len(HEAD), len(HEAD + ONE)
+    for layer, before in zip(found.cache.layers, stored.layers, strict=True):  # values do not depend on the position
+        assert torch.equal(layer.value_store[:, :, begin + 8 : end + 8], before.value_store[:, :, begin:end])
+
+
 def test_the_best_variant_is_the_one_with_most_of_the_same_company(tiny: Tiny) -> None:
     """Encoded behind ONE, THREE is right behind ONE; the variant behind TWO would not be."""
     model = tiny("llama")
@@ -302,7 +315,7 @@ def test_a_prompt_that_comes_again_becomes_exact(tiny: Tiny) -> None:
     reuses = [read(engine, HEAD, TWO, new, ONE, QUESTION).reuse for _ in range(3)]
     assert [r.moved_tokens for r in reuses] == [len(ONE + TWO), 0, 0]
     assert [r.bitwise for r in reuses] == [False, True, True]
-    assert reuses[2].exact_tokens == len(HEAD + TWO + new + ONE)
+    assert reuses[2].exact_tokens == len(HEAD + TWO + new + ONE + QUESTION) - 1, "its end was stored too"
     # A prompt that only begins like it is exact as far as that goes, and moved behind.
     reuse = read(engine, HEAD, TWO, ONE, QUESTION).reuse
     assert (reuse.exact_tokens, reuse.moved_tokens) == (len(HEAD + TWO), len(ONE))
@@ -328,7 +341,7 @@ def test_a_failure_while_moving_is_computed_instead(stage: str, tiny: Tiny, monk
     assert "out of luck" in found.reuse.reason
     assert engine._store.stats().leased == 0
     again = read(engine, HEAD, text(9, 64), TWO, ONE, QUESTION)
-    assert again.reuse.exact_tokens == len(HEAD + text(9, 64) + TWO + ONE), "what was computed was kept"
+    assert again.reuse.exact_tokens == len(HEAD + text(9, 64) + TWO + ONE + QUESTION) - 1, "what was computed was kept"
 
 
 def test_more_rows_are_computed_where_the_estimate_is_too_high(tiny: Tiny) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache
 
 from kvboost import UnsupportedModelError
-from kvboost.approx.reposition import KeyRepositioner, _slices, probe_reposition
+from kvboost.approx.reposition import KeyRepositioner, Move, _slices, probe_reposition
 from kvboost.hf.cache import KVLayout, SlabCache, layout_of
 from tests.helpers.models import tiny_model
 
@@ -123,7 +123,7 @@ def _repositioned(
 ) -> tuple[torch.Tensor, ...]:
     end = new + block[0].shape[2]
     cache = SlabCache(layout, capacity=end)
-    repositioner.place(cache, block, old_start=old, new_start=new)
+    repositioner.place(cache, [Move(block, old, new)])
     return cache.span(new, end)
 
 
@@ -227,7 +227,7 @@ def test_only_the_rows_named_are_written(tiny: Callable[..., Any]) -> None:
     layout = _layout(model)
     repositioner = probe_reposition(model, layout)
     cache = SlabCache(layout, capacity=256, batch=3)  # zeroed
-    repositioner.place(cache, _fresh(model, 5), old_start=5, new_start=90, row=1)
+    repositioner.place(cache, [Move(_fresh(model, 5), 5, 90)], row=1)
     right = _fresh(model, 90)
     assert _error([slab[:, 1, :, 90:130] for slab in cache.slabs], right) <= 1e-5
     for slab in cache.slabs:
@@ -303,9 +303,9 @@ def test_what_does_not_fit_is_refused(tiny: Callable[..., Any]) -> None:
     layout = _layout(model)
     repositioner = probe_reposition(model, layout)
     with pytest.raises(ValueError, match="do not fit"):
-        repositioner.place(SlabCache(layout, capacity=256), _fresh(model, 0), old_start=0, new_start=217)
+        repositioner.place(SlabCache(layout, capacity=256), [Move(_fresh(model, 0), 0, 217)])
     with pytest.raises(ValueError, match="another layout"):
-        repositioner.place(SlabCache(_layout(other), capacity=256), _fresh(model, 0), old_start=0, new_start=1)
+        repositioner.place(SlabCache(_layout(other), capacity=256), [Move(_fresh(model, 0), 0, 1)])
 
 
 @given(indices=st.sets(st.integers(0, 60), max_size=40))

@@ -96,7 +96,7 @@ def test_a_strategy_is_found_by_name_or_taken_as_it_is() -> None:
     ],
 )
 def test_settings_become_a_way_of_repairing(settings: dict[str, Any], name: str | None, ratio: float | None) -> None:
-    repair = choose_repair(EngineConfig(**settings))
+    repair = choose_repair(EngineConfig(**{"quality": "high", **settings}))
     assert repair is not None
     assert name is None or repair.strategy.name == name
     assert ratio is None or repair.ratio == ratio
@@ -113,4 +113,4 @@ def test_exact_means_nothing_moves_and_high_repairs_more_than_fast() -> None:
     assert fast is not None
     assert high.ratio > fast.ratio
     with pytest.raises(ConfigError, match="recompute_overlap belongs to"):
-        choose_repair(EngineConfig(recompute_overlap=4))
+        choose_repair(EngineConfig(quality="high", recompute_overlap=4))

@@ -74,7 +74,7 @@ def test_every_history_reuses_the_passages_and_only_the_head_is_exact(
     history: str, questions: Path, tiny: Tiny
 ) -> None:
     model = tiny("llama", vocab_size=300, max_position_embeddings=8192)
-    engine = KVBoost(model, None, chunk_size=64, recompute_strategy="none", recompute_ratio=0.0)
+    engine = KVBoost(model, None, chunk_size=64, quality="high", recompute_strategy="none", recompute_ratio=0.0)
     for prompt in load(questions, passages=3):
         rag.prefill_before(engine, prompt, history)
         reuse = engine.prefill(prompt.tokens, boundaries=prompt.boundaries).reuse

@@ -21,13 +21,13 @@ from tests.helpers.tokenizer import byte_tokenizer
 
 
 def test_doctor_says_what_a_model_allows(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["doctor", str(folder)]) == 0
+    assert main(["doctor", str(folder), "--quality", "high"]) == 0
     said = capsys.readouterr().out
     assert "exact reuse         on" in said
     assert "non-prefix reuse    on: auto" in said
     tiny_model("gpt2").save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    assert main(["doctor", str(tmp_path)]) == 0
+    assert main(["doctor", str(tmp_path), "--quality", "high"]) == 0
     said = capsys.readouterr().out
     assert "non-prefix reuse    off: gpt2" in said
 
@@ -105,7 +105,7 @@ def test_warm_reads_directories_and_goes_on_where_it_stopped(
     (documents / "more").mkdir(parents=True)
     for number in range(3):
         (documents / f"{number}.txt").write_text(f"document {number} " * 30)
-    call = ["warm", str(folder), str(documents), "--disk-cache-dir", str(tmp_path / "cache")]
+    call = ["warm", str(folder), str(documents), "--disk-cache-dir", str(tmp_path / "cache"), "--quality", "high"]
     assert main(call) == 0
     first = capsys.readouterr().out
     assert first.startswith("3 documents with ")

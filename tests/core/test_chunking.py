@@ -162,7 +162,7 @@ def test_make_chunker() -> None:
     assert make_chunker("fixed", size=64) == FixedChunker(64)
     own = FixedChunker(7)
     assert make_chunker(own, size=64) is own
-    with pytest.raises(ConfigError, match="'content', 'fixed'"):
+    with pytest.raises(ConfigError, match="'content', 'fixed', 'natural'"):
         make_chunker("magic", size=64)
     with pytest.raises(ConfigError, match="int"):
         make_chunker(3, size=64)  # type: ignore[arg-type]

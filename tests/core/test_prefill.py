@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from kvboost import KVBoost
 from kvboost.core.prefill import ApproxSpans, PrefillState, RepairOutcome
 from kvboost.core.prefiller import Prefiller
+from kvboost.core.verify import same_bits
+from kvboost.steps import StepRule
 from kvboost.types import KVBlock
 from tests.helpers.models import tiny_model
 
@@ -20,13 +23,18 @@ _TEXT = torch.randint(3, 97, (100,), generator=torch.Generator().manual_seed(3))
 _ENGINE: list[KVBoost] = []
 
 
-def prefiller() -> Prefiller:
-    """Chunks of 16 tokens: 100 tokens are six steps and a tail."""
+_GRID = StepRule(16, 16)  # what a model gets that cannot run in tiles, with shorter steps
+
+
+def prefiller(rule: StepRule | None = None) -> Prefiller:
+    """Chunks of 16 tokens: 100 tokens are six chunks and a tail. Without ``rule``, the model's own: any step."""
     if not _ENGINE:
         _ENGINE.append(KVBoost(tiny_model("llama"), chunk_size=16, chunking="fixed", quality="exact"))
     _ENGINE[0].clear()
     assert _ENGINE[0].session is not None
-    return _ENGINE[0].session.prefiller
+    own = _ENGINE[0].session.prefiller
+    assert own.rule.grid is None
+    return own if rule is None else replace(own, rule=rule)
 
 
 def holds(state: PrefillState) -> None:
@@ -34,56 +42,82 @@ def holds(state: PrefillState) -> None:
     assert state.cache.get_seq_length() == state.num_computed
 
 
-@given(stops=st.lists(st.integers(0, 96), max_size=6), warm=st.booleans(), commits=st.booleans())
+@given(stops=st.lists(st.integers(0, 99), max_size=6), warm=st.booleans(), commits=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_any_stops_give_the_same_tokens_and_exact_only_what_ran_whole(
-    stops: list[int], warm: bool, commits: bool
-) -> None:
-    """``advance`` may stop inside a step: the rest of it is computed then, and nothing from it on is exact."""
+def test_any_stops_give_the_same_bits_and_all_of_it_is_exact(stops: list[int], warm: bool, commits: bool) -> None:
+    """In tiles a prefill may stop anywhere: every bit is the same, so everything may be stored."""
     run = prefiller()
     with run.open(_TEXT) as state:
         run.advance_to_last_step(state)
-        expected = run.finish(state)
-        run.commit(state)
-    if not warm:
-        _ENGINE[0].clear()
-    cut: int | None = None
+        run.finish(state)
+        expected = state.cache.extract(0, len(_TEXT))
+        if warm:
+            run.commit(state)
+    run.pool.clear()
     with run.open(_TEXT) as state:
-        begin = state.num_computed
+        assert state.num_computed == (len(_TEXT) - 1 if warm else 0)
         for stop in stops:
             run.advance(state, to=stop)
             if commits:
                 run.commit(state)
             holds(state)
-            inside = [s.start for s in state.plan.steps if s.start < stop < s.end and stop > begin]
-            if inside and (cut is None or inside[0] < cut) and stop == state.num_computed:
-                cut = inside[0] if cut is None else cut
         run.advance_to_last_step(state)
-        logits = run.finish(state)
+        if state.num_computed < len(_TEXT):
+            run.finish(state)
         run.commit(state)
         holds(state)
-        if cut is not None:
-            assert state.num_exact <= cut
-            assert all(block.end <= cut for block in state.prompt.chunks if block.end <= state.num_committed)
-        else:
-            assert state.num_exact == len(_TEXT)
-    assert torch.allclose(logits, expected, atol=1e-5)
+        assert state.num_exact == state.num_committed == len(_TEXT)
+        found = state.cache.extract(0, len(_TEXT))
+    assert all(same_bits(one, other) for one, other in zip(expected, found, strict=True))
 
 
-def test_a_second_advance_goes_on_inside_the_step() -> None:
-    run = prefiller()
+@given(stops=st.lists(st.integers(0, 96), max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_on_a_grid_only_whole_steps_are_exact(stops: list[int]) -> None:
+    run = prefiller(_GRID)
+    cut = len(_TEXT) // 16 * 16  # the tail is no whole step
+    with run.open(_TEXT) as state:
+        done = 0
+        for stop in stops:
+            run.advance(state, to=stop)
+            holds(state)
+            if stop > done:
+                done = stop
+                cut = min(cut, stop // 16 * 16) if stop % 16 else cut
+        run.advance_to_last_step(state)
+        run.finish(state)
+        run.commit(state)
+        holds(state)
+        assert (state.num_exact, state.num_committed) == (cut, cut)
+    with run.open(_TEXT) as state:
+        assert state.num_computed == cut
+
+
+def test_on_a_grid_a_second_advance_goes_on_inside_the_step() -> None:
+    run = prefiller(_GRID)
     with run.open(_TEXT) as state:
         run.advance(state, to=40)
         assert (state.num_computed, state.num_exact) == (40, 32)
         run.advance(state, to=60)
         assert (state.num_computed, state.num_exact) == (60, 32), "a step in two parts is not what a cold run computes"
-        assert state.cache.get_seq_length() == 60
         run.commit(state)
         assert state.num_committed == 32
 
 
+def test_fast_numerics_resume_anywhere_and_say_so() -> None:
+    run = prefiller(StepRule(64, numerics="fast"))
+    with run.open(_TEXT) as state:
+        run.advance_to_last_step(state)
+        run.finish(state)
+        run.commit(state)
+        assert state.bitwise, "nothing was reused"
+    with run.open([*_TEXT, 5, 6]) as state:
+        assert state.num_computed == len(_TEXT)
+        assert not state.report().bitwise
+
+
 def test_nothing_is_finished_before_its_steps() -> None:
-    run = prefiller()
+    run = prefiller(_GRID)
     with run.open(_TEXT) as state, pytest.raises(ValueError, match="advance_to_last_step"):
         run.finish(state)
 
@@ -93,11 +127,9 @@ def test_nothing_is_finished_before_its_steps() -> None:
     [
         lambda state: state.computed(20),  # nothing was appended
         lambda state: state.computed(0),
-        lambda state: state.computed(17),  # across a step's end
         lambda state: state.committed(16, new=True),  # not computed
         lambda state: state.repaired(RepairOutcome(0, None)),
         lambda state: state.drop_approx("no reason"),
-        lambda state: state.in_steps_of(64),  # bitwise KV keeps its steps
     ],
 )
 def test_transitions_that_do_not_fit_are_refused(wrong: Callable[[PrefillState], Any]) -> None:
@@ -123,7 +155,6 @@ def test_chunks_are_repositioned_once_and_before_anything_is_computed() -> None:
             run.advance(state, to=64)
         state.drop_approx("as asked")
         assert (state.num_computed, state.num_exact, state.spans) == (32, 32, None)
-        run.advance_to_last_step(state)
         run.finish(state)
         assert state.num_exact == len(_TEXT)
         assert state.report().reason == "as asked"

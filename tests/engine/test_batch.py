@@ -121,7 +121,9 @@ def test_a_batch_makes_no_capacity_that_nobody_may_use(
 
 
 def test_batches_are_checked_as_other_requests_are(tiny: Callable[..., Any]) -> None:
-    engine = KVBoost(tiny("llama"), None, chunk_size=16, shadow_share=1.0, force_approx=True, recompute_ratio=0.3)
+    engine = KVBoost(
+        tiny("llama"), None, chunk_size=16, quality="high", shadow_share=1.0, force_approx=True, recompute_ratio=0.3
+    )
     assert engine.parts.shadow is not None
     engine.warm(_TEXT[:64])
     prompts = [[7, 8, 9, *_TEXT[:64], last] for last in (3, 4)]

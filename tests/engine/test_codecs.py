@@ -44,8 +44,8 @@ def test_codecs_never_meet(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_packed_chunks_can_be_moved(tiny: Tiny) -> None:
-    engine = engine_for(tiny("llama"), kv_cache_bits=8, recompute_ratio=0.0, force_approx=True)
-    raw = engine_for(tiny("llama"), recompute_ratio=0.0, force_approx=True)
+    engine = engine_for(tiny("llama"), kv_cache_bits=8, quality="high", recompute_ratio=0.0, force_approx=True)
+    raw = engine_for(tiny("llama"), quality="high", recompute_ratio=0.0, force_approx=True)
     for one in (engine, raw):
         warm(one, HEAD, ONE, TWO, THREE)
     packed, plain = (read(one, HEAD, THREE, ONE, TWO, QUESTION) for one in (engine, raw))

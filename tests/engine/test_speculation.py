@@ -15,6 +15,7 @@ from packaging.version import Version
 from transformers import StoppingCriteria
 
 from kvboost import ConfigError, GenerationMode, KVBoost
+from kvboost.hf.numerics import choose
 from kvboost.offload.weights import streamer_of
 from kvboost.scheduler.runner import BatchRunner
 from tests.helpers.models import tiny_model
@@ -44,7 +45,10 @@ def _half_right(family: str, **overrides: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "mixtral", "gpt2", "phi3"])
-def test_greedy_tokens_are_those_of_no_draft_cold_and_warm(family: str, tiny: Callable[..., Any]) -> None:
+def test_greedy_tokens_are_those_of_no_draft_cold_and_warm(
+    family: str, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "_GRID_ON_CPU", 16)  # for mixtral; the prompt is shorter than the real grid
     # For phi3 the draft itself is one with other layers: right sometimes only.
     draft = _eager(tiny_model(family, num_hidden_layers=1)) if family == "phi3" else _half_right(family)
     if family == "gemma3_text" and Version(transformers.__version__) < Version("5.22"):
@@ -56,9 +60,9 @@ def test_greedy_tokens_are_those_of_no_draft_cold_and_warm(family: str, tiny: Ca
     accepted = []
     for given in (draft, "prompt-lookup"):
         with KVBoost(tiny(family), draft=given, **_SETTINGS) as engine:
-            for exact in (0, 96):
+            for again in (False, True):
                 result = engine.generate(_PROMPT, **_GREEDY)
-                assert result.reuse.exact_tokens == exact
+                assert (result.reuse.exact_tokens > 90) is again
                 assert result.reuse.bitwise
                 assert result.token_ids == wanted
                 told = result.speculation
@@ -210,7 +214,7 @@ def test_a_draft_for_one_request(tiny: Callable[..., Any]) -> None:
     with KVBoost(tiny("llama"), **_SETTINGS) as engine:
         wanted = engine.generate(_PROMPT, **_GREEDY).token_ids
         result = engine.generate(_PROMPT, assistant_model=_half_right("llama"), **_GREEDY)
-        assert (result.token_ids, result.reuse.exact_tokens) == (wanted, 96)
+        assert (result.token_ids, result.reuse.exact_tokens) == (wanted, len(_PROMPT) - 1)
         assert result.speculation is not None
 
 

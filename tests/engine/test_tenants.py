@@ -258,7 +258,7 @@ def test_clearing_a_view_leaves_the_others(tier: Tier, tiny: Tiny) -> None:
 
 
 def test_moved_text_stays_with_its_tenant(tiny: Tiny) -> None:
-    with engine_for(tiny("llama"), recompute_ratio=0.0, force_approx=True) as engine:
+    with engine_for(tiny("llama"), quality="high", recompute_ratio=0.0, force_approx=True) as engine:
         one, other = engine.for_tenant("one"), engine.for_tenant("other")
         warm(one, HEAD, ONE, TWO, THREE)
         assert read(other, HEAD, THREE, ONE, TWO, QUESTION).reuse.moved_tokens == 0

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvboost import GenerationMode, KVBoost, UnsupportedModelError
+from kvboost.hf.numerics import choose
 from kvboost.hf.probe import probe_model
 
 _PROMPT = list(range(3, 60))
@@ -41,8 +42,9 @@ def test_a_refused_model_still_runs_when_not_strict(tiny: Callable[..., Any]) ->
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "mistral", "llama4_text", "cohere2", "gpt_oss"])
 def test_sliding_and_chunked_layers_agree_with_transformers_beyond_their_window(
-    family: str, tiny: Callable[..., Any]
+    family: str, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(choose, "_GRID_ON_CPU", 16)  # for the families that are stepped on a grid
     kinds = {"llama4_text": "chunked_attention"}
     overrides: dict[str, Any] = {"sliding_window": 16, "head_dim": 8}
     if family == "llama4_text":
@@ -63,18 +65,20 @@ def test_sliding_and_chunked_layers_agree_with_transformers_beyond_their_window(
 def test_length_dependent_rope_limits_reuse(kind: str, tiny: Callable[..., Any]) -> None:
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
     if kind == "longrope":
-        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 32}
-        model = tiny("llama", rope_parameters=rope, max_position_embeddings=128)
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 80}
+        model = tiny("llama", rope_parameters=rope, max_position_embeddings=320)
     else:
-        model = tiny("llama", rope_parameters=rope, max_position_embeddings=32)
+        model = tiny("llama", rope_parameters=rope, max_position_embeddings=80)
     engine = KVBoost(model, None, chunk_size=8, chunking="fixed")
-    engine.warm(_PROMPT[:31])
-    inside = engine.prefill(_PROMPT[:31])
-    assert inside.reuse.exact_tokens == 24
-    beyond = engine.prefill(_PROMPT[:40])
+    prompt = list(range(3, 93))
+    engine.warm(prompt[:79])
+    inside = engine.prefill(prompt[:79])
+    assert inside.reuse.exact_tokens == 72
+    beyond = engine.prefill(prompt)
     assert beyond.reuse.exact_tokens == 0
     assert kind in str(beyond.reuse.reason)
-    again = engine.prefill(_PROMPT[:31])
+    again = engine.prefill(prompt[:79])
+    assert again.reuse.exact_tokens == 78
     assert torch.equal(again.logits, inside.logits), "a long prompt in between must leave no trace"
     assert engine.verify_correctness()
 

@@ -11,6 +11,7 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.hf import fingerprint
+from kvboost.hf.numerics import choose
 from kvboost.hf.probe import probe_model
 from tests.helpers.models import tiny_model
 
@@ -97,6 +98,7 @@ def test_data_at_dead_datas_address_is_other_data() -> None:
 
 
 def test_the_experts_kernel_of_decoding_does_not_keep_generate_from_storing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "_GRID_ON_CPU", 16)
     model = tiny_model("qwen3_moe")
     model.set_experts_implementation("grouped_mm")
     engine = _engine(model)

@@ -58,7 +58,7 @@ def settled(engine: KVBoost, runner: BatchRunner) -> bool:
 
 
 class Watched:
-    """Notes what the model computes, in order: ('read', rows) and ('decode', jobs)."""
+    """Notes what the model computes, in order: ('read', rows), of more than one, and ('decode', jobs)."""
 
     def __init__(self, engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
         self.did: list[tuple[str, int]] = []
@@ -114,11 +114,11 @@ def test_jobs_join_and_leave_at_every_step(tiny: Callable[..., Any], monkeypatch
     assert first[0] == NewToken(ids(first)[0])
 
 
-def test_a_long_prompt_holds_streams_up_for_one_chunk_at_most(
+def test_a_long_prompt_holds_streams_up_for_one_step_at_most(
     tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(tiny("llama"))
-    with BatchRunner(engine) as runner:
+    with BatchRunner(engine, chunk_budget=8) as runner:
         watched = Watched(engine, monkeypatch)
         started = threading.Event()
         stream = runner.submit(job(_TEXT[200:205], 60, constrain=lambda tokens, logits: started.set()))
@@ -129,7 +129,7 @@ def test_a_long_prompt_holds_streams_up_for_one_chunk_at_most(
     begin = next(i for i, did in enumerate(watched.did) if did == ("read", 8))
     reads = [i for i, did in enumerate(watched.did) if did[0] == "read"]
     assert len([i for i in reads if i >= begin]) == 25
-    assert all(watched.did[i + 1][0] == "decode" for i in reads), "a decode step after every chunk"
+    assert all(watched.did[i + 1][0] == "decode" for i in reads), "a decode step after every prefill step"
 
 
 def test_short_prompts_read_several_in_a_step_within_the_budget(
@@ -169,7 +169,7 @@ def test_cancelling_gives_everything_back_within_one_step(tiny: Callable[..., An
     engine = engine_of(tiny("llama"))
     engine.warm(_TEXT[:64])  # so that the victim holds a lease
     for phase in ("waiting", "reading", "decoding"):
-        with BatchRunner(engine, max_running=1 if phase == "waiting" else 2) as runner:
+        with BatchRunner(engine, max_running=1 if phase == "waiting" else 2, chunk_budget=8) as runner:
             victim: list[Ticket] = []
             held: list[tuple[int, int, int]] = []
 
@@ -273,21 +273,21 @@ def test_new_tokens_are_kept_as_the_engine_keeps_them(tiny: Callable[..., Any]) 
             chat = [*_TEXT[:30], *ids(first), 5, 6]
             report = end(run(runner, [job(chat, 2)])[0]).report
         assert report is not None
-        assert report.exact_tokens == (48 if reuse else 24), "24 rows of the prompt, 54 of all that was computed"
+        assert report.exact_tokens == (48 if reuse else 30), "all of the prompt; the chunks of all that was computed"
         assert report.bitwise is not reuse
 
 
 @pytest.mark.usefixtures("prices_as_guessed")
 def test_text_that_stands_elsewhere_is_moved(tiny: Callable[..., Any]) -> None:
-    engine = engine_of(tiny("llama"), force_approx=True, recompute_ratio=1.0)
+    engine = engine_of(tiny("llama"), quality="high", force_approx=True, recompute_ratio=1.0)
     engine.warm(_TEXT[:64])
     prompt = [*_TEXT[150:158], *_TEXT[8:24], 5]
-    with BatchRunner(engine) as runner:
+    with BatchRunner(engine, chunk_budget=8) as runner:
         free = run(runner, [job(prompt, 4)])[0]
         report = end(free).report
         assert report is not None
         assert (report.moved_tokens, report.bitwise) == (16, False)
-        # Beside others, a repair that would hold them up for longer than a chunk is not done.
+        # Beside others, a repair that would hold them up for longer than two budgets is not done.
         long = [*_TEXT[160:168], *_TEXT[8:64], 6]
         both = run(runner, [job(_TEXT[200:204], 40), job(long, 4)])
         report = end(both[1]).report
@@ -371,7 +371,7 @@ def test_memory_stays_within_its_budget(tiny: Callable[..., Any]) -> None:
 def test_long_answers_grow_and_are_preempted_in_turn(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvboost.scheduler.running._INITIAL_NEW_TOKENS", 32)
     row = bytes_per_token(tiny("llama"))
-    # Each begins with capacity for 256 tokens and comes to need 512; there is memory for 768.
+    # Each begins with capacity for 256 tokens and comes to need 512, the second a step later; there is memory for 768.
     engine = engine_of(tiny("llama"), workspace_bytes=0, kv_bytes=768 * row)
     with BatchRunner(engine, max_wait_steps=10_000) as runner:
         seen: list[RunnerLoad] = []
@@ -379,11 +379,11 @@ def test_long_answers_grow_and_are_preempted_in_turn(tiny: Callable[..., Any], m
         close = runner._close
         monkeypatch.setattr(runner, "_close", lambda number: (sent_back.append(number), close(number))[1])
         watch = {"constrain": lambda tokens, logits: seen.append(runner.load())}
-        found = run(runner, [job(_TEXT[i : i + 10], 280, **watch) for i in range(2)])
+        found = run(runner, [job(_TEXT[i:10], 280, **watch) for i in range(2)])
         assert settled(engine, runner)
     assert max(load.cached_bytes // row for load in seen) == 768
     assert sent_back == [1], "the second, once"
-    assert [ids(events) for events in found] == [alone(engine, _TEXT[i : i + 10], 280) for i in range(2)]
+    assert [ids(events) for events in found] == [alone(engine, _TEXT[i:10], 280) for i in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -408,11 +408,11 @@ def test_tenants_share_the_batch_and_nothing_else(tiny: Callable[..., Any], monk
     with BatchRunner(engine) as runner:
         watched = Watched(engine, monkeypatch)
         found = run(runner, [job([*_TEXT[:32], 5, 6], 24, tenant=name) for name in ("", "a", "b", "a")])
-        assert watched.rows_read() == 3 * 32 + 4 * 2, "the same text once for each tenant"
+        assert watched.rows_read() == 3 * 34, "the same text once for each tenant, all but the last token"
         assert ("decode", 4) in watched.did
         assert all(settled(view, runner) for view in (engine, engine.for_tenant("a"), engine.for_tenant("b")))
     reports = [end(events).report for events in found]
-    assert [report.exact_tokens for report in reports if report] == [0, 0, 0, 32]
+    assert [report.exact_tokens for report in reports if report] == [0, 0, 0, 33]
     assert {ids(events) for events in found} == {alone(engine, [*_TEXT[:32], 5, 6], 24)}
 
 
@@ -462,17 +462,20 @@ def test_an_error_ends_its_own_job_only(tiny: Callable[..., Any]) -> None:
     assert ids(found[2]) == alone(engine, _TEXT[5:50])
 
 
-def test_a_reader_that_fails_ends_its_own_job_only(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", ["advance", "finish"])
+def test_a_prefill_step_that_fails_ends_its_own_job_only(
+    step: str, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = engine_of(tiny("llama"))
-    advance = Prefiller.advance
+    right = getattr(Prefiller, step)
 
-    def sometimes(self: Prefiller, reading: Any, **arguments: Any) -> None:
+    def sometimes(self: Prefiller, reading: Any, **arguments: Any) -> Any:
         if reading.tokens[0] == 96:
             raise RuntimeError("no memory")
-        advance(self, reading, **arguments)
+        return right(self, reading, **arguments)
 
-    monkeypatch.setattr(Prefiller, "advance", sometimes)
-    with BatchRunner(engine) as runner:
+    monkeypatch.setattr(Prefiller, step, sometimes)
+    with BatchRunner(engine, chunk_budget=8) as runner:
         found = run(runner, [job([96, *_TEXT[:30]]), job(_TEXT[:30])])
         assert settled(engine, runner)
     assert [end(events).reason for events in found] == ["error", "length"]
@@ -624,3 +627,32 @@ def test_a_trained_model_says_the_same_in_a_batch(smollm2: Any) -> None:
         assert [ids(events) for events in found[deterministic]] == single
         if deterministic:
             assert again[:-1] == found[True][1][:-1], "alone and warm, among others and cold: the same bytes"
+
+
+def _threads_of(tiny: Callable[..., Any]) -> set[str]:
+    """Which threads run the model while many others submit jobs."""
+    model, names = tiny("llama"), set[str]()
+    with engine_of(model, quality="exact") as engine, BatchRunner(engine) as runner:
+        hook = model.register_forward_pre_hook(lambda *_: names.add(threading.current_thread().name))
+        decoder = model.get_decoder().register_forward_pre_hook(lambda *_: names.add(threading.current_thread().name))
+        callers = [threading.Thread(target=run, args=(runner, [job(tokens, 4)])) for tokens in _PROMPTS]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        hook.remove()
+        decoder.remove()
+    return names
+
+
+def test_one_thread_runs_the_model_for_all_jobs(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _threads_of(tiny) == {"kvboost-batch"}
+    right = BatchRunner._step
+
+    def in_a_thread_of_its_own(self: BatchRunner) -> None:
+        worker = threading.Thread(target=right, args=(self,))
+        worker.start()
+        worker.join()
+
+    monkeypatch.setattr(BatchRunner, "_step", in_a_thread_of_its_own)  # the test can fail
+    assert _threads_of(tiny) != {"kvboost-batch"}

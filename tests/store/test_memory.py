@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -218,7 +218,7 @@ class MemoryStoreMachine(RuleBasedStateMachine):
     def lease_with_other_tokens(self, words: str, data: Any) -> None:
         chunks = PROMPTS[words]
         at = data.draw(st.integers(0, len(chunks) - 1))
-        lie = [*chunks[:at], replace(chunks[at], tokens=b"lie!"), *chunks[at + 1 :]]
+        lie = [*chunks[:at], chunks[at]._replace(tokens=b"lie!"), *chunks[at + 1 :]]
         with self.store.lease(lie) as lease:
             assert list(lease.blocks) == self.model.lease(lie)
             assert len(lease.blocks) <= at

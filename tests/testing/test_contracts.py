@@ -108,7 +108,7 @@ class IgnoresTokens(MemoryStore):
     def lease(self, chunks: Sequence[Chunk]) -> MemoryLease:
         stored = [self._entries.get(chunk.prefix_key) for chunk in chunks]
         return super().lease(
-            [replace(c, tokens=e.block.tokens) if e else c for c, e in zip(chunks, stored, strict=True)]
+            [c._replace(tokens=e.block.tokens) if e else c for c, e in zip(chunks, stored, strict=True)]
         )
 
 
@@ -292,7 +292,7 @@ class TrustsContentKeys(MemoryStore):
     def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> Any:
         same = {chunk.content_key: self._contents.of(chunk.content_key) for chunk in chunks}
         trusting = [
-            replace(c, tokens=self._entries[same[c.content_key][0]].block.tokens) if same[c.content_key] else c
+            c._replace(tokens=self._entries[same[c.content_key][0]].block.tokens) if same[c.content_key] else c
             for c in chunks
         ]
         return super().lease_content(trusting, after=after)

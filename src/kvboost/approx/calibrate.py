@@ -74,7 +74,7 @@ def compare_on(
     for tokens, boundaries in prompts:
         with exact.open(tokens, boundaries=boundaries, new_tokens=FIRST_TOKENS) as whole:
             exact.advance_to_last_step(whole)
-            answer = _greedy(runner, tokens[whole.last_step :], whole.cache)
+            answer = _greedy(runner, int(exact.finish(whole).argmax()), whole.cache)
             for ratio, prefiller in approx.items():
                 _compare(runner, prefiller, (tokens, boundaries), answer, outcomes[ratio])
             # Only now: a prompt must not find its own chunks.
@@ -83,10 +83,10 @@ def compare_on(
     return outcomes
 
 
-def _greedy(runner: ModelRunner, tokens: Sequence[int], cache: Any) -> list[int]:
-    """The first tokens of the greedy answer; the cache keeps its length."""
+def _greedy(runner: ModelRunner, first: int, cache: Any) -> list[int]:
+    """The greedy answer that begins with ``first``; the cache keeps its length."""
     length = cache.get_seq_length()
-    answer = [int(runner.next_tokens(tokens, cache, keep=1))]
+    answer = [first]
     while len(answer) < FIRST_TOKENS:
         answer.append(int(runner.next_tokens(answer[-1:], cache, keep=1)))
     cache.set_length(length)

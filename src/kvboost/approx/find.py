@@ -17,12 +17,11 @@ from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.levels import Repair
 from kvboost.approx.recompute import RecomputeRunner, probe_recompute
 from kvboost.approx.repair import Repairer, slab_cache
-from kvboost.approx.reposition import KeyRepositioner, probe_reposition
+from kvboost.approx.reposition import KeyRepositioner, Move, probe_reposition
 from kvboost.core.backend import Codec
 from kvboost.core.costs import CostModel
 from kvboost.core.guarded import GuardedStore, loads_of
 from kvboost.core.keys import variant_key
-from kvboost.core.plan import SegmentKind
 from kvboost.core.prefill import ApproxSpans, PrefillState
 from kvboost.extend import ContentLease
 from kvboost.hf.cache import KVLayout
@@ -233,10 +232,11 @@ class ApproxReuse:
     def place(self, state: PrefillState) -> None:
         """Copy the repositioned chunks to their new positions, keys re-rotated."""
         assert state.spans is not None
-        for index, block in state.spans.blocks.items():
-            tensors = self._model.codec.unpack(block.tensors)
-            start = state.prompt.chunks[index].start
-            self._model.repositioner.place(slab_cache(state), tensors, old_start=block.start, new_start=start)
+        moves = (
+            Move(self._model.codec.unpack(block.tensors), block.start, state.prompt.chunks[index].start)
+            for index, block in sorted(state.spans.blocks.items())
+        )
+        self._model.repositioner.place(slab_cache(state), moves)
 
     def repair(self, state: PrefillState) -> None:
         """Recompute selected positions of the repositioned chunks, and compute what is missing between them."""
@@ -260,15 +260,19 @@ class ApproxReuse:
         if spans.depth > _MAX_DEPTH:
             return 0
         new = 0
-        for index, segment in enumerate(state.plan.segments):
-            if segment.start < state.plan.approx_start or segment.end > state.last_step:
+        places = {chunk.start: index for index, chunk in enumerate(chunks)}
+        for segment in state.plan.fresh:
+            if segment.start < state.plan.approx_start or segment.end > state.last_step or segment.chunk is None:
                 continue
-            if segment.kind is SegmentKind.FRESH and segment.chunk is not None:
-                new += self._put(state, segment.chunk, context_before(chunks, index), depth=spans.depth)
+            context = context_before(chunks, places[segment.start])
+            new += self._put(state, segment.chunk, context, depth=spans.depth)
         return new
 
     def _put(self, state: PrefillState, chunk: Chunk, context: bytes, *, depth: int) -> bool:
-        tensors = self._model.codec.pack(state.cache.span(chunk.start, chunk.end), start=chunk.start)
-        key = variant_key(chunk.content_key, context)
-        block = KVBlock.of(chunk, tensors, context=context, bitwise=False, key=key)
-        return self._store.put(replace(block, parent_key=None, approx_depth=depth)) is PutOutcome.STORED
+        def block() -> KVBlock:
+            tensors = self._model.codec.pack(state.cache.span(chunk.start, chunk.end), start=chunk.start)
+            key = variant_key(chunk.content_key, context)
+            made = KVBlock.of(chunk, tensors, context=context, bitwise=False, key=key)
+            return replace(made, parent_key=None, approx_depth=depth)
+
+        return self._store.keep(block) is PutOutcome.STORED

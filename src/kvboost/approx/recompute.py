@@ -19,6 +19,7 @@ import torch
 
 from kvboost.approx.attention import AttentionTap, BlockedAttention, StopForward
 from kvboost.errors import UnsupportedModelError
+from kvboost.hf.attention import NAME
 from kvboost.hf.cache import KVChanges, KVLayout, SlabCache, Spreading
 from kvboost.hf.layers import attention_windows, decoder_layers
 from kvboost.hf.probe import compare_logits
@@ -37,9 +38,13 @@ class SpreadMaker(Protocol):
         ...
 
 
+_TAKES_MASKS = ("sdpa", "eager", NAME)
+"""Attention implementations that take a dense mask."""
+
 PositionSelector = Callable[[int, torch.Tensor, KVChanges | None], torch.Tensor | None]
-"""Called before each layer with its index, the positions [n] that reach it and what the layer before changed in
-them. Returns which of them continue (indices into the positions, ascending), or None for all."""
+"""Called before each layer with its index, the positions [n] that reach it (on the CPU) and what the layer before
+changed in them (on its device). Returns which of them continue (indices into the positions, ascending, on the CPU), or
+None for all. Runs between two layers: reading from the device there makes the host wait for it."""
 
 
 @dataclass
@@ -47,11 +52,11 @@ class _Pass:
     """One forward over positions, as the hooks see it."""
 
     cache: SlabCache
-    positions: torch.Tensor  # [n] still running
-    choose: PositionSelector | None
-    make_spread: Callable[[torch.Tensor], Spreading] | None
-    kept: torch.Tensor | None = None  # [n] indices into the positions the forward began with
-    sliced: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    positions: torch.Tensor  # [n] still running; on the CPU, so that nobody asks a device for what the host knows
+    choose: PositionSelector | None = None
+    make_spread: Callable[[torch.Tensor], Spreading] | None = None
+    kept: torch.Tensor | None = None  # [n] indices into the positions the forward began with; on the CPU
+    sliced: dict[tuple[int, torch.device], tuple[Any, Any]] = field(default_factory=dict)
     layer_positions: int = 0
     """Positions computed so far, summed over layers."""
 
@@ -64,6 +69,12 @@ class RecomputeRunner:
     """Forward passes over selected positions of one model. ``close`` removes its hooks from the model."""
 
     def __init__(self, runner: ModelRunner) -> None:
+        implementation = runner.model.config._attn_implementation
+        if implementation not in _TAKES_MASKS:  # flash dies of one with an assert that ends the process
+            raise UnsupportedModelError(
+                f"the attention of {implementation!r} takes no mask of chosen positions; load the model with "
+                "attn_implementation='sdpa' for non-prefix reuse"
+            )
         self._runner = runner
         self._model = runner.model
         self._active = threading.local()
@@ -106,9 +117,8 @@ class RecomputeRunner:
         length = cache.get_seq_length()
         if len(token_ids) != length:
             raise ValueError(f"the cache holds {length} positions, the sequence has {len(token_ids)} tokens")
-        device = self._runner.device
-        wanted = torch.as_tensor(positions, device=device)
-        ids = torch.as_tensor(token_ids, device=device)
+        wanted = torch.as_tensor(positions)
+        ids = torch.as_tensor(token_ids)
         last: torch.Tensor | None = None
         layer_positions = 0
         parts = torch.split(wanted, _MAX_POSITIONS)
@@ -116,14 +126,15 @@ class RecomputeRunner:
             begin = int(part[0]) if index else 0
             end = int(parts[index + 1][0]) if index + 1 < len(parts) else length
             running = _Pass(cache, part, choose, partial(spread, begin=begin, end=end) if spread else None)
-            rewriting = cache.rewriting(part, watch=watch, spread=running.spread_of(part))
+            inputs = torch.stack([part, ids[part]]).to(self._runner.device)  # in one copy
+            rewriting = cache.rewriting(inputs[0], watch=watch, spread=running.spread_of(part))
             with self._running(running), rewriting, BlockedAttention(running):
                 last = self._runner.run(
-                    ids[part].view(1, -1),
+                    inputs[1:],
                     cache,
                     logits=logits,
-                    attention_mask=self._masks(part, length),
-                    position_ids=part.view(1, -1),
+                    attention_mask=self._masks(inputs[0], length),
+                    position_ids=inputs[:1],
                 )
             layer_positions += running.layer_positions
         return last, layer_positions
@@ -143,7 +154,7 @@ class RecomputeRunner:
         mask = self._masks(positions, start + count, known=known.to(device))
         tap = AttentionTap(layers, cached=start, keys=start + count)
         try:
-            with tap:
+            with self._running(_Pass(cache, torch.arange(count))), tap:
                 self._runner.run(
                     torch.as_tensor(token_ids, device=device).view(1, -1),
                     cache,
@@ -160,7 +171,10 @@ class RecomputeRunner:
                 f"the attention of {self._model.config._attn_implementation!r} cannot be watched; load the model with "
                 "attn_implementation='sdpa' or choose a repair strategy that needs no attention"
             )
-        return torch.stack(tap.masses)
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for mass in tap.masses:
+            by_device.setdefault(mass.device, []).append(mass)
+        return torch.cat([torch.stack(masses).to(device) for masses in by_device.values()])
 
     def _masks(self, positions: torch.Tensor, length: int, *, known: torch.Tensor | None = None) -> Any:
         """The attention mask of each position: [1, 1, positions, length], or one per kind of layer."""
@@ -175,7 +189,7 @@ class RecomputeRunner:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _in_model_format(self, mask: torch.Tensor) -> torch.Tensor:
-        if self._model.config._attn_implementation == "sdpa":
+        if self._model.config._attn_implementation in ("sdpa", NAME):
             return mask
         lowest = torch.finfo(self._model.dtype).min  # the others take an additive mask
         return torch.where(mask, 0.0, lowest).to(self._model.dtype)
@@ -194,21 +208,21 @@ def _narrowing_hook(index: int, active: threading.local) -> Callable[..., Any]:
         running: _Pass | None = getattr(active, "now", None)
         if running is None:
             return None
-        changed = running.cache.layers[index - 1].changes if index else None
-        chosen = running.choose(index, running.positions, changed) if running.choose else None
+        layers = running.cache.layers
+        chosen = None
+        if running.choose is not None:
+            chosen = running.choose(index, running.positions, layers[index - 1].changes if index else None)
         if chosen is not None:
             running.positions = running.positions[chosen]
             running.kept = chosen if running.kept is None else running.kept[chosen]
             running.sliced.clear()
             running.cache.narrow(running.positions, from_layer=index, spread=running.spread_of(running.positions))
-            if args:
-                args = (args[0][:, chosen], *args[1:])
-            else:
-                kwargs = {**kwargs, "hidden_states": kwargs["hidden_states"][:, chosen]}
+            hidden = args[0] if args else kwargs["hidden_states"]
+            hidden = hidden.index_select(1, chosen.to(hidden.device))
+            args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
         running.layer_positions += len(running.positions)
-        if running.kept is None:
-            return None
-        return args, {name: _slice(name, value, running) for name, value in kwargs.items()}
+        device = layers[index].device
+        return args, {name: _narrowed(name, value, running, device) for name, value in kwargs.items()}
 
     return before_layer
 
@@ -258,17 +272,20 @@ def probe_recompute(runner: ModelRunner, layout: KVLayout, *, attention_layers: 
 _POSITION_DIMENSION = {"attention_mask": -2, "position_embeddings": -2, "position_ids": -1}
 
 
-def _slice(name: str, value: Any, running: _Pass) -> Any:
-    """A layer's argument with only the positions still running. The model passes the same objects to every layer."""
+def _narrowed(name: str, value: Any, running: _Pass, device: torch.device) -> Any:
+    """A layer's argument with only the positions still running, on the layer's device.
+
+    The model passes the same objects to every layer, so each is cut once, and copied once to each device.
+    """
     if name not in _POSITION_DIMENSION or value is None:
         return value
-    whole, part = running.sliced.get(id(value), (None, None))
+    whole, part = running.sliced.get((id(value), device), (None, None))
     if whole is not value:
-        dim, kept = _POSITION_DIMENSION[name], running.kept
-        part = (
-            tuple(piece.index_select(dim, kept) for piece in value)
-            if isinstance(value, tuple)
-            else value.index_select(dim, kept)
-        )
-        running.sliced[id(value)] = (value, part)  # keeps it alive, so that its id stays unique
+        pieces = value if isinstance(value, tuple) else (value,)
+        if running.kept is not None:
+            dim, kept = _POSITION_DIMENSION[name], running.kept.to(pieces[0].device)
+            pieces = tuple(piece.index_select(dim, kept) for piece in pieces)
+        pieces = tuple(piece.to(device) for piece in pieces)
+        part = pieces if isinstance(value, tuple) else pieces[0]
+        running.sliced[id(value), device] = (value, part)  # keeps it alive, so that its id stays unique
     return part

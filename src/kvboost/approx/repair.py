@@ -45,11 +45,8 @@ class Repairer:
         assert state.spans is not None
         begin, end = state.plan.approx_start, state.last_step
         state.cache.set_length(end)
-        for segment in state.plan.steps:
-            if begin <= segment.start < end:
-                # Masked until it is computed; but a NaN left by an earlier request would spread through 0 * NaN.
-                state.cache.wipe(segment.start, segment.end)
         region = _Region.of(state.prompt.chunks, state.spans.blocks, begin=begin, end=end)
+        _wipe(slab_cache(state), region.missing)
         attention = self._attention(state, region) if self._layers else None
         selector = _Selector(self._strategy, self._recompute.layer_count, region, attention, self._ratio)
         selector.use_error_layers(self._layers)
@@ -111,6 +108,15 @@ class Repairer:
         )
 
 
+def _wipe(cache: SlabCache, positions: torch.Tensor) -> None:
+    """Set ``positions`` of every layer to zero.
+
+    They are masked until they are computed; but a NaN left by an earlier request would spread through 0 * NaN.
+    """
+    for slab in cache.slabs:
+        slab.index_fill_(3, positions.to(slab.device), 0.0)
+
+
 def slab_cache(state: PrefillState) -> SlabCache:
     """The cache of a prefill that can be repaired; a paged one cannot."""
     assert isinstance(state.cache, SlabCache)
@@ -126,6 +132,11 @@ class _Region:
     repositioned: torch.Tensor
     span_starts: torch.Tensor
     span_ends: torch.Tensor
+
+    @property
+    def missing(self) -> torch.Tensor:
+        """The positions that were not repositioned, so that they have to be computed."""
+        return (~self.repositioned).nonzero().flatten() + self.begin
 
     @property
     def span_ids(self) -> torch.Tensor:
@@ -196,6 +207,7 @@ class _Selector:
         self._part_budget = self._budget
         self._change = torch.zeros(len(region.repositioned))  # summed over the error layers
         self._samples = torch.zeros(len(region.repositioned))
+        self._observed: list[tuple[torch.Tensor, torch.Tensor]] = []  # positions, and their change on the device
 
     @property
     def watched(self) -> list[int]:
@@ -237,9 +249,23 @@ class _Selector:
 
     def remaining_error(self) -> float | None:
         """Attention times relative change, over the positions that were not recomputed; None if unknown."""
+        self._collect()
         if self._attention is None or not self._samples.any():
             return None
         return float(self._weight()[~self.computed].sum())
+
+    def _collect(self) -> None:
+        """Add up what the error layers observed: once per round, as it makes the host wait for the device."""
+        if not self._observed:
+            return
+        device = self._observed[0][1].device
+        changes = torch.cat([change.to(device) for _, change in self._observed]).cpu()
+        parts = torch.split(changes, [len(within) for within, _ in self._observed])
+        for (within, _), change in zip(self._observed, parts, strict=True):
+            known = self._region.repositioned[within]
+            self._change[within[known]] += change[known]
+            self._samples[within[known]] += 1
+        self._observed.clear()
 
     def _weight(self) -> torch.Tensor:
         """Each position's attention times its assumed error: the mean of the recomputed positions of its span."""
@@ -254,11 +280,9 @@ class _Selector:
 
     def __call__(self, layer: int, positions: torch.Tensor, changes: KVChanges | None) -> torch.Tensor | None:
         """Called before each layer of a forward: which positions continue."""
-        within = positions.cpu() - self._region.begin
+        within = positions - self._region.begin
         if changes is not None and layer - 1 in self._error_layers:
-            known = self._region.repositioned[within]
-            self._change[within[known]] += changes.values.cpu()[known]
-            self._samples[within[known]] += 1
+            self._observed.append((within, changes.values))
         if layer == 0:
             # Very many positions are split over several forwards.
             self._part_budget = round(self._budget * len(within) / max(1, self._entering))
@@ -267,12 +291,15 @@ class _Selector:
         chosen = self._select(layer, within, changes)
         self.computed[within] = False
         self.computed[within[chosen]] = True
-        return chosen.to(positions.device)
+        return chosen
 
     def _select(self, layer: int, within: torch.Tensor, changes: KVChanges | None) -> torch.Tensor:
         repositioned = self._region.repositioned[within]
         candidates = repositioned.nonzero().flatten()
         at = within[candidates]
+        changed = None
+        if changes is not None:
+            changed = torch.stack([changes.keys, changes.values]).cpu()[:, candidates]
         situation = RepairSituation(
             layer=layer,
             layer_count=self._layer_count,
@@ -281,8 +308,8 @@ class _Selector:
             span_ends=self._region.span_ends[at],
             budget=self._part_budget,
             attention=None if self._attention is None else self._attention[at],
-            key_change=None if changes is None else changes.keys.cpu()[candidates],
-            value_change=None if changes is None else changes.values.cpu()[candidates],
+            key_change=None if changed is None else changed[0],
+            value_change=None if changed is None else changed[1],
         )
         selected = ~repositioned
         selected[candidates[_checked(self._strategy, situation)]] = True

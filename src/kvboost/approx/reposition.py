@@ -1,17 +1,18 @@
 """Copies stored KV to other positions: keys are re-rotated (re-RoPE), everything else is copied.
 
-:func:`probe_reposition` runs once when an engine is made, :meth:`KeyRepositioner.place` for every block that was
-computed at another position. Invariant: repositioned KV equals what the model itself would have written for the same
-hidden state at the new position, up to the rounding of one rotation.
+:func:`probe_reposition` runs once when an engine is made, :meth:`KeyRepositioner.place` once per request, for all
+blocks that were computed at other positions. Invariant: repositioned KV equals what the model itself would have written
+for the same hidden state at the new position, up to the rounding of one rotation.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,9 @@ _DEFAULT_LIMIT = 4096  # positions tested where the model names no limit
 # Largest difference, relative to the largest entry, that rounding the rotation twice explains. A wrong
 # rotation is off by about 1.
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+# Placed at once. On an accelerator as much as keeps it busy, on the CPU about what stays in the cache of a core.
+_BATCH_BYTES = 64 * 2**20
+_CPU_BATCH_BYTES = 2 * 2**20
 _PREFIX_REUSE_ONLY = "Only exact prefix reuse is available for it."
 
 
@@ -92,19 +96,49 @@ class Rotations:
         self, rotations: Sequence[_Rotation | None], angles: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
         self._rotations, self._angles = rotations, angles
-        self._factors: dict[_Rotation, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._factors: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def apply(self, slot: int, states: torch.Tensor) -> torch.Tensor:
         """Float32 ``states`` [..., tokens, dim] of one slot as they would be at the new positions."""
         rotation = self._rotations[slot]
         if rotation is None:
             return states
-        if rotation not in self._factors:
-            cos, sin = (factor.to(states.device) for factor in self._angles[rotation.rotary])
-            self._factors[rotation] = rotation.factors(cos, sin, states.shape[-1])
         rotated = torch.empty_like(states)
-        rotation.apply(states, *self._factors[rotation], out=rotated)
+        rotation.apply(states, *self.factors(rotation, states), out=rotated)
         return rotated
+
+    def factors(self, rotation: _Rotation, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``rotation`` takes for states like these: made once per device, whatever the number of layers."""
+        key = (rotation, like.device, like.shape[-1], like.dtype)
+        if key not in self._factors:
+            cos, sin = (factor.to(like.device, like.dtype) for factor in self._angles[rotation.rotary])
+            self._factors[key] = rotation.factors(cos, sin, like.shape[-1])
+        return self._factors[key]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A block that was computed at ``old_start`` and goes to the positions from ``new_start`` on."""
+
+    tensors: Sequence[torch.Tensor]
+    """As :meth:`SlabCache.place` takes them: [slots, heads, tokens, dim] per slab."""
+    old_start: int
+    new_start: int
+
+    @property
+    def tokens(self) -> int:
+        """Positions it takes."""
+        return self.tensors[0].shape[2]
+
+    @property
+    def new_end(self) -> int:
+        """The position behind it."""
+        return self.new_start + self.tokens
+
+    @property
+    def stays(self) -> bool:
+        """Whether it keeps its position."""
+        return self.old_start == self.new_start
 
 
 class KeyRepositioner:
@@ -135,40 +169,57 @@ class KeyRepositioner:
             self._parts.append([(part, kind) for kind, indices in alike.items() for part in _slices(indices)])
 
     @torch.no_grad()
-    def place(
-        self, cache: SlabCache, tensors: Sequence[torch.Tensor], *, old_start: int, new_start: int, row: int = 0
-    ) -> None:
-        """Copy a block that was computed at ``old_start`` to the positions from ``new_start`` on.
+    def place(self, cache: SlabCache, moves: Iterable[Move], *, row: int = 0) -> None:
+        """Copy blocks that were computed elsewhere to their new positions, given in ascending order.
 
-        ``tensors`` are as :meth:`SlabCache.place` takes them and must not be views of the target positions.
+        They are taken one after another and placed in batches: the number of calls does not grow with the number of
+        blocks, nor the memory with all of them. Blocks must not be views of the target positions.
         """
-        tokens = tensors[0].shape[2]
-        self._check(cache, max(old_start, new_start) + tokens, new_start + tokens)
-        if old_start == new_start:
-            cache.place(new_start, tensors, row=row)
-            return
-        angles: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for slab, block, parts in zip(cache.slabs, tensors, self._parts, strict=True):
-            target = slab[:, row, :, new_start : new_start + tokens]  # [slots, heads, tokens, dim]
+        on_cpu = all(slab.device.type == "cpu" for slab in cache.slabs)
+        limit = _CPU_BATCH_BYTES if on_cpu else _BATCH_BYTES
+        batch: list[Move] = []
+        held = 0
+        for move in moves:
+            self._check(cache, max(move.old_start, move.new_start) + move.tokens, move.new_start + move.tokens)
+            size = sum(tensor.numel() * tensor.element_size() for tensor in move.tensors)
+            gap = on_cpu and batch and batch[-1].new_end != move.new_start  # a slice is cheaper there than an index
+            if batch and (gap or held + size > limit or batch[-1].stays != move.stays):
+                self._place(cache, batch, row)
+                batch, held = [], 0
+            batch.append(move)
+            held += size
+        if batch:
+            self._place(cache, batch, row)
+
+    def _place(self, cache: SlabCache, batch: Sequence[Move], row: int) -> None:
+        """One copy or one rotation per slab and kind of slot, for all positions at once."""
+        new = torch.cat([torch.arange(move.new_start, move.new_end) for move in batch])
+        rotations = None
+        if not batch[0].stays:  # otherwise a plain copy: turning by zero would still round
+            old = torch.cat([torch.arange(move.old_start, move.old_start + move.tokens) for move in batch])
+            rotations = self.rotations(old, new)
+        together = all(move.new_end == after.new_start for move, after in pairwise(batch))
+        blocks = zip(*(move.tensors for move in batch), strict=True)
+        for slab, tensors, parts in zip(cache.slabs, blocks, self._parts, strict=True):
+            source = _joined(tensors, slab.device)  # [slots, heads, tokens, dim]
             work = torch.promote_types(slab.dtype, torch.float32)
+            target, index = slab[:, row, :, batch[0].new_start : batch[-1].new_end], None
+            if not together:
+                target, index = slab[:, row], new.to(slab.device)
             for slots, rotation in parts:
-                if rotation is None:
-                    target[slots].copy_(block[slots], non_blocking=True)
-                    continue
-                if rotation.rotary not in angles:
-                    steps = torch.arange(tokens)
-                    angles[rotation.rotary] = self._rotaries[rotation.rotary].rotation_between(
-                        steps + old_start, steps + new_start
-                    )
-                cos, sin = (factor.to(slab.device, work) for factor in angles[rotation.rotary])
-                whole, sin = rotation.factors(cos, sin, slab.shape[-1])
-                source = block[slots].to(slab.device, work)
-                if slab.dtype == work:
-                    rotation.apply(source, whole, sin, target[slots])
+                states, out = source[slots], target[slots]
+                if rotation is not None and rotations is not None:
+                    states = states.to(work)
+                    direct = index is None and slab.dtype == work
+                    turned = out if direct else torch.empty_like(states)
+                    rotation.apply(states, *rotations.factors(rotation, states), out=turned)
+                    if direct:
+                        continue
+                    states = turned.to(slab.dtype)
+                if index is None:
+                    out.copy_(states, non_blocking=True)
                 else:
-                    rotated = torch.empty_like(source)
-                    rotation.apply(source, whole, sin, rotated)
-                    target[slots].copy_(rotated)
+                    out.index_copy_(2, index, states)
 
     def can_reposition(self, end: int) -> bool:
         """Whether positions up to this one share the rotary frequencies of this table."""
@@ -188,6 +239,14 @@ class KeyRepositioner:
             raise ValueError(
                 f"the rotary frequencies change beyond {self._limit} tokens; KV cannot be repositioned there"
             )
+
+
+def _joined(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Blocks [slots, heads, tokens, dim] one behind the other, on ``device``: joined before they are copied there."""
+    if len({tensor.device for tensor in tensors}) > 1:
+        tensors = [tensor.to(device, non_blocking=True) for tensor in tensors]
+    whole = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=2)
+    return whole.to(device, non_blocking=True)
 
 
 def _slices(indices: list[int]) -> list[slice]:

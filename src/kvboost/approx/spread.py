@@ -7,7 +7,7 @@ in part alike. The recomputed positions show that common part. It matters most, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -20,13 +20,38 @@ _NO_CHANGE_WEIGHT = 1.0  # the weight of "nothing changed": a position far from 
 _BLOCK = 256  # positions changed at once: bounds the weight matrix, [changed, recomputed]
 
 
-@dataclass(frozen=True)
-class _Block:
-    """A few neighbouring positions, and the recomputed ones near them."""
+class _Block(NamedTuple):
+    """A few neighbouring positions of one span, and which of the recomputed ones are near them."""
 
+    targets: torch.Tensor
     first: int
-    last: int  # sources [first, last) of the spread
-    weights: torch.Tensor  # [targets, last - first]
+    last: int  # recomputed positions [first, last)
+
+
+class _Mixture(NamedTuple):
+    """What every target takes from the sources near it, for all blocks in one call. Tensors are on one device."""
+
+    sources: torch.Tensor  # [blocks * width] indices into the sources, padded
+    weights: torch.Tensor  # [blocks, height, width], zero where padded
+    targets: torch.Tensor  # [targets] indices into the blocks' results, [blocks * height]
+
+    def of(self, change: torch.Tensor) -> torch.Tensor:
+        """The change of the sources [1, heads, sources, dim], mixed for every target."""
+        _, heads, _, dim = change.shape
+        rows = change[0].transpose(0, 1).flatten(1)  # [sources, heads * dim]
+        near = rows.index_select(0, self.sources).view(len(self.weights), -1, heads * dim)
+        mixed = torch.bmm(self.weights, near).flatten(0, 1).index_select(0, self.targets)
+        return mixed.view(1, -1, heads, dim).transpose(1, 2)
+
+
+class _OnDevice(NamedTuple):
+    """What a layer on one device needs. Positions and indices."""
+
+    sources: torch.Tensor  # indices into the positions of the pass
+    recomputed: torch.Tensor
+    targets: torch.Tensor
+    mixture: _Mixture
+    neighbours: _Mixture
 
 
 class Spread:
@@ -37,9 +62,8 @@ class Spread:
     ) -> None:
         """``positions`` are recomputed; the other repositioned ones in ``[begin, end)`` are adjusted.
 
-        ``span_ids`` [length] holds each position's repositioned span, -1 where there is none.
+        ``span_ids`` [length] holds each position's repositioned span, -1 where there is none. Both are on the CPU.
         """
-        positions = positions.cpu()
         span_of = span_ids[positions]
         self._sources = (span_of >= 0).nonzero().flatten()  # indices into the positions
         recomputed = positions[self._sources]
@@ -47,53 +71,85 @@ class Spread:
         is_target[positions[(positions >= begin) & (positions < end)] - begin] = False
         candidates = is_target.nonzero().flatten() + begin
         self._recomputed = recomputed
-        self._blocks, self._targets = _blocks(candidates, recomputed, span_ids)
+        self._blocks = _blocks(candidates, recomputed, span_ids)
+        self._targets = torch.cat([candidates[:0], *(block.targets for block in self._blocks)])
         # Each recomputed position as its recomputed neighbours predict it: the quality of that prediction scales what
         # is spread to the others.
-        self._neighbour_blocks, _ = _blocks(recomputed, recomputed, span_ids)
+        self._neighbour_blocks = _blocks(recomputed, recomputed, span_ids)
         origin = torch.zeros(1, dtype=torch.long)
         # Keys are compared as they would be at position 0: only there do neighbours change alike.
         self._to_origin: Rotations = repositioner.rotations(recomputed, origin.expand(len(recomputed)))
         self._from_origin: Rotations = repositioner.rotations(origin.expand(len(self._targets)), self._targets)
+        self._devices: dict[torch.device, _OnDevice] = {}
 
     def apply(self, layer_index: int, layer: SlabLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Before the new ``keys`` and ``values`` [1, heads, positions, dim] replace the old ones."""
         if not len(self._targets):
             return
+        if layer.device not in self._devices:
+            self._devices[layer.device] = self._on(layer.device)
+        on = self._devices[layer.device]
         for slot, store, states in (
             (2 * layer_index, layer.key_store, keys),
             (2 * layer_index + 1, layer.value_store, values),
         ):
-            device = store.device
-            old = store.index_select(2, self._recomputed.to(device)).float()
-            change = states.index_select(2, self._sources.to(device)).float() - old  # [1, heads, sources, dim]
+            old = store.index_select(2, on.recomputed).float()
+            change = states.index_select(2, on.sources).float() - old  # [1, heads, sources, dim]
             change = _clipped_to_median(self._to_origin.apply(slot, change))
-            spread = _confidence(_mixed(self._neighbour_blocks, change), change) * _mixed(self._blocks, change)
+            spread = _confidence(on.neighbours.of(change), change) * on.mixture.of(change)
             spread = self._from_origin.apply(slot, spread)
-            store.index_add_(2, self._targets.to(device), spread.to(store.dtype))
+            store.index_add_(2, on.targets, spread.to(store.dtype))
+
+    def _on(self, device: torch.device) -> _OnDevice:
+        """Everything that layers on ``device`` need, in one copy."""
+        plain = [self._sources, self._recomputed, self._targets]
+        padded = [*_padded(self._blocks, self._recomputed), *_padded(self._neighbour_blocks, self._recomputed)]
+        joined = torch.cat([part.flatten() for part in (*plain, *padded)]).to(device)
+        parts = torch.split(joined, [part.numel() for part in (*plain, *padded)])
+        sources, recomputed, targets, *rest = (
+            part.view(like.shape) for part, like in zip(parts, (*plain, *padded), strict=True)
+        )
+        return _OnDevice(sources, recomputed, targets, _mixture(*rest[:4]), _mixture(*rest[4:]))
 
 
-def _blocks(
-    targets: torch.Tensor, recomputed: torch.Tensor, span_ids: torch.Tensor
-) -> tuple[list[_Block], torch.Tensor]:
-    """The targets that have recomputed positions near them, in blocks, and those targets."""
+def _blocks(targets: torch.Tensor, recomputed: torch.Tensor, span_ids: torch.Tensor) -> list[_Block]:
+    """The targets that have recomputed positions near them, in blocks."""
     blocks: list[_Block] = []
-    reached: list[torch.Tensor] = [targets[:0]]
     for part in _span_pieces(targets, span_ids):
         low, high = int(part[0]) - _RADIUS, int(part[-1]) + _RADIUS
         inside = (recomputed >= low) & (recomputed <= high) & (span_ids[recomputed] == span_ids[part[0]])
         near = inside.nonzero().flatten()
         if len(near):
-            first, last = int(near[0]), int(near[-1]) + 1  # ascending and of one span, so contiguous
-            blocks.append(_Block(first, last, _weights(part, recomputed[first:last])))
-            reached.append(part)
-    return blocks, torch.cat(reached)
+            # Ascending and of one span, so contiguous.
+            blocks.append(_Block(part, int(near[0]), int(near[-1]) + 1))
+    return blocks
 
 
-def _mixed(blocks: list[_Block], change: torch.Tensor) -> torch.Tensor:
-    """The change of the sources [1, heads, sources, dim], mixed for every target."""
-    parts = [block.weights.to(change.device) @ change[:, :, block.first : block.last] for block in blocks]
-    return torch.cat(parts, dim=2)
+def _padded(blocks: list[_Block], recomputed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """For all blocks, padded to the largest: positions of the targets [blocks, height], sources [blocks, width] (-1
+    where padded), positions of the sources, and where each target is found: [targets].
+    """
+    height = max(len(block.targets) for block in blocks)
+    width = max(block.last - block.first for block in blocks)
+    targets = torch.zeros(len(blocks), height, dtype=torch.long)
+    sources = torch.full((len(blocks), width), -1)
+    for index, (block, first, last) in enumerate(blocks):
+        targets[index, : len(block)] = block
+        sources[index, : last - first] = torch.arange(first, last)
+    found = [torch.arange(len(block.targets)) + index * height for index, block in enumerate(blocks)]
+    return targets, sources, recomputed[sources], torch.cat(found)
+
+
+def _mixture(
+    targets: torch.Tensor, sources: torch.Tensor, source_positions: torch.Tensor, found: torch.Tensor
+) -> _Mixture:
+    """The mixture of blocks as :func:`_padded` gives them, on their device."""
+    distance = (targets.unsqueeze(2) - source_positions.unsqueeze(1)).float() / _WIDTH
+    counts = (distance != 0.0) & (sources >= 0).unsqueeze(1)  # no position predicts itself
+    weights = torch.exp(-0.5 * distance.square()) * counts
+    # Each row sums to less than one.
+    weights = weights / (weights.sum(dim=2, keepdim=True) + _NO_CHANGE_WEIGHT)
+    return _Mixture(sources.clamp_min(0).flatten(), weights, found)
 
 
 def _clipped_to_median(change: torch.Tensor) -> torch.Tensor:
@@ -123,10 +179,3 @@ def _span_pieces(positions: torch.Tensor, span_ids: torch.Tensor) -> list[torch.
         for piece in torch.split(whole, _BLOCK)
         if len(piece)
     ]
-
-
-def _weights(targets: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-    """How much each target follows each source, [targets, sources]. Each row sums to less than one."""
-    distance = (targets.view(-1, 1) - sources).float() / _WIDTH
-    weights = torch.exp(-0.5 * distance.square()) * (distance != 0.0)  # no position predicts itself
-    return weights / (weights.sum(dim=1, keepdim=True) + _NO_CHANGE_WEIGHT)

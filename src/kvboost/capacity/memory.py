@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from kvboost.errors import ConfigError
 
+MIN_STEP, MAX_STEP = 512, 16384  # tokens of a prefill step
 _ROUND_TO = 256  # tokens; equal capacities for similar prompts let the workspaces serve them with the same memory
 _MAX_HEADROOM = 2048  # tokens; a growing chat then keeps its workspace for several turns
+_ROW_STEPS = ((1024, 256), (4096, 512), (8192, 1024))  # up to so many tokens, rows differ by so many
 MAX_IDLE = 4
 """Workspaces that are kept for requests to come."""
 _PAGE = 4096
@@ -191,9 +193,25 @@ def workspace_capacity(tokens: int) -> int:
     return rounded_capacity(tokens + min(tokens // 4, _MAX_HEADROOM))
 
 
+def row_capacity(tokens: int) -> int:
+    """Tokens that the row of a sequence with ``tokens`` has capacity for, where sequences are decoded together.
+
+    Few different ones, as each is an attention call of its own, and the longer the more of them: there a call has
+    enough to do. Never more than :func:`workspace_capacity`, which is what admission reserves.
+    """
+    step = next((step for most, step in _ROW_STEPS if tokens <= most), _MAX_HEADROOM)
+    return -(-max(tokens, 1) // step) * step
+
+
 def rounded_capacity(tokens: int) -> int:
     """The capacity, in tokens, of a cache that was asked for this much."""
     return -(-max(tokens, 1) // _ROUND_TO) * _ROUND_TO
+
+
+def step_limit(shape: ModelShape, *, available: int) -> int:
+    """The longest step of a prefill: its activations take an eighth of the memory that is available, at most."""
+    per_token = (3 * shape.intermediate + 8 * shape.hidden) * shape.element
+    return max(MIN_STEP, min(MAX_STEP, available // 8 // per_token))
 
 
 def request_bytes(tokens: int, *, kv_per_token: int) -> int:
@@ -230,8 +248,9 @@ def activations(shape: ModelShape, work: Workload) -> Activations:
     attention = held + (4 * queries + 2 * kv) * shape.element
     if not is_paged(shape, work):
         # The mask as it is made, and as numbers for the kernel; one for full and one for sliding attention.
-        kinds = len(set(shape.windows))
-        masks = tokens * seen * (_MASK_COPIES * kinds + shape.element)
+        # A prompt in one step under full attention needs none.
+        kinds = len(set(shape.windows)) if not shape.masks or tokens < seen or any(shape.windows) else 0
+        masks = tokens * seen * (_MASK_COPIES * kinds + shape.element) if kinds else 0
         repeated = 2 * shape.heads * seen * shape.head_dim * shape.element if shape.heads != shape.kv_heads else 0
         attention += masks + (repeated if shape.masks else 0)
         if not shape.masks:  # the scores themselves, before and after the softmax, which is in float32

@@ -47,7 +47,8 @@ def calibrate(
     if not out.expanduser().resolve().parent.is_dir():
         raise ConfigError(f"there is no folder to write {out} into; create it first")
     note(f"loading {model}")
-    with KVBoost.from_pretrained(model, dtype=dtype) as engine:
+    # Exact engines, the default, have nothing to calibrate.
+    with KVBoost.from_pretrained(model, dtype=dtype, quality="high") as engine:
         result = engine.calibrate(texts, boundaries=boundaries, save_to=out.expanduser())
         quality = tolerated if tolerated is not None else engine.config.quality
     share = tolerated_share(EngineConfig(quality=quality))

@@ -46,7 +46,7 @@ def _no_command(context: typer.Context) -> None:
 app.command(epilog="Example:  kvboost serve ./model --port 8000 --disk-cache-dir ~/.cache/kvboost")(serve)
 app.command(epilog='Example:  kvboost run ./model "Why is the sky blue?" --disk-cache-dir ~/.cache/kvboost')(run)
 app.command(epilog="Example:  kvboost chat ./model --disk-cache-dir ~/.cache/kvboost")(chat)
-app.command(epilog="Example:  kvboost warm ./model docs/ handbook.md --disk-cache-dir ~/.cache/kvboost")(warm)
+app.command(epilog="Example:  kvboost warm ./model docs/ --quality high --disk-cache-dir ~/.cache/kvboost")(warm)
 app.command(epilog="Example:  kvboost doctor ./model --context 32768 --batch 4")(doctor)
 app.command(epilog="Example:  kvboost calibrate ./model --prompts traffic.jsonl --tolerated 0.05")(calibrate)
 app.command(epilog="Example:  kvboost bench ./model --tokens 4000")(bench)

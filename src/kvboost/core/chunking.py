@@ -6,16 +6,32 @@ boundaries up to t, so equal prefixes have equal cuts and one chunking serves ex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from kvboost.errors import ConfigError
 from kvboost.extend import Chunker, TokenArray
+from kvboost.types import Break
 
 _HASH_WINDOW = 8  # tokens; wider windows re-synchronise later after an edit, narrower ones follow common phrases
+_ROTATED = 7  # bits for each token further back
+_SIZES = (16, 64)  # tokens of a chunk whose size follows from the model
+_RECORD_BYTES = (2**18, 2**21)  # of its KV: less is mostly overhead, more is slow to load for the sake of a few tokens
+
+BreakTable = npt.NDArray[np.uint8]
+"""The :class:`Break` of every token id. Ids beyond its end are no breaks."""
+
+
+def chunk_size_for(bytes_per_token: int) -> int:
+    """The typical chunk of a model: 32 tokens, unless their KV is very small or large; 16 to 64 in any case."""
+    least, most = (max(1, nbytes // bytes_per_token) for nbytes in _RECORD_BYTES)
+    shortest, longest = _SIZES
+    return min(max(32, least, shortest), max(most, shortest), longest)
 
 
 def _check_boundaries(boundaries: Sequence[int], length: int) -> list[int]:
@@ -113,10 +129,81 @@ class ContentChunker:
         return ends
 
 
-def make_chunker(chunking: str | Chunker, *, size: int) -> Chunker:
+@dataclass(frozen=True, eq=False)
+class NaturalChunker:
+    """Cuts where something ends: a paragraph or message, a line, a sentence; by content where nothing does.
+
+    The better the place, the shorter the chunk may be. A paragraph or a message ends nearly any chunk, so what
+    follows begins a chunk of its own, whatever precedes it. A line or a sentence ends chunks of half ``size`` and more.
+    Elsewhere a hash of the last tokens decides, as in :class:`ContentChunker`; twice ``size`` is the longest chunk.
+    """
+
+    size: int
+    breaks: BreakTable | None = None
+    """Made from a tokenizer. None cuts by content alone."""
+
+    def __post_init__(self) -> None:
+        _check_size(self.size)
+
+    @cached_property
+    def spec(self) -> str:
+        """Names the rule and its parameters, the table included: keys depend on it."""
+        table = "none" if self.breaks is None else hashlib.sha256(self.breaks.astype(np.uint8).tobytes()).hexdigest()
+        return f"natural:{self.size}:{self.min_tokens}:{self.max_tokens}:w{_HASH_WINDOW}:{table[:32]}:v1"
+
+    @property
+    def min_tokens(self) -> int:
+        """No cut of its own before this many tokens, however good the place."""
+        return max(1, self.size // 8)
+
+    @property
+    def max_tokens(self) -> int:
+        """Always a cut after this many tokens."""
+        return self.size * 2
+
+    def cut(self, tokens: TokenArray, boundaries: Sequence[int] = ()) -> list[int]:
+        """Ends of the complete chunks."""
+        needed = self._needed(tokens)
+        needed[[boundary - 1 for boundary in _check_boundaries(boundaries, len(tokens))]] = 1
+        places = np.flatnonzero(needed)
+        longest = self.max_tokens
+        ends: list[int] = []
+        start = 0
+        for end, length in zip((places + 1).tolist(), needed[places].tolist(), strict=True):
+            while end - start > longest:
+                start += longest
+                ends.append(start)
+            if end - start >= length:
+                ends.append(end)
+                start = end
+        ends.extend(range(start + longest, len(tokens) + 1, longest))
+        return ends
+
+    def _needed(self, tokens: TokenArray) -> npt.NDArray[np.uint32]:
+        """For each token the length from which on a chunk ends behind it; 0 where only a full chunk does."""
+        half = max(1, self.size // 2)
+        by_hash = _window_hashes(tokens) < np.uint64(2**64 // max(2, half))
+        # Natural places are to win where there are any, so the hash begins later than they do.
+        needed = by_hash.astype(np.uint32) * np.uint32(half if self.breaks is None else max(1, self.size * 3 // 4))
+        if self.breaks is None or not len(self.breaks) or not len(tokens):
+            return needed
+        kinds = self.breaks[np.minimum(tokens, len(self.breaks) - 1)]
+        kinds[tokens >= len(self.breaks)] = Break.NONE
+        strong = kinds >= Break.PARAGRAPH
+        # Placeholders, as of an image, come in runs of one special token: nothing ends between them.
+        strong[1:] &= (kinds[1:] != Break.SPECIAL) | (tokens[1:] != tokens[:-1])
+        before = kinds[:-1]
+        strong[1:] |= (kinds[1:] == Break.NEWLINE) & (before >= Break.LINE) & (before <= Break.PARAGRAPH)
+        needed[(kinds > Break.NONE) & (kinds < Break.PARAGRAPH)] = half
+        needed[strong] = self.min_tokens
+        return needed
+
+
+def make_chunker(chunking: str | Chunker, *, size: int, breaks: BreakTable | None = None) -> Chunker:
     """The chunker named by ``chunking``, or ``chunking`` itself if it already is one."""
     if isinstance(chunking, str):
-        kinds: dict[str, type[FixedChunker] | type[ContentChunker]] = {
+        kinds: dict[str, Callable[[int], Chunker]] = {
+            "natural": lambda size: NaturalChunker(size, breaks),
             "fixed": FixedChunker,
             "content": ContentChunker,
         }
@@ -130,19 +217,24 @@ def make_chunker(chunking: str | Chunker, *, size: int) -> Chunker:
 
 def _window_hashes(tokens: TokenArray) -> npt.NDArray[np.uint64]:
     """A hash of each token and the few before it. The text's start is padded with zeros."""
-    mixed = _mix(tokens.astype(np.uint64))
-    combined = mixed.copy()
-    for back in range(1, min(_HASH_WINDOW, len(tokens))):
-        # Rotation makes the hash depend on order; the shift keeps position t blind to tokens after it.
-        shift = np.uint64(back * 7)
-        rotated = (mixed << shift) | (mixed >> np.uint64(64 - back * 7))
-        combined[back:] ^= rotated[:-back]
-    return _mix(combined)
+    combined = tokens.astype(np.uint64)
+    scratch = np.empty_like(combined)  # fresh memory for every step would take longer than the arithmetic
+    _mix(combined, scratch)
+    back = 1
+    while back < min(_HASH_WINDOW, len(tokens)):
+        # Each round doubles the window. Rotation makes the hash depend on order; the shift keeps position t blind to
+        # tokens after it.
+        np.left_shift(combined, np.uint64(back * _ROTATED), out=scratch)
+        scratch |= combined >> np.uint64(64 - back * _ROTATED)
+        combined[back:] ^= scratch[:-back]
+        back *= 2
+    _mix(combined, scratch)
+    return combined
 
 
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The splitmix64 finaliser: every input bit reaches every output bit."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def _mix(values: npt.NDArray[np.uint64], scratch: npt.NDArray[np.uint64]) -> None:
+    """The splitmix64 finaliser, in place: every input bit reaches every output bit."""
+    values += np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        values ^= np.right_shift(values, np.uint64(shift), out=scratch)
+        values *= np.uint64(factor)

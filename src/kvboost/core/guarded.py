@@ -1,25 +1,39 @@
 """Keeps a failing store from failing a request: a cache may only help.
 
 The engine wraps whatever store it is given. A store that raises is a miss (or a block not kept), a
-counter and one warning.
+counter and one warning. So is memory that does not suffice for the copy to be stored.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from kvboost.extend import ChunkStore, ContentLease, LayeredStore, Lease
 from kvboost.types import NOTHING_LOADED, Chunk, KVBlock, LoadReport, PutOutcome
+
+_OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
+
+_log = logging.getLogger(__name__)
 
 
 def loads_of(lease: Lease | ContentLease) -> LoadReport:
     """The lease's report of the tiers its blocks came from; most stores have none."""
     loads = getattr(lease, "loads", None)
     return loads if isinstance(loads, LoadReport) else NOTHING_LOADED
+
+
+def joined_loads(one: LoadReport, other: LoadReport) -> LoadReport:
+    """The report of two lookups for one prompt."""
+    return LoadReport(
+        {**one.tiers, **other.tiers}, one.declined + other.declined, {**one.declined_at, **other.declined_at}
+    )
 
 
 class EmptyLease:
@@ -41,6 +55,24 @@ class EmptyLease:
     ) -> None: ...
 
 
+class JoinedLease(EmptyLease):
+    """Two leases as one: the leading chunks of a prompt, and a stored tail behind them."""
+
+    def __init__(self, first: Lease, second: Lease) -> None:
+        self._leases = (first, second)
+        self.loads = joined_loads(loads_of(first), loads_of(second))
+
+    @property
+    def blocks(self) -> Sequence[KVBlock]:
+        """The blocks of both."""
+        return [block for lease in self._leases for block in lease.blocks]
+
+    def release(self) -> None:
+        """Release both."""
+        for lease in self._leases:
+            lease.release()
+
+
 class ReleasedLease(EmptyLease):
     """A lease whose blocks were copied and are not held any more."""
 
@@ -55,6 +87,8 @@ class GuardedStore:
         self._store = store
         self._lock = threading.Lock()
         self.errors = 0
+        """Failures of the store, and blocks that were not stored for lack of memory."""
+        self._short_of_memory = False
 
     def lease(self, chunks: Sequence[Chunk], *, arrived: Callable[[Chunk, KVBlock], None] | None = None) -> Lease:
         """As the store's own; nothing is held if it fails. ``arrived`` as :class:`LayeredStore` has it."""
@@ -77,6 +111,18 @@ class GuardedStore:
             self._failed(error)
             return 0
 
+    def first_stored(self, chunks: Sequence[Chunk]) -> Chunk | None:
+        """The first of ``chunks`` that is stored near by; None if none is, or the store cannot tell."""
+        contains = getattr(self._store, "contains", None)
+        if contains is None:
+            return None
+        try:
+            found = contains([chunk.prefix_key for chunk in chunks])
+        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
+            self._failed(error)
+            return None
+        return next((chunk for chunk, there in zip(chunks, found, strict=True) if there), None)
+
     def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> ContentLease:
         """As the store's own; nothing is held if it fails."""
         try:
@@ -92,6 +138,23 @@ class GuardedStore:
         except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
             self._failed(error)
             return PutOutcome.REFUSED
+
+    def keep(self, make: Callable[[], KVBlock]) -> PutOutcome:
+        """Put the block that ``make`` copies out of a cache; REFUSED if there is no memory for the copy."""
+        try:
+            block = make()
+        except _OUT_OF_MEMORY as error:
+            with self._lock:
+                self.errors += 1
+                first, self._short_of_memory = not self._short_of_memory, True
+            if first:
+                _log.warning(
+                    "KV was not stored, there is no memory for a copy of it: %s; lower cache_bytes or workspace_bytes. "
+                    "Further cases are only counted (cache_stats()['store_errors'])",
+                    error,
+                )
+            return PutOutcome.REFUSED
+        return self.put(block)
 
     def used(self, chain: Sequence[bytes]) -> None:
         """As the store's own."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvboost.core.keys import chunk_keys, fingerprint_root, token_array
+from kvboost.core.keys import chunk_keys, fingerprint_root, tail_keys, token_array
 from kvboost.extend import Chunker
 from kvboost.types import Chunk, Fingerprint, ModelSnapshot
 
@@ -74,6 +74,27 @@ class PromptKeys:
         """The complete chunks of a prompt, with their keys."""
         ids = token_array(tokens)
         return chunk_keys(root, ids, self._chunker.cut(ids, boundaries))
+
+    def chunks_and_tail(
+        self, root: bytes, tokens: Sequence[int], boundaries: Sequence[int]
+    ) -> tuple[list[Chunk], Chunk | None]:
+        """The complete chunks, and the tokens behind them as one more; None if there are none."""
+        ids = token_array(tokens)
+        ends = self._chunker.cut(ids, boundaries)
+        if len(ids) == (ends[-1] if ends else 0):
+            return chunk_keys(root, ids, ends), None
+        *chunks, tail = chunk_keys(root, ids, [*ends, len(ids)])
+        return chunks, tail
+
+    def tails(self, root: bytes, tokens: Sequence[int], *, behind: Chunk | None) -> list[Chunk]:
+        """What the end of an earlier prompt could be, behind a chunk of this one: longest first.
+
+        It ends before the last token here, and is shorter than a chunk can be.
+        """
+        start = behind.end if behind is not None else 0
+        longest = max(self._chunker.min_tokens, getattr(self._chunker, "max_tokens", 0))
+        ids = token_array(tokens[start : min(start + longest, len(tokens) - 1)])
+        return tail_keys(root, ids, behind)[::-1]
 
     def _root(self, model: ModelSnapshot, **instead: str) -> bytes:
         fields = {**model.fields, **instead}

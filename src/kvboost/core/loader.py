@@ -39,12 +39,12 @@ class KVLoader:
         except Exception:  # noqa: BLE001 - finish() places it again and raises then, outside of the store's error handling
             self._failed = True
 
-    def finish(self, blocks: Sequence[KVBlock]) -> KVCache:
-        """The cache with all of ``blocks``, the leading chunks, in place."""
+    def finish(self, blocks: Sequence[KVBlock], chunks: Sequence[Chunk]) -> KVCache:
+        """The cache with all of ``blocks`` in place, which are those of the first of ``chunks``."""
         if self._cache is None:
             chain = [block.key for block in blocks]
             self._cache, self._in_place = self._pool.take(tokens=self._tokens, chain=chain)
-        for index, (block, chunk) in enumerate(zip(blocks, self._chunks, strict=False)):
+        for index, (block, chunk) in enumerate(zip(blocks, chunks, strict=False)):
             if index >= self._in_place and self._placed.get(block.key) is not block:
                 self._codec.place(self._cache, chunk.start, block.tensors)
         return self._cache

@@ -1,8 +1,6 @@
-"""Turns chunks and what is stored of them into a plan whose segments tile the prompt.
+"""Turns chunks and what is stored of them into a plan: exact up to a position, then repositioned or computed.
 
-Called by the prefiller once the number of stored leading chunks is known. Invariant: every step of
-a plan is a chunk (or the tail) of the prompt's own grid, so a warm run executes a subset of the steps
-of a cold run, with the same shapes and therefore the same bits.
+Called by the prefiller once it is known how far the stored KV reaches.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from kvboost.types import Chunk
 
@@ -18,31 +17,32 @@ from kvboost.types import Chunk
 class SegmentKind(enum.Enum):
     """Where a segment of the prompt gets its KV from."""
 
-    EXACT = "exact"
     APPROX = "approx"
     FRESH = "fresh"
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Tokens ``[start, end)`` of the prompt. Before the first APPROX one, a FRESH segment is one forward step."""
+class Segment(NamedTuple):
+    """Tokens ``[start, end)`` of the prompt."""
 
     kind: SegmentKind
     start: int
     end: int
     chunk: Chunk | None
-    """The chunk of this segment; None for the incomplete tail and for several chunks computed in one step."""
+    """Behind the first repositioned chunk, the chunk of this segment."""
 
 
 @dataclass(frozen=True)
 class ReusePlan:
-    """How a prompt will be prefilled. The segments tile ``[0, prompt_tokens)`` and the last one is FRESH."""
+    """How a prompt will be prefilled: ``[0, exact_tokens)`` is reused, the segments tile the rest."""
 
     prompt_tokens: int
+    exact_tokens: int
+    """How many prompt tokens come from the cache exactly."""
     segments: tuple[Segment, ...]
+    """FRESH and APPROX ones; the last is FRESH, as the last token's logits are needed."""
 
     def __post_init__(self) -> None:
-        position = 0
+        position = self.exact_tokens
         for segment in self.segments:
             if segment.start != position or segment.end <= segment.start:
                 raise ValueError(f"segments do not tile the prompt: {segment} at position {position}")
@@ -51,14 +51,6 @@ class ReusePlan:
             raise ValueError(f"segments cover {position} of {self.prompt_tokens} tokens")
         if self.segments[-1].kind is not SegmentKind.FRESH:
             raise ValueError("the last token must be fresh: its logits are needed")
-        kinds = [s.kind for s in self.segments]
-        if SegmentKind.EXACT in kinds[kinds.count(SegmentKind.EXACT) :]:
-            raise ValueError("exact segments must come before all others: they need the same tokens before them")
-
-    @cached_property
-    def reused(self) -> tuple[Segment, ...]:
-        """The EXACT segments, in order."""
-        return tuple(s for s in self.segments if s.kind is SegmentKind.EXACT)
 
     @cached_property
     def moved(self) -> tuple[Segment, ...]:
@@ -66,8 +58,8 @@ class ReusePlan:
         return tuple(s for s in self.segments if s.kind is SegmentKind.APPROX)
 
     @cached_property
-    def steps(self) -> tuple[Segment, ...]:
-        """The FRESH segments, in order: one forward each where nothing approximate comes before them."""
+    def fresh(self) -> tuple[Segment, ...]:
+        """The FRESH segments, in order."""
         return tuple(s for s in self.segments if s.kind is SegmentKind.FRESH)
 
     @cached_property
@@ -80,30 +72,9 @@ class ReusePlan:
         """How many prompt tokens are repositioned from another position."""
         return sum(s.end - s.start for s in self.moved)
 
-    @cached_property
-    def exact_tokens(self) -> int:
-        """How many prompt tokens come from the cache exactly."""
-        return sum(s.end - s.start for s in self.reused)
-
-    def in_steps_of(self, tokens: int) -> ReusePlan:
-        """The same plan with neighbouring steps joined up to this length, except the last one."""
-        segments: list[Segment] = []
-        for segment in self.segments[:-1]:
-            last = segments[-1] if segments else None
-            joins = last is not None and SegmentKind.FRESH is last.kind is segment.kind
-            if last is not None and joins and segment.end - last.start <= tokens:
-                segments[-1] = Segment(SegmentKind.FRESH, last.start, segment.end, None)
-            else:
-                segments.append(segment)
-        return ReusePlan(self.prompt_tokens, (*segments, self.segments[-1]))
-
 
 def reusable_chunks(chunks: Sequence[Chunk], *, prompt_tokens: int) -> Sequence[Chunk]:
-    """The leading chunks to look up: all that end before the last token.
-
-    The step that holds the last token always runs, as its logits are needed and computing them in a
-    shorter step would round differently from a cold run.
-    """
+    """The chunks that may be repositioned: all that end before the last token."""
     count = len(chunks)
     while count and chunks[count - 1].end >= prompt_tokens:
         count -= 1
@@ -111,22 +82,23 @@ def reusable_chunks(chunks: Sequence[Chunk], *, prompt_tokens: int) -> Sequence[
 
 
 def plan_reuse(
-    chunks: Sequence[Chunk], *, prompt_tokens: int, available: int, approx: Collection[int] = ()
+    chunks: Sequence[Chunk], *, prompt_tokens: int, exact_tokens: int, approx: Collection[int] = ()
 ) -> ReusePlan:
-    """Reuse the first ``available`` chunks as they are, reposition those indexed by ``approx``, compute the rest."""
-    usable = len(reusable_chunks(chunks, prompt_tokens=prompt_tokens))
-    if available > usable or any(not available <= index < usable for index in approx):
-        raise ValueError("only chunks behind the exact ones and before the last token can be repositioned or reused")
-    segments = [
-        Segment(
-            SegmentKind.EXACT if i < available else SegmentKind.APPROX if i in approx else SegmentKind.FRESH,
-            chunk.start,
-            chunk.end,
-            chunk,
-        )
-        for i, chunk in enumerate(chunks)
+    """Reuse the first ``exact_tokens`` as they are, reposition the chunks indexed by ``approx``, compute the rest."""
+    if not 0 <= exact_tokens < prompt_tokens:
+        raise ValueError(f"{exact_tokens} of {prompt_tokens} tokens cannot be reused: the last one is computed")
+    if not approx:
+        return ReusePlan(prompt_tokens, exact_tokens, (Segment(SegmentKind.FRESH, exact_tokens, prompt_tokens, None),))
+    first, usable = min(approx), len(reusable_chunks(chunks, prompt_tokens=prompt_tokens))
+    if chunks[first].start < exact_tokens or max(approx) >= usable:
+        raise ValueError("only chunks behind the exact tokens and before the last token can be repositioned")
+    segments = []
+    if exact_tokens < chunks[first].start:
+        segments.append(Segment(SegmentKind.FRESH, exact_tokens, chunks[first].start, None))
+    segments += [
+        Segment(SegmentKind.APPROX if i in approx else SegmentKind.FRESH, chunk.start, chunk.end, chunk)
+        for i, chunk in enumerate(chunks[first:], first)
     ]
-    covered = chunks[-1].end if chunks else 0
-    if covered < prompt_tokens:
-        segments.append(Segment(SegmentKind.FRESH, covered, prompt_tokens, None))
-    return ReusePlan(prompt_tokens, tuple(segments))
+    if chunks[-1].end < prompt_tokens:
+        segments.append(Segment(SegmentKind.FRESH, chunks[-1].end, prompt_tokens, None))
+    return ReusePlan(prompt_tokens, exact_tokens, tuple(segments))

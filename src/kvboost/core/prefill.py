@@ -3,7 +3,7 @@
 Made and advanced by :class:`kvboost.core.prefiller.Prefiller` (or by paging) only. Invariants, checked by every
 transition: ``num_committed <= num_exact <= num_computed <= len(tokens)``; positions ``[0, num_computed)`` are in the
 cache; positions ``[0, num_exact)`` were placed or computed as a cold run computes them, so nothing behind a
-repositioned chunk, and nothing that was computed in another step than its own, is ever exact.
+repositioned chunk, and nothing from a step that the rule does not allow, is ever exact.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvboost.core.identity import KeySnapshot
 from kvboost.core.plan import ReusePlan, plan_reuse, reusable_chunks
 from kvboost.core.workspaces import WorkspacePool
 from kvboost.extend import ContentLease, Lease
+from kvboost.steps import StepRule
 from kvboost.types import TOKEN_BYTES, Chunk, KVBlock, LoadReport, ReuseReport
 
 
@@ -33,9 +34,20 @@ class ChunkedPrompt:
     snapshot: KeySnapshot
     chunks: list[Chunk]
 
+    tail: Chunk | None = None
+    """The tokens behind the last cut: stored too, for prompts that begin with this one."""
+
+    @property
+    def lookup(self) -> list[Chunk]:
+        """The chunks to look up: all that hold a token before the last one, whose logits are needed."""
+        chunks = [*self.chunks, self.tail] if self.tail is not None else list(self.chunks)
+        while chunks and chunks[-1].start >= len(self.tokens) - 1:
+            chunks.pop()
+        return chunks
+
     @property
     def usable(self) -> Sequence[Chunk]:
-        """The chunks that could come from a store: all that end before the last token."""
+        """The chunks that could be repositioned: all that end before the last token."""
         return reusable_chunks(self.chunks, prompt_tokens=len(self.tokens))
 
 
@@ -43,7 +55,8 @@ class ChunkedPrompt:
 class ExactHits:
     """The leading chunks that a prefill begins with."""
 
-    chunks: int = 0
+    tokens: int = 0
+    """Tokens of the leading chunks that were placed."""
     bitwise: bool = True
     """Whether they, and what is computed right after them, are bitwise equal to a cold run."""
     lease: Lease = field(default_factory=EmptyLease)
@@ -86,19 +99,22 @@ class PrefillState:
         cache: KVCache,
         *,
         hits: ExactHits,
+        rule: StepRule,
         clock: StageClock,
         pool: WorkspacePool | None = None,
         paged: bool = False,
     ) -> None:
         """The cache holds the chunks of ``hits``. It goes back to ``pool`` at the end; without one it is not kept."""
-        self.prompt, self.hits, self.clock, self.paged = prompt, hits, clock, paged
+        self.prompt, self.hits, self.rule, self.clock, self.paged = prompt, hits, rule, clock, paged
         self._cache, self._pool = cache, pool
-        self._plan = plan_reuse(prompt.chunks, prompt_tokens=len(prompt.tokens), available=hits.chunks)
+        self._plan = self._exact_plan()
         self._num_computed = self._num_exact = self._num_committed = self._plan.exact_tokens
         self._spans: ApproxSpans | None = None
         self._repair: RepairOutcome | None = None
         self._reason: str | None = None
         self._new_chunks = 0
+        self.forwards = 0
+        """Steps that were computed."""
         self._observed = False
 
     @property
@@ -138,17 +154,19 @@ class PrefillState:
 
     @property
     def last_step(self) -> int:
-        """Where the step begins that holds the last token."""
-        return self._plan.steps[-1].start
+        """Where the step begins that holds the last token. Behind repositioned chunks it is what follows the cuts."""
+        if self._spans is not None:
+            return self._plan.segments[-1].start
+        return self.rule.last_step(self._plan.exact_tokens, len(self.tokens))
 
     @property
     def bitwise(self) -> bool:
         """Whether everything in the cache has the bits of a cold run."""
-        return self.hits.bitwise and self._spans is None
+        return self.hits.bitwise and self._spans is None and (self.rule.is_bitwise or not self._plan.exact_tokens)
 
     @property
     def awaits_repair(self) -> bool:
-        """Whether repositioned chunks are placed and not yet repaired."""
+        """Whether repositioned chunks are planned and not yet repaired."""
         return self._spans is not None and self._repair is None
 
     @property
@@ -164,26 +182,28 @@ class PrefillState:
     # Transitions
 
     def computed(self, end: int) -> None:
-        """The model has appended the positions up to ``end``; they lie in one step of the plan."""
+        """The model has appended the positions up to ``end`` in one step."""
         start = self._num_computed
-        step = next((step for step in self._plan.steps if step.start <= start < step.end), None)
         if self.awaits_repair and start >= self._plan.approx_start:
             raise AssertionError("positions behind repositioned chunks are computed by their repair")
-        if step is None or not start < end <= step.end:
-            raise AssertionError(f"[{start}, {end}) lies in no step of the plan")
+        if not start < end <= len(self.tokens) or (self.awaits_repair and end > self._plan.approx_start):
+            raise AssertionError(f"[{start}, {end}) is no step of this plan")
         if self._cache.get_seq_length() != end:
             raise AssertionError(f"the cache holds {self._cache.get_seq_length()} positions instead of {end}")
-        # In two parts a step runs other shapes than in a cold run: its bits may differ, and those of all that follows.
-        if self._num_exact == step.start and end == step.end and start == step.start and not self._approx_at(start):
+        if self._num_exact == start and self.rule.keeps_bits(start, end) and not self._approx_at(start):
             self._num_exact = end
         self._num_computed = end
+        self.forwards += 1
 
     def reposition(self, spans: ApproxSpans) -> None:
-        """Add chunks from other positions to the plan; they are placed next."""
+        """Add chunks from other positions to the plan; they are placed when what is before them is computed."""
         if self._spans is not None or self._num_computed != self._plan.exact_tokens:
             raise AssertionError("chunks are repositioned once, before anything is computed")
         self._plan = plan_reuse(
-            self.prompt.chunks, prompt_tokens=len(self.tokens), available=self.hits.chunks, approx=spans.blocks
+            self.prompt.chunks,
+            prompt_tokens=len(self.tokens),
+            exact_tokens=self._plan.exact_tokens,
+            approx=spans.blocks,
         )
         self._spans = spans
 
@@ -201,16 +221,10 @@ class PrefillState:
             raise AssertionError("nothing was repositioned")
         self._spans.lease.release()
         self._spans = self._repair = None
-        self._plan = plan_reuse(self.prompt.chunks, prompt_tokens=len(self.tokens), available=self.hits.chunks)
+        self._plan = self._exact_plan()
         self._num_computed = self._num_exact
         self._cache.set_length(self._num_exact)
         self._reason = reason
-
-    def in_steps_of(self, tokens: int) -> None:
-        """Join steps of the plan up to this length, where no bits of a cold run are to be kept."""
-        if self.hits.bitwise or self._num_computed != self._plan.exact_tokens:
-            raise AssertionError("steps are joined before anything is computed, and never for bitwise KV")
-        self._plan = self._plan.in_steps_of(tokens)
 
     def committed(self, end: int, *, new: bool) -> None:
         """The store holds the exact chunk that ends here; ``new`` if it was added."""
@@ -232,12 +246,13 @@ class PrefillState:
         """Note why something was not reused, for the report."""
         self._reason = reason if self._reason is None or reason is None else f"{self._reason}; {reason}"
 
-    def grow(self, cache: KVCache) -> None:
-        """Continue in this cache, which has more capacity."""
+    def move_to(self, cache: KVCache) -> None:
+        """Continue in this cache; the one before goes back to the pool."""
         length = self._cache.get_seq_length()
         cache.place(0, self._cache.span(0, length))
         cache.set_length(length)
-        self._cache = cache
+        before, self._cache = self._cache, cache
+        self._give_back(before)
 
     def detach(self) -> KVCache:
         """Hand the cache over to the caller: it is no longer pooled."""
@@ -249,10 +264,14 @@ class PrefillState:
         self.hits.lease.release()
         if self._spans is not None:
             self._spans.lease.release()
-        pool, self._pool = self._pool, None
-        if pool is not None:
+        self._give_back(self._cache)
+        self._pool = None
+
+    def _give_back(self, cache: KVCache) -> None:
+        """Pool a cache that holds the committed chunks."""
+        if self._pool is not None:
             held = self._num_committed if self.hits.bitwise else 0
-            pool.give_back(self._cache, held=[c.prefix_key for c in self.prompt.chunks if c.end <= held])
+            self._pool.give_back(cache, held=[c.prefix_key for c in self.prompt.lookup if c.end <= held])
 
     def __enter__(self) -> Self:
         return self
@@ -290,13 +309,22 @@ class PrefillState:
             paged=self.paged,
         )
 
+    def _exact_plan(self) -> ReusePlan:
+        """The plan without repositioned chunks."""
+        tokens = len(self.tokens)
+        return plan_reuse((), prompt_tokens=tokens, exact_tokens=self.rule.resume(min(self.hits.tokens, tokens - 1)))
+
     def _approx_at(self, position: int) -> bool:
         return position >= self._plan.approx_start
 
 
-def tokens_by_tier(blocks: Iterable[KVBlock], loads: LoadReport) -> Counter[str]:
-    """How many tokens of a lease's blocks came from which tier."""
+def tokens_by_tier(blocks: Iterable[KVBlock], loads: LoadReport, *, limit: int | None = None) -> Counter[str]:
+    """How many tokens of a lease's blocks, of the first ``limit``, came from which tier."""
     tokens: Counter[str] = Counter()
     for block in blocks:
-        tokens[loads.tiers.get(block.key, "memory")] += len(block.tokens) // TOKEN_BYTES
+        count = len(block.tokens) // TOKEN_BYTES
+        if limit is not None:
+            count = min(count, limit - tokens.total())
+        if count:
+            tokens[loads.tiers.get(block.key, "memory")] += count
     return tokens

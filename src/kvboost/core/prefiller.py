@@ -1,8 +1,8 @@
 """Prefills prompts: look up, place, compute what is missing, commit.
 
-Used by the engine and by the scheduler for every kind of request: one prefill path, one commit point. Invariants: a
-step is one chunk of the prompt's own grid or its tail, whatever was reused; only KV straight from such a step is
-committed under an exact key, and only behind KV that came from such steps itself.
+Used by the engine and by the scheduler for every kind of request: one prefill path, one commit point. Invariants:
+steps follow the rule of the model's numerics, whatever was reused; only KV straight from such a step is committed under
+an exact key, and only behind KV that came from such steps itself.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 from kvboost.core.backend import Codec, KVCache, NoApprox, NonPrefixReuse, Runner
 from kvboost.core.clock import StageClock
 from kvboost.core.costs import CostModel
-from kvboost.core.guarded import GuardedStore, loads_of
+from kvboost.core.guarded import GuardedStore, JoinedLease, loads_of
 from kvboost.core.identity import PromptKeys
 from kvboost.core.loader import KVLoader
 from kvboost.core.prefill import ApproxSpans, ChunkedPrompt, ExactHits, PrefillState, tokens_by_tier
 from kvboost.core.workspaces import WorkspacePool
 from kvboost.extend import Lease
+from kvboost.steps import StepRule
 from kvboost.types import Chunk, KVBlock, PutOutcome, context_before
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class Prefiller:
     keys: PromptKeys
     store: GuardedStore
     pool: WorkspacePool
+    rule: StepRule
+    """Where forward steps begin and end."""
     costs: CostModel = field(default_factory=CostModel)
     approx: NonPrefixReuse = field(default_factory=NoApprox)
 
@@ -53,7 +56,12 @@ class Prefiller:
     def chunk(self, tokens: list[int], boundaries: Sequence[int]) -> ChunkedPrompt:
         """Cut the prompt into chunks, keyed by the model's current state."""
         snapshot = self.keys.snapshot()
-        return ChunkedPrompt(tokens, boundaries, snapshot, self.keys.chunks(snapshot.root, tokens, boundaries))
+        if self.rule.grid and self.rule.is_bitwise:
+            # Steps are resumed at the grid: a chunk across it would leave a whole step to compute.
+            boundaries = sorted({*boundaries, *range(self.rule.grid, len(tokens), self.rule.grid)})
+        chunks, tail = self.keys.chunks_and_tail(snapshot.root, tokens, boundaries)
+        # Without a grid a prompt can be resumed anywhere, so its end is worth storing.
+        return ChunkedPrompt(tokens, boundaries, snapshot, chunks, tail if self.rule.grid is None else None)
 
     def open(
         self,
@@ -73,8 +81,9 @@ class Prefiller:
         clock = clock or StageClock()
         prompt = self.chunk(tokens, boundaries)
         clock.lap("plan")
-        loader = KVLoader(prompt.usable, tokens=len(tokens) + new_tokens, codec=self.codec, pool=self.pool)
-        lease = self.store.lease(prompt.usable, arrived=loader.arrived)
+        lookup = prompt.lookup
+        loader = KVLoader(lookup, tokens=len(tokens) + new_tokens, codec=self.codec, pool=self.pool)
+        lease = self.store.lease(lookup, arrived=loader.arrived)
         spans: ApproxSpans | None = None
         reason: str | None = None
         try:
@@ -82,9 +91,13 @@ class Prefiller:
             if using is not None:
                 blocks, spans = blocks[: min(using)], self.approx.replay(using)
             elif approx:
-                spans, reason = self.approx.find(prompt.usable, available=len(blocks), prompt_tokens=len(tokens))
+                available = min(len(blocks), len(prompt.usable))
+                spans, reason = self.approx.find(prompt.usable, available=available, prompt_tokens=len(tokens))
+            if spans is None and len(blocks) < len(lookup) and self.rule.grid is None:
+                lookup, lease = self._with_tail(prompt, lookup, len(blocks), lease)
+                blocks = lease.blocks
             clock.lap("lease")
-            state = self._start(prompt, loader.finish(blocks), lease, blocks, clock)
+            state = self._start(prompt, loader.finish(blocks, lookup), lease, lookup[: len(blocks)], blocks, clock)
             clock.lap("place")
         except BaseException:
             lease.release()
@@ -93,29 +106,43 @@ class Prefiller:
             raise
         try:
             state.explain(reason)
-            if spans is None:
-                return state
-            state.reposition(spans)
-            try:
-                self.approx.place(state)
-            except Exception as error:  # noqa: BLE001 - a cache may only help: what cannot be placed is computed
-                state.drop_approx(self.approx.failed(error))
-            clock.lap("move")
+            if spans is not None:
+                state.reposition(spans)
             return state
         except BaseException:
             state.close()
             raise
 
+    def _with_tail(
+        self, prompt: ChunkedPrompt, lookup: list[Chunk], count: int, lease: Lease
+    ) -> tuple[list[Chunk], Lease]:
+        """The first ``count`` chunks, which were found, and the stored end of an earlier prompt behind them, if any."""
+        found, missed = lookup[:count], lookup[count]
+        tails = self.keys.tails(prompt.snapshot.root, prompt.tokens, behind=found[-1] if found else None)
+        tails = [tail for tail in tails if tail.end != missed.end]  # it was looked up
+        tail = self.store.first_stored(tails) if tails else None
+        if tail is None:
+            return found, lease
+        return [*found, tail], JoinedLease(lease, self.store.lease([tail]))
+
     def _start(
-        self, prompt: ChunkedPrompt, cache: KVCache, lease: Lease, blocks: Sequence[KVBlock], clock: StageClock
+        self,
+        prompt: ChunkedPrompt,
+        cache: KVCache,
+        lease: Lease,
+        placed: Sequence[Chunk],
+        blocks: Sequence[KVBlock],
+        clock: StageClock,
     ) -> PrefillState:
+        end = placed[-1].end if placed else 0
+        reused = self.rule.resume(min(end, len(prompt.tokens) - 1))  # the rest of the last block is computed again
         hits = ExactHits(
-            chunks=len(blocks),
+            tokens=end,
             bitwise=all(block.bitwise for block in blocks),
             lease=lease,
-            tiers=tokens_by_tier(blocks, loads_of(lease)),
+            tiers=tokens_by_tier(blocks, loads_of(lease), limit=reused),
         )
-        state = PrefillState(prompt, cache, hits=hits, clock=clock, pool=self.pool)
+        state = PrefillState(prompt, cache, hits=hits, rule=self.rule, clock=clock, pool=self.pool)
         cache.set_length(state.num_computed)
         return state
 
@@ -135,21 +162,20 @@ class Prefiller:
         if state.awaits_repair and to >= state.last_step:
             state.clock.lap("prefill")
             try:
+                self.approx.place(state)  # only now: a step clears the positions behind its own
+                state.clock.lap("move")
                 self.approx.repair(state)
             except Exception as error:  # noqa: BLE001 - a cache may only help: what cannot be repaired is computed
                 state.drop_approx(self.approx.failed(error))
+                state.clock.lap("move")
         self._run_steps(state, to=to, cancelled=cancelled)
         state.clock.lap("prefill")
 
     def _run_steps(self, state: PrefillState, *, to: int, cancelled: Callable[[], bool]) -> None:
-        for step in state.plan.steps:
-            if step.start >= to:
-                break
-            end = min(step.end, to)
-            if end <= state.num_computed:
-                continue
+        while state.num_computed < to:
             if cancelled():
                 raise RequestCancelled
+            end = state.rule.step_end(state.num_computed, to)
             self.runner.append(state.tokens[state.num_computed : end], state.cache, logits=False)
             state.computed(end)
             if state.paged:
@@ -159,9 +185,16 @@ class Prefiller:
         """Run every step but the one that holds the last token."""
         self.advance(state, to=state.last_step, cancelled=cancelled)
 
+    def last_step_ran(self, state: PrefillState) -> None:
+        """The model ran the last step elsewhere, as :meth:`Runner.first_forward` makes it."""
+        if state.num_computed < len(state.tokens) == state.cache.get_seq_length():
+            state.computed(len(state.tokens))
+
     def finish(self, state: PrefillState) -> torch.Tensor:
         """Run the last step, or what is missing of it, and return the last token's logits, [vocab]."""
-        if state.num_computed < state.last_step:
+        if state.awaits_repair:
+            raise ValueError("the repair has not run; call advance_to_last_step first")
+        if len(state.tokens) - state.num_computed > state.rule.max_tokens:
             raise ValueError("the steps before the last one have not run; call advance_to_last_step first")
         logits = self.runner.append(state.tokens[state.num_computed :], state.cache, logits=True)
         assert logits is not None
@@ -197,14 +230,18 @@ class Prefiller:
         return new
 
     def _store_exact(self, state: PrefillState) -> None:
-        chunks = state.prompt.chunks
+        chunks = [*state.prompt.chunks, state.prompt.tail] if state.prompt.tail is not None else state.prompt.chunks
         for index, chunk in enumerate(chunks):
             if chunk.end > state.num_exact:
                 break
             if chunk.end <= state.num_committed:
                 continue
+            if chunk.end <= state.hits.tokens:  # stored, and only its last token was computed for the logits
+                state.committed(chunk.end, new=False)
+                continue
             context = context_before(chunks, index)
-            outcome = self._put(state, chunk, context=context, bitwise=state.hits.bitwise)
+            bitwise = state.hits.bitwise and state.rule.is_bitwise
+            outcome = self._put(state, chunk, context=context, bitwise=bitwise)
             if outcome is PutOutcome.REFUSED:
                 break  # what follows could not be reached without it
             state.committed(chunk.end, new=outcome is PutOutcome.STORED)
@@ -212,8 +249,12 @@ class Prefiller:
 
     def _put(self, state: PrefillState, chunk: Chunk, *, context: bytes, bitwise: bool) -> PutOutcome:
         """Offer a copy of this chunk's KV to the store under its exact key."""
-        tensors = self.codec.pack(state.cache.span(chunk.start, chunk.end), start=chunk.start)
-        return self.store.put(KVBlock.of(chunk, tensors, context=context, bitwise=bitwise and self.codec.lossless))
+
+        def block() -> KVBlock:
+            tensors = self.codec.pack(state.cache.span(chunk.start, chunk.end), start=chunk.start)
+            return KVBlock.of(chunk, tensors, context=context, bitwise=bitwise and self.codec.lossless)
+
+        return self.store.keep(block)
 
     def _observe(self, state: PrefillState) -> None:
         """Update the cost model with this prefill's times, once its first token exists."""
@@ -225,4 +266,4 @@ class Prefiller:
         elif "move" not in stages:
             seconds = (stages.get("prefill", 0.0) + stages["first_token"]) / 1000.0
             tokens = len(state.tokens) - state.plan.exact_tokens
-            self.costs.observe_prefill(forwards=len(state.plan.steps), tokens=tokens, seconds=seconds)
+            self.costs.observe_prefill(forwards=state.forwards, tokens=tokens, seconds=seconds)

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvboost.capacity import HOST_BUDGETS
 from kvboost.core.backend import KVPaging
 from kvboost.core.prefiller import Prefiller
 from kvboost.errors import CapacityError
@@ -42,6 +43,8 @@ class KVBudget:
     bytes_for: Callable[[int], int]
     """Bytes of the cache of a sequence with this many tokens."""
     limit: int | None = None
+    jobs_bytes: int = HOST_BUDGETS.jobs_kv_bytes
+    """KV that the jobs of a batch runner hold together, if there is no limit."""
     paging: KVPaging | None = None
     unpaged: str | None = None
     """Why there is no paging although there is a limit."""
@@ -84,7 +87,7 @@ class Session:
     def prefetch(self, tokens: list[int], boundaries: Sequence[int]) -> Future[int]:
         """Load the stored prefix of a prompt from slower tiers into memory, in the background."""
         if self.refusal(len(tokens)) is None and isinstance(self.store, LayeredStore):
-            return self.store.prefetch(self.prefiller.chunk(tokens, boundaries).usable)
+            return self.store.prefetch(self.prefiller.chunk(tokens, boundaries).lookup)
         return nothing_to_fetch()
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvboost.config import EngineConfig
-from kvboost.core.chunking import make_chunker
+from kvboost.config import AUTO, EngineConfig
+from kvboost.core.chunking import chunk_size_for, make_chunker
 from kvboost.core.costs import CostModel
 from kvboost.core.guarded import GuardedStore
 from kvboost.core.identity import PromptKeys
@@ -21,14 +21,18 @@ from kvboost.core.prefiller import Prefiller
 from kvboost.core.session import KVBudget, Session
 from kvboost.core.workspaces import WorkspacePool
 from kvboost.engine import optional
+from kvboost.engine.memory import default_budgets, with_budgets
 from kvboost.engine.stores import Stores
 from kvboost.errors import ConfigError
 from kvboost.extend import Chunker, ChunkStore, Tier
+from kvboost.hf.breaks import break_table
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.codec import codec_for
 from kvboost.hf.fingerprint import ModelIdentity
+from kvboost.hf.numerics import choose_numerics
 from kvboost.hf.probe import ModelFacts, probe_model
 from kvboost.hf.runner import ModelRunner
+from kvboost.hf.shape import shape_of
 from kvboost.store import read_key
 
 
@@ -40,6 +44,7 @@ class Assembly:
     runner: ModelRunner
     facts: ModelFacts
     identity: ModelIdentity
+    chunker: Chunker
     stores: Stores | None
     """Opens tenants' stores; None if the caller passed a store."""
     session: Session
@@ -85,25 +90,37 @@ def split_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
         if near := difflib.get_close_matches(name, names, n=1, cutoff=0.8):
             raise ConfigError(f"{name} is not a setting; did you mean {near[0]}?")
     config = EngineConfig(**settings)
-    make_chunker(config.chunking, size=config.chunk_size)
+    make_chunker(config.chunking, size=config.chunk_tokens)
     if config.record_key_file is not None:
         read_key(config.record_key_file)
     optional.check_approx_settings(config)
     return settings, others
 
 
-def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, store: ChunkStore | None) -> Assembly:
+def assemble(runner: ModelRunner, tokenizer: Any, *, config: EngineConfig, store: ChunkStore | None) -> Assembly:
     """Probe the model and build what it supports; with the engine's own store if none is given."""
     if store is not None:
         _check_given(store, config)
     facts = probe_model(runner.model)
-    identity = ModelIdentity(runner.model, facts.layout)
+    numerics = choose_numerics(
+        runner.model, facts.layout, shape_of(runner.model, facts.layout), numerics=config.numerics
+    )
+    runner.tiles = numerics.tiles
+    identity = ModelIdentity(runner.model, facts.layout, steps=numerics.spec)
+    budgets = default_budgets(facts.layout)
+    if store is not None:
+        budgets = replace(budgets, host_cache_bytes=0)
+    config = with_budgets(config, budgets)
+    if config.chunk_size is None:
+        config = replace(config, chunk_size=chunk_size_for(facts.layout.bytes_per_token))
+    breaks = break_table(tokenizer) if tokenizer is not None and config.chunking == "natural" else None
+    chunker = make_chunker(config.chunking, size=config.chunk_tokens, breaks=breaks)
     pool = WorkspacePool(
         lambda tokens: SlabCache(facts.layout, capacity=tokens),
         bytes_per_token=facts.layout.bytes_per_token,
         capacity_bytes=int(config.workspace_bytes),
     )
-    budget = _budget(runner, config, pool)
+    budget = _budget(runner, config, pool, jobs_bytes=budgets.jobs_kv_bytes)
     codec = codec_for(config.kv_cache_bits, facts.layout)
     keys = PromptKeys(
         identity, chunker=chunker, tenant=config.tenant, codec=codec.name, keeps_decoded=config.reuse_generated
@@ -115,11 +132,13 @@ def assemble(runner: ModelRunner, *, config: EngineConfig, chunker: Chunker, sto
         share = approx.recomputed_share
         stores = Stores(config, layout=facts.layout, codec=codec, costs=costs, repaired_share=share)
         store = stores.open(config.tenant, root=keys.namespace())
-    prefiller = Prefiller(runner=runner, codec=codec, keys=keys, store=GuardedStore(store), pool=pool, costs=costs)
+    prefiller = Prefiller(
+        runner=runner, codec=codec, keys=keys, store=GuardedStore(store), pool=pool, rule=numerics.rule, costs=costs
+    )
     reuse = approx.reuse(prefiller, runner, facts.layout, force=config.force_approx)
     prefiller = replace(prefiller, approx=reuse)
     session = Session(config.tenant, store, prefiller, facts, budget, config.reuse_generated)
-    return Assembly(config, runner, facts, identity, stores, session)
+    return Assembly(config, runner, facts, identity, chunker, stores, session)
 
 
 def _check_given(store: Any, config: EngineConfig) -> None:
@@ -132,13 +151,13 @@ def _check_given(store: Any, config: EngineConfig) -> None:
         )
         raise ConfigError(f"store must be a ChunkStore, got {type(store).__name__}{hint}")
     for name in ("tenant_bytes", "max_chunks", "disk_cache_dir", "remote_url", "object_url", "host_cache_bytes"):
-        if getattr(config, name):
+        if getattr(config, name) and getattr(config, name) != AUTO:
             raise ConfigError(f"{name} is for a store of the engine's own; leave it out, or leave store out")
 
 
-def _budget(runner: ModelRunner, config: EngineConfig, pool: WorkspacePool) -> KVBudget:
+def _budget(runner: ModelRunner, config: EngineConfig, pool: WorkspacePool, *, jobs_bytes: int) -> KVBudget:
     if config.kv_bytes is None:
-        return KVBudget(pool.bytes_for)
+        return KVBudget(pool.bytes_for, jobs_bytes=jobs_bytes)
     limit, directory = int(config.kv_bytes), Path(config.kv_dir) if config.kv_dir is not None else None
     paging, reason = optional.make_paging(runner.model, budget=limit, directory=directory)
-    return KVBudget(pool.bytes_for, limit, paging, reason)
+    return KVBudget(pool.bytes_for, limit, jobs_bytes, paging, reason)

@@ -50,7 +50,7 @@ class KVBoost:
         except TypeError as error:
             raise ConfigError(f"unknown setting: {error}") from error
         parts = EngineParts(model, tokenizer, config=config, store=store)
-        self._bind(parts, config, parts.assembly.session if parts.assembly is not None else None, root=None)
+        self._bind(parts, parts.config, parts.assembly.session if parts.assembly is not None else None, root=None)
 
     def _bind(self, parts: EngineParts, config: EngineConfig, session: Session | None, root: Self | None) -> None:
         self.model, self.tokenizer, self.config = parts.model, parts.tokenizer, config
@@ -353,7 +353,14 @@ class KVBoost:
         if self.session is None or self.parts.layout is None:
             raise ConfigError(f"the memory of a model with unknown KV cannot be estimated ({self.parts.refusal})")
         layout, held = self.parts.layout, self._store.stats().bytes + self.session.prefiller.pool.idle_bytes
-        work = workload(self.config, context=context, batch=batch, layout=layout, stored_tokens=stored_tokens)
+        work = workload(
+            self.config,
+            context=context,
+            batch=batch,
+            layout=layout,
+            step_tokens=self.parts.max_step,
+            stored_tokens=stored_tokens,
+        )
         return estimate_loaded(self.model, layout, work, held=held)
 
     def encode(self, prompt: Prompt) -> list[int]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvboost.capacity import Machine, MemoryEstimate, Option, list_options
+from kvboost.capacity import Machine, MemoryEstimate, Option, list_options, step_limit
 from kvboost.config import EngineConfig
-from kvboost.engine.memory import RUNTIME_BYTES, workload
+from kvboost.engine.memory import RUNTIME_BYTES, default_budgets, with_budgets, workload
 from kvboost.errors import ConfigError
 from kvboost.hf.device_memory import memory_available, resident_bytes
 from kvboost.hf.loading import ModelSource, load_tokenizer
@@ -45,8 +45,12 @@ def forecast(
     model = model_on_disk(source)
     if context is None:
         context = min(_CONTEXT, model.shape.max_positions or _CONTEXT)
-    work = workload(config, context=context, batch=batch, layout=model.layout)
     weights = model.weights if weight_budget is None else model.streamed(weight_budget)
+    budgets = default_budgets(model.layout, device=source.torch_device, weights=weights.in_memory)
+    longest = step_limit(model.shape, available=memory_available(source.torch_device.type))
+    work = workload(
+        with_budgets(config, budgets), context=context, batch=batch, layout=model.layout, step_tokens=longest
+    )
     machine = _measure(source, model, tokens=work.step_tokens)
     options = list_options(
         model.shape,

@@ -7,7 +7,7 @@ committing new chunks comes after that.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,7 +66,9 @@ def warm(session: Session, tokens: list[int], *, boundaries: Sequence[int], cloc
     """Prefill the complete chunks of a prompt and store them. Returns how many were new."""
     prefiller = session.prefiller
     with open_prefill(session, tokens, boundaries=boundaries, clock=clock) as state:
-        prefiller.advance(state, to=state.prompt.chunks[-1].end if state.prompt.chunks else 0)
+        end = state.prompt.chunks[-1].end if state.prompt.chunks else 0
+        # On a grid only whole steps are stored: a chunk may need the tokens behind it to complete its step.
+        prefiller.advance(state, to=end if state.rule.grid is None else state.rule.resume(len(tokens)))
         prefiller.commit(state)
         return state.new_chunks
 
@@ -248,12 +250,24 @@ class Generator:
 
     def _decode(self, session: Session, state: PrefillState, request: Request, copies: int) -> GenerationResult:
         prefiller = session.prefiller
-        prefiller.advance_to_last_step(state, cancelled=request.cancelled)
+        alone = copies == 1 and not speculates(self._model, request.arguments)
+        if alone:
+            prefiller.advance_to_last_step(state, cancelled=request.cancelled)
+        else:  # the last token is left to a forward of several sequences, or one that verifies a draft
+            prefiller.advance(state, to=max(state.last_step, len(state.tokens) - 1), cancelled=request.cancelled)
         if copies > 1:
             prefiller.commit(state)  # before the cache is multiplied
             state.cache.batch_repeat_interleave(copies)
-        watch = FirstToken(state.clock, cancelled=request.cancelled, then=lambda: prefiller.commit(state))
-        result = self._decoder.run([state.tokens], state.cache, request.arguments, watch, [state.report()])[0]
+
+        def first_token_exists() -> None:
+            if alone:
+                prefiller.last_step_ran(state)
+            prefiller.commit(state)
+
+        watch = FirstToken(state.clock, cancelled=request.cancelled, then=first_token_exists)
+        left = len(state.tokens) - state.num_computed
+        with self._runner.first_forward(state.cache, left) if alone else nullcontext():
+            result = self._decoder.run([state.tokens], state.cache, request.arguments, watch, [state.report()])[0]
         if getattr(result.raw, "past_key_values", None) is state.cache:
             if state.paged:  # its pages are freed with the request
                 result = replace(result, raw=replace(result.raw, past_key_values=None))

@@ -5,15 +5,25 @@ Used by ``KVBoost.estimate_memory``; :mod:`kvboost.engine.forecast` does the sam
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvboost.capacity import MemoryEstimate, Workload, estimate_memory, request_bytes, shortfall
-from kvboost.config import EngineConfig
-from kvboost.core.chunking import make_chunker
+from kvboost.capacity import (
+    HOST_BUDGETS,
+    MemoryBudgets,
+    MemoryEstimate,
+    Workload,
+    device_budgets,
+    estimate_memory,
+    request_bytes,
+    shortfall,
+)
+from kvboost.config import AUTO, EngineConfig
 from kvboost.hf.cache import KVLayout
-from kvboost.hf.device_memory import memory_available, resident_bytes
+from kvboost.hf.device_memory import allocated_bytes, memory_available, resident_bytes
 from kvboost.hf.shape import shape_of, stored_bytes_per_token
 from kvboost.hf.weights import weights_of
 
@@ -25,17 +35,38 @@ RUNTIME_BYTES = 480 * 10**6
 machine of docs/results/memory_plan.md."""
 
 
+def default_budgets(layout: KVLayout, *, device: torch.device | None = None, weights: int = 0) -> MemoryBudgets:
+    """What an engine may take of the memory that is free now, less ``weights`` that are still to be loaded.
+
+    ``device`` is where they will be; otherwise the layout says where the KV lies.
+    """
+    kv: Counter[str] = Counter()
+    for spec in layout.slots:
+        kv[str(device or spec.device)] += spec.bytes_per_row
+    kinds = {torch.device(name).type for name in kv}
+    if kinds == {"cpu"}:
+        return HOST_BUDGETS
+    free = {name: memory_available(name) - weights for name in kv}
+    # MPS has no memory beside the host's.
+    return device_budgets(free, kv, host_free=0 if "mps" in kinds else memory_available("cpu"))
+
+
+def with_budgets(config: EngineConfig, budgets: MemoryBudgets) -> EngineConfig:
+    """The settings with a number for every size that was left to the engine."""
+    sizes = {name: getattr(budgets, name) for name in ("cache_bytes", "workspace_bytes", "host_cache_bytes")}
+    return replace(config, **{name: size for name, size in sizes.items() if getattr(config, name) == AUTO})
+
+
 def workload(
     config: EngineConfig,
     *,
     context: int,
     batch: int,
     layout: KVLayout,
+    step_tokens: int,
     stored_tokens: int | None = None,
 ) -> Workload:
-    """The workload of an engine with these settings."""
-    chunker = make_chunker(config.chunking, size=config.chunk_size)
-    step_tokens = int(getattr(chunker, "max_tokens", config.chunk_size))
+    """The workload of an engine with these settings, whose prefill takes ``step_tokens`` at once."""
     pages: dict[str, int] = {}
     if config.kv_bytes is not None:
         from kvboost.offload.kv.prefill import STEP_TOKENS, page_tokens_for
@@ -60,8 +91,8 @@ def workload(
 
 
 def available_to_process(device: torch.device) -> int:
-    """Bytes that this process may come to take on the model's device."""
-    return memory_available(device.type) + (resident_bytes() if device.type == "cpu" else 0)
+    """Bytes that this process may come to take on one of the model's devices, with what it has taken already."""
+    return memory_available(str(device)) + (resident_bytes() if device.type == "cpu" else allocated_bytes(device))
 
 
 def memory_shortfall(engine: KVBoost, *, kv_bytes: int) -> str | None:
@@ -70,7 +101,7 @@ def memory_shortfall(engine: KVBoost, *, kv_bytes: int) -> str | None:
     if session is None or layout is None:
         return None
     longest = max(1, min(kv_bytes // layout.bytes_per_token, session.limits.max_positions or kv_bytes))
-    available = available_to_process(engine.parts.runner.device)
+    available = sum(map(available_to_process, {spec.device for spec in layout.slots}))
     return shortfall(engine.estimate_memory(context=longest), kv_bytes=kv_bytes, available=available)
 
 

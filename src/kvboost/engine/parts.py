@@ -9,14 +9,17 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from kvboost.capacity import MAX_STEP
 from kvboost.config import EngineConfig
 from kvboost.core.backend import NoApprox
-from kvboost.core.chunking import make_chunker
+from kvboost.core.chunking import FixedChunker
 from kvboost.core.prefill import PrefillState
 from kvboost.core.prefiller import Prefiller
 from kvboost.engine.assembly import Assembly, assemble
@@ -29,6 +32,7 @@ from kvboost.hf.draft import Draft, make_draft
 from kvboost.hf.fingerprint import decoding_changes_prefill
 from kvboost.hf.prompt import PromptEncoder
 from kvboost.hf.runner import ModelRunner
+from kvboost.hf.sdpa import pinned_sdpa
 
 if TYPE_CHECKING:
     from kvboost.approx.shadow import ShadowChecks
@@ -46,15 +50,18 @@ class EngineParts:
         if config.draft is not None:
             self.draft = make_draft(config.draft, model=model, tokenizer=tokenizer)
         self.runner = ModelRunner(model)
-        self.chunker = make_chunker(config.chunking, size=config.chunk_size)
         self.assembly, self.refusal = self._assemble(store)
+        self.chunker = self.assembly.chunker if self.assembly is not None else FixedChunker(config.chunk_tokens)
+        if self.assembly is not None:
+            self.config = self.assembly.config  # with a number for every size
         facts = self.assembly.facts if self.assembly is not None else None
         # Length-dependent RoPE keeps its frequencies on the module. On an accelerator the decode loop of a mixture of
         # experts switches its kernels. Requests of such models must not overlap.
         exclusive = facts is not None and (facts.exact_limit is not None or decoding_changes_prefill(model))
         lock: AbstractContextManager[Any] = threading.RLock() if exclusive else nullcontext()
+        devices = {tensor.device for tensor in model.parameters()}
         self.adapters = Adapters(model, self.assembly.identity) if self.assembly is not None else None
-        self.running: Callable[..., AbstractContextManager[None]] = partial(_running, self.adapters, lock)
+        self.running: Callable[..., AbstractContextManager[None]] = partial(_running, self.adapters, lock, devices)
         """``with running(adapter)``: the model uses this adapter until the end of the block."""
         self.encoder = PromptEncoder(
             tokenizer,
@@ -75,7 +82,7 @@ class EngineParts:
 
     def _assemble(self, store: ChunkStore | None) -> tuple[Assembly | None, str | None]:
         try:
-            return assemble(self.runner, config=self.config, chunker=self.chunker, store=store), None
+            return assemble(self.runner, self.tokenizer, config=self.config, store=store), None
         except UnsupportedModelError as error:
             if self.config.strict:
                 raise
@@ -101,6 +108,11 @@ class EngineParts:
     def layout(self) -> KVLayout | None:
         """The layout of the model's KV; None for a model without reuse."""
         return self.assembly.facts.layout if self.assembly is not None else None
+
+    @property
+    def max_step(self) -> int:
+        """Tokens that one step of a prefill computes, at most."""
+        return self.assembly.session.prefiller.rule.max_tokens if self.assembly is not None else MAX_STEP
 
     @property
     def epoch(self) -> int:
@@ -161,15 +173,18 @@ class EngineParts:
 
 @contextmanager
 def _running(
-    adapters: Adapters | None, lock: AbstractContextManager[Any], adapter: AdapterName = AS_SET
+    adapters: Adapters | None,
+    lock: AbstractContextManager[Any],
+    devices: Collection[torch.device],
+    adapter: AdapterName = AS_SET,
 ) -> Iterator[None]:
     """Holds no engine reference, so that a thread with it does not keep the engine alive."""
     if adapters is None:
         if adapter is not AS_SET:
             raise ConfigError("this engine reuses nothing with this model; choose adapters on the model itself")
-        with lock:
+        with lock, pinned_sdpa(devices):
             yield
         return
     # In this order: a request that waits for its adapter must not hold the lock that others need.
-    with adapters.using(adapter), lock:
+    with adapters.using(adapter), lock, pinned_sdpa(devices):
         yield

@@ -65,7 +65,8 @@ def verify(session: Session, parts: EngineParts, prompt: list[int] | None) -> bo
     assert parts.assembly is not None
     config, vocab = parts.config, parts.model.get_input_embeddings().weight.shape[0]
     if prompt is None:
-        made_up = [(i * 7919 + i * i) % vocab for i in range(config.chunk_size * 5 + 1)]
+        length = max(config.chunk_tokens * 5, 2 * (session.prefiller.rule.grid or 0)) + 1  # on a grid, whole steps
+        made_up = [(i * 7919 + i * i) % vocab for i in range(length)]
         prompt = parts.encoder.encode(made_up[: parts.assembly.max_tokens])
     store = MemoryStore(2 * len(prompt) * parts.assembly.facts.layout.bytes_per_token)
     prefiller = session.prefiller.exact_over(GuardedStore(store))

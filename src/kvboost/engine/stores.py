@@ -21,6 +21,7 @@ from kvboost.errors import ConfigError, StoreError
 from kvboost.extend import ChunkStore, Tier
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.codec import KVCodec
+from kvboost.hf.streams import streams_for
 from kvboost.store import (
     DiskTier,
     HostTier,
@@ -33,10 +34,13 @@ from kvboost.store import (
     read_key,
     record_format,
 )
+from kvboost.streams import Streams
 from kvboost.types import TOKEN_BYTES, KVBlock, Namespace, tenant_digest
 
 _RECORD_BYTES = 64 * 2**20
 _MAX_CHUNK_FACTOR = 16  # times the average chunk, per record: chunks vary in length
+_PAGES_PER_CHUNK = 16  # of the host tier: half a page of each record is empty on average
+_PAGE_BYTES = (2**16, 2**21)  # at least and at most: copies of less are bound by how many there are
 
 LastingTier = DiskTier | RedisTier | ObjectTier
 
@@ -61,6 +65,7 @@ class Stores:
                 f"host_cache_bytes={config.host_cache_bytes} needs a model on an accelerator; on the CPU the memory "
                 "cache is in host memory already: raise cache_bytes instead"
             )
+        self._streams = streams_for(self._devices)
         self._lock = threading.Lock()
         self._memory: MemoryStore | None = None
         self._tiers: list[LastingTier] = []
@@ -78,8 +83,7 @@ class Stores:
                     int(config.cache_bytes), max_chunks=config.max_chunks, quota_bytes=quota
                 )
                 # The engine's own tenant only: evicted blocks of different tenants cannot be told apart there.
-                host = [HostTier(int(config.host_cache_bytes))] if config.host_cache_bytes else []
-                tiers: Sequence[Tier] = [*host, *self._tiers]
+                tiers: Sequence[Tier] = [*self._host_tiers(), *self._tiers]
             else:
                 memory = self._memory.for_tenant(quota_bytes=quota)
                 tiers = [tier.for_namespace(records) for tier in self._tiers]
@@ -90,10 +94,10 @@ class Stores:
             rules = LoadRules(
                 compute_seconds=self._compute_seconds,
                 fits=self._fits,
-                to_memory=_copy_to(self._devices),
+                to_memory=_copy_to(self._devices, self._streams),
                 content_saves=self._reposition_saves,
             )
-            self._tiered = TieredStore(memory, tiers, rules=rules)
+            self._tiered = TieredStore(memory, tiers, rules=rules, streams=self._streams)
             return self._tiered
 
     def purge(self, tenant: str) -> None:
@@ -112,7 +116,7 @@ class Stores:
 
     def _records(self, namespace: Namespace) -> RecordFormat:
         config = self._config
-        longest = _MAX_CHUNK_FACTOR * config.chunk_size * self._layout.bytes_per_token
+        longest = _MAX_CHUNK_FACTOR * config.chunk_tokens * self._layout.bytes_per_token
         return record_format(
             namespace,
             codec=self._codec.name,
@@ -120,6 +124,15 @@ class Stores:
             protection=config.record_protection,
             key=self._key,
         )
+
+    def _host_tiers(self) -> list[HostTier]:
+        capacity = int(self._config.host_cache_bytes)
+        if not capacity:
+            return []
+        least, most = _PAGE_BYTES
+        chunk = self._config.chunk_tokens * self._layout.bytes_per_token
+        page = min(max(chunk // _PAGES_PER_CHUNK, least), most)
+        return [HostTier(capacity, page_bytes=page, streams=self._streams)]
 
     def _first_tiers(self, records: RecordFormat, quota: int | None) -> list[LastingTier]:
         config = self._config
@@ -147,20 +160,25 @@ class Stores:
     def _compute_seconds(self, tokens: int) -> float:
         if not self._costs.in_seconds:
             return math.inf  # no observation yet: try loading
-        return self._costs.prefill_seconds(forwards=tokens / self._config.chunk_size, tokens=tokens)
+        return self._costs.prefill_seconds(forwards=1, tokens=tokens)
 
 
-def _copy_to(devices: Collection[torch.device]) -> Callable[[KVBlock], KVBlock]:
+def _copy_to(devices: Collection[torch.device], streams: Streams) -> Callable[[KVBlock], KVBlock]:
     """Copies a block to the model's device once, instead of for every request.
 
-    A model on several devices uses it from the host.
+    A model on several devices uses it from the host. What comes from the host tier is where it belongs already.
     """
     if len(devices) != 1 or all(device.type == "cpu" for device in devices):
         return lambda block: block
     (device,) = devices
 
     def copy(block: KVBlock) -> KVBlock:
-        return replace(block, tensors=tuple(tensor.to(device, non_blocking=True) for tensor in block.tensors))
+        if all(tensor.device == device for tensor in block.tensors):
+            return block
+        targets = tuple(torch.empty_like(tensor, device=device) for tensor in block.tensors)
+        # The new memory may still be in use by what was computed before.
+        ready = streams.copy(zip(block.tensors, targets, strict=True), after=streams.event())
+        return replace(block, tensors=targets, ready=ready)
 
     return copy
 
@@ -171,7 +189,7 @@ def _fits_codec(codec: KVCodec, layout: KVLayout) -> Callable[[KVBlock], bool]:
     @lru_cache(maxsize=1024)
     def packed_like(tokens: int, start: int) -> list[tuple[torch.Size, torch.dtype]]:
         empty = [
-            torch.zeros(len(slots), spec.heads, tokens, spec.dim, dtype=spec.dtype)
+            torch.zeros(len(slots), spec.heads, tokens, spec.dim, dtype=spec.dtype, device=spec.device)
             for spec, slots in layout.groups.items()
         ]
         return [(tensor.shape, tensor.dtype) for tensor in codec.pack(empty, start=start)]

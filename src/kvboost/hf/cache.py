@@ -109,12 +109,18 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
             self.value_store.index_copy_(2, self.rewritten, value_states)
             return self.keys, self.values
         start, end = self.length, self.length + key_states.shape[-2]
-        if end > self.key_store.shape[-2]:
-            self._replace(_grown(self.key_store, start, end), _grown(self.value_store, start, end))
+        self.reserve(end)
         self.key_store[:, :, start:end].copy_(key_states)
         self.value_store[:, :, start:end].copy_(value_states)
         self.set_length(end)
         return self.keys, self.values
+
+    def reserve(self, positions: int) -> None:
+        """Have storage for this many positions."""
+        if positions > self.key_store.shape[-2]:
+            self._replace(
+                _grown(self.key_store, self.length, positions), _grown(self.value_store, self.length, positions)
+            )
 
     def get_seq_length(self) -> int:
         """Positions held."""
@@ -217,6 +223,11 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
         for layer in self.layers:
             layer.set_length(length)
 
+    def reserve(self, positions: int) -> None:
+        """Have storage for this many positions in every layer."""
+        for layer in self.layers:
+            layer.reserve(positions)
+
     def place(self, start: int, tensors: Sequence[torch.Tensor], *, row: int = 0) -> None:
         """Copy a block's tensors (one [slots, heads, tokens, dim] per slab) to positions from ``start`` on."""
         for (slab, _), block in zip(self._slabs, tensors, strict=True):
@@ -224,8 +235,13 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def wipe(self, start: int, end: int) -> None:
         """Set positions ``[start, end)`` of every sequence to zero."""
-        for slab, _ in self._slabs:
-            slab[:, :, :, start:end].zero_()
+        if self.is_poolable:
+            for slab, _ in self._slabs:
+                slab[:, :, :, start:end].zero_()
+            return
+        for layer in self.layers:
+            layer.key_store[:, :, start:end].zero_()
+            layer.value_store[:, :, start:end].zero_()
 
     def span(self, start: int, end: int) -> tuple[torch.Tensor, ...]:
         """Positions ``[start, end)`` of sequence 0 as :meth:`place` takes them: views where they can be."""
@@ -264,8 +280,10 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     def narrow(self, positions: torch.Tensor, *, from_layer: int, spread: Spreading | None = None) -> None:
         """Replace only these positions from this layer on."""
-        for index, layer in enumerate(self.layers[from_layer:], from_layer):
-            layer.rewritten = positions.to(layer.device)
+        layers = self.layers[from_layer:]
+        on = {device: positions.to(device) for device in {layer.device for layer in layers}}  # one copy per device
+        for index, layer in enumerate(layers, from_layer):
+            layer.rewritten = on[layer.device]
             layer.spread = partial(spread.apply, index) if spread is not None else None
 
 

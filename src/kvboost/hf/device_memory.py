@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,8 +16,7 @@ import torch
 def memory_available(device: str = "cpu") -> int:
     """Bytes that can still be taken: the system's, or what the container has left of them; the accelerator's own."""
     if device != "cpu":
-        free, _ = torch.accelerator.get_memory_info(torch.device(device))
-        return int(free)
+        return _accelerator_free(torch.device(device))
     found = _number("/proc/meminfo", r"^MemAvailable:\s+(\d+) kB")
     system = found * 1024 if found is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _number("/sys/fs/cgroup/memory.max", r"^(\d+)$")
@@ -25,6 +25,23 @@ def memory_available(device: str = "cpu") -> int:
     used = _number("/sys/fs/cgroup/memory.current", r"^(\d+)$") or 0
     cached = _number("/sys/fs/cgroup/memory.stat", r"^inactive_file (\d+)$") or 0
     return max(0, min(system, limit - used + cached))
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What the tensors of this process take on an accelerator."""
+    module: Any = torch.get_device_module(device)
+    if device.type == "mps":
+        return int(module.current_allocated_memory())
+    return int(module.memory_allocated(device))
+
+
+def _accelerator_free(device: torch.device) -> int:
+    """What the driver has left, and what torch's allocator holds without using it."""
+    module: Any = torch.get_device_module(device)
+    if device.type == "mps":
+        return int(module.recommended_max_memory()) - int(module.driver_allocated_memory())
+    free, _ = module.mem_get_info(device)
+    return int(free) + int(module.memory_reserved(device)) - int(module.memory_allocated(device))
 
 
 def resident_bytes() -> int:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import transformers
 
+from kvboost.hf.sdpa import allowed_backends
+
 _PROPERTIES = ("name", "major", "minor", "multi_processor_count", "gcnArchName", "gpu_eu_count")
 _CPU_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
 _GPU_VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
@@ -66,12 +68,13 @@ class NumericEnvironment:
             *self._fixed,
             f"deterministic={torch.are_deterministic_algorithms_enabled()}",
             f"autocast={[(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in self._kinds]}",
-            _sdpa_backends(),
         ]
         if self._on_cpu:
             found += _cpu_settings()
         if self._on_accelerator:
-            found += _accelerator_settings()
+            found += [*_accelerator_settings(), f"sdpa-pinned={[backend.name for backend in allowed_backends()]}"]
+        else:
+            found.append(_sdpa_backends())
         return "|".join(found)
 
 

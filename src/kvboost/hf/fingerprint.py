@@ -26,7 +26,7 @@ from kvboost.hf.weights import streamed_weights_of
 from kvboost.types import ModelSnapshot
 
 # Raise when a change to this package changes how KV is computed.
-_NUMERICS_VERSION = 1
+_NUMERICS_VERSION = 2
 # Do not affect the numbers: where the files are, and what wrote them.
 _CONFIG_NOISE = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype")
 _MAX_ATTEMPTS = 3
@@ -51,8 +51,9 @@ _FIELDS = ("weights", "config", "rope", "dtype", "attention", "adapter", "numeri
 class ModelIdentity:
     """Tracks one model and identifies its current state. Thread-safe."""
 
-    def __init__(self, model: Any, layout: KVLayout) -> None:
-        self._model = model
+    def __init__(self, model: Any, layout: KVLayout, *, steps: str = "") -> None:
+        """``steps`` names how the model is stepped through a prompt."""
+        self._model, self._steps = model, steps
         self._layout = layout
         self._lock = threading.Lock()
         self._environment = NumericEnvironment(spec.device for spec in layout.slots)
@@ -158,7 +159,7 @@ class ModelIdentity:
             "attention": state.attention,
             "adapter": self._adapter_field(state, owned),
             "numerics": f"kvboost-numerics={_NUMERICS_VERSION}|training={state.training}|{state.numerics}"
-            f"|experts={state.experts}",
+            f"|experts={state.experts}|steps={self._steps}",
         }
 
     def _adapter_field(self, state: ModelState, owned: dict[str | None, list[Weight]]) -> str:

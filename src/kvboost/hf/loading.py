@@ -5,9 +5,11 @@ Used for drafts, and by ``kvboost.offload.weights`` for every model that need no
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvboost.errors import ConfigError
 from kvboost.hf.loaded_weights import find_checkpoint, remember_loaded
+
+_log = logging.getLogger(__name__)
 
 # Arguments that mean the same to a tokenizer as to a model.
 _TOKENIZER = ("revision", "token", "cache_dir", "trust_remote_code", "local_files_only", "subfolder", "gguf_file")
@@ -53,11 +57,20 @@ class ModelSource:
 
 
 def load_resident(source: ModelSource) -> Any:
-    """The whole model in eval mode on its device."""
+    """The whole model in eval mode on its device.
+
+    Weights go from their files straight to an accelerator: by way of the host they would need its memory too.
+    """
     checkpoint = find_checkpoint(source.path, dict(source.model_kwargs))
-    model = load_checkpoint(source)
-    if source.device is not None or "device_map" not in source.model_kwargs:
-        model = model.to(source.torch_device)
+    device, placed = source.torch_device, "device_map" in source.model_kwargs
+    if not placed and device.type != "cpu" and find_spec("accelerate") is not None:
+        model = load_checkpoint(replace(source, model_kwargs={**source.model_kwargs, "device_map": device}))
+    else:
+        if not placed and device.type != "cpu":
+            _log.warning("weights are loaded on the CPU first and then moved; install accelerate to load them directly")
+        model = load_checkpoint(source)
+        if source.device is not None or not placed:
+            model = model.to(device)
     model.eval()
     if checkpoint is not None:
         remember_loaded(model, checkpoint)

@@ -1,8 +1,9 @@
-"""Decodes several sequences of any lengths in one forward, each over its own cache: no padding, no copies.
+"""Decodes several sequences of any lengths in one forward: a padded call for each group of similar lengths.
 
-Called by the batch runner. Projections run over the whole batch; attention runs per sequence over its own cache, and
-once for a prefix that several sequences share. Invariant: every sequence gets the result it would get alone, up to
-rounding; after a failed step every cache has its previous length.
+Called by the batch runner. Projections run over the whole batch. Attention is one call of torch's kernel per layer and
+group, so the number of calls does not grow with the number of sequences; nothing is copied to or from the device but
+the tokens and lengths of a step, once. Invariants: every sequence gets the result it would get alone, up to rounding;
+after a failed step every row has its previous length.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from kvboost.errors import UnsupportedModelError
 from kvboost.hf.cache import KVLayout, SlabCache
 from kvboost.hf.layers import windows_by_layer
 from kvboost.hf.probe import compare_logits
+from kvboost.hf.rows import RowBatch, RowGroup
 from kvboost.hf.runner import ModelRunner
 
 _PROBE_LENGTHS = (7, 12, 12)
-_PROBE_SHARED = 5
 _ONE_BY_ONE = "Its sequences are decoded one after another."
 _MIN_SAVED = 2048  # tokens; below that merging two attentions costs more than it saves
+_PAD_TO = 128  # positions; the kernel's sums then do not depend on how much of a row is masked
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class SharedPrefix:
 
 
 class _RaggedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
-    """One layer of the whole batch: new KV goes to each sequence's own cache."""
+    """One layer of the whole batch: new KV goes to each sequence's row."""
 
     def __init__(self, index: int, step: _Step) -> None:
         super().__init__()
@@ -60,25 +62,94 @@ class _RaggedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         return query_length, 0
 
 
-class _Step(TorchFunctionMode):
-    """One decode step: every sequence's KV, layer by layer, and the attention over it."""
+class _GroupStep:
+    """One group in a decode step: where its new KV goes, and what each sequence may see."""
 
-    def __init__(self, caches: Sequence[Any], windows: Sequence[int | None], shared: Sequence[SharedPrefix]) -> None:
+    def __init__(self, group: RowGroup, begin: int, lengths: torch.Tensor, *, shared_tokens: int) -> None:
+        """``lengths`` [rows] is on the device of the token ids; ``shared_tokens`` are the same in all rows."""
+        self._stores, self._shared_tokens = group.stores, shared_tokens
+        held = [row.get_seq_length() for row in group.rows]
+        self._shortest, self._longest = min(held), max(held) + 1
+        self._padded = min(-(-self._longest // _PAD_TO) * _PAD_TO, group.capacity)
+        group.clear_up_to(self._padded)
+        self.batch = slice(begin, begin + len(held))
+        self._lengths = {lengths.device: lengths}
+        self._rows: dict[torch.device, torch.Tensor] = {}
+        self._biases: dict[tuple[torch.device, int | None], tuple[int, torch.Tensor]] = {}
+
+    def take(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write one new token of every sequence, [batch, heads, 1, dim]."""
+        lengths = self._lengths_on(keys.device)
+        if keys.device not in self._rows:
+            self._rows[keys.device] = torch.arange(len(lengths), device=keys.device)
+        rows = self._rows[keys.device]
+        self._stores[2 * layer][rows, :, lengths] = keys[self.batch, :, 0]
+        self._stores[2 * layer + 1][rows, :, lengths] = values[self.batch, :, 0]
+
+    def attend(self, layer: int, query: torch.Tensor, scale: float | None, window: int | None) -> torch.Tensor:
+        """[rows, heads, 1, dim]. Heads that share keys become rows of one query, so no key is repeated."""
+        keys, values = self._stores[2 * layer], self._stores[2 * layer + 1]
+        rows, heads, _, dim = query.shape
+        key_heads = keys.shape[1]
+        grouped = query.reshape(rows, key_heads, heads // key_heads, dim)
+        start, bias = self._bias(keys, window)
+        if self._shared_tokens and window is None:
+            out = self._attend_shared(grouped, keys[:rows], values[:rows], bias, scale)
+        else:
+            seen = slice(start, self._padded)
+            out = torch.nn.functional.scaled_dot_product_attention(
+                grouped, keys[:rows, :, seen], values[:rows, :, seen], attn_mask=bias, scale=scale
+            )
+        return out.reshape(rows, heads, 1, -1)
+
+    def _attend_shared(
+        self, grouped: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        """Attend once to the shared prefix, then each sequence to its own rest, and merge the two by log-sum-exp."""
+        rows, key_heads, group, dim = grouped.shape
+        shared, rest = slice(0, self._shared_tokens), slice(self._shared_tokens, self._padded)
+        together = grouped.transpose(0, 1).reshape(1, key_heads, rows * group, dim)
+        head, head_weight = _attend_with_lse(together, keys[:1, :, shared], values[:1, :, shared], None, scale)
+        tails, tail_weights = _attend_with_lse(grouped, keys[:, :, rest], values[:, :, rest], bias[..., rest], scale)
+        heads = head.view(key_heads, rows, group, -1).transpose(0, 1)
+        head_weights = head_weight.view(key_heads, rows, group).transpose(0, 1)
+        share = torch.sigmoid(tail_weights - head_weights).unsqueeze(-1).to(tails.dtype)
+        return torch.lerp(heads, tails, share)
+
+    def _bias(self, keys: torch.Tensor, window: int | None) -> tuple[int, torch.Tensor]:
+        """The first position any row sees, and 0 or -inf for each from there on, [rows, 1, 1, positions]."""
+        known = self._biases.get((keys.device, window))
+        if known is None:
+            first = 0 if window is None else max(0, self._shortest + 1 - window) // _PAD_TO * _PAD_TO
+            lengths = self._lengths_on(keys.device)[:, None]
+            positions = torch.arange(first, self._padded, device=keys.device)
+            hidden = positions > lengths
+            if window is not None:
+                hidden |= positions <= lengths - window
+            bias = torch.zeros(hidden.shape, dtype=keys.dtype, device=keys.device).masked_fill_(hidden, -torch.inf)
+            known = self._biases[keys.device, window] = (first, bias[:, None, None])
+        return known
+
+    def _lengths_on(self, device: torch.device) -> torch.Tensor:
+        """Copied once per step to every device that has layers."""
+        if device not in self._lengths:
+            self._lengths[device] = next(iter(self._lengths.values())).to(device)
+        return self._lengths[device]
+
+
+class _Step(TorchFunctionMode):
+    """One decode step: writes every sequence's KV, layer by layer, and takes over the attention over it."""
+
+    def __init__(self, groups: Sequence[_GroupStep], windows: Sequence[int | None]) -> None:
         super().__init__()
-        self._windows = windows
-        self._lengths = [cache.get_seq_length() for cache in caches]
-        self._kv = [_slots(cache, 0, length + 1) for cache, length in zip(caches, self._lengths, strict=True)]
-        self._new = [_slots(cache, length, length + 1) for cache, length in zip(caches, self._lengths, strict=True)]
-        self._shared = shared
+        self._groups, self._windows = groups, windows
         self._layer: int | None = None
         self.attended = 0
 
     def take(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write one new token of every sequence."""
-        for slot, states in ((2 * layer, keys), (2 * layer + 1, values)):
-            torch._foreach_copy_(
-                [new[slot] for new in self._new], [states[index : index + 1] for index in range(len(self._new))]
-            )
+        for group in self._groups:
+            group.take(layer, keys, values)
         self._layer = layer
 
     def __torch_function__(
@@ -91,75 +162,19 @@ class _Step(TorchFunctionMode):
             raise UnsupportedModelError(f"its attention needs a mask for single tokens. {_ONE_BY_ONE}")
         layer, self._layer = self._layer, None
         self.attended += 1
-        return self._attend(layer, args[0], kwargs.get("scale"))
-
-    def _attend(self, layer: int, query: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """[batch, heads, 1, dim]. Heads that share keys become rows of one query, so no key is repeated."""
-        batch, heads, _, dim = query.shape
-        key_heads = self._kv[0][2 * layer].shape[1]
-        grouped = query.view(batch, key_heads, heads // key_heads, dim)
-        outputs: list[torch.Tensor | None] = [None] * batch
-        window = self._windows[layer]
-        for prefix in self._shared:
-            if window is None:
-                self._attend_shared(layer, prefix, grouped, scale, outputs)
-        for index, kv in enumerate(self._kv):
-            if outputs[index] is None:
-                first = 0 if window is None else max(0, self._lengths[index] + 1 - window)
-                keys, values = kv[2 * layer][:, :, first:], kv[2 * layer + 1][:, :, first:]
-                outputs[index] = torch.nn.functional.scaled_dot_product_attention(
-                    grouped[index : index + 1], keys, values, scale=scale
-                )
-        return torch.cat([out for out in outputs if out is not None]).view(batch, heads, 1, -1)
-
-    def _attend_shared(
-        self,
-        layer: int,
-        prefix: SharedPrefix,
-        grouped: torch.Tensor,
-        scale: float | None,
-        outputs: list[torch.Tensor | None],
-    ) -> None:
-        """Attend once to the shared prefix, then each sequence to its own rest, and merge the two by log-sum-exp."""
-        members = list(prefix.members)
-        _, key_heads, group, dim = grouped.shape
-        together = grouped[members].transpose(0, 1).reshape(1, key_heads, len(members) * group, dim)
-        first = self._kv[members[0]]
-        head, head_weight = _attend_with_lse(
-            together, first[2 * layer][:, :, : prefix.tokens], first[2 * layer + 1][:, :, : prefix.tokens], scale
-        )
-        own = [
-            _attend_with_lse(
-                grouped[index : index + 1],
-                self._kv[index][2 * layer][:, :, prefix.tokens :],
-                self._kv[index][2 * layer + 1][:, :, prefix.tokens :],
-                scale,
-            )
-            for index in members
-        ]
-        tails, tail_weights = torch.cat([out for out, _ in own]), torch.cat([weight for _, weight in own])
-        heads = head.view(key_heads, len(members), group, -1).transpose(0, 1)
-        head_weights = head_weight.view(key_heads, len(members), group).transpose(0, 1)
-        share = torch.sigmoid(tail_weights - head_weights).unsqueeze(-1).to(tails.dtype)
-        for index, out in zip(members, torch.lerp(heads, tails, share).unsqueeze(1), strict=True):
-            outputs[index] = out
+        query, scale, window = args[0], kwargs.get("scale"), self._windows[layer]
+        outputs = [group.attend(layer, query[group.batch], scale, window) for group in self._groups]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _attend_with_lse(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention and the logarithm of the sum it was divided by, [1, heads, queries]."""
-    out, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, scale=scale)
-    return out, weight.view(query.shape[0], query.shape[1], query.shape[2])
-
-
-def _slots(cache: SlabCache, start: int, end: int) -> list[torch.Tensor]:
-    """Views of positions ``[start, end)``, [1, heads, tokens, dim] for every slot of the layout."""
-    found: list[torch.Tensor] = [torch.empty(0)] * len(cache.layout.slots)
-    for slab, slots in zip(cache.slabs, cache.layout.groups.values(), strict=True):
-        for slot, view in zip(slots, slab[:, :, :, start:end].unbind(0), strict=True):
-            found[slot] = view
-    return found
+    """Attention and the logarithm of the sum it was divided by, [batch, heads, queries]."""
+    out, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, attn_mask=bias, scale=scale
+    )
+    return out, weight.view(query.shape[:3])
 
 
 class RaggedRunner:
@@ -170,33 +185,38 @@ class RaggedRunner:
         self._windows = windows_by_layer(runner.model)
 
     @torch.no_grad()
-    def decode(
-        self, tokens: Sequence[int], caches: Sequence[Any], *, shared: Sequence[SharedPrefix] = ()
-    ) -> torch.Tensor:
-        """Compute one more token of every sequence behind its own cache. Returns their logits [batch, vocab].
+    def decode(self, tokens: Sequence[int], batch: RowBatch, *, shared: Sequence[SharedPrefix] = ()) -> torch.Tensor:
+        """Compute one more token of every sequence. Returns their logits [sequences, vocab].
 
-        Every cache needs capacity for one more token. ``shared`` lists sequences with a common prefix.
+        ``tokens`` are in the order of the batch: group by group, row by row. Every row needs capacity for one more
+        token. A prefix in ``shared`` is attended to once where all rows of a group have it.
         """
-        lengths = [cache.get_seq_length() for cache in caches]
-        if any(
-            not cache.is_poolable or cache.capacity <= length for cache, length in zip(caches, lengths, strict=True)
-        ):
-            raise ValueError("a joint step needs caches with capacity for one more token")
-        worthwhile = [prefix for prefix in shared if prefix.tokens * (len(prefix.members) - 1) >= _MIN_SAVED]
-        step = _Step(caches, self._windows, worthwhile if self._runner.device.type == "cpu" else ())
-        batch = Cache(layers=[_RaggedLayer(index, step) for index in range(len(self._windows))])
-        device = self._runner.device
+        rows = [row for group in batch.groups for row in group.rows]
+        lengths = [row.get_seq_length() for row in rows]
+        if len(tokens) != len(rows) or any(n >= row.capacity for n, row in zip(lengths, rows, strict=True)):
+            raise ValueError("a joint step needs a token for every row, and capacity for one more")
+        inputs = torch.tensor([list(tokens), lengths], device=self._runner.device)  # [2, sequences], one copy
+        steps: list[_GroupStep] = []
+        for group in batch.groups:
+            begin = steps[-1].batch.stop if steps else 0
+            members = range(begin, begin + len(group.rows))
+            common = self._shared_by_all(members, shared)
+            steps.append(_GroupStep(group, begin, inputs[1, begin : members.stop], shared_tokens=common))
+        step = _Step(steps, self._windows)
+        cache = Cache(layers=[_RaggedLayer(index, step) for index in range(len(self._windows))])
         with step:
-            logits = self._runner.run_batch(
-                torch.tensor(tokens, device=device).view(-1, 1),
-                batch,
-                position_ids=torch.tensor(lengths, device=device).view(-1, 1),
-            )
+            logits = self._runner.run_batch(inputs[0].view(-1, 1), cache, position_ids=inputs[1].view(-1, 1))
         if step.attended != len(self._windows):
             raise UnsupportedModelError(f"not all its layers attend through torch's own kernel. {_ONE_BY_ONE}")
-        for cache, length in zip(caches, lengths, strict=True):
-            cache.set_length(length + 1)
+        for row, length in zip(rows, lengths, strict=True):
+            row.set_length(length + 1)
         return logits
+
+    def _shared_by_all(self, members: range, shared: Sequence[SharedPrefix]) -> int:
+        """Leading tokens that all these sequences share, if attending to them once pays."""
+        found = max((prefix.tokens for prefix in shared if {*members} <= {*prefix.members}), default=0)
+        pays = found * (len(members) - 1) >= _MIN_SAVED
+        return found if pays and self._runner.device.type == "cpu" else 0
 
 
 @torch.no_grad()
@@ -208,19 +228,21 @@ def probe_ragged(runner: ModelRunner, layout: KVLayout) -> RaggedRunner:
     config = runner.model.config.get_text_config(decoder=True)
     ragged = RaggedRunner(runner)
     vocab = min(config.vocab_size, 30_000)
-    caches, alone, tokens = [], [], []
+    batch = RowBatch(layout)
+    alone, tokens = [], []
     for number, length in enumerate(_PROBE_LENGTHS):
-        ids = [(i * 7919 + (number if i >= _PROBE_SHARED else 0)) % vocab for i in range(length + 1)]
+        ids = [(i * 7919 + number) % vocab for i in range(length + 1)]
         cache = SlabCache(layout, capacity=length + 1)
         runner.append(ids[:length], cache, logits=False)
+        row = batch.add(tokens=length + 1)
+        row.place(0, cache.span(0, length))
+        row.set_length(length)
         single = runner.append(ids[length:], cache, logits=True)
         assert single is not None
-        cache.set_length(length)
-        caches.append(cache)
         alone.append(single)
         tokens.append(ids[length])
     try:
-        together = ragged.decode(tokens, caches)
+        together = ragged.decode(tokens, batch)
     except UnsupportedModelError:
         raise
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:

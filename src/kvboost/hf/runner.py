@@ -1,24 +1,33 @@
 """Forward passes of the model over a cache: the one operation everything else is built on.
 
-Called by the prefill. Invariant: the same tokens over the same cache run the same kernels on the same shapes. That
-makes a warm run equal to a cold one.
+Called by the prefill. Invariant: the same tokens over the same cache give the same bits: in tiles however they are cut
+into steps, else in the same steps.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+
+from kvboost.hf.cache import SlabCache
+from kvboost.hf.numerics.hooks import in_this_thread
+from kvboost.hf.numerics.tiles import Tiles
 
 
 class ModelRunner:
     """Forward passes of one causal language model."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+    def __init__(self, model: Any, tiles: Tiles | None = None) -> None:
+        """With ``tiles``, what :meth:`append` computes does not depend on where its step begins."""
+        self.model, self.tiles = model, tiles
+        # A PEFT model passes on what its own signature does not name. Without this every row would be projected onto
+        # the vocabulary, and the last one's bits would depend on how many there are.
+        forward = model.get_base_model().forward if hasattr(model, "get_base_model") else model.forward
+        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(forward).parameters
         # The decoder without its vocabulary projection: enough for a step whose logits are not needed.
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
         self._decoder = decoder if isinstance(decoder, torch.nn.Module) else model
@@ -31,11 +40,47 @@ class ModelRunner:
 
     @torch.no_grad()
     def append(self, tokens: Sequence[int] | torch.Tensor, cache: Any, *, logits: bool) -> torch.Tensor | None:
-        """Compute ``tokens`` behind what the cache holds. Returns the last token's logits [vocab] if ``logits``.
+        """Compute ``tokens`` behind what the cache holds. Returns the last token's logits [vocab] if ``logits``."""
+        ids = torch.as_tensor(tokens, device=self.device).view(1, -1)
+        with self._step(cache, ids.shape[1]):
+            return self.run(ids, cache, logits=logits)
 
-        The stock path of the model: its own mask and its own attention kernel.
-        """
-        return self.run(torch.as_tensor(tokens, device=self.device).view(1, -1), cache, logits=logits)
+    @torch.no_grad()
+    def decode(self, token: int, cache: Any) -> torch.Tensor:
+        """The logits [vocab] after one new token, in a forward as ``generate`` makes it: not in tiles."""
+        logits = self.run(torch.tensor([[token]], device=self.device), cache, logits=True)
+        assert logits is not None
+        return logits
+
+    @contextmanager
+    def first_forward(self, cache: Any, tokens: int) -> Iterator[None]:
+        """Within this block the model's first forward, of ``tokens`` tokens, is a step as :meth:`append` makes it."""
+        if self.tiles is None or not isinstance(cache, SlabCache):
+            yield
+            return
+        step = ExitStack()
+
+        def before(*_: Any) -> None:
+            enters.remove()
+            step.enter_context(self._step(cache, tokens))
+
+        def after(*_: Any) -> None:
+            leaves.remove()
+            step.close()
+
+        enters = self._decoder.register_forward_pre_hook(in_this_thread(before))
+        leaves = self._decoder.register_forward_hook(in_this_thread(after))
+        try:
+            yield
+        finally:
+            enters.remove()
+            leaves.remove()
+            step.close()
+
+    def _step(self, cache: Any, tokens: int) -> AbstractContextManager[Any]:
+        if self.tiles is None or not isinstance(cache, SlabCache):
+            return nullcontext()
+        return self.tiles.step(cache, tokens)
 
     @torch.no_grad()
     def prefill_plain(self, tokens: Sequence[int]) -> tuple[torch.Tensor, Any]:

@@ -7,7 +7,7 @@ processor for is done by that processor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -54,8 +54,13 @@ class Sampling:
                 )
 
 
-def logits_processors(sampling: Sampling, constraint: Constraint | None) -> LogitsProcessorList:
-    """The processors applied to scores [1, vocab] before sampling, given the new tokens so far [1, n]."""
+def logits_processors(
+    sampling: Sampling, constraint: Constraint | None, generated: Sequence[int]
+) -> LogitsProcessorList:
+    """The processors applied to scores [1, vocab] before sampling, given the new tokens so far [1, n].
+
+    ``generated`` are the same tokens, kept up to date by the caller: a constraint reads them here, not on the device.
+    """
     processors = LogitsProcessorList()
     if sampling.presence_penalty or sampling.frequency_penalty:
         processors.append(_CountPenalty(sampling.presence_penalty, sampling.frequency_penalty))
@@ -63,7 +68,7 @@ def logits_processors(sampling: Sampling, constraint: Constraint | None) -> Logi
         bias = {(int(token),): float(value) for token, value in sampling.logit_bias.items()}
         processors.append(SequenceBiasLogitsProcessor(bias))
     if constraint is not None:
-        processors.append(_Constrained(constraint))
+        processors.append(_Constrained(constraint, generated))
     if sampling.temperature > 0.0:
         processors.append(TemperatureLogitsWarper(max(float(sampling.temperature), _MIN_TEMPERATURE)))
         if sampling.top_p < 1.0:
@@ -80,19 +85,19 @@ class _CountPenalty(LogitsProcessor):  # type: ignore[misc]  # transformers is u
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if not input_ids.shape[1]:
             return scores
-        ids, counts = torch.unique(input_ids[0], return_counts=True)
-        scores = scores.clone()
-        scores[0, ids] -= self._presence + self._frequency * counts.to(scores.dtype)
-        return scores
+        # Counted where the scores are: finding out which tokens are distinct would make the host wait.
+        ids = input_ids.to(scores.device, non_blocking=True)
+        counts = torch.zeros_like(scores).scatter_add_(1, ids, torch.ones_like(ids, dtype=scores.dtype))
+        return torch.where(counts > 0, scores - (self._presence + self._frequency * counts), scores)
 
 
 class _Constrained(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped
     """Forbids what a grammar does not allow."""
 
-    def __init__(self, constraint: Constraint) -> None:
-        self._constraint = constraint
+    def __init__(self, constraint: Constraint, generated: Sequence[int]) -> None:
+        self._constraint, self._generated = constraint, generated
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores = scores.clone()
-        self._constraint(input_ids[0].tolist(), scores[0])
+        self._constraint(list(self._generated), scores[0])
         return scores

@@ -11,6 +11,7 @@ import torch
 
 from kvboost.capacity import ModelShape
 from kvboost.errors import ConfigError, UnsupportedModelError
+from kvboost.hf.attention import NAME
 from kvboost.hf.cache import KVLayout, TensorSpec
 from kvboost.hf.codec import codec_for
 from kvboost.hf.layers import windows_by_layer
@@ -42,7 +43,7 @@ def shape_of(model: Any, layout: KVLayout) -> ModelShape:
         parameters=inside,
         kv_per_token=layout.bytes_per_token,
         windows=_windows(model, layers),
-        masks=model.config._attn_implementation == "sdpa",
+        masks=model.config._attn_implementation in ("sdpa", NAME),
         max_positions=max_positions_of(config),
         on_host=keys.device.type == "cpu",
     )

@@ -172,6 +172,10 @@ class Scheduler:
         ready = [entry for entry in self._running.values() if entry.opened and not entry.steps]
         return [entry.number for entry in sorted(ready, key=lambda e: e.number)]
 
+    def moved(self, number: int, *, held: int) -> None:
+        """The job holds this many bytes now, no more than were reserved for it."""
+        self._running[number].held = held
+
     def decoded(self, number: int) -> None:
         """The job has one more new token."""
         self._running[number].decoded += 1

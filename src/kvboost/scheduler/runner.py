@@ -1,7 +1,7 @@
 """Continuous batching: one thread owns the model and repeats schedule, prefill, decode.
 
 Implements :class:`kvboost.scheduler.jobs.JobRunner` for a server or any other caller with many threads. Prompts are
-prefilled one chunk at a time on their own grid, so that reuse stays bitwise; all jobs are decoded together. Invariants:
+prefilled in steps by the model's rule, so that reuse stays bitwise; all jobs are decoded together. Invariants:
 every ticket ends with ``Finished``; a job's resources are released in the step in which it ends, is cancelled or is
 preempted; an error of one job ends that job only.
 """
@@ -20,18 +20,17 @@ import torch
 
 from kvboost.core.session import Session
 from kvboost.errors import ClosedError, ConfigError, UnsupportedModelError
-from kvboost.hf.ragged import RaggedRunner, SharedPrefix, probe_ragged
+from kvboost.hf.ragged import probe_ragged
 from kvboost.scheduler.admission import checked_job
+from kvboost.scheduler.decoding import JointDecoder
 from kvboost.scheduler.jobs import BatchEngine, Finished, Job, RunnerLoad, Ticket
 from kvboost.scheduler.queue import Limits, Scheduler
 from kvboost.scheduler.running import JobTicket, RunningJob
-from kvboost.scheduler.sharing import shared_prefixes
+from kvboost.scheduler.sampler import sample_batch
 
 _MAX_REPAIR_BUDGETS = 2  # chunk budgets per repair, beside other jobs: about half of those tokens are computed
 
-DEFAULT_KV_BYTES = 2 * 2**30
-"""Total KV of running jobs, for an engine without ``kv_bytes``."""
-
+_PREFILL_BUDGET = 256  # prompt tokens between two decode steps: others wait for a step of so many
 _MODEL_CHANGED = "the model's adapter or weights were changed while this job ran; submit it again"
 
 _log = logging.getLogger("kvboost.engine")
@@ -40,16 +39,15 @@ _log = logging.getLogger("kvboost.engine")
 class BatchRunner:
     """Continuous batching over one engine.
 
-    Running jobs hold at most the engine's ``kv_bytes`` of KV in total (2 GiB if unset); its idle workspaces come on
-    top.
+    Running jobs hold at most the engine's ``kv_bytes`` of KV in total (if unset, two fifths of an accelerator's free
+    memory, on the CPU 2 GiB); its idle workspaces come on top.
 
     Args:
         engine: The engine whose model and cache are used. Other callers may use it concurrently.
         max_running: Jobs that are prefilled and decoded concurrently.
         max_waiting: Jobs that may wait; one more is refused with BusyError, unless its tenant has less than an even
             share of them.
-        chunk_budget: Prompt tokens prefilled between two decode steps, at least one chunk. The engine's chunk size
-            if left out.
+        chunk_budget: Prompt tokens prefilled between two decode steps, 256 if left out.
         max_wait_steps: After this many steps no other job overtakes a waiting one; after as many tokens a running job
             may be preempted for it.
         deterministic: Run every job in the shapes of a single one and without non-prefix reuse. The same job, with a
@@ -87,18 +85,18 @@ class BatchRunner:
         limits = Limits(
             max_running=max_running,
             max_waiting=max_waiting,
-            kv_bytes=session.budget.limit or DEFAULT_KV_BYTES,
-            chunk_budget=engine.config.chunk_size if chunk_budget is None else chunk_budget,
+            kv_bytes=session.budget.limit or session.budget.jobs_bytes,
+            chunk_budget=_PREFILL_BUDGET if chunk_budget is None else chunk_budget,
             max_wait_steps=max_wait_steps,
         )
         self._vocab_size = int(engine.model.get_input_embeddings().weight.shape[0])
-        self._ragged: RaggedRunner | None = None
+        self._joint: JointDecoder | None = None
         self.single_decode_reason: str | None = "deterministic" if deterministic else None
         """Why jobs are decoded one at a time; None if they are decoded together."""
         if not deterministic:
             try:
                 with self._parts.running():
-                    self._ragged = probe_ragged(self._parts.runner, layout)
+                    self._joint = JointDecoder(probe_ragged(self._parts.runner, layout), layout)
             except UnsupportedModelError as error:
                 self.single_decode_reason = str(error)
                 _log.warning("jobs are decoded one by one: %s", error)
@@ -106,8 +104,6 @@ class BatchRunner:
         self._changed = threading.Condition(self._lock)
         self._scheduler = Scheduler(limits)
         self._jobs: dict[int, RunningJob] = {}
-        self._decode_group: tuple[list[int], list[SharedPrefix]] = ([], [])
-        """The jobs decoded together last, and their shared prefixes."""
         self._closing = False
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._work, name="kvboost-batch", daemon=True)
@@ -126,7 +122,13 @@ class BatchRunner:
         tokens = list(job.token_ids)
         chain = [chunk.prefix_key for chunk in session.prefiller.chunk(tokens, job.boundaries).usable]
         ticket = JobTicket(self._wake)
-        running = RunningJob(job, session=session, ticket=ticket, device=self._parts.runner.device)
+        running = RunningJob(
+            job,
+            session=session,
+            ticket=ticket,
+            device=self._parts.runner.device,
+            max_step=self._scheduler.limits.chunk_budget,
+        )
         running.epoch = self._parts.epoch
         nbytes, peak = (self._bytes_for(count) for count in (running.tokens, running.max_tokens))
         try:
@@ -169,7 +171,7 @@ class BatchRunner:
                 self._scheduler.running,
                 self._scheduler.waiting,
                 held,
-                one_by_one=self._ragged is None,
+                one_by_one=self._joint is None,
                 alive=not self._closing,
             )
 
@@ -248,7 +250,6 @@ class BatchRunner:
 
     def _close(self, number: int) -> None:
         """Release the resources of a job that continues later. If that fails, the job ends."""
-        self._decode_group = ([], [])  # it will resume with another cache
         try:
             self._jobs[number].close()
         except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
@@ -333,44 +334,67 @@ class BatchRunner:
     def _decode(self) -> None:
         """One more token for every job whose prefill is complete."""
         with self._lock:
-            jobs = [(number, self._jobs[number]) for number in self._scheduler.decoding()]
-        for number, job in [(number, job) for number, job in jobs if job.ticket.cancelled]:
-            self._end(number, "cancelled")
-            jobs.remove((number, job))
-        if len(jobs) > 1 and self._ragged is not None:
-            logits = self._joint_logits(self._ragged, jobs)
-            if logits is not None:
-                for (number, job), row in zip(jobs, logits, strict=True):
-                    self._accept(number, job, row)
+            jobs = {self._jobs[number]: number for number in self._scheduler.decoding()}
+        for job in [job for job in jobs if job.ticket.cancelled]:
+            self._end(jobs.pop(job), "cancelled")
+        if self._joint is not None:
+            self._join(self._joint, jobs)
+            found = self._joint_logits(self._joint, jobs) if jobs else None
+            if found is not None:
+                self._accept(jobs, *found)
                 return
-        for number, job in jobs:
-            self._accept(number, job, None)
+        for job, number in jobs.items():
+            try:
+                logits = self._parts.runner.decode(job.next_input, job.state.cache)
+                self._accept(jobs, [job], logits[None])
+            except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
+                self._failed(number, error)
 
-    def _joint_logits(self, ragged: RaggedRunner, jobs: Sequence[tuple[int, RunningJob]]) -> torch.Tensor | None:
-        """The logits of all jobs, [jobs, vocab]; None if that failed, and every job is decoded alone from then on."""
+    def _join(self, joint: JointDecoder, jobs: dict[RunningJob, int]) -> None:
+        """Move the KV of jobs that are new here into the batch. Rows nobody uses keep within what is not reserved."""
+        with self._lock:
+            joint.batch.limit_spare(self._scheduler.limits.kv_bytes - self._scheduler.reserved_bytes)
+        for job in [job for job in jobs if not job.has_joined]:
+            try:
+                job.join(joint.batch)
+                with self._lock:
+                    self._scheduler.moved(jobs[job], held=job.cached_bytes)
+            except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
+                self._failed(jobs.pop(job), error)
+
+    def _joint_logits(
+        self, joint: JointDecoder, jobs: dict[RunningJob, int]
+    ) -> tuple[list[RunningJob], torch.Tensor] | None:
+        """The jobs in the order of their logits, [jobs, vocab]; None if that failed: each is decoded alone then."""
         try:
-            numbers = [number for number, _ in jobs]
-            if self._decode_group[0] != numbers:
-                self._decode_group = (numbers, shared_prefixes([job for _, job in jobs]))
-            tokens, caches = [job.next_input for _, job in jobs], [job.state.cache for _, job in jobs]
-            return ragged.decode(tokens, caches, shared=self._decode_group[1])
+            return joint.logits(list(jobs))
         except Exception as error:  # noqa: BLE001 - one job may be the cause: each is retried alone and ends if it fails again
-            self._ragged, self.single_decode_reason = None, f"a joint step failed: {error!r}"
+            self._joint, self.single_decode_reason = None, f"a joint step failed: {error!r}"
             _log.warning("jobs are decoded one by one from now on: %s", self.single_decode_reason)
             warnings.warn(f"{self.single_decode_reason}; jobs are decoded one by one", RuntimeWarning, stacklevel=2)
-            return None
+        for job in list(jobs):
+            try:
+                job.leave()
+            except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
+                self._failed(jobs.pop(job), error)
+        return None
 
-    def _accept(self, number: int, job: RunningJob, logits: torch.Tensor | None) -> None:
-        try:
-            if logits is None:
-                logits = self._parts.runner.append([job.next_input], job.state.cache, logits=True)
-                assert logits is not None
-            if job.accept(logits) is not None:
-                with self._lock:
-                    self._scheduler.decoded(number)
-            self._end_if_done(number, job)
-        except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
-            self._failed(number, error)
+    def _accept(self, numbers: dict[RunningJob, int], jobs: Sequence[RunningJob], logits: torch.Tensor) -> None:
+        """Sample the next token of each of ``jobs`` from its logits, [jobs, vocab]."""
+        samplers = [job.fed() for job in jobs]
+        for job, sampler, token in zip(jobs, samplers, sample_batch(samplers, logits), strict=True):
+            number = numbers[job]
+            if isinstance(token, Exception):
+                self._failed(number, token)
+                continue
+            try:
+                if sampler is not None:
+                    job.ticket.put(token)
+                    with self._lock:
+                        self._scheduler.decoded(number)
+                self._end_if_done(number, job)
+            except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
+                self._failed(number, error)
 
     def _end_if_done(self, number: int, job: RunningJob) -> None:
         reason = job.end

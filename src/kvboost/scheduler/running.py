@@ -15,6 +15,7 @@ import torch
 from kvboost.core.clock import StageClock
 from kvboost.core.prefill import PrefillState
 from kvboost.core.session import Session
+from kvboost.hf.rows import Row, RowBatch
 from kvboost.scheduler.jobs import Finished, Job, NewToken
 from kvboost.scheduler.sampler import Sampler
 from kvboost.types import ReuseReport
@@ -57,7 +58,9 @@ _INITIAL_NEW_TOKENS = 256  # initial capacity for new tokens; doubled whenever i
 class RunningJob:
     """A job from ``submit`` to its end."""
 
-    def __init__(self, job: Job, *, session: Session, ticket: JobTicket, device: torch.device) -> None:
+    def __init__(self, job: Job, *, session: Session, ticket: JobTicket, device: torch.device, max_step: int) -> None:
+        """A prefill step takes at most ``max_step`` tokens where its length is free."""
+        self._max_step = max_step
         self.job = job
         self.ticket = ticket
         self.prefiller = session.prefiller
@@ -65,6 +68,8 @@ class RunningJob:
         self._sampler = Sampler(job, device=device)
         self._state: PrefillState | None = None
         self._report: ReuseReport | None = None
+        self._batch: RowBatch | None = None
+        self._row: Row | None = None
         self._fed = 0
         """New tokens whose KV is in the cache. The others are computed next, one per step."""
         self._first_token_seconds: float | None = None
@@ -115,7 +120,43 @@ class RunningJob:
 
     def grow(self) -> None:
         """Continue in a larger cache."""
-        self.state.grow(self.prefiller.pool.make(tokens=self.tokens))
+        if self._batch is None:
+            self.state.move_to(self.prefiller.pool.make(tokens=self.tokens))
+        else:
+            self.join(self._batch)
+
+    @property
+    def row(self) -> Row:
+        """Its place in the batch that it has joined."""
+        assert self._row is not None
+        return self._row
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether its KV lies in a batch."""
+        return self._row is not None
+
+    def join(self, batch: RowBatch) -> None:
+        """Continue in a row of ``batch``."""
+        row = batch.add(tokens=self.tokens)
+        try:
+            self.state.move_to(row)
+        except BaseException:
+            batch.remove(row)
+            raise
+        self._remove_row()
+        self._batch, self._row = batch, row
+
+    def leave(self) -> None:
+        """Continue in a cache of its own."""
+        if self._row is not None:
+            self.state.move_to(self.prefiller.pool.make(tokens=self.tokens))
+            self._remove_row()
+
+    def _remove_row(self) -> None:
+        if self._batch is not None and self._row is not None:
+            self._batch.remove(self._row)
+        self._batch = self._row = None
 
     def open(self, *, approx: bool, max_repaired: int | None) -> None:
         """Place stored KV. Repairs of more than ``max_repaired`` positions are dropped."""
@@ -143,14 +184,22 @@ class RunningJob:
         state = self.state
         if state.num_computed >= len(state.tokens):
             return []
-        plan, last = state.plan, state.last_step
-        exact = [
-            step.end - step.start
-            for step in plan.steps
-            if state.num_computed <= step.start < min(plan.approx_start, last)
-        ]
-        repair = [last - plan.approx_start] if state.awaits_repair else []
-        return [*exact, *repair, len(state.tokens) - last]
+        exact = [end - start for start, end in self._exact_steps()]
+        if state.awaits_repair:
+            return [*exact, state.last_step - state.plan.approx_start, len(state.tokens) - state.last_step]
+        return exact
+
+    def _exact_steps(self) -> list[tuple[int, int]]:
+        """The remaining steps before the first repositioned chunk, or all of them. The last one has the last token."""
+        state, steps = self.state, []
+        start, limit = state.num_computed, state.plan.approx_start if state.awaits_repair else len(state.tokens)
+        while start < limit:
+            end = state.rule.step_end(start, limit)
+            if state.rule.grid is None:  # steps of any length: no longer than other jobs should wait
+                end = min(end, start + self._max_step)
+            steps.append((start, end))
+            start = end
+        return steps
 
     def chunks_available(self) -> int:
         """Leading chunks that are stored, or were offered to the store."""
@@ -167,10 +216,9 @@ class RunningJob:
         self._clock.lap("waiting")
         if len(self.steps_left()) == 1:
             return prefiller.finish(state)
-        plan, done = state.plan, state.num_computed
-        following = [step.end for step in plan.steps if done <= step.start < plan.approx_start]
+        following = self._exact_steps()
         # Behind repositioned chunks everything but the last step is one repair.
-        prefiller.advance(state, to=min(following[0], state.last_step) if following else state.last_step)
+        prefiller.advance(state, to=following[0][1] if following else state.last_step)
         prefiller.commit(state)  # immediately: other jobs may wait for it
         self._clock.lap("commit")
         return None
@@ -194,14 +242,10 @@ class RunningJob:
         """The token whose logits are needed next."""
         return self._sampler.generated[self._fed]
 
-    def accept(self, logits: torch.Tensor) -> NewToken | None:
-        """Sample the next token from the logits of ``next_input``, unless it is known from before a preemption."""
+    def fed(self) -> Sampler | None:
+        """The KV of ``next_input`` is in the cache. What samples the next token, unless that is known already."""
         self._fed += 1
-        if self._fed < len(self._sampler.generated):
-            return None
-        token = self._sampler.sample(logits)
-        self.ticket.put(token)
-        return token
+        return self._sampler if self._fed == len(self._sampler.generated) else None
 
     @property
     def generated(self) -> list[int]:
@@ -233,7 +277,10 @@ class RunningJob:
             self.prefetching.cancel()
         if self._state is not None:
             state, self._state = self._state, None
-            state.close()
+            try:
+                self._remove_row()
+            finally:
+                state.close()
 
     def shared_chain(self) -> Sequence[tuple[bytes, int]]:
         """Keys and ends of the leading chunks whose KV is bitwise the same in every job with the same keys."""

@@ -1,10 +1,15 @@
-"""Samples one job's next token from its logits, through Transformers' logits processors.
+"""Samples the next tokens of a batch from its logits, through Transformers' logits processors.
 
 Used by the batch runner, which cannot use Transformers' ``generate`` (see docs/decisions/0014-continuous-batching.md).
-Invariant: a job's tokens depend on its own logits, settings and seed only, never on other jobs.
+Invariants: a job's tokens depend on its own logits, settings and seed only, never on other jobs; the device is waited
+for once per batch.
 """
 
 from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import torch
 
@@ -18,9 +23,9 @@ class Sampler:
 
     def __init__(self, job: Job, *, device: torch.device) -> None:
         self._top_logprobs = job.top_logprobs
-        self._processors = logits_processors(job.sampling, job.constrain)
-        self._device = device
         self.generated: list[int] = []
+        self._processors = logits_processors(job.sampling, job.constrain, self.generated)
+        self._device = device
         self._generator: torch.Generator | None = None
         if job.sampling.temperature > 0.0:
             self._generator = torch.Generator(device)
@@ -29,21 +34,87 @@ class Sampler:
             else:
                 self._generator.seed()
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether nothing but the likeliest token is wanted, which a batch finds for all at once."""
+        return self._generator is None and not self._processors and self._top_logprobs is None
+
     def sample(self, logits: torch.Tensor) -> NewToken:
         """The next token from the model's logits [vocab], which are not modified."""
+        [found] = sample_batch([self], logits[None])
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def draw(self, logits: torch.Tensor) -> list[torch.Tensor]:
+        """Integers for :meth:`accept`, as tensors [n] on the device."""
         scores = logits.float()[None]
+        allowed = torch.ones(1, dtype=torch.long, device=scores.device)
         if self._processors:
             scores = self._processors(torch.tensor([self.generated], dtype=torch.long, device=self._device), scores)
-            if not scores.max() > -torch.inf:  # written so that NaN fails too
-                raise ConfigError("no token is allowed here; the constraint or logit_bias forbids them all")
+            allowed = (scores.max() > -torch.inf).long()[None]  # not so for NaN either
         if self._generator is None:
-            token = int(scores.argmax())
+            token = scores.max(dim=-1).indices
         else:
-            token = int(torch.multinomial(scores.softmax(dim=-1), 1, generator=self._generator))
-        self.generated.append(token)
+            # Where nothing is allowed there is nothing to draw from; accept() says so.
+            weights = torch.where(allowed.bool(), scores, 0.0).softmax(dim=-1)
+            token = torch.multinomial(weights, 1, generator=self._generator)[0]
         if self._top_logprobs is None:
-            return NewToken(token)
+            return [allowed, token]
         # From the model's own logits, before any processor.
         logprobs = logits.float().log_softmax(dim=-1)
         values, ids = logprobs.topk(min(self._top_logprobs, len(logprobs)))
-        return NewToken(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+        return [allowed, token, _bits(logprobs[token]), ids, _bits(values)]
+
+    def accept(self, drawn: Iterator[int]) -> NewToken:
+        """The next token, from what was drawn."""
+        if not next(drawn):
+            raise ConfigError("no token is allowed here; the constraint or logit_bias forbids them all")
+        token = next(drawn)
+        if self._top_logprobs is None:
+            return NewToken(token)
+        logprob, *rest = drawn
+        ids, values = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        return NewToken(token, _number(logprob), tuple(zip(ids, map(_number, values), strict=True)))
+
+
+def sample_batch(samplers: Sequence[Sampler | None], logits: torch.Tensor) -> list[NewToken | Exception]:
+    """The next token of every sampler from its row of ``logits`` [batch, vocab], or why there is none.
+
+    Rows without a sampler are passed over; their token means nothing.
+    """
+    likeliest = logits.max(dim=-1).indices  # the first of equal ones; faster than argmax for bfloat16
+    drawn: list[list[torch.Tensor] | Exception] = []
+    for sampler, row in zip(samplers, logits, strict=True):
+        try:
+            drawn.append([] if sampler is None or sampler.takes_likeliest else sampler.draw(row))
+        except Exception as error:  # noqa: BLE001 - a constraint of one job fails for that job only
+            drawn.append(error)
+    pieces = [piece for found in drawn if not isinstance(found, Exception) for piece in found]
+    numbers = iter(torch.cat([likeliest, *pieces]).tolist())  # the one wait for the device
+    tokens = list(islice(numbers, len(samplers)))
+    results: list[NewToken | Exception] = []
+    for sampler, token, found in zip(samplers, tokens, drawn, strict=True):
+        if isinstance(found, Exception):
+            results.append(found)
+            continue
+        own = list(islice(numbers, sum(len(piece) for piece in found)))
+        try:
+            new = sampler.accept(iter(own)) if own and sampler is not None else NewToken(token)
+        except ConfigError as error:
+            results.append(error)
+            continue
+        if sampler is not None:
+            sampler.generated.append(new.token_id)
+        results.append(new)
+    return results
+
+
+def _bits(numbers: torch.Tensor) -> torch.Tensor:
+    """Float32 numbers as integers of the same bits, so that they travel with token ids."""
+    return numbers.view(torch.int32).long()
+
+
+def _number(bits: int) -> float:
+    (number,) = struct.unpack("<f", struct.pack("<i", bits))
+    return float(number)

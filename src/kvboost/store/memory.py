@@ -56,6 +56,8 @@ class _Memory:
         self.entries: dict[bytes, _Entry] = {}
         self.contents = ContentKeys()
         self.bytes = 0
+        self.found: list[list[bytes]] = []
+        """Chains that lookups found and the policy was not told of yet: a lookup is waited for, its end is not."""
 
 
 class _Held:
@@ -149,9 +151,10 @@ class MemoryStore:
         """Hold the longest leading run of ``chunks`` that is stored with exactly these tokens."""
         with self._lock:
             held: list[_Entry] = []
+            entries = self._entries
             for chunk in chunks:
-                entry = self._own(chunk.prefix_key)
-                if entry is None:
+                entry = entries.get(chunk.prefix_key)
+                if entry is None or entry.owner is not self:
                     break
                 if entry.block.tokens != chunk.tokens:
                     self._counters.rejected += 1
@@ -189,6 +192,11 @@ class MemoryStore:
                     return index
             return len(chunks)
 
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of these are stored. Counts nothing and marks nothing."""
+        with self._lock:
+            return [self._own(key) is not None for key in keys]
+
     def unknown_content(self, chunks: Sequence[Chunk]) -> list[int]:
         """Which of ``chunks`` are not stored anywhere, by index. Counts nothing and marks nothing."""
         with self._lock:
@@ -217,11 +225,24 @@ class MemoryStore:
             entry.leases += 1
             entry.uses += 1
         self._leased += len(entries)
-        self._policy.found([entry.block.key for entry in entries])
+        self._memory.found.append([entry.block.key for entry in entries])
+        if not entries:
+            self._tell_found()  # nothing will be released
+
+    def _tell_found(self) -> None:
+        """Tell the policy of the lookups since the last call, in their order; before it is told or asked anything else.
+
+        Its own record of every block is as far from the CPU as the store's, and takes longer than the lookup itself.
+        """
+        found = self._memory.found
+        for chain in found:
+            self._policy.found(chain)
+        found.clear()
 
     def put(self, block: KVBlock) -> PutOutcome:
         """Keep ``block``; evict others for it."""
         with self._lock:
+            self._tell_found()
             if block.key in self._entries:
                 return PutOutcome.PRESENT if self._own(block.key) else self._refuse()
             if block.approx_depth and len(self._contents.of(block.content_key)) >= MAX_VARIANTS:
@@ -245,11 +266,13 @@ class MemoryStore:
     def used(self, chain: Sequence[bytes]) -> None:
         """Tell the eviction policy that these keys served one prompt, first chunk first."""
         with self._lock:
+            self._tell_found()
             self._policy.used([key for key in chain if self._own(key) is not None])
 
     def clear(self) -> None:
         """Forget every block of this store."""
         with self._lock:
+            self._tell_found()
             for key in [key for key, entry in self._entries.items() if entry.owner is self]:
                 self._drop(key)
 
@@ -334,6 +357,7 @@ class MemoryStore:
 
     def _release(self, entries: Sequence[_Entry]) -> None:
         with self._lock:
+            self._tell_found()
             for entry in entries:
                 entry.leases -= 1
             self._leased -= len(entries)

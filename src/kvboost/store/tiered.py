@@ -23,10 +23,12 @@ from kvboost.store.lookup import Claims, Lookup, Speed
 from kvboost.store.memory import MemoryStore
 from kvboost.store.variants import best_variant
 from kvboost.store.write_behind import WriteBehind, WriteQueue
+from kvboost.streams import BlockingStreams, Streams
 from kvboost.types import TOKEN_BYTES, BlockInfo, Chunk, HotChunk, KVBlock, PutOutcome, StoreStats, context_mark
 
 T = TypeVar("T")
 
+_LOCAL = ("host", "disk")  # tiers that answer without a round trip
 _MAX_TRIES = 3  # of storing one block below
 _MAX_UNSAVED = 100_000  # keys remembered that no tier has taken yet
 _MAX_PREFETCHES = 64  # that wait
@@ -58,18 +60,23 @@ class TieredStore:
         tiers: Sequence[Tier],
         *,
         rules: LoadRules = _LOAD_ALWAYS,
+        streams: Streams | None = None,
         waiting_bytes: int = 512 * 2**20,
         queue: WriteQueue | None = None,
     ) -> None:
         """Take over ``memory`` and ``tiers``, which are closed with this store.
 
         At most ``waiting_bytes`` wait to be written, unless another store's ``queue`` is used: see :meth:`for_tenant`.
+        ``streams`` are those of the device that the blocks lie on.
         """
         self._memory, self._tiers, self._rules = memory, tuple(tiers), rules
+        self._streams = streams if streams is not None else BlockingStreams()
         self._lasting = tuple(tier for tier in tiers if tier.outlives_process)
         self._overflow = tuple(tier for tier in tiers if not tier.outlives_process)
         self._queue = queue if queue is not None else WriteQueue(waiting_bytes)
-        self._writer = WriteBehind(self._queue, owns_queue=queue is None, failed=self._failed, tried=self._tried)
+        self._writer = WriteBehind(
+            self._queue, owns_queue=queue is None, streams=self._streams, failed=self._failed, tried=self._tried
+        )
         self._lock = threading.Lock()
         self._claims = Claims()
         self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="kvboost-prefetch")
@@ -85,7 +92,7 @@ class TieredStore:
 
     def for_tenant(self, memory: MemoryStore, tiers: Sequence[Tier]) -> TieredStore:
         """Another tenant's store with the same rules. It shares the thread that writes and the bytes that may wait."""
-        return TieredStore(memory, tiers, rules=self._rules, queue=self._queue)
+        return TieredStore(memory, tiers, rules=self._rules, streams=self._streams, queue=self._queue)
 
     def lease(self, chunks: Sequence[Chunk], *, arrived: Callable[[Chunk, KVBlock], None] | None = None) -> Lease:
         """Hold the longest leading run of ``chunks``, wherever it lies, as far as loading it pays.
@@ -96,6 +103,7 @@ class TieredStore:
         lookup = Lookup(arrived)
         self._bring_up_run(chunks, lookup)
         lease = self._memory.lease(chunks)
+        self._streams.join()  # also what was prefetched may still be on its way
         if lookup.has_report:
             held = {block.key for block in lease.blocks}
             lease.loads = lookup.report(lambda chunk: chunk.prefix_key not in held)
@@ -108,6 +116,7 @@ class TieredStore:
         if unknown:
             self._bring_up_content(chunks, [after + index for index in unknown], lookup)
         lease = self._memory.lease_content(chunks, after=after)
+        self._streams.join()
         if lookup.has_report:
             blocks = zip(chunks[after:], lease.blocks, strict=True)
             found = {chunk.start for chunk, block in blocks if block is not None}
@@ -150,6 +159,15 @@ class TieredStore:
                 known += next((index for index, found in enumerate(there) if not found), len(there))
         return known
 
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of these are in memory or on this machine's disk: one round trip to a server is not worth a guess."""
+        found = self._memory.contains(keys)
+        for tier in self._tiers:
+            if tier.name in _LOCAL:
+                there: Sequence[bool] = self._ask(tier, [False] * len(keys), tier.contains, keys)
+                found = [one or other for one, other in zip(found, there, strict=True)]
+        return found
+
     def knows_content(self, chunks: Sequence[Chunk]) -> bool:
         """Whether all of these are probably stored in some tier. Loads nothing."""
         missing = [chunks[index].content_key for index in self._memory.unknown_content(chunks)]
@@ -161,6 +179,8 @@ class TieredStore:
 
     def put(self, block: KVBlock) -> PutOutcome:
         """Keep ``block`` in memory, and write it behind to the tiers that outlive the process."""
+        if block.ready is None and (ready := self._streams.event()) is not None:
+            block = replace(block, ready=ready)  # it is written down by another thread, maybe when it was evicted
         outcome = self._memory.put(block)
         if outcome is PutOutcome.STORED:
             self._note_size(block)
@@ -296,6 +316,8 @@ class TieredStore:
                     self._save(block, [higher for higher in self._tiers[:at] if higher.outlives_process])
                 self._claims.arrived(block.key)
                 if outcome is PutOutcome.STORED:
+                    if lookup.arrived is not None:
+                        self._streams.join()  # the caller places it at once
                     lookup.came(chunk, block, tier.name)
         with self._lock:
             self._speeds[tier].observe(seconds=time.perf_counter() - began, nbytes=nbytes)

@@ -2,7 +2,8 @@
 
 Used by :class:`kvboost.store.tiered.TieredStore`. Invariants: what waits never takes more than the bound; a block
 that is not taken is reported to the caller at once, and one that a tier did not keep when it was tried; after
-:meth:`WriteBehind.wait` everything taken before was offered to its tiers.
+:meth:`WriteBehind.wait` everything taken before was offered to its tiers; no tier sees a block before its bytes are
+there.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvboost.extend import Tier
+from kvboost.streams import Streams
 from kvboost.types import KVBlock, PutOutcome
 
 _MAX_NOTES = 1024  # further ones are dropped: they only say what was used lately
@@ -61,6 +63,7 @@ class WriteBehind:
         queue: WriteQueue,
         *,
         owns_queue: bool,
+        streams: Streams,
         failed: Callable[[Tier, Exception], None],
         tried: Callable[[KVBlock, bool], None],
     ) -> None:
@@ -70,6 +73,7 @@ class WriteBehind:
         """
         self._queue = queue
         self._owns_queue = owns_queue
+        self._streams = streams
         self._failed, self._tried = failed, tried
         self._bytes = self._jobs = 0  # of this tenant's jobs in the queue
         self._closed = False
@@ -137,9 +141,16 @@ class WriteBehind:
 
     def _store(self, block: KVBlock, tiers: Sequence[Tier]) -> None:
         kept = True
+        on_host: KVBlock | None = None  # once for all tiers that write bytes
         for tier in tiers:
             try:
-                kept &= tier.store(block) is not PutOutcome.REFUSED
+                if block.ready is not None:
+                    block.ready.synchronize()  # the device may not have computed it yet
+                    block = replace(block, ready=None)
+                if tier.outlives_process and on_host is None:
+                    on_host = replace(block, tensors=self._streams.on_host(block.tensors))
+                offered = on_host if tier.outlives_process and on_host is not None else block
+                kept &= tier.store(offered) is not PutOutcome.REFUSED
             except Exception as error:  # noqa: BLE001 - whatever a tier raises, the others get the block
                 kept = False
                 self._failed(tier, error)

@@ -12,9 +12,16 @@ The suites need no test library: each rule is a method that raises AssertionErro
 """
 
 from kvboost.testing.chunker import ChunkerContract
-from kvboost.testing.link import SimulatedLink
+from kvboost.testing.link import SimulatedLink, SimulatedStreams
 from kvboost.testing.policy import EvictionPolicyContract
 from kvboost.testing.store import ChunkStoreContract
 from kvboost.testing.tier import TierContract
 
-__all__ = ["ChunkStoreContract", "ChunkerContract", "EvictionPolicyContract", "SimulatedLink", "TierContract"]
+__all__ = [
+    "ChunkStoreContract",
+    "ChunkerContract",
+    "EvictionPolicyContract",
+    "SimulatedLink",
+    "SimulatedStreams",
+    "TierContract",
+]

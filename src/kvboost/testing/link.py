@@ -1,7 +1,8 @@
 """A device for tests: byte-capped memory, a link that copies at a capped rate, and a queue that computes later.
 
-For whoever tests streaming. Invariant: what a real accelerator would only sometimes show, this one always shows: memory
-is poisoned from the moment a copy into it begins, and with ``queued`` the caller runs ahead of what it has computed.
+For whoever tests streaming of weights (:class:`SimulatedLink`) or stores (:class:`SimulatedStreams`). Invariant: what a
+real accelerator would only sometimes show, this one always shows: memory is poisoned from the moment a copy into it
+begins, and with ``queued``, or simulated streams, the caller runs ahead of what it has computed.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from kvboost.direct_io import page_aligned, up_to_page
 from kvboost.offload.weights.link import Budget
 from kvboost.offload.weights.source import Extent, Source
+from kvboost.streams import Copies
 
 POISON = 0xFF  # of every byte: not a number in any floating type
 
@@ -25,6 +27,9 @@ class _Event:
     def __init__(self) -> None:
         self.happened = threading.Event()
         self.error: BaseException | None = None
+
+    def synchronize(self) -> None:
+        self.happened.wait()
 
 
 class SimulatedLink:
@@ -139,3 +144,90 @@ def _whole(copy: _Event) -> None:
     copy.happened.wait()
     if copy.error is not None:
         raise copy.error
+
+
+class SimulatedStreams:
+    """The :class:`kvboost.streams.Streams` of a device that lags behind, on the host's own memory.
+
+    What is handed to :meth:`compute` runs later, on one thread. Copies run later still, on another. The targets of a
+    copy are poisoned from the moment it is asked for, so whoever reads too early, or writes where something is still to
+    be read, sees poison.
+    """
+
+    def __init__(self, *, delay: Callable[[], float] = lambda: 0.0) -> None:
+        """``delay`` gives seconds to lose before each copy and each computation."""
+        self._delay = delay
+        self.errors: list[BaseException] = []
+        """What went wrong in the queues: failed assertions of :meth:`compute` among them."""
+        self._queues: list[queue.SimpleQueue[Callable[[], object] | None]] = [queue.SimpleQueue(), queue.SimpleQueue()]
+        self._computing, self._copying = self._queues
+        self._threads = [threading.Thread(target=self._work, args=(jobs,), daemon=True) for jobs in self._queues]
+        for thread in self._threads:
+            thread.start()
+
+    def compute(self, work: Callable[[], None]) -> None:
+        """Do this behind everything computed so far, when its turn comes."""
+
+        def run() -> None:
+            time.sleep(self._delay())
+            work()
+
+        self._computing.put(run)
+
+    def event(self) -> _Event:
+        """All that was handed to :meth:`compute`."""
+        event = _Event()
+        self._computing.put(event.happened.set)
+        return event
+
+    def copy(self, copies: Copies, *, after: Any) -> _Event:
+        """Poison the targets, then copy when ``after`` has happened."""
+        pairs, done = list(copies), _Event()
+        for _, target in pairs:
+            _bytes_of(target).fill_(POISON)
+
+        def run() -> None:
+            if after is not None:
+                after.synchronize()
+            time.sleep(self._delay())
+            for source, target in pairs:
+                target.copy_(source)
+            done.happened.set()
+
+        self._copying.put(run)
+        return done
+
+    def join(self) -> None:
+        """Nothing is computed until the copies asked for so far are whole."""
+        copied = _Event()
+        self._copying.put(copied.happened.set)
+        self._computing.put(copied.synchronize)
+
+    def on_host(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Copies of what the tensors hold now: poison, if they are not computed yet."""
+        found = tuple(torch.empty_like(tensor) for tensor in tensors)
+        self.copy(zip(tensors, found, strict=True), after=None).synchronize()
+        return found
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Poisoned memory [bytes]."""
+        return torch.full((nbytes,), POISON, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Return once everything asked for is done; raises the first error of the queues."""
+        for jobs, thread in zip(self._queues, self._threads, strict=True):  # copies wait for what is computed first
+            jobs.put(None)
+            thread.join()
+        if self.errors:
+            raise self.errors[0]
+
+    def _work(self, jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:
+        while (job := jobs.get()) is not None:
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001 - raised by close
+                self.errors.append(error)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 
 from kvboost.errors import StoreError
 from kvboost.extend import ChunkStore
@@ -78,7 +77,7 @@ class ChunkStoreContract(ContentRules):
     def test_other_tokens_under_the_same_key_are_a_miss(self) -> None:
         """A key that lies must not bring wrong KV: tokens are compared, and the run ends before the lie."""
         chunks = prompt("a", "b", "c")
-        lie = replace(chunks[1], tokens=prompt("other")[0].tokens)
+        lie = chunks[1]._replace(tokens=prompt("other")[0].tokens)
         with closing(self.make_store(capacity_bytes=1000)) as store:
             self.put_all(store, chunks)
             found = held_keys(store, [chunks[0], lie, chunks[2]])

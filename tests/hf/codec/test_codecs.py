@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost.approx.reposition import probe_reposition
+from kvboost.approx.reposition import Move, probe_reposition
 from kvboost.errors import ConfigError
 from kvboost.hf.cache import KVLayout, SlabCache, TensorSpec
 from kvboost.hf.codec import CODECS, codec_for
@@ -211,4 +211,4 @@ def test_a_models_rows_go_through_and_move(bits: int, family: str, tiny: Callabl
     for one, other in zip(tensors, cache.span(8, 40), strict=True):
         assert (one - other).square().mean().sqrt() <= 0.12 * other.square().mean().sqrt()
     if family != "gpt2":  # learned positions do not move, and need not
-        probe_reposition(model, cache.layout).place(cache, tensors, old_start=8, new_start=60)
+        probe_reposition(model, cache.layout).place(cache, [Move(tensors, 8, 60)])

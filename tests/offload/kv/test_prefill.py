@@ -18,6 +18,7 @@ from kvboost.errors import CapacityError, ConfigError
 from kvboost.offload.kv import PagedCache, min_budget
 from kvboost.scheduler.jobs import Job
 from kvboost.scheduler.runner import BatchRunner
+from kvboost.steps import StepRule
 from kvboost.store import MemoryStore
 from tests.helpers.models import tiny_model
 
@@ -95,11 +96,11 @@ def test_what_is_stored_goes_into_pages_and_what_is_new_is_stored(plain: KVBoost
 def test_a_chunk_asked_for_under_two_names_counts_once(on_disk: bool, tmp_path: Path) -> None:
     with engine_of(disk_cache_dir=tmp_path if on_disk else None) as engine:
         counts = []
-        for prompt in (_SHORT, _PROMPT, _PROMPT):  # 6 chunks, then 18 behind them, then all of them
+        for prompt in (_SHORT, _PROMPT, _PROMPT):  # 6 chunks and the end, then 18 behind the 6, then all 24
             engine.generate(prompt, **_GREEDY)
             stats = engine.cache_stats()
             counts.append((stats["cache_hits"], stats["cache_misses"]))
-        assert counts == [(0, 6), (6, 24), (30, 24)]
+        assert counts == [(0, 7), (6, 25), (30, 25)]
     if on_disk:
         with engine_of(disk_cache_dir=tmp_path) as engine:
             assert engine.generate(_PROMPT, **_GREEDY).reuse.tiers == {"disk": 384}
@@ -112,13 +113,23 @@ def test_a_prompt_that_fits_never_meets_rows_from_pages(plain: KVBoost) -> None:
     with engine_of(quality="exact") as engine:
         assert engine.generate(_PROMPT, **_GREEDY).reuse.paged
         first, again = engine.prefill(_SHORT), engine.prefill(_SHORT)
-        assert (first.reuse.exact_tokens, again.reuse.exact_tokens) == (0, 96)
+        assert (first.reuse.exact_tokens, again.reuse.exact_tokens) == (0, 99)
         expected = plain.prefill(_SHORT).logits
         for result in (first, again):
             assert result.reuse.bitwise
             assert torch.equal(result.logits, expected)
         # The exact chunks come first from now on, those read in pages behind them.
         assert engine.generate(_PROMPT, **_GREEDY).reuse.exact_tokens == 384
+
+
+def test_the_end_of_a_prompt_in_pages_gets_no_exact_name() -> None:
+    """Its chunks have names of their own; the tokens behind the last of them are not stored."""
+    with engine_of() as engine:
+        prefiller, tokens = engine.session.prefiller, [*_PROMPT, 5, 6, 7]
+        assert engine.generate(tokens, **_GREEDY).reuse.paged
+        tail = prefiller.chunk(tokens, ()).tail
+        assert tail is not None
+        assert prefiller.store.first_stored([tail]) is None
 
 
 def test_stored_rows_are_those_of_the_pages() -> None:
@@ -182,7 +193,11 @@ def test_sampling_follows_the_seed(plain: KVBoost) -> None:
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_an_error_lets_go_of_everything(caches: list[_Watched], tmp_path: Path) -> None:
+def test_an_error_lets_go_of_everything(
+    caches: list[_Watched], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged, "_RULE", StepRule(128, numerics="fast"))  # steps before the last one are stored
+
     def fails(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("as planned")
 

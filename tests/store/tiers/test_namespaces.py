@@ -17,6 +17,7 @@ from benchmarks.common.servers import RedisServer
 from kvboost.extend import ChunkStore, Tier
 from kvboost.store import DiskTier, MemoryStore, ObjectTier, RecordFormat, RedisTier, TieredStore
 from kvboost.store.write_behind import WriteBehind, WriteQueue
+from kvboost.streams import BlockingStreams
 from kvboost.testing import ChunkStoreContract, TierContract
 from kvboost.testing.blocks import assert_same, block_of, namespace
 from kvboost.testing.content import prompt
@@ -165,7 +166,11 @@ def test_writers_of_two_tenants_share_the_thread_and_the_queue() -> None:
 
     def writer(*, owns_queue: bool) -> WriteBehind:
         return WriteBehind(
-            queue, owns_queue=owns_queue, failed=lambda tier, error: None, tried=lambda block, kept: None
+            queue,
+            owns_queue=owns_queue,
+            streams=BlockingStreams(),
+            failed=lambda tier, error: None,
+            tried=lambda block, kept: None,
         )
 
     first, second = writer(owns_queue=True), writer(owns_queue=False)

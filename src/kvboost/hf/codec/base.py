@@ -115,7 +115,7 @@ def expect(tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> torch.Tenso
     return tensor
 
 
-def tiles(slots: int, elements_per_slot: int) -> Iterator[slice]:
-    """Runs of slots that hold about :data:`TILE` elements each."""
-    step = max(1, TILE // max(1, elements_per_slot))
+def tiles(slots: int, elements_per_slot: int, device: torch.device) -> Iterator[slice]:
+    """Runs of slots that hold about :data:`TILE` elements each; all of them at once on an accelerator."""
+    step = max(1, TILE // max(1, elements_per_slot)) if device.type == "cpu" else slots
     return (slice(first, min(first + step, slots)) for first in range(0, slots, step))

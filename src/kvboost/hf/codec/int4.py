@@ -154,7 +154,7 @@ class Int4Codec:
             for half, first in ((torch.mul, 0), (torch.bitwise_and, part.pairs)):
                 factor = _SHIFT if first == 0 else -_SHIFT  # times 16 drops the upper half, the mask the lower
                 count = min(part.pairs, len(part.indices) - first)
-                for tile in tiles(count, target[0].numel()):
+                for tile in tiles(count, target[0].numel(), target.device):
                     slots = slice(first + tile.start, first + tile.stop)
                     states = half(codes[tile], factor)  # [slots, heads, tokens, dim], 16 times the signed code
                     if part.keys:
@@ -184,8 +184,8 @@ class _Rotation:
         self._firsts = [(first, size**0.5) for first, size in zip(starts, blocks, strict=True)]
 
     def apply(self, states: torch.Tensor) -> torch.Tensor:
-        """Rotated."""
-        return states @ self._inverse
+        """Rotated. The states may be on another device than the model's: tiers ask for a block's shapes on the CPU."""
+        return states @ self._inverse.to(states.device)
 
     def undo(
         self,

@@ -69,7 +69,7 @@ class Int8Codec:
             scales = packed[2 * index + 1].to(target.device, non_blocking=True).float().unsqueeze(-1)
             group = group_of(target.shape[-1])
             whole = target.dtype == torch.float32
-            for part in tiles(len(target), target[0].numel()):
+            for part in tiles(len(target), target[0].numel(), target.device):
                 # Straight into the slab where it is float32; otherwise by way of a tile that stays in the cache.
                 tile = target[part] if whole else torch.empty(target[part].shape, device=target.device)
                 tile.copy_(codes[part])

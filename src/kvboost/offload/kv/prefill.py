@@ -18,18 +18,20 @@ from typing import Any, cast
 
 from kvboost.core.backend import KVCache
 from kvboost.core.clock import StageClock
-from kvboost.core.guarded import ReleasedLease, loads_of
+from kvboost.core.guarded import ReleasedLease, joined_loads, loads_of
 from kvboost.core.keys import paged_key
 from kvboost.core.prefill import ChunkedPrompt, ExactHits, PrefillState, tokens_by_tier
 from kvboost.core.prefiller import Prefiller
 from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.hf.cache import KVLayout
 from kvboost.offload.kv.cache import PagedCache, min_budget, probe_paging
+from kvboost.steps import StepRule
 from kvboost.types import Chunk, LoadReport
 
 _PAGE_TOKENS = (256, 128, 64, 32, 16)
 """Large pages are moved and computed with in fewer calls, small ones leave less of the budget idle."""
 STEP_TOKENS = 512  # computed at once at most: every step goes over all pages that are away
+_RULE = StepRule(STEP_TOKENS, numerics="fast")
 _EXACT_ONLY = "its KV lies in pages (kv_bytes), where nothing is repositioned"
 
 
@@ -82,12 +84,13 @@ def _start(prefiller: Prefiller, cache: PagedCache, prompt: ChunkedPrompt, clock
     # What is not stored under its exact name is asked for under the other one: statistics count a chunk once.
     stored = prefiller.store.leading_run(prompt.usable)
     loads, tiers, exact = _place(prefiller, cache, prompt.usable[:stored])
-    prompt = replace(prompt, chunks=[*prompt.chunks[:exact], *_paged_names(prompt.chunks[exact:])])
+    # Without its tail, which has an exact name.
+    prompt = replace(prompt, chunks=[*prompt.chunks[:exact], *_paged_names(prompt.chunks[exact:])], tail=None)
     more, more_tiers, paged = _place(prefiller, cache, prompt.usable[exact:])
     clock.lap("place")
-    hits = ExactHits(exact + paged, bitwise=False, lease=ReleasedLease(_both(loads, more)), tiers=tiers + more_tiers)
-    state = PrefillState(prompt, cast(KVCache, cache), hits=hits, clock=clock, paged=True)
-    state.in_steps_of(STEP_TOKENS)
+    tokens = prompt.chunks[exact + paged - 1].end if exact + paged else 0
+    hits = ExactHits(tokens, bitwise=False, lease=ReleasedLease(joined_loads(loads, more)), tiers=tiers + more_tiers)
+    state = PrefillState(prompt, cast(KVCache, cache), hits=hits, rule=_RULE, clock=clock, paged=True)
     state.explain(_EXACT_ONLY)
     return state
 
@@ -106,11 +109,5 @@ def _paged_names(chunks: Sequence[Chunk]) -> list[Chunk]:
     named: list[Chunk] = []
     for chunk in chunks:
         parent = named[-1].prefix_key if named else chunk.parent_key
-        named.append(replace(chunk, prefix_key=paged_key(chunk.prefix_key), parent_key=parent))
+        named.append(chunk._replace(prefix_key=paged_key(chunk.prefix_key), parent_key=parent))
     return named
-
-
-def _both(one: LoadReport, other: LoadReport) -> LoadReport:
-    return LoadReport(
-        {**one.tiers, **other.tiers}, one.declined + other.declined, {**one.declined_at, **other.declined_at}
-    )

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from kvboost.core.chunking import make_chunker
 from kvboost.engine import KVBoost
 from kvboost.engine.pinning import Pins
 from kvboost.errors import BusyError, CapacityError, ClosedError, ConfigError
@@ -139,7 +138,7 @@ class Service:
         self.engine, self.runner, self.model_name, self.limits = engine, runner, model_name, limits
         self.keys = keys
         self.tokenizer = engine.tokenizer
-        min_gap = make_chunker(engine.config.chunking, size=engine.config.chunk_size).min_tokens
+        min_gap = engine.parts.chunker.min_tokens
         self.chats = ChatPrompts(engine.tokenizer, min_gap=min_gap)
         own_end = engine.tokenizer.eos_token_id  # of chat models often the end of a turn, which the model does not name
         self.end_token_ids = frozenset(

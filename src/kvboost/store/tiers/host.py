@@ -3,10 +3,12 @@
 Made by the engine for ``host_cache_bytes``; used as a :class:`kvboost.extend.Tier`. It ends with the process, so it
 is filled by what is evicted from the accelerator's memory. Invariants: the bytes held, those being copied included,
 never exceed the capacity; a block with stored successors is not evicted, whether its own parent is here or not, as
-leaves come down first.
+leaves come down first; a block is there once its copy is whole, and its pages are written again only after the last
+copy out of them.
 
-Where there is an accelerator the copies lie in pinned memory, which it reads without another copy. Pinned copies were
-not run on an accelerator here: the tests run this tier on the CPU, pinning nothing.
+Blocks lie in fixed pages (:mod:`kvboost.store.tiers.pages`), pinned where there is an accelerator. They go back to the
+device they came from. Pinned copies were not run on an accelerator here: the tests run this tier on the CPU, with
+streams that deliver late.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,7 +24,21 @@ from kvboost.extend import EvictionPolicy
 from kvboost.store.counters import ContentKeys, Counters
 from kvboost.store.eviction import LeafFirstLRU
 from kvboost.store.tiers.base import MAX_VARIANTS, info_of
+from kvboost.store.tiers.pages import PagePool
+from kvboost.streams import BlockingStreams, Event, Streams
 from kvboost.types import BlockInfo, KVBlock, PutOutcome, StoreStats
+
+
+@dataclass(slots=True)
+class _Record:
+    """A block whose bytes lie in pages."""
+
+    block: KVBlock
+    """Without its tensors."""
+    tensors: list[tuple[torch.Size, torch.dtype, torch.device]]
+    pages: list[int]
+    read_until: Event | None = None
+    """The last copy out of the pages."""
 
 
 class HostTier:
@@ -32,14 +48,23 @@ class HostTier:
     outlives_process = False
 
     def __init__(
-        self, capacity_bytes: int, *, pinned: bool | None = None, policy: EvictionPolicy | None = None
+        self,
+        capacity_bytes: int,
+        *,
+        page_bytes: int = 256 * 2**10,
+        streams: Streams | None = None,
+        policy: EvictionPolicy | None = None,
     ) -> None:
-        """``pinned``: whether copies are pinned; by default where there is an accelerator."""
+        """``streams`` copy between the device and the pages, and allocate those; by default as the CPU does.
+
+        A block takes whole pages: small ones waste less, large ones take fewer copies.
+        """
         self._capacity = capacity_bytes
-        self._pinned = torch.accelerator.is_available() if pinned is None else pinned
+        self._streams = streams if streams is not None else BlockingStreams()
+        self._pool = PagePool(capacity_bytes, page_bytes=page_bytes, allocate=self._streams.host_memory)
         self._policy = policy if policy is not None else LeafFirstLRU()
         self._lock = threading.Lock()
-        self._blocks: dict[bytes, KVBlock] = {}
+        self._records: dict[bytes, _Record] = {}
         self._copying: set[bytes] = set()  # capacity is reserved, the tensors are being copied
         self._successors: Counter[bytes] = Counter()  # of stored and coming blocks, by their parent's key
         self._contents = ContentKeys()
@@ -49,41 +74,51 @@ class HostTier:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these are here."""
         with self._lock:
-            return [key in self._blocks for key in keys]
+            return [key in self._records for key in keys]
 
     def variants(self, content_keys: Sequence[bytes]) -> list[list[BlockInfo]]:
         """For each content, the newest blocks that hold it, newest last."""
         with self._lock:
             newest = [self._contents.of(content)[-MAX_VARIANTS:] for content in content_keys]
-            return [[info_of(self._blocks[key]) for key in keys] for keys in newest]
+            return [[info_of(self._records[key].block) for key in keys] for keys in newest]
 
     def load(self, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
-        """The blocks under these keys, in this order. Their tensors are this tier's own and lie in host memory."""
+        """The blocks under these keys, in this order, copied to where they came from. Their ``ready`` says when."""
         for key in keys:
-            with self._lock:
-                block = self._blocks.get(key)
-                self._counters.looked_up(found=block is not None)
+            with self._lock:  # until the copy is on its way: then its event keeps the pages
+                record = self._records.get(key)
+                self._counters.looked_up(found=record is not None)
+                block = self._copied_out(record) if record is not None else None
             yield block
 
     def store(self, block: KVBlock) -> PutOutcome:
         """Copy ``block`` to host memory; others are evicted for it, leaves first and least recently used first."""
         with self._lock:
-            if block.key in self._blocks:
+            if block.key in self._records:
                 return PutOutcome.PRESENT
-            if block.key in self._copying or not self._reserve(block):
+            taken = None if block.key in self._copying else self._reserve(block)
+            if taken is None:
                 self._counters.refused += 1
                 return PutOutcome.REFUSED
             self._copying.add(block.key)
-        kept: KVBlock | None = None
+        pages, readers = taken
+        kept: _Record | None = None
         try:
-            kept = replace(block, tensors=tuple(self._on_host(tensor) for tensor in block.tensors))
+            for event in readers:
+                event.synchronize()
+            copied = self._streams.copy(self._segments(block.tensors, pages, block.nbytes), after=block.ready)
+            if copied is not None:
+                copied.synchronize()
+            tensors = [(tensor.shape, tensor.dtype, tensor.device) for tensor in block.tensors]
+            kept = _Record(replace(block, tensors=(), ready=None), tensors, pages)
         finally:
             with self._lock:
                 self._copying.discard(block.key)
                 if kept is None:
+                    self._pool.give_back(pages, after=None)
                     self._uncount(block)
                 else:
-                    self._blocks[block.key] = kept
+                    self._records[block.key] = kept
                     self._contents.add(block.content_key, block.key)
                     self._policy.inserted(
                         block.key, parent=block.parent_key, nbytes=block.nbytes, content=block.content_key
@@ -93,13 +128,13 @@ class HostTier:
     def used(self, chain: Sequence[bytes]) -> None:
         """The keys of one prompt were used: each becomes more recent than its successors."""
         with self._lock:
-            self._policy.used([key for key in chain if key in self._blocks])
+            self._policy.used([key for key in chain if key in self._records])
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Forget these blocks."""
         with self._lock:
             for key in keys:
-                if key in self._blocks:
+                if key in self._records:
                     self._drop(key)
 
     def flush(self) -> None:
@@ -108,44 +143,45 @@ class HostTier:
     def clear(self) -> None:
         """Forget every block."""
         with self._lock:
-            for key in list(self._blocks):
+            for key in list(self._records):
                 self._drop(key)
 
     def stats(self) -> StoreStats:
         """Counters and sizes, consistent with each other."""
         with self._lock:
             return self._counters.stats(
-                self.name, chunks=len(self._blocks), nbytes=self._bytes, capacity_bytes=self._capacity
+                self.name, chunks=len(self._records), nbytes=self._bytes, capacity_bytes=self._capacity
             )
 
     def close(self) -> None:
         """Forget every block."""
         self.clear()
 
-    def _reserve(self, block: KVBlock) -> bool:
-        """Evict others until ``block`` fits, and count it; False if it cannot. The lock is held."""
+    def _reserve(self, block: KVBlock) -> tuple[list[int], list[Event]] | None:
+        """Evict others until ``block`` fits, count it and take its pages; None if it cannot. The lock is held."""
         if block.nbytes > self._capacity:
-            return False
+            return None
         self._bytes += block.nbytes
         if block.parent_key is not None:
             self._successors[block.parent_key] += 1  # before evicting: the parent must not be the victim
-        while self._bytes > self._capacity:
+        while self._bytes > self._capacity or (taken := self._pool.take(block.nbytes)) is None:
             victim = self._policy.victim(self._is_leaf)
             if victim is None:
                 self._uncount(block)
-                return False
+                return None
             self._drop(victim)
             self._counters.evictions += 1
-        return True
+        return taken
 
     def _is_leaf(self, key: bytes) -> bool:
         return key not in self._successors
 
     def _drop(self, key: bytes) -> None:
-        block = self._blocks.pop(key)
+        record = self._records.pop(key)
+        self._pool.give_back(record.pages, after=record.read_until)
         self._policy.removed(key)
-        self._uncount(block)
-        self._contents.remove(block.content_key, key)
+        self._uncount(record.block)
+        self._contents.remove(record.block.content_key, key)
 
     def _uncount(self, block: KVBlock) -> None:
         self._bytes -= block.nbytes
@@ -154,9 +190,28 @@ class HostTier:
             if not self._successors[block.parent_key]:
                 del self._successors[block.parent_key]
 
-    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor's values in host memory; itself if it lies there already, as blocks are never written to."""
-        if not self._pinned:
-            return tensor.cpu()
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return copy.copy_(tensor)
+    def _copied_out(self, record: _Record) -> KVBlock:
+        tensors = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in record.tensors)
+        segments = [(page, part) for part, page in self._segments(tensors, record.pages, record.block.nbytes)]
+        # The new tensors' memory may still be in use by what was computed before they were made.
+        ready = self._streams.copy(segments, after=self._streams.event())
+        record.read_until = ready
+        return replace(record.block, tensors=tensors, ready=ready)
+
+    def _segments(
+        self, tensors: Sequence[torch.Tensor], pages: Sequence[int], nbytes: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parts of the tensors, one after another, each with the part of the pages where its bytes lie."""
+        runs = self._pool.runs(pages, nbytes)
+        run = next(runs, None)
+        found = []
+        for tensor in tensors:
+            rest = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            while len(rest):
+                assert run is not None
+                size = min(len(rest), len(run))
+                found.append((rest[:size], run[:size]))
+                rest, run = rest[size:], run[size:]
+                if not len(run):
+                    run = next(runs, None)
+        return found

@@ -1,0 +1,170 @@
+"""Attention whose rows do not depend on where a step began: Transformers' ``sdpa``, on keys padded to fixed lengths.
+
+Registered with Transformers under :data:`NAME`, with its mask function. Outside a step of ours (:func:`attending`) both
+are ``sdpa`` itself, so the model's own users see no difference. Within a step they run torch's flash kernel so that
+the bits of a row depend on its own query and on the keys up to it alone:
+
+- The kernel takes keys in blocks from position 0 on, and only the length of the last block changes how its sums are
+  split. So keys and values are padded to a multiple of ``granule``; the cache holds zeros there.
+- A query's place among others does not matter in calls of at least a block's rows, so queries are padded to 32.
+- Keys that a mask hides add exact zeros. So a step that begins at 0 runs the causal kernel, as plain Transformers
+  does, and a later one the masked kernel, with equal bits.
+
+With grouped heads the queries of one KV head are folded into rows, so that keys are not repeated.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+NAME = "kvboost_sdpa"
+_QUERY_BLOCK = 32  # rows; the smallest block of the flash kernel
+_MAX_FOLDED = 1 << 22  # elements of a mask repeated for folded heads; above it, repeating the keys is cheaper
+_PLAIN_ONLY = ("softcap", "s_aux", "position_bias", "head_mask")
+
+
+class UnsupportedAttentionError(Exception):
+    """The model's attention needs more than a mask."""
+
+
+@dataclass
+class Step:
+    """One forward of one sequence over a cache whose layers have padded storage."""
+
+    cache: Any
+    padded: int
+    """Keys that attention sees, a multiple of the granule: the sequence with this step, then zeros."""
+    folded: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """Masks repeated for folded heads."""
+    calls: int = 0
+    """Attention calls so far."""
+
+
+class _Active(threading.local):
+    step: Step | None = None
+
+
+_active = _Active()
+
+
+@contextmanager
+def attending(step: Step) -> Iterator[None]:
+    """Within this block the model's attention in this thread belongs to ``step``."""
+    before = _active.step
+    _active.step = step
+    try:
+        yield
+    finally:
+        _active.step = before
+
+
+def register() -> None:
+    """Make the functions known to Transformers."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask of Transformers' ``sdpa``; within a step over the padded keys, and none from position 0 on."""
+    step = _active.step
+    if step is None:
+        return sdpa_mask(  # type: ignore[no-any-return]
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs
+        )
+    if mask_function is causal_mask_function and int(q_offset) == 0:
+        return None
+    kwargs |= {"allow_is_causal_skip": False}
+    # Without the 2-D mask: a single sequence has no padding, and behind its end causality hides all keys.
+    allowed = sdpa_mask(batch_size, q_length, step.padded, q_offset, kv_offset, mask_function, None, **kwargs)
+    assert allowed is not None
+    return allowed  # type: ignore[no-any-return]
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of [1, heads, rows, dim] queries; ``sdpa`` itself outside a step."""
+    step = _active.step
+    if step is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+    for name in _PLAIN_ONLY:
+        if kwargs.get(name) is not None:
+            raise UnsupportedAttentionError(f"its attention has {name}")
+    step.calls += 1
+    layer = step.cache.layers[module.layer_idx]
+    key, value = layer.key_store[:, :, : step.padded], layer.value_store[:, :, : step.padded]
+    scale = kwargs.get("scaling")
+    rows = query.shape[2]
+    if attention_mask is None:
+        result = _flash(_to_blocks(query), key, value, None, scale)[:, :, :rows]
+    else:
+        result = _masked(step, query, key, value, attention_mask, scale)
+    return result.transpose(1, 2).contiguous(), None
+
+
+def _masked(
+    step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Attention under a mask [1, 1, rows, keys]."""
+    (_, heads, rows, dim), kv_heads = query.shape, key.shape[1]
+    group = heads // kv_heads
+    if group * rows * key.shape[2] > _MAX_FOLDED:
+        bias = _bias(step, allowed, 1, query.dtype)
+        return _flash(_to_blocks(query), key, value, bias, scale)[:, :, :rows]
+    bias = _bias(step, allowed, group, query.dtype)
+    folded = _to_blocks(query.reshape(1, kv_heads, group * rows, dim))
+    result = _flash(folded, key, value, bias, scale)
+    return result[:, :, : group * rows].reshape(1, heads, rows, dim)
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float | None
+) -> torch.Tensor:
+    """torch's flash kernel, causal without a bias.
+
+    Called by its own name: torch chooses a kernel by settings of the whole process, which other threads, and keys,
+    depend on.
+    """
+    result, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, bias is None, attn_mask=bias, scale=scale
+    )
+    return result  # type: ignore[no-any-return]
+
+
+def _bias(step: Step, allowed: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+    """The mask as numbers to add, for ``group`` heads folded into rows, padded to whole blocks of queries."""
+    made = step.folded.get((id(allowed), group))
+    if made is None:
+        bias = torch.zeros_like(allowed, dtype=dtype).masked_fill_(allowed.logical_not(), float("-inf"))
+        made = step.folded[id(allowed), group] = _to_blocks(bias.repeat(1, 1, group, 1))
+    return made
+
+
+def _to_blocks(rows: torch.Tensor) -> torch.Tensor:
+    """Rows [..., rows, dim] padded with zeros to whole blocks."""
+    missing = -rows.shape[-2] % _QUERY_BLOCK
+    return pad(rows, (0, 0, 0, missing)) if missing else rows

@@ -1,0 +1,106 @@
+"""Chooses how a model is stepped through a prompt: by its device, and by running it.
+
+Called once when an engine is made. On CPUs a model whose linear layers and attention can run in tiles may be resumed at
+any token; any other, such as a mixture of experts, is stepped on a fixed grid. On accelerators rounding depends on the
+shape of a step, so there is a grid too, or ``numerics="fast"``.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvboost.capacity import ModelShape, step_limit
+from kvboost.hf import attention
+from kvboost.hf.cache import KVLayout, SlabCache
+from kvboost.hf.device_memory import memory_available
+from kvboost.hf.numerics.tiles import Tiles, why_no_tiles
+from kvboost.steps import Numerics, StepRule
+
+_GRID_ON_CPU = 128  # tokens; smaller steps stream the weights too often, larger ones leave more to recompute
+_GRID_ELSEWHERE = 1024  # tokens; a step of a large model keeps a large accelerator busy
+_CHECK_TOKENS = 72
+_CHECK_CUTS = ((1,), (35,), (5, 40), (71,))
+_LONG_GRANULE = 256
+_SHORT_GRANULE = 32
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ChosenNumerics:
+    """How one model is stepped."""
+
+    rule: StepRule
+    tiles: Tiles | None
+    reason: str | None
+    """Why there are no tiles; None if there are."""
+
+    @property
+    def spec(self) -> str:
+        """Names what the bits depend on."""
+        return f"{self.rule.spec}|{self.tiles.spec if self.tiles is not None else 'steps'}"
+
+
+def choose_numerics(model: Any, layout: KVLayout, shape: ModelShape, *, numerics: Numerics | None) -> ChosenNumerics:
+    """The rule for this model; ``numerics`` None is ``"bitwise"`` on CPUs and ``"fast"`` elsewhere."""
+    on_cpu = {spec.device.type for spec in layout.slots} == {"cpu"}
+    longest = step_limit(shape, available=memory_available()) if on_cpu else _GRID_ELSEWHERE
+    wanted = numerics or ("bitwise" if on_cpu else "fast")
+    if wanted == "fast":
+        return ChosenNumerics(StepRule(longest, numerics="fast"), None, "numerics='fast'")
+    if not on_cpu:
+        return ChosenNumerics(StepRule(longest, longest), None, "rounding depends on a step's shape on this device")
+    tiles, reason = _try_tiles(model, layout)
+    rule = StepRule(longest) if tiles is not None else StepRule(_GRID_ON_CPU, _GRID_ON_CPU)
+    if reason is not None:
+        _log.info("steps of %d tokens: %s", _GRID_ON_CPU, reason)
+    return ChosenNumerics(rule, tiles, reason)
+
+
+def _try_tiles(model: Any, layout: KVLayout) -> tuple[Tiles | None, str | None]:
+    reason = why_no_tiles(model)
+    if reason is not None:
+        return None, reason
+    before = model.config._attn_implementation
+    attention.register()
+    model.set_attn_implementation(attention.NAME)
+    wide = any(spec.dtype.itemsize >= 4 for spec in layout.slots)
+    try:
+        tiles = Tiles(model, layout, granule=_LONG_GRANULE if wide else _SHORT_GRANULE)
+        reason = _check(model, layout, tiles)
+    except (attention.UnsupportedAttentionError, RuntimeError, TypeError, AttributeError) as error:
+        # What a model does with its attention is not known beforehand: whatever fails here keeps the model's own path.
+        reason = f"its forward does not run in tiles ({error})"
+    if reason is None:
+        return tiles, None
+    model.set_attn_implementation(before)
+    return None, reason
+
+
+@torch.no_grad()
+def _check(model: Any, layout: KVLayout, tiles: Tiles) -> str | None:
+    """Prefill a short text in one step and in several: why their bits differ, or None if they do not."""
+    vocab = min(model.get_input_embeddings().weight.shape[0], 30_000)
+    ids = (torch.arange(_CHECK_TOKENS) * 7919 % vocab).view(1, -1)
+    decoder = model.get_decoder()
+
+    def prefill(cuts: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        cache = SlabCache(layout, capacity=_CHECK_TOKENS)
+        start = 0
+        for end in (*cuts, _CHECK_TOKENS):
+            with tiles.step(cache, end - start) as step:
+                decoder(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True)
+            if step.calls != len(layout.slots) // 2:
+                raise attention.UnsupportedAttentionError("its attention is not Transformers' interface")
+            start = end
+        return cache.extract(0, _CHECK_TOKENS)
+
+    cold = prefill(())
+    for cuts in _CHECK_CUTS:
+        for one, other in zip(cold, prefill(cuts), strict=True):
+            if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+                return f"a prefill resumed at {cuts} has other bits"
+    return None

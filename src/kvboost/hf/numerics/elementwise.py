@@ -1,0 +1,96 @@
+"""Activation functions and rotary angles whose values do not depend on how many rows are computed together.
+
+Used by :mod:`kvboost.hf.numerics.tiles`. torch computes a function of many numbers in vectors, and what is left at the
+end of a thread's share one by one, with another implementation whose last bit may differ. So the rows are padded until
+every thread's share is made of whole vectors. Sums, products and roots are the same either way.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from kvboost.hf.numerics.hooks import in_this_thread
+
+_GRAIN = 32768  # numbers for which torch starts another thread
+_GELU_GRAIN = 24576  # numbers from which GELU uses all threads
+_VECTORS = 64  # numbers computed at a time, at most
+_MAX_EXTRA = 1 << 16
+_NO_FUNCTION = (torch.nn.Dropout, torch.nn.Identity, torch.nn.Embedding)
+
+
+def functions_of(model: Any) -> list[torch.nn.Module]:
+    """The activation functions and rotary embeddings of a model."""
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "inv_freq")
+        or (not isinstance(module, _NO_FUNCTION) and not any(module.children()) and not [*module.parameters()])
+    ]
+
+
+def hook_function(module: torch.nn.Module) -> list[Any]:
+    """Pad what this module is given for as long as the hooks stay."""
+    return _hook_rotary(module) if hasattr(module, "inv_freq") else _hook_activation(module)
+
+
+def _hook_activation(module: torch.nn.Module) -> list[Any]:
+    rows = 0
+
+    def before(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        nonlocal rows
+        x = args[0]
+        if not isinstance(x, torch.Tensor) or x.dim() < 2:
+            return None
+        rows = x.shape[-2]
+        extra = missing(rows, (x.shape[-1],), torch.get_num_threads())
+        return (pad(x, (0, 0, 0, extra)).contiguous(), *args[1:])
+
+    def after(_: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return output[..., :rows, :] if isinstance(output, torch.Tensor) and output.dim() > 1 else output
+
+    return [
+        module.register_forward_pre_hook(in_this_thread(before)),
+        module.register_forward_hook(in_this_thread(after)),
+    ]
+
+
+def _hook_rotary(module: torch.nn.Module) -> list[Any]:
+    rows = 0
+
+    def before(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        nonlocal rows
+        positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        rows = positions.shape[-1]
+        half = int(module.inv_freq.numel())  # type: ignore[operator]
+        padded = pad(positions, (0, missing(rows, (half, 2 * half), torch.get_num_threads())))
+        if "position_ids" in kwargs:
+            return args, {**kwargs, "position_ids": padded}
+        return (args[0], padded, *args[2:]), kwargs
+
+    def after(_: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return tuple(angles[..., :rows, :] for angles in output)
+
+    return [
+        module.register_forward_pre_hook(in_this_thread(before), with_kwargs=True),
+        module.register_forward_hook(in_this_thread(after)),
+    ]
+
+
+@lru_cache(maxsize=4096)
+def missing(rows: int, widths: tuple[int, ...], threads: int) -> int:
+    """How many rows to add, so that for each width the shares of all threads are whole vectors."""
+    for extra in range(_MAX_EXTRA):
+        if all(_whole((rows + extra) * width, threads) for width in widths):
+            return extra
+    raise ValueError(f"no number of rows of {widths} splits into whole vectors for {threads} threads")
+
+
+def _whole(numbers: int, threads: int) -> bool:
+    shares = {min(threads, -(-numbers // _GRAIN))}
+    if numbers > _GELU_GRAIN:
+        shares.add(threads)
+    return all(numbers % (share * _VECTORS) == 0 for share in shares)

@@ -1,0 +1,189 @@
+"""Steps whose bits depend on the tokens alone: not on where a step begins, how long it is or what was cached.
+
+Used by the runner around every forward that fills a cache. Linear layers run in tested sizes
+(:mod:`kvboost.hf.numerics.rows`), activation functions on whole vectors (:mod:`kvboost.hf.numerics.elementwise`),
+attention over padded keys (:mod:`kvboost.hf.attention`); everything else in a decoder works on each row alone. No layer
+is replaced: those that need it get hooks for the length of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from kvboost.hf.attention import NAME, Step, attending
+from kvboost.hf.cache import KVLayout
+from kvboost.hf.device_memory import memory_available
+from kvboost.hf.numerics.elementwise import functions_of, hook_function
+from kvboost.hf.numerics.hooks import in_this_thread
+from kvboost.hf.numerics.packed import PackedLinear, can_pack
+from kvboost.hf.numerics.rows import Rows, RowSizes, cancelling, find_classes, run_rows
+
+# What a call costs beside its rows, as a number of rows: with packed weights less, as nothing is reordered.
+_CALL_COST, _PACKED_CALL_COST = 64, 24
+_SHARE_TO_PACK = 4  # packed weights take at most this part of the memory that is available
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_KNOWN = (torch.nn.Linear, Conv1D, torch.nn.Embedding)
+_MAX_TEST_BYTES = 1 << 24  # of a layer's weights, up to which it is kept to test the lengths of steps as they come
+_GOOD_ENOUGH = 1.25  # overhead of a class, above which packed weights may be worth their memory
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """How one linear layer is run."""
+
+    module: torch.nn.Module
+    rows: Rows
+    sizes: RowSizes
+    packed: PackedLinear | None
+
+    def needs_hook(self, rows: int) -> bool:
+        if self.packed is not None:
+            self.packed.refresh()
+        return self.packed is not None or not self.sizes.allows(rows)
+
+
+def why_no_tiles(model: Any) -> str | None:
+    """Why this model's layers cannot run in tiles, as far as its modules tell; None if they may."""
+    if model.config._attn_implementation not in ("sdpa", NAME):
+        return f"its attention is {model.config._attn_implementation!r}, not 'sdpa'"
+    config = model.config.get_text_config(decoder=True)
+    if any(getattr(config, name, None) for name in _EXPERTS):
+        return "a mixture of experts groups the rows of a step by their content"
+    for module in model.modules():
+        for weight in module._parameters.values():
+            if weight is not None and weight.dim() > 1 and not isinstance(module, _KNOWN):
+                return f"{type(module).__name__} multiplies with weights in its own way"
+    return None
+
+
+class Tiles:
+    """The linear layers and the attention of one model."""
+
+    def __init__(self, model: Any, layout: KVLayout, *, granule: int) -> None:
+        """``granule`` is the multiple to which attention pads its keys."""
+        self.granule = granule
+        self._model, self._device = model, layout.slots[0].device
+        self._find_layers()
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of packed weights."""
+        return sum(layer.packed.nbytes for layer in self._layers if layer.packed is not None)
+
+    @property
+    def spec(self) -> str:
+        """Names what the bits depend on."""
+        classes = sorted({f"{'p' if layer.packed else ''}{layer.sizes.spec}" for layer in self._layers})
+        return f"tiles:{self.granule}:{','.join(classes)}"
+
+    @contextmanager
+    def step(self, cache: Any, rows: int) -> Iterator[Step]:
+        """Within this block a forward of ``rows`` tokens over ``cache`` has the bits of any other that covers them."""
+        # Kernels split their sums by the number of threads; so do keys. Adapters bring layers of their own.
+        if torch.get_num_threads() != self._threads or _linear_modules(self._model) != self._modules:
+            self._find_layers()
+        start = cache.get_seq_length()
+        padded = -(-(start + rows) // self.granule) * self.granule
+        cache.reserve(padded)
+        cache.wipe(start + rows, padded)
+        hooks = []
+        try:
+            for layer in self._layers:
+                if layer.needs_hook(rows):
+                    hooks += _hook(layer)
+            for function in self._functions:
+                hooks += hook_function(function)
+            step = Step(cache, padded)
+            with attending(step):
+                yield step
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _find_layers(self) -> None:
+        self._threads, self._modules = torch.get_num_threads(), _linear_modules(self._model)
+        self._layers = _linear_layers(self._modules, self._device)
+        self._functions = functions_of(self._model)
+
+
+def _linear_modules(model: Any) -> list[Any]:
+    """The linear layers of ``model`` but the vocabulary projection, which sees one row at a time."""
+    head = model.get_output_embeddings()
+    return [module for module in model.modules() if module is not head and isinstance(module, torch.nn.Linear | Conv1D)]
+
+
+def _linear_layers(linear: list[Any], device: torch.device) -> list[_Layer]:
+    """How these layers are run, each tested once per shape."""
+    budget = memory_available() // _SHARE_TO_PACK
+    by_shape: dict[tuple[Any, ...], list[Any]] = {}
+    for module in linear:
+        weight = module.weight
+        shape = (type(module), weight.shape, weight.dtype, module.bias is not None)
+        by_shape.setdefault(shape, []).append(module)
+    layers = []
+    for modules in by_shape.values():
+        nbytes = sum(module.weight.nbytes for module in modules)
+        sizes, pack = _choose(modules[0], device, packable=nbytes <= budget and all(map(can_pack, modules)))
+        budget -= nbytes if pack else 0
+        for module in modules:
+            packed = PackedLinear(module) if pack else None
+            layers.append(_Layer(module, packed or module.forward, sizes, packed))
+    return layers
+
+
+def _choose(module: Any, device: torch.device, *, packable: bool) -> tuple[RowSizes, bool]:
+    """The best class of a layer's shape, and whether weights are packed for it. The same on every machine of a kind."""
+    test, rows = _test_layer(module, device)
+
+    def best(layer: Rows, call_cost: int) -> RowSizes:
+        classes = find_classes(layer, rows, call_cost=call_cost, test_later=module.weight.nbytes <= _MAX_TEST_BYTES)
+        return min(classes, key=lambda sizes: sizes.overhead)
+
+    plain = best(test.forward, _CALL_COST)
+    if plain.overhead <= _GOOD_ENOUGH or not packable:
+        return plain, False
+    packed = best(PackedLinear(test), _PACKED_CALL_COST)
+    return (packed, True) if packed.overhead < plain.overhead else (plain, False)
+
+
+def _test_layer(module: Any, device: torch.device) -> tuple[Any, torch.Tensor]:
+    """A layer of the same shape, and rows to test it with."""
+    weight = module.weight
+    if type(module) is torch.nn.Linear:
+        rows, weights = cancelling(weight.shape[1], weight.shape[0])
+        test: Any = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=module.bias is not None, device="meta")
+    elif type(module) is Conv1D:
+        rows, weights = cancelling(weight.shape[0], weight.shape[1])
+        test, weights = Conv1D(weight.shape[1], weight.shape[0]), weights.t()
+    else:  # weights of its own kind: only the layer itself can be tested
+        return module, cancelling(module.in_features, 1)[0].to(device)
+    parameter = torch.empty_like(weight, requires_grad=False, device=device).copy_(weights)
+    test.weight = torch.nn.Parameter(parameter, requires_grad=False)
+    if module.bias is not None:
+        test.bias = torch.nn.Parameter(torch.zeros_like(module.bias, device=device), requires_grad=False)
+    return test, rows.to(device, weight.dtype)
+
+
+def _hook(layer: _Layer) -> list[Any]:
+    """Make a layer run in its sizes: its own forward gets no rows, and the hook after it computes them all."""
+    given: list[torch.Tensor] = []
+
+    def before(module: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        given.append(args[0])
+        return (args[0][..., :0, :],)
+
+    def after(module: torch.nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        x = given.pop()
+        result = run_rows(layer.rows, x.reshape(-1, x.shape[-1]), layer.sizes)
+        return result.view(*x.shape[:-1], -1)
+
+    return [
+        layer.module.register_forward_pre_hook(in_this_thread(before)),
+        layer.module.register_forward_hook(in_this_thread(after)),
+    ]

@@ -1,0 +1,57 @@
+"""Where forward steps may begin and end, so that KV has the bits of a cold run.
+
+Chosen by :mod:`kvboost.hf.numerics` for a model on its device; used by the prefill. A chunk is stored, a step is
+computed at once. Invariant: under a bitwise rule the bits of a position depend on the tokens up to it alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Numerics = Literal["bitwise", "fast"]
+
+
+@dataclass(frozen=True)
+class StepRule:
+    """The steps of one model on one device."""
+
+    max_tokens: int
+    """The longest step."""
+    grid: int | None = None
+    """Steps begin and end at multiples of this, and only such steps have the bits of a cold run. None: any step has."""
+    numerics: Numerics = "bitwise"
+    """``"fast"``: steps begin where the reused KV ends. That is exact up to rounding, not to the bit."""
+
+    @property
+    def spec(self) -> str:
+        """Names what the bits depend on."""
+        return f"{self.numerics}:{self.grid or 'any'}"
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Whether stored KV has the bits of a cold run."""
+        return self.numerics == "bitwise"
+
+    def resume(self, position: int) -> int:
+        """Where computing starts if KV up to ``position`` is stored."""
+        return position // self.grid * self.grid if self.grid and self.is_bitwise else position
+
+    def step_end(self, start: int, limit: int) -> int:
+        """Where a step that begins at ``start`` ends, at ``limit`` at the latest."""
+        if self.grid and self.is_bitwise:
+            return min((start // self.grid + 1) * self.grid, limit)
+        return min(start + self.max_tokens, limit)
+
+    def keeps_bits(self, start: int, end: int) -> bool:
+        """Whether a step over these positions may be stored: each has the bits it has in every other run."""
+        if self.grid is None or not self.is_bitwise:
+            return True
+        return start % self.grid == 0 and end - start == self.grid
+
+    def last_step(self, start: int, end: int) -> int:
+        """Where the last of the steps from ``start`` to ``end`` begins."""
+        following = self.step_end(start, end)
+        while following < end:
+            start, following = following, self.step_end(following, end)
+        return start

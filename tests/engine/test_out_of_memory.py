@@ -1,0 +1,39 @@
+"""Memory runs out while KV is stored: the request has its answer all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost import KVBoost
+from kvboost.hf.codec import RawCodec
+
+_PROMPT = [(7 * i * i + i) % 61 + 3 for i in range(200)]
+
+
+def test_out_of_memory_while_storing_is_a_refusal(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right, calls = RawCodec.pack, 0
+
+    def pack(self: RawCodec, tensors: Sequence[torch.Tensor], *, start: int) -> tuple[torch.Tensor, ...]:
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return right(self, tensors, start=start)
+
+    wanted = {"max_new_tokens": 4, "temperature": 0}
+    with KVBoost(tiny("llama"), quality="exact", chunking="fixed", chunk_size=16) as engine:
+        want = engine.generate(_PROMPT, **wanted).token_ids
+        engine.clear()
+        monkeypatch.setattr(RawCodec, "pack", pack)
+        for _ in range(2):
+            assert engine.generate(_PROMPT, **wanted).token_ids == want
+        stats = engine.cache_stats()
+        assert stats["store_errors"] == 2
+        assert stats["hot_chunks"] == 3
+    assert caplog.text.count("no memory for a copy") == 1

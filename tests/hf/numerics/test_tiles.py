@@ -1,0 +1,178 @@
+"""A prefill in tiles has the same bits however it is cut into steps, and what cannot run so is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flash_attention_mask
+
+from kvboost import KVBoost
+from kvboost.core.verify import same_bits
+from kvboost.hf import attention
+from kvboost.hf.cache import SlabCache
+from kvboost.hf.numerics import choose_numerics
+from kvboost.hf.numerics import tiles as tiles_module
+from kvboost.hf.numerics.tiles import Tiles
+from kvboost.hf.probe import probe_model
+from kvboost.hf.shape import shape_of
+from kvboost.steps import StepRule
+from tests.helpers.models import tiny_model
+
+_WIDE = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 1024}
+_TOKENS = 640  # beyond a block of 512 keys
+_IDS = (torch.arange(_TOKENS) * 7919 % 97).view(1, -1)
+_MODELS: dict[Any, Any] = {}
+
+
+def tiled(family: str, dtype: torch.dtype) -> tuple[Any, Any, Tiles]:
+    if (family, dtype) not in _MODELS:
+        model = tiny_model(family, dtype=dtype, **_WIDE)
+        layout = probe_model(model).layout
+        chosen = choose_numerics(model, layout, shape_of(model, layout), numerics=None)
+        assert chosen.tiles is not None, chosen.reason
+        _MODELS[family, dtype] = model, layout, chosen.tiles
+    return _MODELS[family, dtype]
+
+
+@torch.no_grad()
+def prefill(model: Any, layout: Any, tiles: Tiles, ends: list[int]) -> tuple[torch.Tensor, ...]:
+    cache = SlabCache(layout, capacity=_TOKENS)
+    for slab in cache.slabs:
+        slab.fill_(torch.nan)  # what an earlier request left must not leak through padding
+    start = 0
+    for end in ends:
+        with tiles.step(cache, end - start):
+            model.get_decoder()(input_ids=_IDS[:, start:end], past_key_values=cache, use_cache=True)
+        start = end
+    return cache.extract(0, start)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "qwen2"])
+@given(cuts=st.sets(st.integers(1, _TOKENS - 1), max_size=4), end=st.integers(1, _TOKENS))
+@settings(max_examples=15, deadline=None)
+def test_any_cuts_give_the_same_bits(family: str, dtype: torch.dtype, cuts: set[int], end: int) -> None:
+    model, layout, tiles = tiled(family, dtype)
+    whole = prefill(model, layout, tiles, [_TOKENS])
+    parts = prefill(model, layout, tiles, [*sorted(cut for cut in cuts if cut < end), end])
+    for one, other in zip(whole, parts, strict=True):
+        assert same_bits(one[:, :, :end], other)
+
+
+def differs(family: str, dtype: torch.dtype, cuts: list[int]) -> bool:
+    model, layout, tiles = tiled(family, dtype)
+    whole, parts = (prefill(model, layout, tiles, [*cut, _TOKENS]) for cut in ([], cuts))
+    return not all(same_bits(one, other) for one, other in zip(whole, parts, strict=True))
+
+
+@pytest.mark.parametrize("bug", ["no granule", "keys not wiped", "mask dropped", "any number of rows"])
+def test_seeded_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above can fail: each of these makes bits depend on the step."""
+    dtype, cuts = torch.float32, [270, 300, 333, 601]
+    if bug == "no granule":
+        monkeypatch.setattr(tiled("llama", dtype)[2], "granule", 1)
+    elif bug == "keys not wiped":
+        monkeypatch.setattr(SlabCache, "wipe", lambda *_: None)
+    elif bug == "mask dropped":
+        nothing_hidden = torch.zeros(1, 1, 1, 1)
+        monkeypatch.setattr(attention, "_bias", lambda *_: nothing_hidden)
+    else:
+        dtype = torch.bfloat16
+        monkeypatch.setattr(tiles_module._Layer, "needs_hook", lambda *_: False)
+        cuts = [20, 57, 300]
+    assert differs("llama", dtype, cuts)
+
+
+def test_outside_a_step_the_attention_is_sdpa() -> None:
+    model, _, _ = tiled("llama", torch.float32)
+    with torch.no_grad():
+        ours = model(input_ids=_IDS).logits
+        model.set_attn_implementation("sdpa")
+        stock = model(input_ids=_IDS).logits
+        model.set_attn_implementation(attention.NAME)
+    assert same_bits(ours, stock)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "why"),
+    [
+        ("qwen3_moe", {}, "mixture of experts"),
+        ("llama", {"attn_implementation": "eager"}, "eager"),
+        ("gemma2", {}, "eager|softcap"),  # by the version of Transformers
+    ],
+)
+def test_what_cannot_run_in_tiles_is_stepped_on_a_grid(family: str, changes: dict[str, Any], why: str) -> None:
+    model = tiny_model(family)
+    if "attn_implementation" in changes:
+        model.set_attn_implementation(changes["attn_implementation"])
+    before = model.config._attn_implementation
+    layout = probe_model(model).layout
+    chosen = choose_numerics(model, layout, shape_of(model, layout), numerics=None)
+    assert chosen.tiles is None
+    assert chosen.rule == StepRule(128, 128)
+    assert re.search(why, chosen.reason or "")
+    assert model.config._attn_implementation == before
+
+
+def test_a_changed_weight_is_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles_module, "_GOOD_ENOUGH", 0.0)  # pack whatever can be packed
+    model = tiny_model("llama", **_WIDE)
+    layout = probe_model(model).layout
+    chosen = choose_numerics(model, layout, shape_of(model, layout), numerics=None)
+    assert chosen.tiles is not None
+    if not chosen.tiles.packed_bytes:
+        pytest.skip("no layer is better packed on this machine")
+    before = prefill(model, layout, chosen.tiles, [40])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(1.5)
+    after = prefill(model, layout, chosen.tiles, [40])
+    fresh = prefill(model, layout, Tiles(model, layout, granule=chosen.tiles.granule), [40])
+    assert not same_bits(before[0], after[0])
+    assert all(same_bits(one, other) for one, other in zip(after, fresh, strict=True))
+
+
+def test_flash_gets_no_dense_mask(tiny: Callable[..., Any]) -> None:
+    """A stub of flash attention that fails where flash would end the process."""
+    seen: list[int] = []
+
+    def stub(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        seen.append(0 if attention_mask is None else attention_mask.dim())
+        assert attention_mask is None or attention_mask.dim() <= 2
+        past = key.shape[2] - query.shape[2]
+        visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(past)
+        group = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        result = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=visible)
+        return result.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("stub_no_masks", stub)
+    AttentionMaskInterface.register("stub_no_masks", flash_attention_mask)
+    model = tiny("llama")
+    model.set_attn_implementation("stub_no_masks")
+    with KVBoost(model, chunk_size=8, quality="fast", force_approx=True) as engine:
+        text = torch.randint(3, 97, (200,), generator=torch.Generator().manual_seed(2)).tolist()
+        engine.generate(text, max_new_tokens=2, temperature=0)
+        again = engine.generate([5, 6, 7, *text], max_new_tokens=2, temperature=0)
+        assert again.reuse.moved_tokens == 0
+        assert "takes no mask of chosen positions" in (again.reuse.reason or "")
+        assert engine.generate([*text, 9], max_new_tokens=2, temperature=0).reuse.exact_tokens == 128
+    assert seen
+
+
+def test_an_accelerator_takes_few_forwards() -> None:
+    """8,000 tokens in at most 9 forwards, on a grid and without one."""
+    for rule in (StepRule(1024, 1024), StepRule(1024, numerics="fast")):
+        for known in (0, 5, 1500):
+            start, forwards = rule.resume(known), 0
+            while start < 8000:
+                start, forwards = rule.step_end(start, 8000), forwards + 1
+            assert forwards <= 9
