@@ -96,6 +96,27 @@ def test_a_bad_setting_is_named(bad: dict[str, Any]) -> None:
         EngineConfig(**bad)
 
 
+@pytest.mark.parametrize(
+    "idle",
+    [
+        {"recompute_strategy": "query"},
+        {"recompute_ratio": 0.0},
+        {"recompute_overlap": 4},
+        {"force_approx": True},
+        {"calibration": "file.json"},
+        {"shadow_share": 0.0},
+        {"force_approx": True, "recompute_ratio": 0.3},
+    ],
+    ids=lambda idle: "-".join(idle),
+)
+def test_settings_of_non_prefix_reuse_need_a_quality(idle: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="never uses; add quality='high'") as error:
+        EngineConfig(**idle)
+    assert all(name in str(error.value) for name in idle)
+    for quality in ("high", "fast", 0.02):
+        assert EngineConfig(quality=quality, **idle).quality == quality
+
+
 def test_the_limits_themselves_are_allowed() -> None:
     assert EngineConfig(chunk_size=4, max_chunks=0, cache_bytes=0, workspace_bytes=0).chunk_size == 4
 

@@ -31,6 +31,14 @@ _SIZES = (
     "object_cache_bytes",
 )
 
+_NON_PREFIX = (
+    "recompute_strategy",
+    "recompute_ratio",
+    "recompute_overlap",
+    "force_approx",
+    "calibration",
+    "shadow_share",
+)
 _AUTOMATIC = ("cache_bytes", "workspace_bytes", "host_cache_bytes")
 
 
@@ -199,9 +207,20 @@ class EngineConfig:
             raise ConfigError(f"object_url={self.object_url!r} is not known; give s3://BUCKET/PREFIX")
         if self.kv_dir is not None and not Path(self.kv_dir).is_dir():
             raise ConfigError(f"kv_dir={str(self.kv_dir)!r} is no directory; create it, or leave it out")
+        self._check_non_prefix()
         self._check_protection()
         if self.remote_url is not None and not self.remote_url.startswith(("redis://", "rediss://")):
             raise ConfigError(f"remote_url={self.remote_url!r} is not known; give redis://HOST:PORT (rediss: for TLS)")
+
+    def _check_non_prefix(self) -> None:
+        if self.quality != "exact":
+            return
+        idle = [name for name in _NON_PREFIX if getattr(self, name) is not None and getattr(self, name) is not False]
+        if idle:
+            raise ConfigError(
+                f"{' and '.join(idle)} set{'s' if len(idle) == 1 else ''} non-prefix reuse, which quality='exact' (the "
+                "default) never uses; add quality='high' or 'fast', or a share such as 0.02"
+            )
 
     def _check_protection(self) -> None:
         protection, file = self.record_protection, self.record_key_file

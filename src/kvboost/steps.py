@@ -35,17 +35,17 @@ class StepRule:
 
     def resume(self, position: int) -> int:
         """Where computing starts if KV up to ``position`` is stored."""
-        return position // self.grid * self.grid if self.grid and self.is_bitwise else position
+        return position // self.grid * self.grid if self.grid else position
 
     def step_end(self, start: int, limit: int) -> int:
         """Where a step that begins at ``start`` ends, at ``limit`` at the latest."""
-        if self.grid and self.is_bitwise:
+        if self.grid:
             return min((start // self.grid + 1) * self.grid, limit)
         return min(start + self.max_tokens, limit)
 
     def keeps_bits(self, start: int, end: int) -> bool:
         """Whether a step over these positions may be stored: each has the bits it has in every other run."""
-        if self.grid is None or not self.is_bitwise:
+        if self.grid is None:
             return True
         return start % self.grid == 0 and end - start == self.grid
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvboost.errors import ConfigError
 from kvboost.extend import TokenArray
-from kvboost.types import Chunk, Fingerprint
+from kvboost.types import TOKEN_BYTES, Chunk, Fingerprint
 
 _LENGTH = struct.Struct("<Q")
 _LITTLE_ENDIAN_IDS = np.dtype("<u4")
@@ -51,39 +51,40 @@ def token_array(token_ids: Sequence[int]) -> TokenArray:
 def chunk_keys(root: bytes, tokens: TokenArray, ends: Sequence[int]) -> list[Chunk]:
     """The chunks that end at ``ends``, with their keys. ``root`` names the model and settings."""
     raw = tokens.astype(_LITTLE_ENDIAN_IDS, copy=False).tobytes()
-    content_seed = hashlib.sha256(b"kvboost.content.1" + root)
+    keys = _Keys(root)
     chunks: list[Chunk] = []
     parent: bytes | None = None
     start = 0
     for end in ends:
-        body = raw[start * 4 : end * 4]
-        # Both parents are 32 bytes and each domain has its own label, so only the tokens need a length.
-        sized = _LENGTH.pack(len(body)) + body
-        label = b"kvboost.first.1" + root if parent is None else b"kvboost.next.1" + parent
-        content = content_seed.copy()
-        content.update(sized)
-        prefix_key = hashlib.sha256(label + sized).digest()
-        chunks.append(Chunk(start, end, body, prefix_key, parent, content.digest()))
-        parent = prefix_key
-        start = end
+        chunks.append(keys.chunk(raw[start * TOKEN_BYTES : end * TOKEN_BYTES], start=start, parent=parent))
+        start, parent = end, chunks[-1].prefix_key
     return chunks
 
 
 def tail_keys(root: bytes, tokens: TokenArray, behind: Chunk | None) -> list[Chunk]:
     """The chunks that ``tokens`` could begin with behind this chunk: of one token, of two, and so on."""
     raw = tokens.astype(_LITTLE_ENDIAN_IDS, copy=False).tobytes()
-    content_seed = hashlib.sha256(b"kvboost.content.1" + root)
+    keys = _Keys(root)
     start, parent = (behind.end, behind.prefix_key) if behind is not None else (0, None)
-    label = b"kvboost.first.1" + root if parent is None else b"kvboost.next.1" + parent
-    chunks: list[Chunk] = []
-    for count in range(1, len(tokens) + 1):
-        body = raw[: count * 4]
+    ends = range(TOKEN_BYTES, len(raw) + 1, TOKEN_BYTES)
+    return [keys.chunk(raw[:end], start=start, parent=parent) for end in ends]
+
+
+class _Keys:
+    """Makes chunks under one root."""
+
+    def __init__(self, root: bytes) -> None:
+        self._first = b"kvboost.first.1" + root
+        self._content = hashlib.sha256(b"kvboost.content.1" + root)
+
+    def chunk(self, body: bytes, *, start: int, parent: bytes | None) -> Chunk:
+        # Both parents are 32 bytes and each domain has its own label, so only the tokens need a length.
         sized = _LENGTH.pack(len(body)) + body
-        content = content_seed.copy()
+        label = self._first if parent is None else b"kvboost.next.1" + parent
+        content = self._content.copy()
         content.update(sized)
         key = hashlib.sha256(label + sized).digest()
-        chunks.append(Chunk(start, start + count, body, key, parent, content.digest()))
-    return chunks
+        return Chunk(start, start + len(body) // TOKEN_BYTES, body, key, parent, content.digest())
 
 
 def paged_key(prefix_key: bytes) -> bytes:

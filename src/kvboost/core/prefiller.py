@@ -56,7 +56,7 @@ class Prefiller:
     def chunk(self, tokens: list[int], boundaries: Sequence[int]) -> ChunkedPrompt:
         """Cut the prompt into chunks, keyed by the model's current state."""
         snapshot = self.keys.snapshot()
-        if self.rule.grid and self.rule.is_bitwise:
+        if self.rule.grid:
             # Steps are resumed at the grid: a chunk across it would leave a whole step to compute.
             boundaries = sorted({*boundaries, *range(self.rule.grid, len(tokens), self.rule.grid)})
         chunks, tail = self.keys.chunks_and_tail(snapshot.root, tokens, boundaries)
@@ -194,7 +194,7 @@ class Prefiller:
         """Run the last step, or what is missing of it, and return the last token's logits, [vocab]."""
         if state.awaits_repair:
             raise ValueError("the repair has not run; call advance_to_last_step first")
-        if len(state.tokens) - state.num_computed > state.rule.max_tokens:
+        if state.rule.step_end(state.num_computed, len(state.tokens)) < len(state.tokens):
             raise ValueError("the steps before the last one have not run; call advance_to_last_step first")
         logits = self.runner.append(state.tokens[state.num_computed :], state.cache, logits=True)
         assert logits is not None

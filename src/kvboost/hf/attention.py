@@ -30,6 +30,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 NAME = "kvboost_sdpa"
 _QUERY_BLOCK = 32  # rows; the smallest block of the flash kernel
 _MAX_FOLDED = 1 << 22  # elements of a mask repeated for folded heads; above it, repeating the keys is cheaper
+_KEPT_BIASES = 2  # models have at most two kinds of layers: with a window and without
 _PLAIN_ONLY = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
@@ -44,8 +45,8 @@ class Step:
     cache: Any
     padded: int
     """Keys that attention sees, a multiple of the granule: the sequence with this step, then zeros."""
-    folded: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    """Masks repeated for folded heads."""
+    biases: list[tuple[torch.Tensor, int, torch.Tensor]] = field(default_factory=list)
+    """The last masks seen, as (mask, folded heads, numbers to add): layers with and without a window alternate."""
     calls: int = 0
     """Attention calls so far."""
 
@@ -157,11 +158,13 @@ def _flash(
 
 def _bias(step: Step, allowed: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
     """The mask as numbers to add, for ``group`` heads folded into rows, padded to whole blocks of queries."""
-    made = step.folded.get((id(allowed), group))
-    if made is None:
-        bias = torch.zeros_like(allowed, dtype=dtype).masked_fill_(allowed.logical_not(), float("-inf"))
-        made = step.folded[id(allowed), group] = _to_blocks(bias.repeat(1, 1, group, 1))
-    return made
+    for known, folded, bias in step.biases:
+        if known is allowed and folded == group:
+            return bias
+    bias = torch.zeros_like(allowed, dtype=dtype).masked_fill_(allowed.logical_not(), float("-inf"))
+    bias = _to_blocks(bias.repeat(1, 1, group, 1))
+    step.biases = [*step.biases[1 - _KEPT_BIASES :], (allowed, group, bias)]
+    return bias
 
 
 def _to_blocks(rows: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -140,7 +139,7 @@ def test_a_changed_weight_is_packed_again(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(same_bits(one, other) for one, other in zip(after, fresh, strict=True))
 
 
-def test_flash_gets_no_dense_mask(tiny: Callable[..., Any]) -> None:
+def test_flash_gets_no_dense_mask() -> None:
     """A stub of flash attention that fails where flash would end the process."""
     seen: list[int] = []
 
@@ -156,7 +155,7 @@ def test_flash_gets_no_dense_mask(tiny: Callable[..., Any]) -> None:
 
     AttentionInterface.register("stub_no_masks", stub)
     AttentionMaskInterface.register("stub_no_masks", flash_attention_mask)
-    model = tiny("llama")
+    model = tiny_model("llama")
     model.set_attn_implementation("stub_no_masks")
     with KVBoost(model, chunk_size=8, quality="fast", force_approx=True) as engine:
         text = torch.randint(3, 97, (200,), generator=torch.Generator().manual_seed(2)).tolist()

@@ -71,9 +71,12 @@ def _try_tiles(model: Any, layout: KVLayout) -> tuple[Tiles | None, str | None]:
     try:
         tiles = Tiles(model, layout, granule=_LONG_GRANULE if wide else _SHORT_GRANULE)
         reason = _check(model, layout, tiles)
-    except (attention.UnsupportedAttentionError, RuntimeError, TypeError, AttributeError) as error:
+    except attention.UnsupportedAttentionError as error:
+        reason = f"its forward does not run in tiles: {error}"
+    except (RuntimeError, TypeError, AttributeError) as error:
         # What a model does with its attention is not known beforehand: whatever fails here keeps the model's own path.
-        reason = f"its forward does not run in tiles ({error})"
+        reason = f"its forward does not run in tiles: {type(error).__name__}: {error}"
+        _log.warning("%s; please report this", reason)
     if reason is None:
         return tiles, None
     model.set_attn_implementation(before)

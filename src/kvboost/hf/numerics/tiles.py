@@ -69,6 +69,8 @@ class Tiles:
         """``granule`` is the multiple to which attention pads its keys."""
         self.granule = granule
         self._model, self._device = model, layout.slots[0].device
+        # Fixed here: layers found again later, for other threads or adapters, are packed by the same rule.
+        self._budget = memory_available() // _SHARE_TO_PACK
         self._find_layers()
 
     @property
@@ -79,8 +81,8 @@ class Tiles:
     @property
     def spec(self) -> str:
         """Names what the bits depend on."""
-        classes = sorted({f"{'p' if layer.packed else ''}{layer.sizes.spec}" for layer in self._layers})
-        return f"tiles:{self.granule}:{','.join(classes)}"
+        classes = {f"{_shape(layer.module)}{'p' if layer.packed else ''}{layer.sizes.spec}" for layer in self._layers}
+        return f"tiles:{self.granule}:{','.join(sorted(classes))}"
 
     @contextmanager
     def step(self, cache: Any, rows: int) -> Iterator[Step]:
@@ -108,7 +110,7 @@ class Tiles:
 
     def _find_layers(self) -> None:
         self._threads, self._modules = torch.get_num_threads(), _linear_modules(self._model)
-        self._layers = _linear_layers(self._modules, self._device)
+        self._layers = _linear_layers(self._modules, self._device, self._budget)
         self._functions = functions_of(self._model)
 
 
@@ -118,14 +120,18 @@ def _linear_modules(model: Any) -> list[Any]:
     return [module for module in model.modules() if module is not head and isinstance(module, torch.nn.Linear | Conv1D)]
 
 
-def _linear_layers(linear: list[Any], device: torch.device) -> list[_Layer]:
-    """How these layers are run, each tested once per shape."""
-    budget = memory_available() // _SHARE_TO_PACK
-    by_shape: dict[tuple[Any, ...], list[Any]] = {}
+def _shape(module: Any) -> str:
+    """What the kernels of a layer depend on."""
+    weight = module.weight
+    size = "x".join(map(str, weight.shape))
+    return f"{type(module).__name__}:{size}:{weight.dtype}:{'bias' if module.bias is not None else 'plain'}:"
+
+
+def _linear_layers(linear: list[Any], device: torch.device, budget: int) -> list[_Layer]:
+    """How these layers are run, each tested once per shape; packed weights take at most ``budget`` bytes."""
+    by_shape: dict[str, list[Any]] = {}
     for module in linear:
-        weight = module.weight
-        shape = (type(module), weight.shape, weight.dtype, module.bias is not None)
-        by_shape.setdefault(shape, []).append(module)
+        by_shape.setdefault(_shape(module), []).append(module)
     layers = []
     for modules in by_shape.values():
         nbytes = sum(module.weight.nbytes for module in modules)
