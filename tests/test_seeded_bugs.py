@@ -30,6 +30,7 @@ from tests.core import test_prefill
 from tests.core import test_workspaces as test_workspace
 from tests.engine import test_batch, test_engine, test_exact
 from tests.helpers.exactness import assert_warm_equals_cold
+from tests.helpers.kernels import round_by_rows
 from tests.helpers.models import tiny_model
 from tests.hf import test_fingerprint as test_fp
 from tests.store.test_memory import TestMemoryStoreContract
@@ -56,6 +57,7 @@ def _last_token_reused(patch: pytest.MonkeyPatch) -> None:
 
 
 def _steps_without_tiles(patch: pytest.MonkeyPatch) -> None:
+    round_by_rows(patch)
     patch.setattr(ModelRunner, "_step", lambda self, cache, tokens: nullcontext())
 
 

@@ -121,7 +121,7 @@ def attention(
     scale = kwargs.get("scaling")
     rows = query.shape[2]
     if attention_mask is None:
-        result = _flash(_to_blocks(query), key, value, None, scale)[:, :, :rows]
+        result = flash(_to_blocks(query), key, value, None, scale)[:, :, :rows]
     else:
         result = _masked(step, query, key, value, attention_mask, scale)
     return result.transpose(1, 2).contiguous(), None
@@ -135,14 +135,14 @@ def _masked(
     group = heads // kv_heads
     if group * rows * key.shape[2] > _MAX_FOLDED:
         bias = _bias(step, allowed, 1, query.dtype)
-        return _flash(_to_blocks(query), key, value, bias, scale)[:, :, :rows]
+        return flash(_to_blocks(query), key, value, bias, scale)[:, :, :rows]
     bias = _bias(step, allowed, group, query.dtype)
     folded = _to_blocks(query.reshape(1, kv_heads, group * rows, dim))
-    result = _flash(folded, key, value, bias, scale)
+    result = flash(folded, key, value, bias, scale)
     return result[:, :, : group * rows].reshape(1, heads, rows, dim)
 
 
-def _flash(
+def flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, scale: float | None
 ) -> torch.Tensor:
     """torch's flash kernel, causal without a bias.

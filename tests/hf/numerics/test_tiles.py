@@ -22,6 +22,7 @@ from kvboost.hf.numerics.tiles import Tiles
 from kvboost.hf.probe import probe_model
 from kvboost.hf.shape import shape_of
 from kvboost.steps import StepRule
+from tests.helpers.kernels import round_by_rows
 from tests.helpers.models import tiny_model
 
 _WIDE = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 1024}
@@ -83,10 +84,21 @@ def test_seeded_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None
         nothing_hidden = torch.zeros(1, 1, 1, 1)
         monkeypatch.setattr(attention, "_bias", lambda *_: nothing_hidden)
     else:
-        dtype = torch.bfloat16
+        round_by_rows(monkeypatch)
         monkeypatch.setattr(tiles_module._Layer, "needs_hook", lambda *_: False)
-        cuts = [20, 57, 300]
     assert differs("llama", dtype, cuts)
+
+
+def test_kernels_that_round_by_their_rows_are_given_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    round_by_rows(monkeypatch)
+    monkeypatch.setattr(tiles_module, "_GOOD_ENOUGH", 2.0)  # or packed weights take their place
+    model = tiny_model("llama", **_WIDE)
+    layout = probe_model(model).layout
+    tiles = choose_numerics(model, layout, shape_of(model, layout), numerics=None).tiles
+    assert tiles is not None
+    whole = prefill(model, layout, tiles, [_TOKENS])
+    parts = prefill(model, layout, tiles, [1, 20, 300, 333, _TOKENS])
+    assert all(same_bits(one, other) for one, other in zip(whole, parts, strict=True))
 
 
 def test_outside_a_step_the_attention_is_sdpa() -> None:

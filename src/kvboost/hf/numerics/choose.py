@@ -17,6 +17,7 @@ from kvboost.capacity import ModelShape, step_limit
 from kvboost.hf import attention
 from kvboost.hf.cache import KVLayout, SlabCache
 from kvboost.hf.device_memory import memory_available
+from kvboost.hf.numerics.granule import key_granule
 from kvboost.hf.numerics.tiles import Tiles, why_no_tiles
 from kvboost.steps import Numerics, StepRule
 
@@ -24,8 +25,6 @@ _GRID_ON_CPU = 128  # tokens; smaller steps stream the weights too often, larger
 _GRID_ELSEWHERE = 1024  # tokens; a step of a large model keeps a large accelerator busy
 _CHECK_TOKENS = 72
 _CHECK_CUTS = ((1,), (35,), (5, 40), (71,))
-_LONG_GRANULE = 256
-_SHORT_GRANULE = 32
 _log = logging.getLogger(__name__)
 
 
@@ -61,15 +60,17 @@ def choose_numerics(model: Any, layout: KVLayout, shape: ModelShape, *, numerics
 
 
 def _try_tiles(model: Any, layout: KVLayout) -> tuple[Tiles | None, str | None]:
-    reason = why_no_tiles(model)
-    if reason is not None:
+    reason, granule = why_no_tiles(model), None
+    if reason is None:
+        granule = key_granule(layout)
+        reason = "its attention rounds by the number of keys" if granule is None else None
+    if granule is None:
         return None, reason
     before = model.config._attn_implementation
     attention.register()
     model.set_attn_implementation(attention.NAME)
-    wide = any(spec.dtype.itemsize >= 4 for spec in layout.slots)
     try:
-        tiles = Tiles(model, layout, granule=_LONG_GRANULE if wide else _SHORT_GRANULE)
+        tiles = Tiles(model, layout, granule=granule)
         reason = _check(model, layout, tiles)
     except attention.UnsupportedAttentionError as error:
         reason = f"its forward does not run in tiles: {error}"
