@@ -38,7 +38,6 @@ def measure(folder: Path, tmp_path: Path, command: str, *options: str, code: int
     return document
 
 
-@pytest.mark.xfail(strict=True, reason="it repeats one question, which is stored to its end now")
 def test_ttft_floor_compares_warm_requests_with_the_bare_forward(folder: Path, tmp_path: Path) -> None:
     options = ("--lengths", "300", "600", "--query", "20", "--repeat", "3", "--warmups", "1", "--dtype", "float32")
     found = measure(folder, tmp_path, "ttft_floor", *options)["raw"]["float32"]
