@@ -138,6 +138,11 @@ def root_key(engine: KVBoost) -> bytes:
     return _session(engine).prefiller.keys.snapshot().root
 
 
+def step_grid(engine: KVBoost) -> int | None:
+    """Steps begin and end at multiples of this; None if a prompt is resumed at any token."""
+    return _session(engine).prefiller.rule.grid
+
+
 def passage_chunks(engine: KVBoost, passage: Sequence[int]) -> list[bytes]:
     """The tokens of the chunks that a passage between boundaries is cut into."""
     return [chunk.tokens for chunk in _session(engine).prefiller.chunk(list(passage), [len(passage)]).chunks]

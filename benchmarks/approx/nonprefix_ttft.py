@@ -65,14 +65,14 @@ def parse_setting(text: str) -> Setting:
         known = [*_QUALITIES, *sorted(STRATEGIES)]
         raise argparse.ArgumentTypeError(f"{name} is neither a quality nor a strategy; use one of {known}")
     if not given:
-        return Setting(text, {"recompute_strategy": name})
+        return Setting(text, {"quality": "high", "recompute_strategy": name})
     try:
         share = float(ratio)
     except ValueError:
         share = -1.0
     if not 0.0 <= share <= 1.0:
         raise argparse.ArgumentTypeError(f"{text}: {ratio!r} is not a share; write for example {name}=0.15")
-    return Setting(text, {"recompute_strategy": name, "recompute_ratio": share})
+    return Setting(text, {"quality": "high", "recompute_strategy": name, "recompute_ratio": share})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

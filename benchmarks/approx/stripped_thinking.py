@@ -20,7 +20,7 @@ from kvboost.types import GenerationResult
 QUICK = {"turns": 2, "chats": 1}
 
 _SYSTEM, _USER, _THOUGHT, _CALL, _TOOL, _ANSWER = 150, 40, 120, 30, 400, 80  # tokens of each part
-_EXACT, _APPROX = 'quality="exact"', "default"
+_EXACT, _APPROX = 'quality="exact"', 'quality="high"'
 
 
 @dataclass(frozen=True)

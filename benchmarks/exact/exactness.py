@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.measure import TextSource, add_model_arguments, load_engine, positive
-from benchmarks.internals import FixedChunker, token_array
+from benchmarks.internals import FixedChunker, step_grid, token_array
 from kvboost.bench.report import Machine, Progress, Report, Table, describe_machine, say
 from kvboost.engine import KVBoost
 from kvboost.store import LeafFirstLRU, MemoryStore
@@ -42,19 +42,27 @@ _Key = tuple[tuple[int, ...], tuple[int, ...]]  # the cuts so far, the tokens so
 class ReferenceStore:
     """What a store should hold: whole prefixes by value, the longest unused leaf evicted first."""
 
-    def __init__(self, *, max_chunks: int | None, max_tokens: int | None) -> None:
+    def __init__(self, *, size: int, grid: int | None, max_chunks: int | None, max_tokens: int | None) -> None:
+        """``size`` is the longest chunk's, ``grid`` where steps begin; None if a prompt is resumed at any token."""
+        self._size, self._grid = size, grid
         self._max_chunks, self._max_tokens = max_chunks, max_tokens
         self.held: dict[_Key, _Key | None] = {}  # prefix to the prefix before it; first: the next to go
         self.evictions = 0
 
     def request(self, tokens: Sequence[int], ends: Sequence[int], *, stored_to: int) -> int:
         """One request whose chunks up to ``stored_to`` are offered to the store. Returns the tokens it reuses."""
+        last = len(tokens) - 1  # always computed: its logits are needed
+        if self._grid is None and last + 1 not in ends:
+            ends = [*ends, last + 1]  # what is behind the last cut is a chunk too
         keys: list[_Key] = [(tuple(ends[: i + 1]), tuple(tokens[:end])) for i, end in enumerate(ends)]
         hits = 0
-        while hits < len(keys) and ends[hits] < len(tokens) and keys[hits] in self.held:
+        while hits < len(keys) and _start(keys[hits]) < last and keys[hits] in self.held:
             hits += 1
-        leased = set(keys[:hits])
         self._used(keys[:hits])
+        other = self._other_end(tokens, ends[:hits]) if self._grid is None else []
+        self._used(other)
+        found = [*keys[:hits], *other]
+        leased = set(found)
         done = hits
         for key in keys[hits:]:
             parent = keys[done - 1] if done else None
@@ -62,7 +70,15 @@ class ReferenceStore:
                 break
             done += 1
         self._used(keys[:done])
-        return ends[hits - 1] if hits else 0
+        reused = min(found[-1][0][-1], last) if found else 0
+        return reused if self._grid is None else reused // self._grid * self._grid
+
+    def _other_end(self, tokens: Sequence[int], cuts: Sequence[int]) -> list[_Key]:
+        """The longest piece held behind these cuts, such as another prompt's end, that stops before the last token."""
+        start = cuts[-1] if cuts else 0
+        pieces = range(min(start + self._size, len(tokens) - 1), start, -1)
+        keys: list[_Key] = [((*cuts, end), tuple(tokens[:end])) for end in pieces]
+        return [key for key in keys if key in self.held][:1]
 
     def clear(self) -> None:
         """Forget everything."""
@@ -93,9 +109,13 @@ class ReferenceStore:
         return self._max_tokens is not None and sum(map(_chunk_tokens, self.held)) + more > self._max_tokens
 
 
-def _chunk_tokens(key: _Key) -> int:
+def _start(key: _Key) -> int:
     cuts = key[0]
-    return cuts[-1] - (cuts[-2] if len(cuts) > 1 else 0)
+    return cuts[-2] if len(cuts) > 1 else 0
+
+
+def _chunk_tokens(key: _Key) -> int:
+    return key[0][-1] - _start(key)
 
 
 @dataclass
@@ -104,6 +124,7 @@ class _Subject:
 
     name: str
     size: int
+    grid: int | None
     engine: KVBoost
     cold: KVBoost
     reference: ReferenceStore
@@ -195,18 +216,19 @@ def _subjects(loaded: KVBoost, source: TextSource) -> list[_Subject]:
     cold: dict[int, KVBoost] = {}
     subjects = []
     for size, max_chunks, max_tokens, workspaces in _SETTINGS:
-        grid: dict[str, Any] = {"chunking": "fixed", "chunk_size": size, "quality": "exact"}
+        cuts: dict[str, Any] = {"chunking": "fixed", "chunk_size": size, "quality": "exact"}
         if size not in cold:
-            cold[size] = KVBoost(loaded.model, loaded.tokenizer, **grid)
+            cold[size] = KVBoost(loaded.model, loaded.tokenizer, **cuts)
         memory: dict[str, Any] = {} if workspaces else {"workspace_bytes": 0}
         capacity = _UNLIMITED if max_tokens is None else max_tokens * per_token
         # What another order of eviction would keep, the reference could not tell.
         store = MemoryStore(capacity, max_chunks=max_chunks, policy=LeafFirstLRU())
-        engine = KVBoost(loaded.model, loaded.tokenizer, store=store, **grid, **memory)
-        reference = ReferenceStore(max_chunks=max_chunks, max_tokens=max_tokens)
+        engine = KVBoost(loaded.model, loaded.tokenizer, store=store, **cuts, **memory)
+        grid = step_grid(engine)
+        reference = ReferenceStore(size=size, grid=grid, max_chunks=max_chunks, max_tokens=max_tokens)
         limit = f"{max_chunks} chunks" if max_chunks is not None else f"{max_tokens} tokens"
         name = f"chunks of {size}, at most {limit}" + ("" if workspaces else ", no workspace")
-        subjects.append(_Subject(name, size, engine, cold[size], reference))
+        subjects.append(_Subject(name, size, grid, engine, cold[size], reference))
     return subjects
 
 
@@ -221,9 +243,13 @@ def _request(
         engine.clear()
         reference.clear()
         return []
-    ends = FixedChunker(subject.size).cut(token_array(tokens), boundaries)
-    # generate() leaves the step with the last token to Transformers and does not store it.
-    stored_to = len(tokens) - 1 if operation == "generate" else len(tokens)
+    steps = range(subject.grid, len(tokens), subject.grid) if subject.grid is not None else ()
+    ends = FixedChunker(subject.size).cut(token_array(tokens), [*boundaries, *steps])
+    stored_to = len(tokens)
+    if subject.grid is not None:
+        stored_to -= len(tokens) % subject.grid  # only whole steps
+    elif operation == "warm":
+        stored_to = max(ends, default=0)  # only complete chunks
     expected = reference.request(tokens, ends, stored_to=stored_to)
     wrong: list[str] = []
     cold.clear()

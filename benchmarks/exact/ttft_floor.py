@@ -2,6 +2,7 @@
 
 No cache can undercut the model's forward of the query tokens on KV already in place. Warm requests are held against it:
 KV still in the engine's workspace, KV copied from the store, KV copied into new memory, and a prompt given as text.
+Invariant: no question is asked twice, as a prompt is stored to its very end.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kvboost.types import GenerationResult
 QUICK = {"lengths": [600], "repeat": 2, "warmups": 1, "dtype": ["float32"]}
 
 _CHUNK = 128
+_BEFORE = 2  # requests before the measured ones: a cold one, and one that shows what is left to compute
 _VARIANTS = ("in place", "copied", "new memory", "text")
 
 
@@ -69,10 +71,10 @@ def _length(wanted: int, query: int) -> int:
     return max(1, round((wanted - query) / _CHUNK)) * _CHUNK + query
 
 
-def _other_engine(engine: KVBoost, variant: str, ids: list[int], settings: dict[str, Any]) -> KVBoost:
+def _other_engine(engine: KVBoost, variant: str, prompt: Any, settings: dict[str, Any]) -> KVBoost:
     """The engine to ask: another one, with less memory between requests, where KV is to be copied."""
     if variant == "copied":
-        first_token(engine, ids)
+        first_token(engine, prompt)
         stats = engine.cache_stats()
         # Enough for one workspace (a quarter larger than the prompt) but not for two.
         capacity = int(1.6 * stats["bytes_by_tier"]["memory"])
@@ -83,21 +85,45 @@ def _other_engine(engine: KVBoost, variant: str, ids: list[int], settings: dict[
     return KVBoost(engine.model, engine.tokenizer, workspace_bytes=capacity, **settings)
 
 
+def _prompts(engine: KVBoost, source: TextSource, length: int, args: argparse.Namespace, *, as_text: bool) -> list[Any]:
+    """One beginning with a different question behind it for every request; all have as many tokens."""
+    wanted = _BEFORE + args.warmups + args.repeat
+    beginning = source.window(0, length - args.query)
+    found: dict[tuple[int, ...], Any] = {}
+    first: list[int] = []
+    for start in range(len(beginning), len(source.ids) - args.query + 1, args.query):
+        prompt: Any = [*beginning, *source.window(start, args.query)]
+        if as_text:
+            prompt = engine.tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
+        tokens = engine.encode(prompt)
+        first = first or tokens
+        cached = (len(first) - 1) // _CHUNK * _CHUNK
+        # Where text is joined, other tokens may come of it.
+        if len(tokens) == len(first) and tokens[:cached] == first[:cached]:
+            found[tuple(tokens)] = prompt
+        if len(found) == wanted:
+            return list(found.values())
+    raise BenchError(
+        f"the text has {len(found)} questions of {args.query} tokens behind the first {len(beginning)}, "
+        f"{wanted} are needed; give longer files with --text"
+    )
+
+
 def _measure(
     engine: KVBoost, settings: dict[str, Any], source: TextSource, length: int, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    ids = source.window(0, length)
-    text = engine.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     found = []
     for variant in _VARIANTS:
         engine.clear()
-        asked = _other_engine(engine, variant, ids, settings)
-        prompt = text if variant == "text" else ids
-        say(f"{variant}: cold prefill of {len(ids)} tokens")
-        tokens = first_token(asked, prompt).prompt_token_ids  # cold: stores every chunk
-        query = first_token(asked, prompt).reuse.fresh_tokens
-        cache = asked.prefill(prompt).cache
+        cold, second, *others = _prompts(engine, source, length, args, as_text=variant == "text")
+        asked = _other_engine(engine, variant, cold, settings)
+        say(f"{variant}: cold prefill of {length} tokens")
+        first_token(asked, cold)  # stores every chunk of the beginning
+        again = first_token(asked, second)
+        tokens, query = again.prompt_token_ids, again.reuse.fresh_tokens
+        cache = asked.prefill(second).cache
         cache.crop(-query)
+        remaining = iter(others)
         results: list[GenerationResult] = []
         calls: list[float] = []
 
@@ -106,13 +132,14 @@ def _measure(
 
         def warm(
             asked: KVBoost = asked,
-            prompt: Any = prompt,
+            remaining: Any = remaining,
             between: Any = between,
             results: Any = results,
             calls: Any = calls,
         ) -> float:
             if between is not None:
                 first_token(asked, between)
+            prompt = next(remaining)
             calls.append(wall_ms(lambda: results.append(first_token(asked, prompt))))
             return float(results[-1].ttft_ms)
 
@@ -156,7 +183,8 @@ def _table(samples: list[dict[str, Any]], machine: Machine) -> Table:
         )
     table.notes.append(
         "TTFT is the engine's own, from the call; `whole call` is a clock around the same call (it adds commit and "
-        "the end of generate). Pairs alternate; cells are median [min max]. `in place`: KV still in the workspace. "
+        "the end of generate). Every request asks another question. Pairs alternate; cells are median [min max]. "
+        "`in place`: KV still in the workspace. "
         "`copied`: a workspace that holds other text, all KV copied from the store. `new memory`: an engine without "
         "workspaces, all KV copied into memory that the system hands out anew. `text`: tokenizing included."
     )

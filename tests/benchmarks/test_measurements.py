@@ -18,11 +18,15 @@ from tests.helpers.tokenizer import byte_tokenizer
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder as users have it, and a text beside it."""
-    place = tmp_path_factory.mktemp("bench") / "tiny-llama"
-    tiny_model("llama", vocab_size=300, max_position_embeddings=4096).save_pretrained(place)
+    return saved("llama", tmp_path_factory.mktemp("bench"))
+
+
+def saved(family: str, parent: Path) -> Path:
+    place = parent / f"tiny-{family}"
+    tiny_model(family, vocab_size=300, max_position_embeddings=4096).save_pretrained(place)
     byte_tokenizer().save_pretrained(place)
     words = " ".join(f"word{i * i % 977} and {i}" for i in range(1500))
-    (place.parent / "text.txt").write_text(words)
+    (parent / "text.txt").write_text(words)
     return place
 
 
@@ -34,11 +38,10 @@ def measure(folder: Path, tmp_path: Path, command: str, *options: str, code: int
     assert str(folder.parent) not in written
     document: dict[str, Any] = json.loads(written)
     for table in document["tables"]:
-        assert table["machine"]["model"] == "tiny-llama"
+        assert table["machine"]["model"] == folder.name
     return document
 
 
-@pytest.mark.xfail(strict=True, reason="it repeats one question, which is stored to its end now")
 def test_ttft_floor_compares_warm_requests_with_the_bare_forward(folder: Path, tmp_path: Path) -> None:
     options = ("--lengths", "300", "600", "--query", "20", "--repeat", "3", "--warmups", "1", "--dtype", "float32")
     found = measure(folder, tmp_path, "ttft_floor", *options)["raw"]["float32"]
@@ -81,7 +84,6 @@ def test_chunk_sizes_times_every_size_and_rule(folder: Path, tmp_path: Path) -> 
     assert all(len(entry["cold"]) == len(entry["plain"]) == len(entry["storing_ms"]) == 2 for entry in found)
 
 
-@pytest.mark.xfail(strict=True, reason="its prediction does not know stored ends of prompts yet")
 def test_exactness_finds_no_difference_and_predicts_every_hit(folder: Path, tmp_path: Path) -> None:
     document = measure(folder, tmp_path, "exactness", "--requests", "150")
     engines = document["raw"]["engines"].values()
@@ -89,6 +91,15 @@ def test_exactness_finds_no_difference_and_predicts_every_hit(folder: Path, tmp_
     assert sum(counts["requests"] for counts in engines) == 150
     assert sum(counts["hits"] for counts in engines) > 30
     assert sum(counts["evictions"] for counts in engines) > 30
+
+
+def test_exactness_predicts_every_hit_on_a_grid(tmp_path: Path) -> None:
+    """Experts are stepped on a grid: whole steps only, and no end of a prompt, are stored."""
+    document = measure(saved("mixtral", tmp_path / "bench"), tmp_path, "exactness", "--requests", "100")
+    assert document["raw"]["failures"] == []
+    reused = [counts["reused_tokens"] for counts in document["raw"]["engines"].values()]
+    assert sum(reused) > 0
+    assert all(tokens % 128 == 0 for tokens in reused)
 
 
 def test_exactness_fails_when_reused_kv_is_wrong(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.xfail(strict=True, reason="it does not ask for non-prefix reuse yet")
 def test_nonprefix_ttft_alternates_every_setting_with_plain_and_exact_reading(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     files = ["--model", str(folder), "--text", str(folder.parent / "text.txt"), "--json", str(file)]
@@ -64,8 +63,13 @@ def test_nonprefix_ttft_alternates_every_setting_with_plain_and_exact_reading(fo
 
 def test_settings_are_names_with_a_ratio_or_without() -> None:
     assert parse_setting("fast").engine_settings == {"quality": "fast"}
-    assert parse_setting("first").engine_settings == {"recompute_strategy": "first"}
-    assert parse_setting("query=0.15").engine_settings == {"recompute_strategy": "query", "recompute_ratio": 0.15}
+    high = {"quality": "high"}
+    assert parse_setting("first").engine_settings == {**high, "recompute_strategy": "first"}
+    assert parse_setting("query=0.15").engine_settings == {
+        **high,
+        "recompute_strategy": "query",
+        "recompute_ratio": 0.15,
+    }
     for wrong in ("nonsense", "query=x", "query=1.5", "fast=0.1"):
         with pytest.raises(argparse.ArgumentTypeError):
             parse_setting(wrong)
@@ -116,7 +120,7 @@ def test_stripped_thinking_reuses_what_stood_behind_it(folder: Path, tmp_path: P
         stripped = 150 + (sample["turn"] - 1) * (40 + 30 + 400 + 80)
         if sample["turn"] == 1:
             assert sample["moved"] == 0
-        if sample["engine"] != "default":
+        if sample["engine"] == 'quality="exact"':
             assert sample["moved"] == 0
             # Up to the user message of the turn before: behind it stood thinking that is gone.
             assert sample["exact"] == (0 if sample["turn"] == 1 else stripped - (30 + 400 + 80))

@@ -104,6 +104,18 @@ def test_on_a_grid_a_second_advance_goes_on_inside_the_step() -> None:
         assert state.num_committed == 32
 
 
+def test_a_found_piece_longer_than_the_missing_chunk_leaves_the_prompt_to_be_stored() -> None:
+    run = prefiller()
+    for boundaries, hit in (((), 0), ((21,), 32), ((21,), len(_TEXT) - 1)):
+        tokens = _TEXT if boundaries else _TEXT[:40]
+        with run.open(tokens, boundaries=boundaries) as state:
+            assert state.num_computed == hit  # of the second prompt: up to 32, behind the cut at 21
+            run.advance_to_last_step(state)
+            run.finish(state)
+            run.commit(state)
+            assert state.num_committed == len(tokens)
+
+
 def test_fast_numerics_resume_anywhere_and_say_so() -> None:
     run = prefiller(StepRule(64, numerics="fast"))
     with run.open(_TEXT) as state:

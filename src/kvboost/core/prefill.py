@@ -57,11 +57,18 @@ class ExactHits:
 
     tokens: int = 0
     """Tokens of the leading chunks that were placed."""
+    borrowed: int = 0
+    """Those of them in the end of another prompt: stored, but not as chunks of this one."""
     bitwise: bool = True
     """Whether they, and what is computed right after them, are bitwise equal to a cold run."""
     lease: Lease = field(default_factory=EmptyLease)
     tiers: Mapping[str, int] = field(default_factory=dict)
     """Number of their tokens by source tier."""
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens that are stored as chunks of this prompt."""
+        return self.tokens - self.borrowed
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,8 @@ class PrefillState:
         self.prompt, self.hits, self.rule, self.clock, self.paged = prompt, hits, rule, clock, paged
         self._cache, self._pool = cache, pool
         self._plan = self._exact_plan()
-        self._num_computed = self._num_exact = self._num_committed = self._plan.exact_tokens
+        self._num_computed = self._num_exact = self._plan.exact_tokens
+        self._num_committed = min(hits.own_tokens, self._plan.exact_tokens)
         self._spans: ApproxSpans | None = None
         self._repair: RepairOutcome | None = None
         self._reason: str | None = None
@@ -149,7 +157,7 @@ class PrefillState:
 
     @property
     def num_committed(self) -> int:
-        """Leading prompt tokens whose KV is stored under exact keys."""
+        """Leading prompt tokens whose KV is stored under the exact keys of its own chunks."""
         return self._num_committed
 
     @property

@@ -136,8 +136,10 @@ class Prefiller:
     ) -> PrefillState:
         end = placed[-1].end if placed else 0
         reused = self.rule.resume(min(end, len(prompt.tokens) - 1))  # the rest of the last block is computed again
+        own = next((c.start for c, mine in zip(placed, prompt.lookup, strict=False) if c.end != mine.end), end)
         hits = ExactHits(
             tokens=end,
+            borrowed=end - own,
             bitwise=all(block.bitwise for block in blocks),
             lease=lease,
             tiers=tokens_by_tier(blocks, loads_of(lease), limit=reused),
@@ -236,7 +238,7 @@ class Prefiller:
                 break
             if chunk.end <= state.num_committed:
                 continue
-            if chunk.end <= state.hits.tokens:  # stored, and only its last token was computed for the logits
+            if chunk.end <= state.hits.own_tokens:  # stored, and only its last token was computed for the logits
                 state.committed(chunk.end, new=False)
                 continue
             context = context_before(chunks, index)
