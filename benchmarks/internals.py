@@ -18,8 +18,9 @@ import torch
 
 from kvboost.approx.calibrate import approx_over
 from kvboost.approx.find import ApproxReuse
+from kvboost.approx.probe import probe_reposition
 from kvboost.approx.repair import _Selector
-from kvboost.approx.reposition import KeyRepositioner, probe_reposition
+from kvboost.approx.reposition import KeyRepositioner
 from kvboost.approx.select import STRATEGIES, Auto, CacheBlend, First, Query
 from kvboost.core.chunking import ContentChunker, FixedChunker, NaturalChunker, make_chunker
 from kvboost.core.keys import chunk_keys, token_array

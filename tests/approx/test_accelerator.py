@@ -12,8 +12,9 @@ import torch
 from accelerate.hooks import attach_align_device_hook_on_blocks
 
 from kvboost import KVBoost
+from kvboost.approx.probe import probe_reposition
 from kvboost.approx.recompute import RecomputeRunner
-from kvboost.approx.reposition import Move, probe_reposition
+from kvboost.approx.reposition import Move
 from kvboost.approx.spread import Spread
 from kvboost.hf.cache import SlabCache, layout_of, stock_cache
 from kvboost.hf.runner import ModelRunner

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicCache
 
-from kvboost import UnsupportedModelError
-from kvboost.approx.reposition import KeyRepositioner, Move, _slices, probe_reposition
+from kvboost.approx.probe import probe_reposition
+from kvboost.approx.reposition import KeyRepositioner, Move, _slices
 from kvboost.hf.cache import KVLayout, SlabCache, layout_of
 from tests.helpers.models import tiny_model
 
@@ -244,34 +244,6 @@ def test_threads_do_not_disturb_each_other(tiny: Callable[..., Any]) -> None:
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda new: _repositioned(repositioner, layout, block, 11, new), range(100, 164)))
     assert all(torch.equal(a[0], b[0]) for a, b in zip(alone, together, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("family", "overrides", "reason"),
-    [
-        ("gpt2", {}, "gpt2: the keys of layer 0 depend on the position, and it has no rotary embedding module"),
-        ("gptj", {"rotary_dim": 4}, "no rotary embedding module"),
-        ("bloom", {"n_head": 4}, "bloom takes no positions"),
-        ("mpt", {}, "mpt takes no positions"),
-        ("falcon", {"alibi": True}, "rotates no keys"),
-        ("llama", {"max_position_embeddings": 8}, "too few positions"),
-    ],
-)
-def test_refuses_with_a_reason(family: str, overrides: dict[str, Any], reason: str, tiny: Callable[..., Any]) -> None:
-    model = tiny(family, **overrides)
-    with pytest.raises(UnsupportedModelError, match=reason):
-        probe_reposition(model, _layout(model))
-
-
-def test_weights_decide_not_the_family() -> None:
-    """This family scales its keys after rotating them: harmless while all scales are one, as in a new model."""
-    model = tiny_model("hunyuan_v1_dense", head_dim=8)
-    layout = _layout(model)
-    probe_reposition(model, layout)
-    with torch.no_grad():
-        model.model.layers[1].self_attn.key_layernorm.weight[3] = 2.0
-    with pytest.raises(UnsupportedModelError, match="keys of layer 1 depend on the position, and no rotation"):
-        probe_reposition(model, layout)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])

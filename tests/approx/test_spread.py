@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kvboost import KVBoost
+from kvboost.approx.probe import probe_reposition
 from kvboost.approx.recompute import RecomputeRunner
-from kvboost.approx.reposition import probe_reposition
 from kvboost.approx.spread import Spread
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.runner import ModelRunner

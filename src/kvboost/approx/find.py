@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 
 from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.levels import Repair
+from kvboost.approx.probe import probe_reposition
 from kvboost.approx.recompute import RecomputeRunner, probe_recompute
 from kvboost.approx.repair import Repairer, slab_cache
-from kvboost.approx.reposition import KeyRepositioner, Move, probe_reposition
+from kvboost.approx.reposition import KeyRepositioner, Move
 from kvboost.core.backend import Codec
 from kvboost.core.costs import CostModel
 from kvboost.core.guarded import GuardedStore, loads_of

@@ -1,40 +1,28 @@
 """Copies stored KV to other positions: keys are re-rotated (re-RoPE), everything else is copied.
 
-:func:`probe_reposition` runs once when an engine is made, :meth:`KeyRepositioner.place` once per request, for all
-blocks that were computed at other positions. Invariant: repositioned KV equals what the model itself would have written
-for the same hidden state at the new position, up to the rounding of one rotation.
+:mod:`kvboost.approx.probe` finds out how a model's keys rotate, once; :meth:`KeyRepositioner.place` runs once per
+request, for all blocks that were computed at other positions. Invariant: repositioned KV equals what the model itself
+would have written for the same hidden state at the new position, up to the rounding of one rotation.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from kvboost.errors import UnsupportedModelError
-from kvboost.hf.cache import KVLayout, SlabCache, stock_cache
-from kvboost.hf.probe import exact_limit_of, max_positions_of
+from kvboost.hf.cache import KVLayout, SlabCache
 
-_PROBE_TOKENS = 12
-_MAX_PROBE_POSITION = 100_000
-_DEFAULT_LIMIT = 4096  # positions tested where the model names no limit
-# Largest difference, relative to the largest entry, that rounding the rotation twice explains. A wrong
-# rotation is off by about 1.
-_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 # Placed at once. On an accelerator as much as keeps it busy, on the CPU about what stays in the cache of a core.
 _BATCH_BYTES = 64 * 2**20
 _CPU_BATCH_BYTES = 2 * 2**20
-_PREFIX_REUSE_ONLY = "Only exact prefix reuse is available for it."
 
 
 @dataclass(frozen=True)
-class _Rotary:
+class Rotary:
     """One of the model's own tables of rotary angles."""
 
     module: torch.nn.Module
@@ -59,7 +47,7 @@ class _Rotary:
         return (new_cos * old_cos + new_sin * old_sin) / norm, (new_sin * old_cos - new_cos * old_sin) / norm
 
 
-class _Rotation(NamedTuple):
+class Rotation(NamedTuple):
     """How one slot rotates with the position: its rotary table, and which dimensions form a pair."""
 
     rotary: int
@@ -93,7 +81,7 @@ class Rotations:
     """Rotations of some tokens from old to new positions, each token by its own angle."""
 
     def __init__(
-        self, rotations: Sequence[_Rotation | None], angles: Sequence[tuple[torch.Tensor, torch.Tensor]]
+        self, rotations: Sequence[Rotation | None], angles: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> None:
         self._rotations, self._angles = rotations, angles
         self._factors: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -107,7 +95,7 @@ class Rotations:
         rotation.apply(states, *self.factors(rotation, states), out=rotated)
         return rotated
 
-    def factors(self, rotation: _Rotation, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def factors(self, rotation: Rotation, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What ``rotation`` takes for states like these: made once per device, whatever the number of layers."""
         key = (rotation, like.device, like.shape[-1], like.dtype)
         if key not in self._factors:
@@ -152,8 +140,8 @@ class KeyRepositioner:
         self,
         layout: KVLayout,
         *,
-        rotaries: Sequence[_Rotary],
-        rotations: Sequence[_Rotation | None],
+        rotaries: Sequence[Rotary],
+        rotations: Sequence[Rotation | None],
         limit: int | None,
     ) -> None:
         self._layout = layout
@@ -161,9 +149,9 @@ class KeyRepositioner:
         self._rotations = rotations
         self._limit = limit
         # For every slab the slots with the same rotation, as slices: one call copies or rotates them all.
-        self._parts: list[list[tuple[slice, _Rotation | None]]] = []
+        self._parts: list[list[tuple[slice, Rotation | None]]] = []
         for slots in layout.groups.values():
-            alike: dict[_Rotation | None, list[int]] = {}
+            alike: dict[Rotation | None, list[int]] = {}
             for index, slot in enumerate(slots):
                 alike.setdefault(rotations[slot], []).append(index)
             self._parts.append([(part, kind) for kind, indices in alike.items() for part in _slices(indices)])
@@ -241,6 +229,19 @@ class KeyRepositioner:
             )
 
 
+def _call(
+    module: torch.nn.Module, layer_type: str | None, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The module's cosine and sine at ``positions`` [tokens]: [tokens, width] each, in float32."""
+    like = torch.zeros(1, 1, 1, device=positions.device)  # a float32 input gives float32 results
+    kind = {} if layer_type is None else {"layer_type": layer_type}
+    result = module(like, position_ids=positions.view(1, -1), **kind)
+    if isinstance(result, torch.Tensor):  # some families multiply complex numbers
+        result = torch.view_as_real(result).unbind(-1)
+    cos, sin = (part.reshape(len(positions), part.shape[-1]).float() for part in result)
+    return cos, sin
+
+
 def _joined(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Blocks [slots, heads, tokens, dim] one behind the other, on ``device``: joined before they are copied there."""
     if len({tensor.device for tensor in tensors}) > 1:
@@ -263,160 +264,3 @@ def _slices(indices: list[int]) -> list[slice]:
         slices.append(slice(longest.start, longest[-1] + 1, longest.step))
         left = [index for index in left if index not in longest]
     return slices
-
-
-@torch.no_grad()
-def probe_reposition(model: Any, layout: KVLayout) -> KeyRepositioner:
-    """Find out how each slot of the model's cache depends on the position, by running the model at two positions.
-
-    Raises UnsupportedModelError with the reason if the KV cannot be repositioned.
-    """
-    config = model.config.get_text_config(decoder=True)
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    name = config.model_type
-    if "position_ids" not in inspect.signature(decoder.forward).parameters:
-        raise UnsupportedModelError(
-            f"{name} takes no positions (ALiBi, or none at all), so its KV cannot be tested. {_PREFIX_REUSE_ONLY}"
-        )
-    limit = exact_limit_of(config)[0]
-    # Far apart, so that every frequency shows, but within the model's own range.
-    far = min(limit or max_positions_of(config) or _DEFAULT_LIMIT, _MAX_PROBE_POSITION) - _PROBE_TOKENS
-    if far < 1:
-        raise UnsupportedModelError(f"{name} has too few positions to test repositioning its KV. {_PREFIX_REUSE_ONLY}")
-    ids = torch.arange(_PROBE_TOKENS) * 7919 % min(config.vocab_size, 30_000)
-    modules = [module for module in decoder.modules() if _layer_types(module)]
-    with _state_kept(modules):
-        near_slots, far_slots = (_kv_of_single_tokens(model, decoder, ids, start) for start in (0, far))
-    if len(near_slots) != len(layout.slots):
-        raise UnsupportedModelError(f"{name} filled another number of cache layers than before. {_PREFIX_REUSE_ONLY}")
-    rotaries = _distinct_rotaries(name, modules, far)
-    steps = torch.arange(_PROBE_TOKENS)
-    angles = [rotary.rotation_between(steps, steps + far) for rotary in rotaries]
-    rotations: list[_Rotation | None] = []
-    for slot, (stored, fresh) in enumerate(zip(near_slots, far_slots, strict=True)):
-        # [heads, tokens, dim] each
-        error, rotation = _best_fit(stored, fresh, angles)
-        if not error <= _TOLERANCE.get(fresh.dtype, 4e-2):  # written so that NaN fails too
-            part = f"the {'values' if slot % 2 else 'keys'} of layer {slot // 2}"
-            why = (
-                f"and no rotation by its rotary embedding explains it (best is off by {error:.1e})"
-                if rotaries
-                else "and it has no rotary embedding module (learned positions, or RoPE inside its attention)"
-            )
-            raise UnsupportedModelError(f"{name}: {part} depend on the position, {why}. {_PREFIX_REUSE_ONLY}")
-        rotations.append(rotation)
-    if not any(rotations):
-        raise UnsupportedModelError(f"{name} rotates no keys by position (no RoPE). {_PREFIX_REUSE_ONLY}")
-    return KeyRepositioner(layout, rotaries=rotaries, rotations=rotations, limit=limit)
-
-
-def _kv_of_single_tokens(model: Any, decoder: Any, ids: torch.Tensor, start: int) -> list[torch.Tensor]:
-    """The KV of each token, computed alone at positions from ``start`` on: per slot [heads, tokens, dim].
-
-    A token that sees only itself has the same hidden state at any position, bit for bit and at any depth. So every
-    layer shows how its own KV depends on the position, and nothing else.
-    """
-    device = model.get_input_embeddings().weight.device
-    cache = stock_cache()  # no layer of it has a window
-    positions = torch.arange(start, start + len(ids), device=device)
-    decoder(
-        input_ids=ids.to(device).view(-1, 1), position_ids=positions.view(-1, 1), past_key_values=cache, use_cache=True
-    )
-    # [tokens, heads, 1, dim] in each layer
-    return [tensor[:, :, 0].transpose(0, 1) for layer in cache.layers for tensor in (layer.keys, layer.values)]
-
-
-def _best_fit(
-    stored: torch.Tensor, fresh: torch.Tensor, angles: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> tuple[float, _Rotation | None]:
-    """The rotation that brings ``stored`` closest to ``fresh``, [heads, tokens, dim], and its error."""
-    dim = fresh.shape[-1]
-    work = torch.promote_types(fresh.dtype, torch.float32)
-    stored, fresh = stored.to(work), fresh.to(work)
-    scale = fresh.abs().max().clamp_min(1e-12)
-    best: tuple[float, _Rotation | None] = float((stored - fresh).abs().max() / scale), None
-    for rotary, angle in enumerate(angles):
-        cos, sin = (factor.to(fresh.device, work) for factor in angle)
-        if 2 * cos.shape[-1] > dim:
-            continue  # the table of layers with wider heads
-        for interleaved in (False, True):
-            rotation = _Rotation(rotary, cos.shape[-1], interleaved)
-            rotated = torch.empty_like(fresh)
-            rotation.apply(stored, *rotation.factors(cos, sin, dim), out=rotated)
-            error = float((rotated - fresh).abs().max() / scale)
-            if error < best[0]:
-                best = error, rotation
-    return best
-
-
-def _layer_types(module: torch.nn.Module) -> list[str | None]:
-    """The layer types for which a rotary module has its own frequencies; empty for other modules."""
-    if "position_ids" not in inspect.signature(module.forward).parameters:
-        return []
-    names = [name for name, _ in module.named_buffers(recurse=False)]
-    if "inv_freq" in names:
-        return [None]
-    kept = "original_inv_freq"  # a copy that length-dependent types return to
-    return [name.removesuffix("_inv_freq") for name in names if name.endswith("_inv_freq") and not name.endswith(kept)]
-
-
-def _distinct_rotaries(name: str, modules: Sequence[torch.nn.Module], far: int) -> list[_Rotary]:
-    """The model's rotary tables, each once however many modules repeat it."""
-    positions = torch.cat([torch.arange(_PROBE_TOKENS), torch.arange(far, far + _PROBE_TOKENS)])
-    rotaries: list[_Rotary] = []
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for module in modules:
-        # Length-dependent types write to themselves when called; a copy protects the model.
-        own = copy.deepcopy(module)
-        device = next(buffer.device for buffer in own.buffers())
-        for layer_type in _layer_types(module):
-            try:
-                cos, sin = _call(own, layer_type, positions.to(device))
-            except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                raise UnsupportedModelError(
-                    f"{name}: its rotary embedding does not take plain positions ({error}). {_PREFIX_REUSE_ONLY}"
-                ) from error
-            rotary = _Rotary(own, layer_type, _columns(cos, sin), device)
-            table = rotary.angles(positions)
-            if not any(torch.equal(table[0], cos) and torch.equal(table[1], sin) for cos, sin in seen):
-                rotaries.append(rotary)
-                seen.append(table)
-    return rotaries
-
-
-def _call(
-    module: torch.nn.Module, layer_type: str | None, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The module's cosine and sine at ``positions`` [tokens]: [tokens, width] each, in float32."""
-    like = torch.zeros(1, 1, 1, device=positions.device)  # a float32 input gives float32 results
-    kind = {} if layer_type is None else {"layer_type": layer_type}
-    result = module(like, position_ids=positions.view(1, -1), **kind)
-    if isinstance(result, torch.Tensor):  # some families multiply complex numbers
-        result = torch.view_as_real(result).unbind(-1)
-    cos, sin = (part.reshape(len(positions), part.shape[-1]).float() for part in result)
-    return cos, sin
-
-
-def _columns(cos: torch.Tensor, sin: torch.Tensor) -> slice:
-    """Which columns of a table [tokens, width] name every frequency once."""
-    half = cos.shape[1] // 2
-    if cos.shape[1] % 2 == 0:
-        if all(torch.equal(table[:, :half], table[:, half:]) for table in (cos, sin)):
-            return slice(0, half)
-        if all(torch.equal(table[:, ::2], table[:, 1::2]) for table in (cos, sin)):
-            return slice(0, None, 2)
-    return slice(None)
-
-
-@contextmanager
-def _state_kept(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Length-dependent rotary modules change when the model runs; restore them afterwards."""
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
-    try:
-        yield
-    finally:
-        for module, attributes, buffers in before:
-            for current, earlier in ((vars(module), attributes), (module._buffers, buffers)):
-                for name in current.keys() - earlier.keys():
-                    del current[name]
-                current.update(earlier)

@@ -1,4 +1,4 @@
-"""The public engine."""
+"""The public engine: its requests and measurements. Tenants and closing are in :mod:`kvboost.engine.tenants`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvboost.core.clock import StageClock
 from kvboost.core.session import Session, nothing_to_fetch
 from kvboost.engine.assembly import split_settings
 from kvboost.engine.generation import Request, prefill_only, warm
-from kvboost.engine.memory import estimate_loaded, workload
+from kvboost.engine.memory import estimate_engine
 from kvboost.engine.parts import EngineParts
 from kvboost.engine.stats import cache_stats, describe, verify
-from kvboost.engine.tenants import TenantViews
+from kvboost.engine.tenants import TenantView
 from kvboost.engine.text_stream import PieceStream, PieceStreamer
 from kvboost.errors import ConfigError
-from kvboost.extend import ChunkStore, LayeredStore
+from kvboost.extend import ChunkStore
 from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.loading import ModelSource
 from kvboost.hf.prompt import Messages, Prompt
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _REUSE = GenerationMode.CHUNK_KV_REUSE
 
 
-class KVBoost:
+class KVBoost(TenantView):
     """A Transformers model with a KV cache that is reused across requests.
 
     Thread-safe: many threads may call one engine. Settings are keyword arguments, the
@@ -51,16 +51,6 @@ class KVBoost:
             raise ConfigError(f"unknown setting: {error}") from error
         parts = EngineParts(model, tokenizer, config=config, store=store)
         self._bind(parts, parts.config, parts.assembly.session if parts.assembly is not None else None, root=None)
-
-    def _bind(self, parts: EngineParts, config: EngineConfig, session: Session | None, root: Self | None) -> None:
-        self.model, self.tokenizer, self.config = parts.model, parts.tokenizer, config
-        self.parts, self.session = parts, session
-        """Internals, for the scheduler and the server: they may change with any version."""
-        self._store: ChunkStore = session.store if session is not None else parts.given_store or MemoryStore(0)
-        self._root = root
-        """The engine that this tenant's view belongs to; None for the engine itself."""
-        self._views: TenantViews[Self] = TenantViews()
-        self._closed = False
 
     @classmethod
     def from_pretrained(
@@ -278,10 +268,6 @@ class KVBoost:
         self._check_open()
         return self.parts.running(adapter)
 
-    def _check_open(self) -> None:
-        if self._closed or self.parts.closed:
-            raise ConfigError("this engine was closed; make a new one around the model")
-
     # Adapters and weights
 
     def load_adapter(self, name: str, path_or_id: str, *, replace: bool = False, **load_kwargs: Any) -> str:
@@ -350,18 +336,7 @@ class KVBoost:
         Counts all caches as full unless ``stored_tokens`` gives the number of stored tokens. The rest of the process is
         measured. ``kvboost doctor`` estimates without loading the model. A draft and its KV come on top.
         """
-        if self.session is None or self.parts.layout is None:
-            raise ConfigError(f"the memory of a model with unknown KV cannot be estimated ({self.parts.refusal})")
-        layout, held = self.parts.layout, self._store.stats().bytes + self.session.prefiller.pool.idle_bytes
-        work = workload(
-            self.config,
-            context=context,
-            batch=batch,
-            layout=layout,
-            step_tokens=self.parts.max_step,
-            stored_tokens=stored_tokens,
-        )
-        return estimate_loaded(self.model, layout, work, held=held)
+        return estimate_engine(self, context=context, batch=batch, stored_tokens=stored_tokens)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The validated token ids of ``prompt``."""
@@ -391,79 +366,6 @@ class KVBoost:
         """Reset the shadow checks' counts, and allow non-prefix reuse again if they had stopped it."""
         if self.session is not None:
             self.session.prefiller.approx.allow()
-
-    # Tenants and lifecycle
-
-    def for_tenant(self, tenant: str) -> Self:
-        """This engine for another tenant, which shares no chunks with the others in any tier.
-
-        It shares the model, the memory budget and all connections, takes a few milliseconds to make and is the same
-        object for every call. It may be closed on its own and is closed with this engine.
-        """
-        root = self._root or self
-        self._check_open()
-        return root if tenant == root.config.tenant else root._views.get(tenant, make=root._view)
-
-    def _view(self, tenant: str) -> Self:
-        assembly, view = self.parts.assembly, type(self).__new__(type(self))
-        session = assembly.open_session(tenant) if assembly is not None else None
-        view._bind(self.parts, replace(self.config, tenant=tenant), session, root=self)
-        return view
-
-    def views(self) -> list[Self]:
-        """This engine and its open views from :meth:`for_tenant`."""
-        root = self._root or self
-        return [root, *root._views.all()]
-
-    def purge_tenant(self, tenant: str) -> None:
-        """Remove everything stored for a tenant, of any model, from every tier. Let its requests finish first.
-
-        Raises StoreError if a tier could not be reached. Other processes must purge their own memory.
-        """
-        root = self._root or self
-        self.parts.check_purge()
-        was_open = tenant == root.config.tenant or tenant in root._views
-        view = root.for_tenant(tenant)
-        view.clear()
-        if not was_open:
-            view.close()
-        self.parts.purge(tenant)
-
-    def flush(self) -> None:
-        """Return once everything stored so far, for all tenants, is as durable as the tiers make it."""
-        for view in self.views() if self._root is None else [self]:
-            if isinstance(view._store, LayeredStore):
-                view._store.flush()
-
-    def clear(self) -> None:
-        """Drop everything stored for this tenant, in every tier. A store passed to the engine is cleared as a whole."""
-        if self._root is not None and not self.parts.owns_store:
-            raise ConfigError("the store was given to the engine and is shared by all tenants; clear it there")
-        self._store.clear()
-        if self.session is not None:
-            self.session.clear()
-
-    def close(self) -> None:
-        """Release the cache. The model stays usable, the engine does not. A store passed to it is left alone."""
-        if self._closed:
-            return  # shared parts may be in use
-        self._closed = True
-        if self._root is not None:
-            self._root._views.drop(self.config.tenant)
-        else:
-            for view in self.views()[1:]:
-                view.close()
-            self.parts.close()
-        if self.session is not None:
-            self.session.prefiller.pool.clear()
-        if self.parts.owns_store:
-            self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _session_with_approx(self, otherwise: str) -> Session:
         """The session, or ConfigError without non-prefix reuse."""

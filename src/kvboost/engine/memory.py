@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +22,7 @@ from kvboost.capacity import (
     shortfall,
 )
 from kvboost.config import AUTO, EngineConfig
+from kvboost.errors import ConfigError
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.device_memory import allocated_bytes, memory_available, resident_bytes
 from kvboost.hf.shape import shape_of, stored_bytes_per_token
@@ -105,10 +106,21 @@ def memory_shortfall(engine: KVBoost, *, kv_bytes: int) -> str | None:
     return shortfall(engine.estimate_memory(context=longest), kv_bytes=kv_bytes, available=available)
 
 
-def estimate_loaded(model: Any, layout: KVLayout, work: Workload, *, held: int) -> MemoryEstimate:
-    """The memory of a loaded engine, which holds ``held`` bytes of chunks and workspaces now."""
-    shape, weights = shape_of(model, layout), weights_of(model)
-    resident = resident_bytes()
+def estimate_engine(engine: KVBoost, *, context: int, batch: int, stored_tokens: int | None) -> MemoryEstimate:
+    """The memory of a loaded engine under this workload; see :meth:`KVBoost.estimate_memory`."""
+    session, parts, layout = engine.session, engine.parts, engine.parts.layout
+    if session is None or layout is None:
+        raise ConfigError(f"the memory of a model with unknown KV cannot be estimated ({parts.refusal})")
+    work = workload(
+        engine.config,
+        context=context,
+        batch=batch,
+        layout=layout,
+        step_tokens=parts.max_step,
+        stored_tokens=stored_tokens,
+    )
+    shape, weights = shape_of(engine.model, layout), weights_of(engine.model)
+    resident, held = resident_bytes(), session.store.stats().bytes + session.prefiller.pool.idle_bytes
     known = weights.in_memory + held if shape.on_host else 0
     # The rest of the process; not measured where the system does not report it.
     runtime = resident - known if resident > known else RUNTIME_BYTES

@@ -1,15 +1,22 @@
-"""The views of one engine: one for each tenant, made on first use.
+"""The views of one engine: one for each tenant, made on first use; how they are opened, cleared and closed.
 
-Used by :class:`kvboost.KVBoost`. Invariants: no view's keys occur in another's; there is one view for each tenant.
+:class:`kvboost.KVBoost` is such a view, with the requests added. Invariants: no view's keys occur in another's; there
+is one view for each tenant; closing the engine closes its views before what they share.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from dataclasses import replace
+from typing import Generic, Self, TypeVar
 
+from kvboost.config import EngineConfig
+from kvboost.core.session import Session
+from kvboost.engine.parts import EngineParts
 from kvboost.errors import ConfigError
+from kvboost.extend import ChunkStore, LayeredStore
+from kvboost.store import MemoryStore
 
 View = TypeVar("View")
 
@@ -43,3 +50,92 @@ class TenantViews(Generic[View]):
         """The views that are open."""
         with self._lock:
             return list(self._views.values())
+
+
+class TenantView:
+    """One tenant's view of an engine: its session and store, and what it shares with the others."""
+
+    def _bind(self, parts: EngineParts, config: EngineConfig, session: Session | None, root: Self | None) -> None:
+        self.model, self.tokenizer, self.config = parts.model, parts.tokenizer, config
+        self.parts, self.session = parts, session
+        """Internals, for the scheduler and the server: they may change with any version."""
+        self._store: ChunkStore = session.store if session is not None else parts.given_store or MemoryStore(0)
+        self._root = root
+        """The engine that this tenant's view belongs to; None for the engine itself."""
+        self._views: TenantViews[Self] = TenantViews()
+        self._closed = False
+
+    def for_tenant(self, tenant: str) -> Self:
+        """This engine for another tenant, which shares no chunks with the others in any tier.
+
+        It shares the model, the memory budget and all connections, takes a few milliseconds to make and is the same
+        object for every call. It may be closed on its own and is closed with this engine.
+        """
+        root = self._root or self
+        self._check_open()
+        return root if tenant == root.config.tenant else root._views.get(tenant, make=root._view)
+
+    def _view(self, tenant: str) -> Self:
+        assembly, view = self.parts.assembly, type(self).__new__(type(self))
+        session = assembly.open_session(tenant) if assembly is not None else None
+        view._bind(self.parts, replace(self.config, tenant=tenant), session, root=self)
+        return view
+
+    def views(self) -> list[Self]:
+        """This engine and its open views from :meth:`for_tenant`."""
+        root = self._root or self
+        return [root, *root._views.all()]
+
+    def purge_tenant(self, tenant: str) -> None:
+        """Remove everything stored for a tenant, of any model, from every tier. Let its requests finish first.
+
+        Raises StoreError if a tier could not be reached. Other processes must purge their own memory.
+        """
+        root = self._root or self
+        self.parts.check_purge()
+        was_open = tenant == root.config.tenant or tenant in root._views
+        view = root.for_tenant(tenant)
+        view.clear()
+        if not was_open:
+            view.close()
+        self.parts.purge(tenant)
+
+    def flush(self) -> None:
+        """Return once everything stored so far, for all tenants, is as durable as the tiers make it."""
+        for view in self.views() if self._root is None else [self]:
+            if isinstance(view._store, LayeredStore):
+                view._store.flush()
+
+    def clear(self) -> None:
+        """Drop everything stored for this tenant, in every tier. A store passed to the engine is cleared as a whole."""
+        if self._root is not None and not self.parts.owns_store:
+            raise ConfigError("the store was given to the engine and is shared by all tenants; clear it there")
+        self._store.clear()
+        if self.session is not None:
+            self.session.clear()
+
+    def close(self) -> None:
+        """Release the cache. The model stays usable, the engine does not. A store passed to it is left alone."""
+        if self._closed:
+            return  # shared parts may be in use
+        self._closed = True
+        if self._root is not None:
+            self._root._views.drop(self.config.tenant)
+        else:
+            for view in self.views()[1:]:
+                view.close()
+            self.parts.close()
+        if self.session is not None:
+            self.session.prefiller.pool.clear()
+        if self.parts.owns_store:
+            self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed or self.parts.closed:
+            raise ConfigError("this engine was closed; make a new one around the model")

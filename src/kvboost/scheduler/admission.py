@@ -1,4 +1,4 @@
-"""Checks a job before it is queued, and limits its new tokens.
+"""Checks an engine before its jobs are batched, and a job before it is queued; limits the job's new tokens.
 
 Used by :mod:`kvboost.scheduler.runner`. Invariant: a refusal gives the reason and a remedy; an accepted job fits the
 model's positions.
@@ -6,12 +6,31 @@ model's positions.
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left
 from dataclasses import replace
 
 from kvboost.core.session import Session
 from kvboost.errors import CapacityError, ConfigError
-from kvboost.scheduler.jobs import Job
+from kvboost.hf.cache import KVLayout
+from kvboost.scheduler.jobs import BatchEngine, Job
+
+
+def checked_engine(engine: BatchEngine, *, deterministic: bool) -> tuple[Session, KVLayout]:
+    """The engine's session and the layout of its KV. Called by the runner's constructor, whose caller is warned."""
+    session, layout = engine.session, engine.parts.layout
+    if session is None or layout is None:
+        raise ConfigError(f"jobs cannot be batched with this model ({engine.parts.refusal}); use engine.generate")
+    if deterministic and (engine.config.reuse_generated or engine.config.kv_cache_bits != 16):
+        raise ConfigError(
+            "deterministic needs an engine with reuse_generated=False and kv_cache_bits=16: otherwise an answer "
+            "depends on what was stored before"
+        )
+    if engine.config.draft is not None:
+        warnings.warn(
+            "batched jobs are decoded without the engine's draft; engine.generate uses it", RuntimeWarning, stacklevel=3
+        )
+    return session, layout
 
 
 def checked_job(job: Job, session: Session, *, vocab_size: int, kv_bytes: int) -> Job:

@@ -1,21 +1,27 @@
 """Decodes all running jobs in one forward: their KV moves into one batch as soon as their prompts are prefilled.
 
-Used by :mod:`kvboost.scheduler.runner`, on its thread only. Invariant: a job's KV lies in the batch from its first
-joint step until it ends, is preempted, or joint steps are given up.
+Used by :mod:`kvboost.scheduler.runner`, on its thread only. Invariants: a job's KV lies in the batch from its first
+joint step until it ends, is preempted, or joint steps are given up; they are given up for good, with the reason.
 """
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Sequence
 
 import torch
 
 from kvboost.core.prefill import PrefillState
+from kvboost.errors import UnsupportedModelError
 from kvboost.hf.cache import KVLayout
-from kvboost.hf.ragged import RaggedRunner, SharedPrefix
+from kvboost.hf.ragged import RaggedRunner, SharedPrefix, probe_ragged
 from kvboost.hf.rows import RowBatch
+from kvboost.scheduler.jobs import ModelParts
 from kvboost.scheduler.running import RunningJob
 from kvboost.scheduler.sharing import shared_prefixes
+
+_log = logging.getLogger("kvboost.engine")
 
 
 class JointDecoder:
@@ -34,3 +40,36 @@ class JointDecoder:
         if self._shared[0] != states:
             self._shared = (states, shared_prefixes(ordered))
         return ordered, self._ragged.decode([job.next_input for job in ordered], self.batch, shared=self._shared[1])
+
+
+class JobDecoder:
+    """The decode steps of one runner: joint ones if the model supports them, otherwise one for each job."""
+
+    def __init__(self, parts: ModelParts, layout: KVLayout, *, deterministic: bool) -> None:
+        """``deterministic`` forbids joint steps: their shapes depend on the other jobs."""
+        self._runner = parts.runner
+        self.joint: JointDecoder | None = None
+        self.single_reason: str | None = "deterministic" if deterministic else None
+        """Why jobs are decoded one at a time; None if they are decoded together."""
+        if not deterministic:
+            try:
+                with parts.running():
+                    self.joint = JointDecoder(probe_ragged(parts.runner, layout), layout)
+            except UnsupportedModelError as error:
+                self.single_reason = str(error)
+                _log.warning("jobs are decoded one by one: %s", error)
+
+    def together(self, jobs: Sequence[RunningJob]) -> tuple[list[RunningJob], torch.Tensor] | None:
+        """The jobs in the order of their logits, [jobs, vocab]; None if that failed: each is decoded alone then."""
+        assert self.joint is not None
+        try:
+            return self.joint.logits(jobs)
+        except Exception as error:  # noqa: BLE001 - one job may be the cause: each is retried alone and ends if it fails again
+            self.joint, self.single_reason = None, f"a joint step failed: {error!r}"
+            _log.warning("jobs are decoded one by one from now on: %s", self.single_reason)
+            warnings.warn(f"{self.single_reason}; jobs are decoded one by one", RuntimeWarning, stacklevel=2)
+            return None
+
+    def alone(self, job: RunningJob) -> torch.Tensor:
+        """The logits of one job's next input, [1, vocab]."""
+        return self._runner.decode(job.next_input, job.state.cache)[None]

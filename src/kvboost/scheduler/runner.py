@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import logging
 import threading
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 import torch
 
 from kvboost.core.session import Session
-from kvboost.errors import ClosedError, ConfigError, UnsupportedModelError
-from kvboost.hf.ragged import probe_ragged
-from kvboost.scheduler.admission import checked_job
-from kvboost.scheduler.decoding import JointDecoder
+from kvboost.errors import ClosedError
+from kvboost.hf.rows import RowBatch
+from kvboost.scheduler.admission import checked_engine, checked_job
+from kvboost.scheduler.decoding import JobDecoder
 from kvboost.scheduler.jobs import BatchEngine, Finished, Job, RunnerLoad, Ticket
 from kvboost.scheduler.queue import Limits, Scheduler
 from kvboost.scheduler.running import JobTicket, RunningJob
@@ -65,20 +63,7 @@ class BatchRunner:
         max_wait_steps: int = 256,
         deterministic: bool = False,
     ) -> None:
-        session, layout = engine.session, engine.parts.layout
-        if session is None or layout is None:
-            raise ConfigError(f"jobs cannot be batched with this model ({engine.parts.refusal}); use engine.generate")
-        if deterministic and (engine.config.reuse_generated or engine.config.kv_cache_bits != 16):
-            raise ConfigError(
-                "deterministic needs an engine with reuse_generated=False and kv_cache_bits=16: otherwise an answer "
-                "depends on what was stored before"
-            )
-        if engine.config.draft is not None:
-            warnings.warn(
-                "batched jobs are decoded without the engine's draft; engine.generate uses it",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        session, layout = checked_engine(engine, deterministic=deterministic)
         self._engine, self._parts = engine, engine.parts
         self._bytes_for = session.budget.bytes_for
         self._deterministic = deterministic
@@ -90,16 +75,7 @@ class BatchRunner:
             max_wait_steps=max_wait_steps,
         )
         self._vocab_size = int(engine.model.get_input_embeddings().weight.shape[0])
-        self._joint: JointDecoder | None = None
-        self.single_decode_reason: str | None = "deterministic" if deterministic else None
-        """Why jobs are decoded one at a time; None if they are decoded together."""
-        if not deterministic:
-            try:
-                with self._parts.running():
-                    self._joint = JointDecoder(probe_ragged(self._parts.runner, layout), layout)
-            except UnsupportedModelError as error:
-                self.single_decode_reason = str(error)
-                _log.warning("jobs are decoded one by one: %s", error)
+        self._decoder = JobDecoder(self._parts, layout, deterministic=deterministic)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._scheduler = Scheduler(limits)
@@ -159,6 +135,11 @@ class BatchRunner:
         return session
 
     @property
+    def single_decode_reason(self) -> str | None:
+        """Why jobs are decoded one at a time; None if they are decoded together."""
+        return self._decoder.single_reason
+
+    @property
     def kv_bytes(self) -> int:
         """Total KV that running jobs may hold."""
         return self._scheduler.limits.kv_bytes
@@ -171,7 +152,7 @@ class BatchRunner:
                 self._scheduler.running,
                 self._scheduler.waiting,
                 held,
-                one_by_one=self._joint is None,
+                one_by_one=self._decoder.joint is None,
                 alive=not self._closing,
             )
 
@@ -186,9 +167,7 @@ class BatchRunner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _wake(self) -> None:
@@ -337,47 +316,38 @@ class BatchRunner:
             jobs = {self._jobs[number]: number for number in self._scheduler.decoding()}
         for job in [job for job in jobs if job.ticket.cancelled]:
             self._end(jobs.pop(job), "cancelled")
-        if self._joint is not None:
-            self._join(self._joint, jobs)
-            found = self._joint_logits(self._joint, jobs) if jobs else None
+        if self._decoder.joint is not None:
+            self._join(self._decoder.joint.batch, jobs)
+            found = self._decoder.together(list(jobs)) if jobs else None
             if found is not None:
                 self._accept(jobs, *found)
                 return
+            self._leave(jobs)
         for job, number in jobs.items():
             try:
-                logits = self._parts.runner.decode(job.next_input, job.state.cache)
-                self._accept(jobs, [job], logits[None])
+                self._accept(jobs, [job], self._decoder.alone(job))
             except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
                 self._failed(number, error)
 
-    def _join(self, joint: JointDecoder, jobs: dict[RunningJob, int]) -> None:
+    def _join(self, batch: RowBatch, jobs: dict[RunningJob, int]) -> None:
         """Move the KV of jobs that are new here into the batch. Rows nobody uses keep within what is not reserved."""
         with self._lock:
-            joint.batch.limit_spare(self._scheduler.limits.kv_bytes - self._scheduler.reserved_bytes)
+            batch.limit_spare(self._scheduler.limits.kv_bytes - self._scheduler.reserved_bytes)
         for job in [job for job in jobs if not job.has_joined]:
             try:
-                job.join(joint.batch)
+                job.join(batch)
                 with self._lock:
                     self._scheduler.moved(jobs[job], held=job.cached_bytes)
             except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
                 self._failed(jobs.pop(job), error)
 
-    def _joint_logits(
-        self, joint: JointDecoder, jobs: dict[RunningJob, int]
-    ) -> tuple[list[RunningJob], torch.Tensor] | None:
-        """The jobs in the order of their logits, [jobs, vocab]; None if that failed: each is decoded alone then."""
-        try:
-            return joint.logits(list(jobs))
-        except Exception as error:  # noqa: BLE001 - one job may be the cause: each is retried alone and ends if it fails again
-            self._joint, self.single_decode_reason = None, f"a joint step failed: {error!r}"
-            _log.warning("jobs are decoded one by one from now on: %s", self.single_decode_reason)
-            warnings.warn(f"{self.single_decode_reason}; jobs are decoded one by one", RuntimeWarning, stacklevel=2)
+    def _leave(self, jobs: dict[RunningJob, int]) -> None:
+        """Give every job a cache of its own again."""
         for job in list(jobs):
             try:
                 job.leave()
             except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
                 self._failed(jobs.pop(job), error)
-        return None
 
     def _accept(self, numbers: dict[RunningJob, int], jobs: Sequence[RunningJob], logits: torch.Tensor) -> None:
         """Sample the next token of each of ``jobs`` from its logits, [jobs, vocab]."""

@@ -32,6 +32,39 @@ class _Event:
         self.happened.wait()
 
 
+class _Queue:
+    """One thread that does what it is given, in order."""
+
+    def __init__(self, delay: Callable[[], float], errors: list[BaseException]) -> None:
+        """``delay`` gives seconds to lose before each computation; what goes wrong is added to ``errors``."""
+        self._delay, self._errors = delay, errors
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def put(self, job: Callable[[], object]) -> None:
+        self._jobs.put(job)
+
+    def compute(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            time.sleep(self._delay())
+            work()
+
+        self.put(run)
+
+    def close(self) -> None:
+        """Return once everything given so far is done."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except BaseException as error:  # noqa: BLE001 - looked at by the test, or raised by close
+                self._errors.append(error)
+
+
 class SimulatedLink:
     """Copies on one thread; with ``queued``, computes on another, as a device does."""
 
@@ -50,17 +83,10 @@ class SimulatedLink:
         """How long copies took, without waiting for their turn."""
         self.copies: list[Extent] = []
         """What was copied, in order."""
-        self._copying: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._computing: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.errors: list[BaseException] = []
         """What went wrong in the queue."""
-        self._queued = queued
-        self._threads = [
-            (jobs, threading.Thread(target=self._work, args=(jobs,), daemon=True))
-            for jobs in ([self._copying, self._computing] if queued else [self._copying])
-        ]
-        for _, thread in self._threads:
-            thread.start()
+        self._copying = _Queue(delay, self.errors)
+        self._computing = _Queue(delay, self.errors) if queued else None
 
     @property
     def allocated(self) -> int:
@@ -100,20 +126,15 @@ class SimulatedLink:
 
     def compute(self, work: Callable[[], None]) -> None:
         """Do this behind everything computed and waited for so far: now, or with ``queued`` when its turn comes."""
-        if not self._queued:
+        if self._computing is not None:
+            self._computing.compute(work)
+        else:
             work()
-            return
-
-        def run() -> None:
-            time.sleep(self._delay())
-            work()
-
-        self._computing.put(run)
 
     def event(self) -> _Event:
         """All that was handed to :meth:`compute`."""
         event = _Event()
-        if self._queued:
+        if self._computing is not None:
             self._computing.put(event.happened.set)
         else:
             event.happened.set()
@@ -121,23 +142,16 @@ class SimulatedLink:
 
     def wait(self, copy: _Event) -> None:
         """Nothing is computed until the copy is whole."""
-        if self._queued:
+        if self._computing is not None:
             self._computing.put(lambda: _whole(copy))
         else:
             _whole(copy)
 
     def close(self) -> None:
         """Return once everything asked for is done."""
-        for jobs, thread in reversed(self._threads):  # what is computed may still wait for copies
-            jobs.put(None)
-            thread.join()
-
-    def _work(self, jobs: queue.SimpleQueue[Any]) -> None:
-        while (job := jobs.get()) is not None:
-            try:
-                job()
-            except BaseException as error:  # noqa: BLE001 - looked at by the test
-                self.errors.append(error)
+        if self._computing is not None:
+            self._computing.close()  # first: what is computed may still wait for copies
+        self._copying.close()
 
 
 def _whole(copy: _Event) -> None:
@@ -159,20 +173,11 @@ class SimulatedStreams:
         self._delay = delay
         self.errors: list[BaseException] = []
         """What went wrong in the queues: failed assertions of :meth:`compute` among them."""
-        self._queues: list[queue.SimpleQueue[Callable[[], object] | None]] = [queue.SimpleQueue(), queue.SimpleQueue()]
-        self._computing, self._copying = self._queues
-        self._threads = [threading.Thread(target=self._work, args=(jobs,), daemon=True) for jobs in self._queues]
-        for thread in self._threads:
-            thread.start()
+        self._computing, self._copying = _Queue(delay, self.errors), _Queue(delay, self.errors)
 
     def compute(self, work: Callable[[], None]) -> None:
         """Do this behind everything computed so far, when its turn comes."""
-
-        def run() -> None:
-            time.sleep(self._delay())
-            work()
-
-        self._computing.put(run)
+        self._computing.compute(work)
 
     def event(self) -> _Event:
         """All that was handed to :meth:`compute`."""
@@ -215,18 +220,10 @@ class SimulatedStreams:
 
     def close(self) -> None:
         """Return once everything asked for is done; raises the first error of the queues."""
-        for jobs, thread in zip(self._queues, self._threads, strict=True):  # copies wait for what is computed first
-            jobs.put(None)
-            thread.join()
+        self._computing.close()  # first: copies wait for what is computed
+        self._copying.close()
         if self.errors:
             raise self.errors[0]
-
-    def _work(self, jobs: queue.SimpleQueue[Callable[[], object] | None]) -> None:
-        while (job := jobs.get()) is not None:
-            try:
-                job()
-            except BaseException as error:  # noqa: BLE001 - raised by close
-                self.errors.append(error)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost.approx.reposition import Move, probe_reposition
+from kvboost.approx.probe import probe_reposition
+from kvboost.approx.reposition import Move
 from kvboost.errors import ConfigError
 from kvboost.hf.cache import KVLayout, SlabCache, TensorSpec
 from kvboost.hf.codec import CODECS, codec_for
