@@ -248,8 +248,6 @@ def _request(
     stored_to = len(tokens)
     if subject.grid is not None:
         stored_to -= len(tokens) % subject.grid  # only whole steps
-    elif operation == "warm":
-        stored_to = max(ends, default=0)  # only complete chunks
     expected = reference.request(tokens, ends, stored_to=stored_to)
     wrong: list[str] = []
     cold.clear()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType, TracebackType
 from typing import Self
 
@@ -37,13 +38,18 @@ class ChunkedPrompt:
     tail: Chunk | None = None
     """The tokens behind the last cut: stored too, for prompts that begin with this one."""
 
-    @property
+    @cached_property
+    def stored(self) -> list[Chunk]:
+        """What a prefill of the whole prompt stores: the chunks and the tail."""
+        return [*self.chunks, self.tail] if self.tail is not None else self.chunks
+
+    @cached_property
     def lookup(self) -> list[Chunk]:
         """The chunks to look up: all that hold a token before the last one, whose logits are needed."""
-        chunks = [*self.chunks, self.tail] if self.tail is not None else list(self.chunks)
-        while chunks and chunks[-1].start >= len(self.tokens) - 1:
-            chunks.pop()
-        return chunks
+        count = len(self.stored)
+        while count and self.stored[count - 1].start >= len(self.tokens) - 1:
+            count -= 1
+        return self.stored[:count]
 
     @property
     def usable(self) -> Sequence[Chunk]:

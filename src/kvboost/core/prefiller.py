@@ -136,10 +136,10 @@ class Prefiller:
     ) -> PrefillState:
         end = placed[-1].end if placed else 0
         reused = self.rule.resume(min(end, len(prompt.tokens) - 1))  # the rest of the last block is computed again
-        own = next((c.start for c, mine in zip(placed, prompt.lookup, strict=False) if c.end != mine.end), end)
+        borrowed = bool(placed) and placed[-1].end != prompt.lookup[len(placed) - 1].end  # only the last one can be
         hits = ExactHits(
             tokens=end,
-            borrowed=end - own,
+            borrowed=end - placed[-1].start if borrowed else 0,
             bitwise=all(block.bitwise for block in blocks),
             lease=lease,
             tiers=tokens_by_tier(blocks, loads_of(lease), limit=reused),
@@ -232,7 +232,7 @@ class Prefiller:
         return new
 
     def _store_exact(self, state: PrefillState) -> None:
-        chunks = [*state.prompt.chunks, state.prompt.tail] if state.prompt.tail is not None else state.prompt.chunks
+        chunks = state.prompt.stored
         for index, chunk in enumerate(chunks):
             if chunk.end > state.num_exact:
                 break

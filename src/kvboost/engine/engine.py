@@ -85,7 +85,7 @@ class KVBoost(TenantView):
     def warm(self, prompt: Prompt, *, boundaries: Sequence[int] = (), adapter: AdapterName = AS_SET) -> int:
         """Prefill ``prompt`` and store its KV. Returns the number of new chunks.
 
-        Tokens after the last chunk boundary are not stored: how they round depends on what follows them.
+        On a grid (see ``kvboost doctor``) the tokens behind the last whole step are not stored.
         """
         clock = StageClock()
         tokens = self.encode(prompt)

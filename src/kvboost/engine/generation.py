@@ -63,12 +63,12 @@ class Request:
 
 
 def warm(session: Session, tokens: list[int], *, boundaries: Sequence[int], clock: StageClock) -> int:
-    """Prefill the complete chunks of a prompt and store them. Returns how many were new."""
+    """Prefill a prompt and store it, on a grid its whole steps. Returns how many chunks were new."""
     prefiller = session.prefiller
     with open_prefill(session, tokens, boundaries=boundaries, clock=clock) as state:
-        end = state.prompt.chunks[-1].end if state.prompt.chunks else 0
-        # On a grid only whole steps are stored: a chunk may need the tokens behind it to complete its step.
-        prefiller.advance(state, to=end if state.rule.grid is None else state.rule.resume(len(tokens)))
+        end = state.rule.resume(len(tokens))
+        if state.hits.tokens < end:
+            prefiller.advance(state, to=end)
         prefiller.commit(state)
         return state.new_chunks
 

@@ -44,11 +44,6 @@ class RowSizes:
     """Results of that."""
 
     @property
-    def spec(self) -> str:
-        """Names the class: layers that run in it have the same bits."""
-        return f"{self.smallest}-{self.dense}"
-
-    @property
     def overhead(self) -> float:
         """The work for steps of usual lengths, divided by that of one call without padding each."""
         return sum(self._work(rows) / (rows + self.call_cost) for rows in _USUAL) / len(_USUAL)

@@ -23,6 +23,7 @@ from kvboost.hf.numerics.elementwise import functions_of, hook_function
 from kvboost.hf.numerics.hooks import in_this_thread
 from kvboost.hf.numerics.packed import PackedLinear, can_pack
 from kvboost.hf.numerics.rows import Rows, RowSizes, cancelling, find_classes, run_rows
+from kvboost.hf.peft_layers import WeightNames
 
 # What a call costs beside its rows, as a number of rows: with packed weights less, as nothing is reordered.
 _CALL_COST, _PACKED_CALL_COST = 64, 24
@@ -80,9 +81,9 @@ class Tiles:
 
     @property
     def spec(self) -> str:
-        """Names what the bits depend on."""
-        classes = {f"{_shape(layer.module)}{'p' if layer.packed else ''}{layer.sizes.spec}" for layer in self._layers}
-        return f"tiles:{self.granule}:{','.join(sorted(classes))}"
+        """Names what the bits depend on, beside the machine: which sizes a layer runs in follows from that alone."""
+        packed = sorted({_shape(layer.module) for layer in self._layers if layer.packed is not None})
+        return f"tiles:{self.granule}:{','.join(packed)}"
 
     @contextmanager
     def step(self, cache: Any, rows: int) -> Iterator[Step]:
@@ -110,7 +111,10 @@ class Tiles:
 
     def _find_layers(self) -> None:
         self._threads, self._modules = torch.get_num_threads(), _linear_modules(self._model)
-        self._layers = _linear_layers(self._modules, self._device, self._budget)
+        # Adapters come and go, and are small: they do not decide what is packed.
+        names = WeightNames(self._model)
+        added = {module for path, module in self._model.named_modules() if names.owner_and_name(f"{path}.weight")[0]}
+        self._layers = _linear_layers(self._modules, added, self._device, self._budget)
         self._functions = functions_of(self._model)
 
 
@@ -124,18 +128,22 @@ def _shape(module: Any) -> str:
     """What the kernels of a layer depend on."""
     weight = module.weight
     size = "x".join(map(str, weight.shape))
-    return f"{type(module).__name__}:{size}:{weight.dtype}:{'bias' if module.bias is not None else 'plain'}:"
+    return f"{type(module).__name__}:{size}:{weight.dtype}:{'bias' if module.bias is not None else 'plain'}"
 
 
-def _linear_layers(linear: list[Any], device: torch.device, budget: int) -> list[_Layer]:
-    """How these layers are run, each tested once per shape; packed weights take at most ``budget`` bytes."""
-    by_shape: dict[str, list[Any]] = {}
+def _linear_layers(linear: list[Any], added: set[Any], device: torch.device, budget: int) -> list[_Layer]:
+    """How these layers are run, each tested once per shape; packed weights take at most ``budget`` bytes.
+
+    ``added`` are those of adapters, which are not packed.
+    """
+    by_shape: dict[tuple[str, bool], list[Any]] = {}
     for module in linear:
-        by_shape.setdefault(_shape(module), []).append(module)
+        by_shape.setdefault((_shape(module), module in added), []).append(module)
     layers = []
-    for modules in by_shape.values():
+    for (_, is_added), modules in by_shape.items():
         nbytes = sum(module.weight.nbytes for module in modules)
-        sizes, pack = _choose(modules[0], device, packable=nbytes <= budget and all(map(can_pack, modules)))
+        packable = not is_added and nbytes <= budget and all(map(can_pack, modules))
+        sizes, pack = _choose(modules[0], device, packable=packable)
         budget -= nbytes if pack else 0
         for module in modules:
             packed = PackedLinear(module) if pack else None
