@@ -27,30 +27,38 @@ def functions_of(model: Any) -> list[torch.nn.Module]:
     return [
         module
         for module in model.modules()
-        if hasattr(module, "inv_freq")
+        if _frequencies(module)
         or (not isinstance(module, _NO_FUNCTION) and not any(module.children()) and not [*module.parameters()])
     ]
 
 
 def hook_function(module: torch.nn.Module) -> list[Any]:
     """Pad what this module is given for as long as the hooks stay."""
-    return _hook_rotary(module) if hasattr(module, "inv_freq") else _hook_activation(module)
+    return _hook_rotary(module) if _frequencies(module) else _hook_activation(module)
+
+
+def _frequencies(module: torch.nn.Module) -> set[int]:
+    """How many frequencies a rotary embedding has; some have a table for each kind of layer."""
+    return {table.numel() for name, table in module.named_buffers(recurse=False) if name.endswith("inv_freq")}
 
 
 def _hook_activation(module: torch.nn.Module) -> list[Any]:
-    rows = 0
+    rows: int | None = None
 
     def before(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         nonlocal rows
-        x = args[0]
+        x = args[0] if args else None
         if not isinstance(x, torch.Tensor) or x.dim() < 2:
+            rows = None
             return None
         rows = x.shape[-2]
         extra = missing(rows, (x.shape[-1],), torch.get_num_threads())
         return (pad(x, (0, 0, 0, extra)).contiguous(), *args[1:])
 
     def after(_: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        return output[..., :rows, :] if isinstance(output, torch.Tensor) and output.dim() > 1 else output
+        if rows is None or not isinstance(output, torch.Tensor) or output.dim() < 2:
+            return output
+        return output[..., :rows, :]
 
     return [
         module.register_forward_pre_hook(in_this_thread(before)),
@@ -60,13 +68,13 @@ def _hook_activation(module: torch.nn.Module) -> list[Any]:
 
 def _hook_rotary(module: torch.nn.Module) -> list[Any]:
     rows = 0
+    widths = tuple(sorted({width for count in _frequencies(module) for width in (count, 2 * count)}))
 
     def before(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         nonlocal rows
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         rows = positions.shape[-1]
-        half = int(module.inv_freq.numel())  # type: ignore[operator]
-        padded = pad(positions, (0, missing(rows, (half, 2 * half), torch.get_num_threads())))
+        padded = pad(positions, (0, missing(rows, widths, torch.get_num_threads())))
         if "position_ids" in kwargs:
             return args, {**kwargs, "position_ids": padded}
         return (args[0], padded, *args[2:]), kwargs
@@ -90,7 +98,7 @@ def missing(rows: int, widths: tuple[int, ...], threads: int) -> int:
 
 
 def _whole(numbers: int, threads: int) -> bool:
-    shares = {min(threads, -(-numbers // _GRAIN))}
+    shares = {min(threads, -(-numbers // _GRAIN) or 1)}
     if numbers > _GELU_GRAIN:
         shares.add(threads)
     return all(numbers % (share * _VECTORS) == 0 for share in shares)

@@ -1,0 +1,175 @@
+"""Only sizes that were tested are ever run, and the classes that are found hold no size that rounds otherwise."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import reduce
+from typing import Any
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvboost.core.verify import same_bits
+from kvboost.hf.numerics.rows import RowSizes, cancelling, find_classes, run_rows
+
+_INPUTS = 3
+_LARGER = (64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 2048)
+_ROWS = torch.randn(2048, _INPUTS, generator=torch.Generator().manual_seed(1)).abs() + 1
+_TEST_ROWS = _ROWS[:192]
+
+
+class Layer:
+    """Works on each row alone, and records what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[torch.Tensor] = []
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.given.append(x)
+        return torch.cat((x.square(), x.sum(1, keepdim=True)), dim=1)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(x) for x in self.given]
+
+
+@st.composite
+def row_sizes(draw: Any) -> RowSizes:
+    smallest = draw(st.integers(1, 40))
+    dense = draw(st.integers(smallest, 48))
+    larger = tuple(sorted(draw(st.sets(st.integers(dense + 1, 400), max_size=5))))
+    others = draw(st.none() | st.frozensets(st.integers(dense + 1, 700), max_size=30))
+    test = None if others is None else others.__contains__
+    return RowSizes(smallest, dense, larger, draw(st.integers(0, 100)), test)
+
+
+@given(sizes=row_sizes(), count=st.integers(0, 700))
+@example(sizes=RowSizes(20, 32, (64,), 24), count=0)
+@example(sizes=RowSizes(20, 32, (64,), 24), count=5)  # padded
+@example(sizes=RowSizes(20, 32, (64,), 24), count=60)  # padded to a larger size
+@example(sizes=RowSizes(20, 32, (64,), 24), count=70)  # two calls, the second mostly over the first
+@example(sizes=RowSizes(20, 32, (64,), 24, test=lambda rows: rows == 70), count=70)  # one call
+@settings(deadline=None)
+def test_any_number_of_rows_is_covered_by_allowed_sizes(sizes: RowSizes, count: int) -> None:
+    layer, x = Layer(), _ROWS[:count]
+    result = run_rows(layer, x, sizes)
+    assert same_bits(result, Layer()(x))
+    for size in layer.sizes:
+        assert sizes.smallest <= size <= sizes.dense or size in sizes.larger or (sizes.test and sizes.test(size))
+    if len(layer.given) > 1:
+        assert all(given.all() for given in layer.given), "rows are padded in a single call only"
+        assert len(layer.given) == -(-count // layer.sizes[0])
+        assert same_bits(layer.given[-1], x[-layer.sizes[0] :]), "the last call overlaps the one before"
+    if count < sizes.smallest:
+        assert layer.sizes == [sizes.smallest]
+    if sizes.test and sizes.test(count):
+        assert layer.sizes == [count]
+
+
+@given(sizes=row_sizes(), count=st.integers(1, 2048))
+@settings(deadline=None)
+def test_no_other_size_covers_the_rows_with_less_work(sizes: RowSizes, count: int) -> None:
+    sizes = RowSizes(sizes.smallest, sizes.dense, sizes.larger, sizes.call_cost)
+
+    def work(choices: RowSizes) -> int:
+        layer = Layer()
+        run_rows(layer, _ROWS[:count], choices)
+        return sum(size + sizes.call_cost for size in layer.sizes)
+
+    least = min(work(RowSizes(size, size, (), sizes.call_cost)) for size in (sizes.dense, *sizes.larger))
+    if count <= sizes.dense:
+        assert work(sizes) == max(count, sizes.smallest) + sizes.call_cost
+    else:
+        assert work(sizes) == least
+
+
+def test_a_size_is_tested_once_and_only_above_the_others() -> None:
+    asked: list[int] = []
+
+    def test(rows: int) -> bool:
+        asked.append(rows)
+        return rows == 70
+
+    sizes = RowSizes(20, 32, (64,), 24, test)
+    assert [sizes.allows(rows) for rows in (70, 71, 70, 71)] == [True, False, True, False]
+    assert [sizes.allows(rows) for rows in (5, 19, 20, 32, 64)] == [False, False, True, True, True]
+    assert asked == [70, 71]
+
+
+class Kernels:
+    """A layer that rounds in another way from each of these numbers of rows on."""
+
+    def __init__(self, changes: dict[int, int]) -> None:
+        self.starts, self.kernels = zip(*sorted({0: 0, **changes}.items()), strict=True)
+        self.calls = 0
+
+    def kernel(self, rows: int) -> int:
+        return self.kernels[bisect_right(self.starts, rows) - 1]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * (1 + 2**-20 * self.kernel(len(x)))
+
+
+@given(changes=st.dictionaries(st.integers(2, 2100), st.integers(0, 2), max_size=6))
+@example(changes={33: 1})  # oneDNN: one class up to 32, another from there on
+@example(changes={4: 1, 16: 2, 128: 3})  # MKL
+@example(changes={31: 1, 32: 0})  # a gap below: what is under it is not in the class
+@example(changes={100: 1, 200: 0})  # and one above, between two larger sizes
+@example(changes={2060: 1})  # above the rows there are to test with
+@settings(max_examples=40, deadline=None)
+def test_classes_are_found_where_rounding_changes(changes: dict[int, int]) -> None:
+    layer = Kernels(changes)
+    for name, sizes in zip((32, 48), find_classes(layer, _TEST_ROWS, call_cost=24, test_later=True), strict=True):
+        alike = {rows for rows in range(1, 2200) if layer.kernel(rows) == layer.kernel(name)}
+        assert sizes.dense == name
+        assert sizes.smallest == max([rows for rows in range(name) if rows not in alike], default=0) + 1
+        assert sizes.larger == tuple(rows for rows in _LARGER if rows in alike)
+        for rows in {*range(1, 70), *(start + near for start in layer.starts for near in (-1, 0, 1)), 2100}:
+            assert sizes.allows(rows) == (rows in alike and rows >= sizes.smallest), rows
+
+
+def test_without_testing_later_only_what_was_found_is_allowed() -> None:
+    layer = Kernels({})
+    sizes, _ = find_classes(layer, _TEST_ROWS, call_cost=24, test_later=False)
+    calls = layer.calls
+    assert (sizes.smallest, sizes.larger) == (1, _LARGER)
+    assert [sizes.allows(rows) for rows in (32, 33, 64, 65)] == [True, False, True, False]
+    assert layer.calls == calls
+
+
+@given(place=st.integers(0, 255))
+@example(place=0)
+@example(place=127)
+@example(place=255)
+@settings(max_examples=10, deadline=None)
+def test_a_row_that_rounds_otherwise_by_its_place_is_seen(place: int) -> None:
+    """As of a thread whose share ends there."""
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        result = x.clone()
+        if len(x) in (256, 300):
+            result[place] *= 1 + 2**-20
+        return result
+
+    for sizes in find_classes(layer, _TEST_ROWS, call_cost=24, test_later=True):
+        assert sizes.larger == tuple(rows for rows in _LARGER if rows != 256)
+        assert [sizes.allows(rows) for rows in (256, 299, 300, 301)] == [False, True, False, True]
+
+
+def test_cancelling_rows_show_the_order_of_a_sum_in_every_element() -> None:
+    """Rounded to bfloat16, other rows show it in few."""
+
+    def shown(rows: torch.Tensor, weights: torch.Tensor) -> float:
+        products = (rows[:, None] * weights).unbind(-1)
+        forward, backward = (reduce(torch.add, terms).bfloat16() for terms in (products, products[::-1]))
+        return float((forward != backward).float().mean())
+
+    rows, weights = cancelling(512, 8)
+    assert (rows.double() @ weights.double().t()).abs().max() < 1e-10
+    assert rows.count_nonzero() == rows.numel()
+    generator = torch.Generator().manual_seed(1)
+    others = torch.randn(rows.shape, generator=generator), torch.randn(weights.shape, generator=generator)
+    assert shown(*others) < 0.1
+    assert shown(rows, weights) > 0.9

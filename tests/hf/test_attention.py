@@ -1,0 +1,201 @@
+"""Attention outside a step is sdpa; within one, the bits of a row depend on nothing but the keys up to it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
+
+from kvboost.core.verify import same_bits
+from kvboost.hf import attention as module
+from kvboost.hf.attention import Step, UnsupportedAttentionError, attending, attention, mask
+from kvboost.hf.cache import KVLayout, SlabCache, TensorSpec
+
+_TOKENS, _DIM, _GRANULE = 640, 16, 512  # whole blocks of keys: other granules depend on the machine
+_CAUSAL, _SLIDING = causal_mask_function, sliding_window_causal_mask_function(100)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention layer with what a model would give it, [1, heads, tokens, dim]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    layer_idx: int = 0
+    is_causal: bool = True
+
+    @property
+    def num_key_value_groups(self) -> int:
+        return self.query.shape[1] // self.key.shape[1]
+
+    def attend(self, start: int, end: int, allowed: torch.Tensor | None, **kwargs: Any) -> torch.Tensor:
+        """Of these positions: [1, tokens, heads, dim]."""
+        key, value = self.key[:, :, :end], self.value[:, :, :end]
+        return attention(self, self.query[:, :, start:end], key, value, allowed, scaling=0.3, **kwargs)[0]  # type: ignore[arg-type]
+
+    def expected(self, rule: Any) -> torch.Tensor:
+        """By the definition, in float64."""
+        key, value = (x.double().repeat_interleave(self.num_key_value_groups, 1) for x in (self.key, self.value))
+        hidden = ~sdpa_mask(1, _TOKENS, _TOKENS, mask_function=rule, allow_is_causal_skip=False)
+        scores = (self.query.double() @ key.mT * 0.3).masked_fill(hidden, -torch.inf)
+        return (scores.softmax(-1) @ value).transpose(1, 2)
+
+
+def layer(heads: tuple[int, int] = (4, 2), dtype: torch.dtype = torch.float32) -> Layer:
+    """Of 32 keys each comes twice, with opposite values: what is left of the sums shows their order."""
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(1, n, _TOKENS, _DIM, generator=generator) for n in (*heads, heads[1]))
+    for start in range(0, _TOKENS, 32):
+        one, other = (start + torch.randperm(32, generator=generator)).view(2, 16)
+        key[:, :, other], value[:, :, other] = key[:, :, one], -value[:, :, one]
+    return Layer(query.to(dtype), key.to(dtype), value.to(dtype))
+
+
+def dirty_cache(of: Layer) -> SlabCache:
+    """An empty cache that holds NaN, as an earlier request may leave it."""
+    spec = TensorSpec(of.key.shape[1], _DIM, of.key.dtype, of.key.device)
+    cache = SlabCache(KVLayout((spec, spec)), capacity=_TOKENS)
+    for slab in cache.slabs:
+        slab.fill_(torch.nan)
+    return cache
+
+
+@contextmanager
+def stepping(of: Layer, cache: SlabCache, end: int, *, wiped: bool = True) -> Iterator[Step]:
+    """A step up to ``end``, with the cache as a model leaves it for attention."""
+    start, padded = cache.get_seq_length(), -(-end // _GRANULE) * _GRANULE
+    cache.reserve(padded)
+    if wiped:
+        cache.wipe(end, padded)
+    cache.update(of.key[:, :, start:end], of.value[:, :, start:end], 0)
+    step = Step(cache, padded)
+    with attending(step):
+        yield step
+
+
+def prefill(of: Layer, ends: list[int], rule: Any = _CAUSAL, *, wiped: bool = True) -> torch.Tensor:
+    """Attention in steps that end here: [1, tokens, heads, dim]."""
+    cache, parts, start = dirty_cache(of), [], 0
+    for end in ends:
+        with stepping(of, cache, end, wiped=wiped):
+            parts.append(of.attend(start, end, mask(1, end - start, end, start, mask_function=rule)))
+        start = end
+    return torch.cat(parts, dim=1)
+
+
+@pytest.mark.parametrize("rule", [_CAUSAL, _SLIDING], ids=["causal", "sliding"])
+@pytest.mark.parametrize("start", [0, 40])
+def test_outside_a_step_it_is_sdpa(start: int, rule: Any) -> None:
+    of, rows = layer(), _TOKENS - start
+    allowed = sdpa_mask(1, rows, _TOKENS, start, mask_function=rule)
+    stock, _ = sdpa_attention_forward(of, of.query[:, :, start:], of.key, of.value, allowed, scaling=0.3)
+
+    def is_sdpa() -> bool:
+        made = mask(1, rows, _TOKENS, start, mask_function=rule)
+        same = made is None if allowed is None else made is not None and torch.equal(made, allowed)
+        return same and same_bits(of.attend(start, _TOKENS, made), stock)
+
+    elsewhere: list[bool] = []
+    assert is_sdpa()
+    with stepping(of, dirty_cache(of), _TOKENS):
+        thread = threading.Thread(target=lambda: elsewhere.append(is_sdpa()))
+        thread.start()
+        thread.join()
+    assert elsewhere == [True]
+    assert is_sdpa()
+
+
+@pytest.mark.parametrize("rule", [_CAUSAL, _SLIDING], ids=["causal", "sliding"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
+@given(cuts=st.sets(st.integers(1, _TOKENS - 1), max_size=4), end=st.integers(1, _TOKENS))
+@example(cuts={1, 2, 300}, end=301)
+@example(cuts={511, 513}, end=_TOKENS)
+@settings(max_examples=15, deadline=None)
+def test_any_steps_give_the_same_bits(
+    heads: tuple[int, int], dtype: torch.dtype, rule: Any, cuts: set[int], end: int
+) -> None:
+    of = layer(heads, dtype)
+    whole = prefill(of, [_TOKENS], rule)
+    torch.testing.assert_close(whole.double(), of.expected(rule), rtol=0, atol=1e-5 if dtype == torch.float32 else 2e-2)
+    assert same_bits(prefill(of, [*sorted(cut for cut in cuts if cut < end), end], rule), whole[:, :end])
+
+
+def test_from_the_beginning_no_mask_is_made() -> None:
+    of = layer()
+    cache = dirty_cache(of)
+    with stepping(of, cache, 40):
+        assert mask(1, 40, 40) is None
+        assert mask(1, 40, 40, mask_function=_SLIDING) is not None
+    with stepping(of, cache, 300):
+        later = mask(1, 260, 300, 40)
+    assert later is not None
+    assert torch.equal(later[0, 0], torch.ones(260, 512, dtype=torch.bool).tril(40))
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "dropped"])
+def test_two_masks_of_one_step_are_not_mixed_up(kept: bool) -> None:
+    """Layers with a window and without alternate; a mask that is gone may leave its address to the next."""
+    of, start, end = layer(), 300, 400
+    cache, rules = dirty_cache(of), [_CAUSAL, _SLIDING] * 3
+    expected = {rule: prefill(of, [start, end], rule)[:, start:] for rule in rules}
+    assert not torch.equal(expected[_CAUSAL], expected[_SLIDING])
+    with stepping(of, cache, start):
+        pass
+    with stepping(of, cache, end) as step:
+        both = {rule: mask(1, end - start, end, start, mask_function=rule) for rule in rules}
+        for rule in rules:
+            allowed = both[rule] if kept else both[rule].clone()
+            assert same_bits(of.attend(start, end, allowed), expected[rule])
+            del allowed
+        assert step.calls == len(rules)
+
+
+@pytest.mark.parametrize("rule", [_CAUSAL, _SLIDING], ids=["causal", "sliding"])
+@pytest.mark.parametrize("ends", [[40], [40, 90]])
+def test_what_lies_behind_the_end_shows_only_if_it_is_not_wiped(ends: list[int], rule: Any) -> None:
+    of = layer()
+    assert prefill(of, ends, rule).isfinite().all()
+    assert prefill(of, ends, rule, wiped=False).isnan().any()
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias", "head_mask"])
+def test_attention_that_needs_more_than_a_mask_is_refused(name: str) -> None:
+    of = layer()
+    with stepping(of, dirty_cache(of), 40) as step:
+        with pytest.raises(UnsupportedAttentionError, match=name):
+            of.attend(0, 40, None, **{name: torch.ones(4)})
+        assert step.calls == 0
+        assert of.attend(0, 40, None, **{name: None}).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_mask_is_not_folded_and_gives_the_same_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, start, end = layer(dtype=dtype), 300, 345
+    heads: list[int] = []
+    results: list[torch.Tensor] = []
+    flash = module.flash
+
+    def watched(query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        heads.append(query.shape[1])
+        return flash(query, *rest)
+
+    monkeypatch.setattr(module, "flash", watched)
+    size = 2 * (end - start) * 512  # two heads for each KV head, and 345 keys are padded to 512
+    for limit in (size, size - 1):
+        monkeypatch.setattr(module, "_MAX_FOLDED", limit)
+        results.append(prefill(of, [start, end]))
+    assert heads == [4, 2, 4, 4]
+    assert same_bits(*results)
