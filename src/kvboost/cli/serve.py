@@ -40,7 +40,9 @@ def serve(model: Model, *, settings: Settings) -> None:
     config = replace(config, name=config.name or model_name(model))
     keys = Keys.from_files(config.api_key_file, config.admin_key_file)
     check_binding(config.host, keys, allow_open=config.allow_open)
-    engine_settings = {"shadow_share": _SHADOW_SHARE, **settings.engine()}
+    engine_settings = settings.engine()
+    if engine_settings.get("quality", "exact") != "exact":
+        engine_settings = {"shadow_share": _SHADOW_SHARE, **engine_settings}
     if "draft" in engine_settings:
         raise ConfigError("requests that run side by side are decoded without a draft; leave draft out of a server")
     note(f"loading {model}")

@@ -19,6 +19,7 @@ _SECONDS = 0.25
 _SIDE = 2048
 _PIECE = 8 * 2**20  # bytes
 _SPILLED_PIECES = 16
+_MAX_ROWS = 256  # longer steps multiply no faster
 
 
 @torch.no_grad()
@@ -27,6 +28,7 @@ def measure_rates(*, dtype: torch.dtype, device: torch.device, tokens: int, file
 
     The disk's rate is that of the largest of ``files``, or of a file made for it.
     """
+    tokens = min(tokens, _MAX_ROWS)
     # More than the processor's caches hold, so that every pass comes from memory.
     matrices = [torch.ones(_SIDE, _SIDE, dtype=dtype, device=device) for _ in range(16)]
     one, step = (torch.ones(count, _SIDE, dtype=dtype, device=device) for count in (1, tokens))
