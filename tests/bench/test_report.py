@@ -64,6 +64,8 @@ def test_the_cpu_name_comes_from_cpuinfo(tmp_path: Path) -> None:
     file = tmp_path / "cpuinfo"
     file.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\n")
     assert cpu_model(file) == "Some CPU @ 2 GHz"
+    file.write_text(f"{file.read_text()}flags\t: fpu avx avx2 avx512f amx_tile amx_bf16\n")
+    assert cpu_model(file) == "Some CPU @ 2 GHz (avx2, avx512f, amx_bf16)"
     assert cpu_model(tmp_path / "missing")
 
 

@@ -23,6 +23,7 @@ import torch
 from kvboost.errors import KVBoostError
 
 _SILENT_SECONDS = 2.0
+_CPU_KINDS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
 class BenchError(KVBoostError):
@@ -66,15 +67,17 @@ def describe_machine(*, dtype: str = "none", model: str | None = None) -> Machin
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The CPU's name as Linux gives it, or what Python knows elsewhere."""
+    """The CPU's name as Linux gives it, with its kinds of vectors and matrices; or what Python knows elsewhere."""
     try:
-        for row in cpuinfo.read_text(errors="replace").splitlines():
-            name, _, value = row.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
+        rows = cpuinfo.read_text(errors="replace").splitlines()
     except OSError:
-        pass  # not Linux
-    return platform.processor() or platform.machine() or "unknown CPU"
+        rows = []  # not Linux
+    values = {name.strip(): value.strip() for name, _, value in (row.partition(":") for row in rows)}
+    if "model name" not in values:
+        return platform.processor() or platform.machine() or "unknown CPU"
+    # The name of a virtual machine's CPU says little, and bfloat16 without instructions for it is several times slower.
+    kinds = [kind for kind in _CPU_KINDS if kind in values.get("flags", "").split()]
+    return " ".join([values["model name"], *([f"({', '.join(kinds)})"] if kinds else [])])
 
 
 @dataclass(frozen=True)
