@@ -93,7 +93,7 @@ def test_a_calibration_belongs_to_one_codec_and_one_kind_of_chunks(tmp_path: Pat
 
 def test_a_calibration_belongs_to_one_model(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another model's weights"):
-        KVBoost(tiny("llama"), None, calibration=_written(tmp_path))
+        KVBoost(tiny("llama"), None, calibration=_written(tmp_path), quality="high")
 
 
 def test_a_calibration_that_found_nothing_moves_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from benchmarks.exact.exactness import ReferenceStore, _same_bits, edge_lengths
 from benchmarks.exact.fidelity import first_difference, kl_divergence
 from kvboost.core.chunking import FixedChunker
 from kvboost.core.keys import chunk_keys, token_array
-from kvboost.core.plan import reusable_chunks
 from kvboost.store import LeafFirstLRU, MemoryStore
 from kvboost.types import KVBlock, PutOutcome
 
@@ -21,7 +20,8 @@ from kvboost.types import KVBlock, PutOutcome
 def read(store: MemoryStore, tokens: list[int], ends: list[int], stored_to: int) -> int:
     """One request to a real store, as the engine makes it."""
     chunks = chunk_keys(b"r" * 32, token_array(tokens), ends)
-    with store.lease(reusable_chunks(chunks, prompt_tokens=len(tokens))) as lease:
+    last = len(tokens) - 1
+    with store.lease([chunk for chunk in chunks if chunk.start < last]) as lease:
         done = hits = len(lease.blocks)
         for c in chunks[hits:]:
             size = c.end - c.start
@@ -30,14 +30,15 @@ def read(store: MemoryStore, tokens: list[int], ends: list[int], stored_to: int)
                 break
             done += 1
         store.used([c.prefix_key for c in chunks[:done]])
-    return ends[hits - 1] if hits else 0
+    return min(ends[hits - 1], last) if hits else 0
 
 
 @pytest.mark.parametrize(("max_chunks", "max_tokens"), [(7, None), (None, 30), (3, None), (None, 3), (0, None)])
 def test_the_reference_store_predicts_the_real_one(max_chunks: int | None, max_tokens: int | None) -> None:
     rng = random.Random(5)
     store = MemoryStore(10**9 if max_tokens is None else max_tokens, max_chunks=max_chunks, policy=LeafFirstLRU())
-    reference = ReferenceStore(max_chunks=max_chunks, max_tokens=max_tokens)
+    # A grid of 1: chunks alone, without the ends of prompts.
+    reference = ReferenceStore(size=4, grid=1, max_chunks=max_chunks, max_tokens=max_tokens)
     for _ in range(400):
         tokens = [rng.randrange(2) for _ in range(4)] * 8
         tokens = tokens[: rng.randint(1, 32)]
