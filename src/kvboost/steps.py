@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Numerics = Literal["bitwise", "fast"]
+_MASK_ELEMENTS = 2**26
+_FEWEST = 256  # tokens; shorter steps stream the weights too often
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,10 @@ class StepRule:
         """Where a step that begins at ``start`` ends, at ``limit`` at the latest."""
         if self.grid:
             return min((start // self.grid + 1) * self.grid, limit)
-        return min(start + self.max_tokens, limit)
+        longest = self.max_tokens
+        if start:  # behind other tokens attention has a mask of the step's tokens by all positions
+            longest = min(longest, max(_FEWEST, _MASK_ELEMENTS // (start + longest)))
+        return min(start + longest, limit)
 
     def keeps_bits(self, start: int, end: int) -> bool:
         """Whether a step over these positions may be stored: each has the bits it has in every other run."""

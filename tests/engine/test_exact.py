@@ -83,7 +83,7 @@ def test_a_long_suffix_is_bit_identical(dtype: torch.dtype, tiny: Callable[..., 
     for seed in range(6):
         text = torch.randint(3, 97, (300,), generator=torch.Generator().manual_seed(seed)).tolist()
         warm.warm(text[:100])
-        assert_warm_equals_cold(warm, cold, text, expected_hit=96)
+        assert_warm_equals_cold(warm, cold, text, expected_hit=100)
 
 
 @pytest.mark.real

@@ -136,8 +136,7 @@ class ExactReuseMachine(RuleBasedStateMachine):
         tokens = self.texts[text][: length * self.scale]
         before = self.warm._store.stats().chunks
         new = self.warm.warm(tokens)
-        # Only complete chunks are stored, on a grid those of complete steps.
-        self.earlier.append(tokens[: max(self._ends(tokens), default=0)] if self.grid is None else tokens)
+        self.earlier.append(tokens)
         if not self.evicts:  # the count is what was added
             assert new == self.warm._store.stats().chunks - before
 

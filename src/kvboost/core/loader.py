@@ -21,6 +21,7 @@ class KVLoader:
         self._chunks, self._tokens = chunks, tokens
         self._codec, self._pool = codec, pool
         self._cache: KVCache | None = None
+        self._chain: list[bytes] = []
         self._in_place = 0
         self._placed: dict[bytes, KVBlock] = {}
         self._failed = False
@@ -31,8 +32,8 @@ class KVLoader:
             return
         try:
             if self._cache is None:
-                chain = [chunk.prefix_key for chunk in self._chunks]
-                self._cache, self._in_place = self._pool.take(tokens=self._tokens, chain=chain)
+                self._take([chunk.prefix_key for chunk in self._chunks])
+            assert self._cache is not None
             if chunk.start >= (self._chunks[self._in_place - 1].end if self._in_place else 0):
                 self._codec.place(self._cache, chunk.start, block.tensors)
                 self._placed[block.key] = block
@@ -42,9 +43,15 @@ class KVLoader:
     def finish(self, blocks: Sequence[KVBlock], chunks: Sequence[Chunk]) -> KVCache:
         """The cache with all of ``blocks`` in place, which are those of the first of ``chunks``."""
         if self._cache is None:
-            chain = [block.key for block in blocks]
-            self._cache, self._in_place = self._pool.take(tokens=self._tokens, chain=chain)
-        for index, (block, chunk) in enumerate(zip(blocks, chunks, strict=False)):
-            if index >= self._in_place and self._placed.get(block.key) is not block:
+            self._take([block.key for block in blocks])
+        assert self._cache is not None
+        # The end of another prompt may stand where the chain has a chunk of this one.
+        in_place = set(self._chain[: self._in_place])
+        for block, chunk in zip(blocks, chunks, strict=False):
+            if block.key not in in_place and self._placed.get(block.key) is not block:
                 self._codec.place(self._cache, chunk.start, block.tensors)
         return self._cache
+
+    def _take(self, chain: list[bytes]) -> None:
+        self._chain = chain
+        self._cache, self._in_place = self._pool.take(tokens=self._tokens, chain=chain)

@@ -56,12 +56,16 @@ class Prefiller:
     def chunk(self, tokens: list[int], boundaries: Sequence[int]) -> ChunkedPrompt:
         """Cut the prompt into chunks, keyed by the model's current state."""
         snapshot = self.keys.snapshot()
-        if self.rule.grid:
-            # Steps are resumed at the grid: a chunk across it would leave a whole step to compute.
-            boundaries = sorted({*boundaries, *range(self.rule.grid, len(tokens), self.rule.grid)})
+        boundaries = self._with_grid(boundaries, len(tokens))
         chunks, tail = self.keys.chunks_and_tail(snapshot.root, tokens, boundaries)
         # Without a grid a prompt can be resumed anywhere, so its end is worth storing.
         return ChunkedPrompt(tokens, boundaries, snapshot, chunks, tail if self.rule.grid is None else None)
+
+    def _with_grid(self, boundaries: Sequence[int], tokens: int) -> Sequence[int]:
+        """The boundaries and the grid's: a chunk across a step's end would leave the whole step to compute."""
+        if self.rule.grid is None:
+            return boundaries
+        return sorted({*boundaries, *range(self.rule.grid, tokens + 1, self.rule.grid)})
 
     def open(
         self,
@@ -219,7 +223,7 @@ class Prefiller:
             return 0  # behind approximate KV nothing is exact; paged KV would have to be loaded once more
         prompt = state.prompt
         tokens = [*prompt.tokens, *generated][: state.cache.get_seq_length()]
-        chunks = self.keys.chunks(prompt.snapshot.root, tokens, prompt.boundaries)
+        chunks = self.keys.chunks(prompt.snapshot.root, tokens, self._with_grid(prompt.boundaries, len(tokens)))
         new, stored = 0, []
         for index, chunk in enumerate(chunks):
             if chunk.end > state.num_committed:

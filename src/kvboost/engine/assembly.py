@@ -25,6 +25,7 @@ from kvboost.engine.memory import default_budgets, with_budgets
 from kvboost.engine.stores import Stores
 from kvboost.errors import ConfigError
 from kvboost.extend import Chunker, ChunkStore, Tier
+from kvboost.hf.attention import take_back
 from kvboost.hf.breaks import break_table
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.codec import codec_for
@@ -74,8 +75,11 @@ class Assembly:
         return replace(self.session, tenant=tenant, store=store, prefiller=prefiller)
 
     def close(self) -> None:
-        """Remove all hooks from the model."""
+        """Remove all hooks from the model, and give it its own attention again."""
         self.session.prefiller.approx.close()
+        if self.runner.tiles is not None:
+            take_back(self.runner.model)
+            self.runner.tiles = None
 
 
 def split_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

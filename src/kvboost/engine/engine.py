@@ -288,6 +288,8 @@ class KVBoost(TenantView):
         PEFT's ``hotswap_adapter``, writes through ``.data`` and undone merges leave no trace in a tensor.
         """
         self.parts.owned_adapters().weights_changed()
+        if self.parts.runner.tiles is not None:
+            self.parts.runner.tiles.weights_changed()
 
     # Measuring
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.functional import pad
@@ -69,10 +70,29 @@ def attending(step: Step) -> Iterator[None]:
         _active.step = before
 
 
-def register() -> None:
-    """Make the functions known to Transformers."""
+_lent: WeakKeyDictionary[Any, tuple[str, int]] = WeakKeyDictionary()
+"""The attention that a model had, and how many engines use ours on it."""
+_lending = threading.Lock()
+
+
+def lend(model: Any) -> None:
+    """Let a model use this attention until :func:`take_back` was called as often."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
+    with _lending:
+        before, users = _lent.get(model, (model.config._attn_implementation, 0))
+        _lent[model] = before, users + 1
+        model.set_attn_implementation(NAME)
+
+
+def take_back(model: Any) -> None:
+    """Undo :func:`lend`; the last one gives a model its own attention again."""
+    with _lending:
+        before, users = _lent.pop(model)
+        if users > 1:
+            _lent[model] = before, users - 1
+        else:
+            model.set_attn_implementation(before)
 
 
 def mask(
@@ -120,6 +140,8 @@ def attention(
     key, value = layer.key_store[:, :, : step.padded], layer.value_store[:, :, : step.padded]
     scale = kwargs.get("scaling")
     rows = query.shape[2]
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        raise UnsupportedAttentionError("its mask has numbers to add")
     if attention_mask is None:
         result = flash(_to_blocks(query), key, value, None, scale)[:, :, :rows]
     else:
@@ -161,8 +183,11 @@ def _bias(step: Step, allowed: torch.Tensor, group: int, dtype: torch.dtype) -> 
     for known, folded, bias in step.biases:
         if known is allowed and folded == group:
             return bias
-    bias = torch.zeros_like(allowed, dtype=dtype).masked_fill_(allowed.logical_not(), float("-inf"))
-    bias = _to_blocks(bias.repeat(1, 1, group, 1))
+    rows, hidden = allowed.shape[-2], allowed.logical_not()
+    padded = -(-group * rows // _QUERY_BLOCK) * _QUERY_BLOCK
+    bias = torch.zeros(1, 1, padded, allowed.shape[-1], dtype=dtype, device=allowed.device)
+    for head in range(group):
+        bias[:, :, head * rows : (head + 1) * rows].masked_fill_(hidden, float("-inf"))
     step.biases = [*step.biases[1 - _KEPT_BIASES :], (allowed, group, bias)]
     return bias
 

@@ -27,6 +27,7 @@ _PREPARED = (
     "inputs_embeds",
     "past_key_values",
     "position_ids",
+    "prefill_chunk_size",
     "token_healing",
     "use_cache",
 )
@@ -137,6 +138,8 @@ def _check_allowed(extra: dict[str, Any]) -> None:
     for name, value in (("use_cache", False), ("token_healing", True)):
         if getattr(config, name, None) is value:
             raise ConfigError(f"{name}={value} cannot work with a cache; leave it out of generation_config")
+    if getattr(config, "prefill_chunk_size", None) is not None:
+        raise ConfigError("prefill_chunk_size is the engine's to choose; leave it out of generation_config")
 
 
 def _requested_length(extra: dict[str, Any], prompt_tokens: int) -> int:

@@ -82,6 +82,8 @@ def _heads(config: Any) -> tuple[int, int]:
 def _intermediate(config: Any) -> int:
     """Numbers a token has inside an MLP, at most: of all experts it is sent to."""
     wide = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    if isinstance(wide, list | tuple):  # one for each layer
+        wide = max(wide)
     if not getattr(config, "num_experts_per_tok", None):
         return int(wide)
     return int(getattr(config, "moe_intermediate_size", None) or wide) * int(config.num_experts_per_tok)

@@ -26,6 +26,11 @@ def checked_engine(engine: BatchEngine, *, deterministic: bool) -> tuple[Session
             "deterministic needs an engine with reuse_generated=False and kv_cache_bits=16: otherwise an answer "
             "depends on what was stored before"
         )
+    if deterministic and not session.prefiller.rule.is_bitwise:
+        raise ConfigError(
+            "deterministic needs an engine with numerics='bitwise': with 'fast', the default on accelerators, an "
+            "answer depends on what was stored before"
+        )
     if engine.config.draft is not None:
         warnings.warn(
             "batched jobs are decoded without the engine's draft; engine.generate uses it", RuntimeWarning, stacklevel=3

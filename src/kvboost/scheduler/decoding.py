@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -30,15 +31,15 @@ class JointDecoder:
     def __init__(self, ragged: RaggedRunner, layout: KVLayout) -> None:
         self._ragged = ragged
         self.batch = RowBatch(layout)
-        self._shared: tuple[list[PrefillState], list[SharedPrefix]] = ([], [])
-        """The prefills decoded last, in order, and what they share."""
+        self._shared: tuple[list[weakref.ref[PrefillState]], list[SharedPrefix]] = ([], [])
+        """The prefills decoded last, in order, and what they share. Weak: their KV is freed with them."""
 
     def logits(self, jobs: Sequence[RunningJob]) -> tuple[list[RunningJob], torch.Tensor]:
         """The jobs, all of the batch, in its order, and the logits of each one's next input, [jobs, vocab]."""
         ordered = sorted(jobs, key=lambda job: job.row.order)
         states = [job.state for job in ordered]
-        if self._shared[0] != states:
-            self._shared = (states, shared_prefixes(ordered))
+        if [known() for known in self._shared[0]] != states:
+            self._shared = ([weakref.ref(state) for state in states], shared_prefixes(ordered))
         return ordered, self._ragged.decode([job.next_input for job in ordered], self.batch, shared=self._shared[1])
 
 

@@ -8,6 +8,7 @@ is replaced: those that need it get hooks for the length of a step.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from kvboost.errors import ConfigError
 from kvboost.hf.attention import NAME, Step, attending
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.device_memory import memory_available
@@ -63,8 +65,16 @@ def why_no_tiles(model: Any) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """How a step is run with one number of threads."""
+
+    layers: list[_Layer]
+    functions: list[torch.nn.Module]
+
+
 class Tiles:
-    """The linear layers and the attention of one model."""
+    """The linear layers and the attention of one model. Thread-safe."""
 
     def __init__(self, model: Any, layout: KVLayout, *, granule: int) -> None:
         """``granule`` is the multiple to which attention pads its keys."""
@@ -72,35 +82,30 @@ class Tiles:
         self._model, self._device = model, layout.slots[0].device
         # Fixed here: layers found again later, for other threads or adapters, are packed by the same rule.
         self._budget = memory_available() // _SHARE_TO_PACK
-        self._find_layers()
-
-    @property
-    def packed_bytes(self) -> int:
+        self._lock = threading.Lock()
+        self._modules: list[Any] = []
+        self._plans: dict[int, _Plan] = {}
+        layers = self._plan().layers
+        self.packed_bytes = sum(layer.packed.nbytes for layer in layers if layer.packed is not None)
         """Memory of packed weights."""
-        return sum(layer.packed.nbytes for layer in self._layers if layer.packed is not None)
-
-    @property
-    def spec(self) -> str:
+        packed = sorted({_shape(layer.module) for layer in layers if layer.packed is not None})
+        self.spec = f"tiles:{granule}:{','.join(packed)}"
         """Names what the bits depend on, beside the machine: which sizes a layer runs in follows from that alone."""
-        packed = sorted({_shape(layer.module) for layer in self._layers if layer.packed is not None})
-        return f"tiles:{self.granule}:{','.join(packed)}"
 
     @contextmanager
     def step(self, cache: Any, rows: int) -> Iterator[Step]:
         """Within this block a forward of ``rows`` tokens over ``cache`` has the bits of any other that covers them."""
-        # Kernels split their sums by the number of threads; so do keys. Adapters bring layers of their own.
-        if torch.get_num_threads() != self._threads or _linear_modules(self._model) != self._modules:
-            self._find_layers()
+        plan = self._plan()
         start = cache.get_seq_length()
         padded = -(-(start + rows) // self.granule) * self.granule
         cache.reserve(padded)
         cache.wipe(start + rows, padded)
         hooks = []
         try:
-            for layer in self._layers:
+            for layer in plan.layers:
                 if layer.needs_hook(rows):
                     hooks += _hook(layer)
-            for function in self._functions:
+            for function in plan.functions:
                 hooks += hook_function(function)
             step = Step(cache, padded)
             with attending(step):
@@ -109,13 +114,34 @@ class Tiles:
             for hook in hooks:
                 hook.remove()
 
-    def _find_layers(self) -> None:
-        self._threads, self._modules = torch.get_num_threads(), _linear_modules(self._model)
+    def weights_changed(self) -> None:
+        """Pack again: weights may have changed without a trace."""
+        with self._lock:
+            self._plans.clear()
+
+    def _plan(self) -> _Plan:
+        """The plan for this thread's number of threads, by which kernels split their sums, and for today's adapters."""
+        threads, modules = torch.get_num_threads(), list(self._model.modules())
+        with self._lock:
+            if modules != self._modules:
+                reason = why_no_tiles(self._model)
+                if reason is not None:
+                    raise ConfigError(
+                        f"an adapter was loaded with which prompts cannot be resumed at any token ({reason}); make a "
+                        "new engine around the model with this adapter, or delete the adapter"
+                    )
+                self._plans.clear()
+                self._modules = modules
+            if threads not in self._plans:
+                self._plans[threads] = self._make_plan()
+            return self._plans[threads]
+
+    def _make_plan(self) -> _Plan:
         # Adapters come and go, and are small: they do not decide what is packed.
         names = WeightNames(self._model)
         added = {module for path, module in self._model.named_modules() if names.owner_and_name(f"{path}.weight")[0]}
-        self._layers = _linear_layers(self._modules, added, self._device, self._budget)
-        self._functions = functions_of(self._model)
+        linear = _linear_modules(self._model)
+        return _Plan(_linear_layers(linear, added, self._device, self._budget), functions_of(self._model))
 
 
 def _linear_modules(model: Any) -> list[Any]:
