@@ -39,3 +39,11 @@ def test_on_a_grid_stored_steps_are_those_of_a_cold_run(grid: int, known: int) -
 def test_numerics_are_part_of_the_key() -> None:
     assert len({StepRule(8).spec, StepRule(8, 8).spec, StepRule(16, 16).spec, StepRule(8, numerics="fast").spec}) == 4
     assert StepRule(8).spec == StepRule(16).spec, "the length of a step changes no bit"
+
+
+@given(st.integers(1, 1 << 14), st.integers(0, 1 << 20))
+def test_the_mask_of_a_step_is_bounded(longest: int, start: int) -> None:
+    rows = StepRule(longest).step_end(start, 1 << 30) - start
+    assert rows == longest or (start and rows >= 256)
+    if start and rows > 256:
+        assert rows * (start + rows) <= 2**26

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoHaConfig, LoraConfig, get_peft_model
 from peft.utils.hotswap import hotswap_adapter
 
 from kvboost import ConfigError, KVBoost
@@ -227,3 +227,16 @@ def test_the_next_process_finds_what_was_kept_under_any_adapter(saved: Callable[
                 result = engine.prefill(_PROMPT, adapter=name)
                 assert result.reuse.exact_tokens == found, name
             engine.flush()
+
+
+def test_an_adapter_that_multiplies_in_its_own_way_is_refused_before_bits_differ(tmp_path: Path) -> None:
+    config = LoHaConfig(r=4, target_modules=["q_proj", "v_proj"])
+    get_peft_model(tiny_model("llama"), config).save_pretrained(tmp_path)
+    engine = KVBoost(tiny_model("llama"), **_SETTINGS)
+    engine.prefill(_PROMPT)
+    engine.load_adapter("loha", str(tmp_path))
+    with pytest.raises(ConfigError, match="make a new engine around the model"):
+        engine.prefill(_PROMPT, adapter="loha")
+    again = KVBoost(engine.model, **_SETTINGS)  # on a grid
+    again.prefill(_PROMPT, adapter="loha")
+    assert again.prefill([*_PROMPT, *_PROMPT], adapter="loha").reuse.bitwise

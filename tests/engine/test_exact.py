@@ -97,3 +97,17 @@ def test_trained_model(dtype: torch.dtype, smollm2_path: str) -> None:
     for length in (31, 32, 33, 159, 160, 161, 230):
         hit = length - 1 if length % 32 == 0 else min((length - 1) // 32 * 32, 192)
         assert_warm_equals_cold(warm, cold, text[:length], expected_hit=hit)
+
+
+def test_on_a_grid_a_prompt_that_fills_its_last_step_is_found_whole(tiny: Callable[..., Any]) -> None:
+    engine = KVBoost(tiny("qwen3_moe", max_position_embeddings=512), None, chunk_size=16, reuse_generated=True)
+    text = torch.randint(3, 97, (300,), generator=torch.Generator().manual_seed(4)).tolist()
+    for length in (128, 256):
+        engine.clear()
+        engine.prefill(text[:length])
+        assert engine.prefill(text[: length + 9]).reuse.exact_tokens == length
+    # A reply that crosses the grid is cut there, as the next prompt is.
+    engine.clear()
+    asked = text[:100]
+    reply = engine.generate(asked, max_new_tokens=200, temperature=0, eos_token_id=None, pad_token_id=0).token_ids
+    assert engine.prefill([*asked, *reply, 5]).reuse.exact_tokens == 256

@@ -24,6 +24,7 @@ def _checked(**extra: Any) -> dict[str, Any]:
         ("logits_to_keep", "model.generate"),
         ("inputs_embeds", "prepared by the engine"),
         ("position_ids", "prepared by the engine"),
+        ("prefill_chunk_size", "prepared by the engine"),
         ("attention_mask", "prepared by the engine"),
         ("transformers_version", "model.generate"),
         ("temprature", "did you mean temperature"),
@@ -36,7 +37,7 @@ def test_arguments_that_reach_the_forward_are_refused_by_name(argument: str, adv
         _checked(**{argument: None})
 
 
-@pytest.mark.parametrize("setting", [{"use_cache": False}, {"token_healing": True}])
+@pytest.mark.parametrize("setting", [{"use_cache": False}, {"token_healing": True}, {"prefill_chunk_size": 7}])
 def test_a_generation_config_may_not_ask_for_it_either(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(setting))}.*generation_config"):
         _checked(generation_config=GenerationConfig(**setting))

@@ -260,7 +260,7 @@ def test_deterministic_bits_are_those_of_generate(tiny: Callable[..., Any]) -> N
 
 
 def test_deterministic_refuses_what_would_make_answers_depend_on_the_store(tiny: Callable[..., Any]) -> None:
-    for settings in ({"reuse_generated": True}, {"kv_cache_bits": 8}):
+    for settings in ({"reuse_generated": True}, {"kv_cache_bits": 8}, {"numerics": "fast"}):
         with pytest.raises(ConfigError, match="deterministic"):
             BatchRunner(engine_of(tiny("llama"), **settings), deterministic=True)
 

@@ -16,8 +16,10 @@ from kvboost import KVBoost
 from kvboost.core.verify import same_bits
 from kvboost.hf import attention
 from kvboost.hf.cache import SlabCache
+from kvboost.hf.numerics import choose as choose_module
 from kvboost.hf.numerics import choose_numerics
 from kvboost.hf.numerics import tiles as tiles_module
+from kvboost.hf.numerics.rows import RowSizes
 from kvboost.hf.numerics.tiles import Tiles
 from kvboost.hf.probe import probe_model
 from kvboost.hf.shape import shape_of
@@ -149,6 +151,61 @@ def test_a_changed_weight_is_packed_again(monkeypatch: pytest.MonkeyPatch) -> No
     fresh = prefill(model, layout, Tiles(model, layout, granule=chosen.tiles.granule), [40])
     assert not same_bits(before[0], after[0])
     assert all(same_bits(one, other) for one, other in zip(after, fresh, strict=True))
+
+
+def test_weights_written_without_a_trace_are_packed_again_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes through ``.data`` leave a tensor's version alone; ``weights_changed`` is how a user says so."""
+    monkeypatch.setattr(tiles_module, "_GOOD_ENOUGH", 0.0)
+    packed = RowSizes(1, 32, (), 24)
+    monkeypatch.setattr(tiles_module, "_choose", lambda *_, packable: (packed, packable))
+    model = tiny_model("llama", **_WIDE)
+    with KVBoost(model, chunk_size=16) as engine:
+        tiles = engine.parts.runner.tiles
+        assert tiles is not None
+        assert tiles.packed_bytes
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.data.mul_(1.5)
+        engine.weights_changed()
+        found = engine.prefill(_IDS[0, :40].tolist()).logits
+    with torch.no_grad():
+        plain = model(input_ids=_IDS[:, :40]).logits[0, -1]
+    assert (found - plain).abs().max() <= 1e-4 * plain.abs().max()
+
+
+def test_a_model_gets_its_attention_back_with_the_last_engine() -> None:
+    model = tiny_model("llama")
+    one, other = KVBoost(model), KVBoost(model)
+    assert model.config._attn_implementation == attention.NAME
+    one.close()
+    one.close()
+    assert model.config._attn_implementation == attention.NAME
+    other.close()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_check_that_fails_in_any_way_leaves_a_model_its_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+
+    def fails(*_: Any) -> None:
+        raise IndexError("a layer without a cache")
+
+    monkeypatch.setattr(attention, "flash", fails)
+    monkeypatch.setattr(choose_module, "key_granule", lambda _: 32)
+    layout = probe_model(model).layout
+    chosen = choose_numerics(model, layout, shape_of(model, layout), numerics=None)
+    assert "IndexError: a layer without a cache" in (chosen.reason or "")
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_tiles_that_compute_something_else_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal bits in any steps are not enough: here each step ignores the scale of its queries."""
+    right = attention.flash
+    monkeypatch.setattr(attention, "flash", lambda query, key, value, bias, scale: right(query, key, value, bias, 9.0))
+    monkeypatch.setattr(choose_module, "key_granule", lambda _: 256)
+    model = tiny_model("llama", **_WIDE)
+    layout = probe_model(model).layout
+    assert "something else" in (choose_numerics(model, layout, shape_of(model, layout), numerics=None).reason or "")
 
 
 def test_flash_gets_no_dense_mask() -> None:
