@@ -58,7 +58,7 @@ def test_weights_changed_in_place_end_the_old_hits() -> None:
     model = tiny_model("llama")
     engine = KVBoost(model, None, chunk_size=8, chunking="fixed")
     engine.warm(_PROMPT)
-    assert engine.prefill(_PROMPT).reuse.exact_tokens == 32
+    assert engine.prefill(_PROMPT).reuse.exact_tokens == 36
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
     stale = engine.prefill(_PROMPT)
@@ -101,7 +101,7 @@ def test_attention_kernels_show(tiny: Callable[..., Any]) -> None:
     engine.warm(_PROMPT)
     with sdpa_kernel(SDPBackend.MATH):
         assert engine.prefill(_PROMPT).reuse.exact_tokens == 0
-    assert engine.prefill(_PROMPT).reuse.exact_tokens == 32
+    assert engine.prefill(_PROMPT).reuse.exact_tokens == 36
 
 
 def test_weights_that_cannot_be_read_are_refused_with_a_reason() -> None:
@@ -126,7 +126,7 @@ def test_adapters_have_their_own_cache() -> None:
     engine = KVBoost(model, None, chunk_size=8, chunking="fixed")
     engine.warm(_PROMPT)
     adapted = engine.prefill(_PROMPT)
-    assert adapted.reuse.exact_tokens == 32
+    assert adapted.reuse.exact_tokens == 36
     assert not torch.allclose(adapted.logits, plain)
     with model.disable_adapter():
         disabled = engine.prefill(_PROMPT)

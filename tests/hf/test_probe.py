@@ -73,7 +73,7 @@ def test_length_dependent_rope_limits_reuse(kind: str, tiny: Callable[..., Any])
     prompt = list(range(3, 93))
     engine.warm(prompt[:79])
     inside = engine.prefill(prompt[:79])
-    assert inside.reuse.exact_tokens == 72
+    assert inside.reuse.exact_tokens == 78
     beyond = engine.prefill(prompt)
     assert beyond.reuse.exact_tokens == 0
     assert kind in str(beyond.reuse.reason)
