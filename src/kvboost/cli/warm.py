@@ -34,13 +34,15 @@ def warm(
 ) -> None:
     """Prefill documents now, so that later prompts find their KV.
 
-    Needs --disk-cache-dir or --remote-url, where the KV stays. Documents that are there already are skipped: a run that
-    was interrupted goes on where it stopped.
+    Needs --disk-cache-dir or --remote-url, where the KV stays, and --quality high or fast, as whoever uses it does.
+    Documents that are there already are skipped: a run that was interrupted goes on where it stopped.
     """
     if not {"disk_cache_dir", "remote_url", "object_url"} & settings.engine().keys():
         raise ConfigError("the KV would be gone with this process; give --disk-cache-dir or --remote-url to keep it")
     documents = [(path, _text_of(path)) for path in _documents(files)]
     beginning = _text_of(head) if head is not None else None
+    if settings.engine().get("quality", "exact") == "exact":
+        raise ConfigError("documents are prefilled for reuse anywhere in a prompt; add --quality high, here and later")
     from kvboost.engine import KVBoost
 
     note(f"loading {model}")

@@ -373,5 +373,6 @@ class KVBoost(TenantView):
         """The session, or ConfigError without non-prefix reuse."""
         approx = self.session.prefiller.approx if self.session is not None else NoApprox(self.parts.refusal)
         if self.session is None or isinstance(approx, NoApprox):
-            raise ConfigError(f"{otherwise} ({approx.reason or 'quality is exact'})")
+            reason = approx.reason or "quality is exact; set it to 'high' or 'fast'"
+            raise ConfigError(f"{otherwise} ({reason})")
         return self.session
