@@ -243,7 +243,7 @@ def _request(
         engine.clear()
         reference.clear()
         return []
-    steps = range(subject.grid, len(tokens), subject.grid) if subject.grid is not None else ()
+    steps = range(subject.grid, len(tokens) + 1, subject.grid) if subject.grid is not None else ()
     ends = FixedChunker(subject.size).cut(token_array(tokens), [*boundaries, *steps])
     stored_to = len(tokens)
     if subject.grid is not None:
