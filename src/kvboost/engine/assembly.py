@@ -30,10 +30,9 @@ from kvboost.hf.breaks import break_table
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.codec import codec_for
 from kvboost.hf.fingerprint import ModelIdentity
-from kvboost.hf.numerics import choose_numerics
-from kvboost.hf.probe import ModelFacts, probe_model
+from kvboost.hf.probe import ModelFacts
 from kvboost.hf.runner import ModelRunner
-from kvboost.hf.shape import shape_of
+from kvboost.hf.study import study_model
 from kvboost.store import read_key
 
 
@@ -105,12 +104,8 @@ def assemble(runner: ModelRunner, tokenizer: Any, *, config: EngineConfig, store
     """Probe the model and build what it supports; with the engine's own store if none is given."""
     if store is not None:
         _check_given(store, config)
-    facts = probe_model(runner.model)
-    numerics = choose_numerics(
-        runner.model, facts.layout, shape_of(runner.model, facts.layout), numerics=config.numerics
-    )
+    facts, numerics, identity = study_model(runner.model, numerics=config.numerics)
     runner.tiles = numerics.tiles
-    identity = ModelIdentity(runner.model, facts.layout, steps=numerics.spec)
     budgets = default_budgets(facts.layout)
     if store is not None:
         budgets = replace(budgets, host_cache_bytes=0)

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.environment import NumericEnvironment
+from kvboost.hf.layers import walk
 from kvboost.hf.loaded_weights import claim_loaded
-from kvboost.hf.peft_layers import AdapterLayer, adapter_layer, plain_path
+from kvboost.hf.peft_layers import AdapterLayer, adapter_layers, plain_path
 from kvboost.hf.weight_digests import TensorState, TensorWatch, Weight, digest_weights, is_streamed, weights_by_owner
 from kvboost.hf.weights import streamed_weights_of
 from kvboost.types import ModelSnapshot
@@ -126,10 +127,7 @@ class ModelIdentity:
         """One pass over the modules; it runs several times per request."""
         model, streamer = self._model, streamed_weights_of(self._model)
         weights: list[TensorState] = []
-        adapters: list[AdapterLayer] = []
-        for path, module in model.named_modules():
-            if (layer := adapter_layer(path, module)) is not None:
-                adapters.append(layer)
+        for module in walk(model):
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():
                     if tensor is None or name.endswith("inv_freq"):
@@ -140,7 +138,7 @@ class ModelIdentity:
         return ModelState(
             self._changes,
             tuple(weights),
-            tuple(adapters),
+            adapter_layers(model),
             str(model.config._attn_implementation),
             self._experts_to_prefill(),
             bool(model.training),

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from kvboost.errors import ConfigError
+from kvboost.hf.layers import walk
 
 # What PEFT puts around a wrapped model and a wrapped layer. Without them a weight has the name it has without PEFT.
 _MODEL_PREFIX = "base_model.model."
@@ -31,7 +32,7 @@ class AdapterLayer(NamedTuple):
 
 
 def adapter_layer(path: str, module: Any) -> AdapterLayer | None:
-    """What ``module`` does with adapters; None if it is not a PEFT layer. Called for every module in every request."""
+    """What ``module`` does with adapters; None if it is not a PEFT layer."""
     if "peft" not in sys.modules or not isinstance(module, _layer_types()):
         return None
     # PEFT's wrappers forward unknown attributes to the layer inside, so only tuner layers are queried.
@@ -45,6 +46,14 @@ def adapter_layer(path: str, module: Any) -> AdapterLayer | None:
         tuple(module.merged_adapters) if tuner else (),
         tuple(sorted((str(k), float(v)) for k, v in scaling.items())) if isinstance(scaling, dict) else (),
     )
+
+
+def adapter_layers(model: Any) -> tuple[AdapterLayer, ...]:
+    """What the layers of ``model`` do with adapters. Called several times in every request."""
+    if "peft" not in sys.modules or not any(isinstance(module, _layer_types()) for module in walk(model)):
+        return ()  # almost always: without the names of all modules, which take longer
+    layers = (adapter_layer(path, module) for path, module in model.named_modules())
+    return tuple(layer for layer in layers if layer is not None)
 
 
 @cache

@@ -9,8 +9,8 @@ by calls of such sizes that overlap, or is padded. Invariant: only sizes that we
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,8 +20,11 @@ Rows = Callable[[torch.Tensor], torch.Tensor]
 _CLASSES = (32, 48)
 """A class is named by one of its sizes. oneDNN splits no sum for up to 32 rows, and splits it in one way from about 48
 on; MKL changes its kernel at 4 or 16 rows and at about 128."""
-_LARGER = (64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 2048)
+_LARGER = (64, 96, 128, 256, 512, 1024, 2048)
 _TEST_ROWS = 192  # a multiple of each class' size; larger calls repeat them
+_TESTED_SINGLY, _MULTIPLE = 1024, 256
+"""Sizes that are tested when they are wanted: every one up to the first, so that a short step is one call; above it
+multiples of the second, so that few are ever tested and a long step ends with a short call."""
 _USUAL = (20, 280, 2000)
 """Lengths of steps that a class is judged by: a question, a short prompt, a long one."""
 
@@ -39,36 +42,47 @@ class RowSizes:
     call_cost: int
     """What a call costs beside its rows, as a number of rows."""
     test: Callable[[int], bool] | None = field(default=None, compare=False)
-    """Whether another size is in the class, by running it: a step in one call needs no copies."""
+    """Whether another size is in the class, by running it."""
     tested: dict[int, bool] = field(default_factory=dict, compare=False)
     """Results of that."""
+    covers: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False)
+    """Results of :meth:`cover`."""
 
     @property
     def overhead(self) -> float:
         """The work for steps of usual lengths, divided by that of one call without padding each."""
-        return sum(self._work(rows) / (rows + self.call_cost) for rows in _USUAL) / len(_USUAL)
+        known = replace(self, test=None, tested={}, covers={})
+        return sum(known._work(known.cover(rows)) / (rows + self.call_cost) for rows in _USUAL) / len(_USUAL)
 
     def allows(self, rows: int) -> bool:
         """Whether this many rows may be run as they are."""
         if self.smallest <= rows <= self.dense or rows in self.larger:
             return True
-        if self.test is None or rows <= self.dense:
+        if self.test is None or rows <= self.dense or (rows > _TESTED_SINGLY and rows % _MULTIPLE):
             return False
         if rows not in self.tested:
             self.tested[rows] = self.test(rows)
         return self.tested[rows]
 
-    def size_for(self, rows: int) -> int:
-        """The size of the calls that cover this many rows with the least work; it may be more than ``rows``."""
-        if rows <= self.dense:
-            return max(rows, self.smallest)
-        return min((*self.larger, self.dense), key=lambda size: self._calls(rows, size))
+    def cover(self, rows: int) -> tuple[int, ...]:
+        """Sizes of calls that cover this many rows with little work. Only the last may be for more than is left."""
+        if rows not in self.covers:
+            self.covers[rows] = self._cover(rows)
+        return self.covers[rows]
 
-    def _work(self, rows: int) -> int:
-        return self._calls(rows, self.size_for(rows))
+    def _cover(self, rows: int) -> tuple[int, ...]:
+        if self.allows(rows):
+            return (rows,)
+        if rows <= self.smallest:
+            return (self.smallest,)
+        alike = [(size,) * -(-rows // size) for size in (*self.larger, self.dense)]
+        multiple = rows // _MULTIPLE * _MULTIPLE
+        first = multiple if self.allows(multiple) else max(size for size in (self.dense, *self.larger) if size < rows)
+        falling = (first,) * (rows // first) + (self.cover(rows % first) if rows % first else ())
+        return min((*alike, falling), key=self._work)
 
-    def _calls(self, rows: int, size: int) -> int:
-        return -(-rows // size) * (size + self.call_cost)
+    def _work(self, calls: tuple[int, ...]) -> int:
+        return sum(calls) + len(calls) * self.call_cost
 
 
 def cancelling(inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,12 +101,12 @@ def cancelling(inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, weights
 
 
-def find_classes(layer: Rows, rows: torch.Tensor, *, call_cost: int, test_later: bool) -> list[RowSizes]:
+def find_classes(layer: Rows, rows: torch.Tensor, *, call_cost: int, test_later: bool) -> Iterator[RowSizes]:
     """The classes of sizes that ``layer`` can be run with, tested on these rows.
 
     With ``test_later``, the layer and the rows are kept to test other sizes when they are wanted.
     """
-    return [_class_of(size, layer, rows, call_cost, test_later) for size in _CLASSES]
+    return (_class_of(size, layer, rows, call_cost, test_later) for size in _CLASSES)
 
 
 def _class_of(size: int, layer: Rows, rows: torch.Tensor, call_cost: int, test_later: bool) -> RowSizes:
@@ -117,15 +131,19 @@ def run_rows(layer: Rows, x: torch.Tensor, sizes: RowSizes) -> torch.Tensor:
     count = x.shape[0]
     if sizes.allows(count):
         return layer(x)
-    size = sizes.size_for(count)
-    if count < size:
-        padded = x.new_zeros(size, x.shape[1])
+    calls = sizes.cover(count)
+    if len(calls) == 1:
+        padded = x.new_zeros(calls[0], x.shape[1])
         padded[:count] = x
         return layer(padded)[:count]
-    first = layer(x[:size])
-    result = first.new_empty(count, first.shape[1])
-    result[:size] = first
-    for start in range(size, count, size):
+    result: torch.Tensor | None = None
+    start = 0
+    for size in calls:
         start = min(start, count - size)  # the last call overlaps the one before
-        result[start : start + size] = layer(x[start : start + size])
+        rows = layer(x[start : start + size])
+        if result is None:
+            result = rows.new_empty(count, rows.shape[1])
+        result[start : start + size] = rows
+        start += size
+    assert result is not None
     return result

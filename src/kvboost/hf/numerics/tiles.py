@@ -21,6 +21,7 @@ from kvboost.errors import ConfigError
 from kvboost.hf.attention import NAME, Step, attending
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.device_memory import memory_available
+from kvboost.hf.layers import walk
 from kvboost.hf.numerics.elementwise import functions_of, hook_function
 from kvboost.hf.numerics.hooks import in_this_thread
 from kvboost.hf.numerics.packed import PackedLinear, can_pack
@@ -32,7 +33,7 @@ _CALL_COST, _PACKED_CALL_COST = 64, 24
 _SHARE_TO_PACK = 4  # packed weights take at most this part of the memory that is available
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _KNOWN = (torch.nn.Linear, Conv1D, torch.nn.Embedding)
-_MAX_TEST_BYTES = 1 << 24  # of a layer's weights, up to which it is kept to test the lengths of steps as they come
+_MAX_TEST_BYTES = 1 << 26  # of a layer's weights, up to which it is kept to test the lengths of steps as they come
 _GOOD_ENOUGH = 1.25  # overhead of a class, above which packed weights may be worth their memory
 
 
@@ -121,7 +122,7 @@ class Tiles:
 
     def _plan(self) -> _Plan:
         """The plan for this thread's number of threads, by which kernels split their sums, and for today's adapters."""
-        threads, modules = torch.get_num_threads(), list(self._model.modules())
+        threads, modules = torch.get_num_threads(), list(walk(self._model))
         with self._lock:
             if modules != self._modules:
                 reason = why_no_tiles(self._model)
@@ -183,7 +184,12 @@ def _choose(module: Any, device: torch.device, *, packable: bool) -> tuple[RowSi
 
     def best(layer: Rows, call_cost: int) -> RowSizes:
         classes = find_classes(layer, rows, call_cost=call_cost, test_later=module.weight.nbytes <= _MAX_TEST_BYTES)
-        return min(classes, key=lambda sizes: sizes.overhead)
+        found = []
+        for sizes in classes:  # the test of a class takes long, and the first one usually is as good as any
+            if sizes.overhead <= _GOOD_ENOUGH:
+                return sizes
+            found.append(sizes)
+        return min(found, key=lambda sizes: sizes.overhead)
 
     plain = best(test.forward, _CALL_COST)
     if plain.overhead <= _GOOD_ENOUGH or not packable:
