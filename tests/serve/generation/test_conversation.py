@@ -11,7 +11,7 @@ from kvboost import KVBoost
 from kvboost.serve.generation import replies
 from kvboost.serve.generation.prompts import ChatPrompts, Turn, to_turn
 from kvboost.serve.generation.replies import ReplyMemory
-from kvboost.serve.schemas import Message
+from kvboost.serve.schemas.base import Message
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 from tests.serve.conftest import Running

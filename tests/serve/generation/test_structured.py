@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvboost.serve.generation.structured import Grammars
-from kvboost.serve.schemas import InlineSchemaFormat
+from kvboost.serve.schemas.responses import InlineSchemaFormat
 from kvboost.serve.security.limits import Limits
 from tests.helpers.tokenizer import byte_tokenizer
 from tests.serve.conftest import Running

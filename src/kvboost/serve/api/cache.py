@@ -16,7 +16,7 @@ from kvboost.serve.api.sse import while_connected
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.service import Answer, GenerationRequest, Service
 from kvboost.serve.observability.totals import total_stats
-from kvboost.serve.schemas import WarmRequest
+from kvboost.serve.schemas.tokens import WarmRequest
 from kvboost.serve.security.auth import Caller
 
 

@@ -21,7 +21,9 @@ from kvboost.serve.generation.prompts import ChatPrompt, to_turn
 from kvboost.serve.generation.service import GenerationRequest, Service, sampling_of
 from kvboost.serve.generation.token_stream import Piece
 from kvboost.serve.generation.tools import ToolReader, make_forced_reader, make_reader
-from kvboost.serve.schemas import ChatRequest, Message, NamedChoice, TokenizeRequest, WarmRequest
+from kvboost.serve.schemas.base import Message, NamedChoice
+from kvboost.serve.schemas.chat import ChatRequest
+from kvboost.serve.schemas.tokens import TokenizeRequest, WarmRequest
 from kvboost.serve.security.auth import Caller, caller_of
 from kvboost.serve.security.limits import check_json
 

@@ -15,7 +15,7 @@ from kvboost.serve.api.sse import DONE, EventStream, chained, while_connected
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.service import GenerationRequest, Service, sampling_of
 from kvboost.serve.generation.token_stream import Piece
-from kvboost.serve.schemas import CompletionRequest
+from kvboost.serve.schemas.completions import CompletionRequest
 from kvboost.serve.security.auth import caller_of
 
 _DEFAULT_TOKENS = 16  # OpenAI's

@@ -17,7 +17,8 @@ from kvboost.serve.api.sse import EventStream, chained, while_connected
 from kvboost.serve.generation.prompts import ChatPrompt
 from kvboost.serve.generation.service import Answer, GenerationRequest, Service
 from kvboost.serve.generation.token_stream import Ended, Piece
-from kvboost.serve.schemas import Message, ResponsesRequest
+from kvboost.serve.schemas.base import Message
+from kvboost.serve.schemas.responses import ResponsesRequest
 from kvboost.serve.security.auth import caller_of
 
 

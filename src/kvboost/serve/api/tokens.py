@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from kvboost.serve.api.chat import encode_either
 from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.errors import bad_request
-from kvboost.serve.schemas import DetokenizeRequest, TokenizeRequest
+from kvboost.serve.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from kvboost.serve.security.auth import caller_of
 
 

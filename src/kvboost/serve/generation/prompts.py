@@ -16,7 +16,7 @@ from typing import Any
 from kvboost.errors import ConfigError
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.replies import ReplyMemory
-from kvboost.serve.schemas import Message
+from kvboost.serve.schemas.base import Message
 
 _MIN_SPLICE = 4  # tokens of a reply's end; fewer are not worth a search
 

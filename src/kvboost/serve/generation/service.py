@@ -29,7 +29,8 @@ from kvboost.serve.generation.token_stream import Ended, Piece, TokenStream
 from kvboost.serve.observability.metrics import Metrics
 from kvboost.serve.observability.recent import RecentRequests, RequestRecord
 from kvboost.serve.observability.tracing import RequestSpan, current_span
-from kvboost.serve.schemas import InlineSchemaFormat, ResponseFormat
+from kvboost.serve.schemas.base import ResponseFormat
+from kvboost.serve.schemas.responses import InlineSchemaFormat
 from kvboost.serve.security.auth import Caller, Keys
 from kvboost.serve.security.limits import Limits, Streams
 

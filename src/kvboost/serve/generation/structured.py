@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvboost.serve.errors import ApiError, bad_request
-from kvboost.serve.schemas import InlineSchemaFormat, JsonObjectFormat, ResponseFormat, TextFormat
+from kvboost.serve.schemas.base import JsonObjectFormat, ResponseFormat, TextFormat
+from kvboost.serve.schemas.responses import InlineSchemaFormat
 from kvboost.serve.security.limits import Limits, check_json
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""What clients may send, field by field, a module for each endpoint."""
