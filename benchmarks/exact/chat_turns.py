@@ -81,8 +81,8 @@ def _chat(
 def _generate(engine: KVBoost, ids: torch.Tensor, count: int, **options: Any) -> torch.Tensor:
     """Plain Transformers."""
     cache = options.get("past_key_values")
-    if cache is not None:
-        cache.crop(min(cache.get_seq_length(), ids.shape[1] - 1))
+    if cache is not None and (behind := cache.get_seq_length() - ids.shape[1] + 1) > 0:
+        cache.crop(-behind)  # the last token is computed again, for its logits
     wanted = {"max_new_tokens": count, "do_sample": False, "attention_mask": torch.ones_like(ids), **options}
     result: torch.Tensor = engine.model.generate(ids, **wanted)
     return result

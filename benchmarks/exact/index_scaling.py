@@ -36,7 +36,7 @@ _REAL_DOCUMENTS = 2000
 _ROOT = hashlib.sha256(b"benchmarks.exact.index_scaling").digest()
 _UNLIMITED = 2**62
 _RSS_FROM = 100_000  # below, page granularity and Python's own arenas drown the answer
-_MEASURES = ("plan_ns", "hit_us", "miss_us", "put_us")
+_MEASURES = ("plan_ns", "hit_us", "bare_us", "miss_us", "put_us")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,9 +66,9 @@ def _measure(size: int, idle: int, args: argparse.Namespace) -> dict[str, Any]:
     real = _fill(store, size)
     token_bytes = len(real) * _CHAIN * sys.getsizeof(bytes(_CHUNK * 4))
     per_chunk = (memory_status("VmRSS") - idle - token_bytes) / size
-    progress = Progress(f"{size} chunks, batches", 4 * args.repeat)
+    progress = Progress(f"{size} chunks, batches", 5 * args.repeat)
 
-    def batches(prepare: Callable[[int], Any], timed: Callable[[Any], None]) -> list[float]:
+    def batches(prepare: Callable[[int], Any], timed: Callable[[Any], Any]) -> list[float]:
         """Seconds per prompt, a mean per batch. ``prepare(number)`` is not timed; the collector stays on."""
         means, number = [], 0
         for _ in range(args.repeat):
@@ -99,11 +99,16 @@ def _measure(size: int, idle: int, args: argparse.Namespace) -> dict[str, Any]:
     full = store.stats()
     if full.chunks != size:
         raise BenchError(f"the store holds {full.chunks} chunks instead of {size}: a defect of the store or this file")
+    known = {_key(number): number for number in range(size)}
+    bare = batches(
+        lambda number: [_key(rng.randrange(size)) for _ in range(_CHAIN)], lambda keys: [known[key] for key in keys]
+    )
     return {
         "chunks": size,
         "documents_looked_up": len(real),
         "plan_ns": [seconds * 1e9 / _PROMPT for seconds in plan],
         "hit_us": [seconds * 1e6 / _CHAIN for seconds in hit],
+        "bare_us": [seconds * 1e6 / _CHAIN for seconds in bare],
         "miss_us": [seconds * 1e6 for seconds in miss],
         "put_us": [seconds * 1e6 / _CHAIN for seconds in put],
         "evictions": full.evictions,
@@ -171,6 +176,10 @@ def _filler(number: int) -> list[KVBlock]:
     return blocks
 
 
+def _key(number: int) -> bytes:
+    return hashlib.sha256(b"%d" % number).digest()
+
+
 def _block(key: bytes, parent: bytes | None, content: bytes, tokens: bytes) -> KVBlock:
     return KVBlock(key=key, parent_key=parent, content_key=content, tokens=tokens, tensors=(), nbytes=1, bitwise=True)
 
@@ -183,6 +192,7 @@ def _table(results: Sequence[dict[str, Any]]) -> Table:
             "stored chunks",
             "plan ns/prompt token",
             "hit us/chunk",
+            "bare dict us/key",
             "miss us/prompt",
             "put+evict us/chunk",
             "index bytes/chunk",
@@ -201,7 +211,8 @@ def _table(results: Sequence[dict[str, Any]]) -> Table:
     table.notes.append(
         f"Cells are median [min max] of batch means. plan: token ids to chunks, keys and plan, prompts of {_PROMPT:,} "
         f"tokens, content chunks of {_CHUNK}. hit: lease and release of {_CHAIN}-chunk documents in random order, keys "
-        "made anew. miss: lease of a document that is not there; it ends at the first chunk. put+evict: at a full "
+        "made anew. bare dict: as many lookups in a Python dict of as many keys, which shows what memory alone costs. "
+        "miss: lease of a document that is not there; it ends at the first chunk. put+evict: at a full "
         "store, one chunk in, one out. index bytes: growth of the process' resident memory per chunk, without the "
         "512 bytes of token ids, which belong to the stored record (the filler shares one), and without KV."
     )

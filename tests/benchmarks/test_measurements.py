@@ -71,17 +71,11 @@ def test_ttft_compares_cold_and_warm_requests_against_plain_transformers(folder:
     assert rows["75% reuse, 100 query tokens"]["cached_tokens"] == [300, 300]
 
 
-def test_chunk_sizes_times_every_size_and_rule(folder: Path, tmp_path: Path) -> None:
-    options = ("--tokens", "300", "--sizes", "64", "128", "--repeat", "2")
-    found = measure(folder, tmp_path, "chunk_sizes", *options)["raw"]["float32"]
-    assert [(entry["chunking"], entry["size"]) for entry in found] == [
-        ("content", 64),
-        ("content", 128),
-        ("fixed", 64),
-        ("fixed", 128),
-    ]
-    assert [entry["steps"] for entry in found[2:]] == [5, 3]
-    assert all(len(entry["cold"]) == len(entry["plain"]) == len(entry["storing_ms"]) == 2 for entry in found)
+def test_chat_turns_times_every_turn_on_the_same_tokens(folder: Path, tmp_path: Path) -> None:
+    options = ("--turns", "3", "--system", "60", "--message", "30", "--answer", "4", "--repeat", "2")
+    found = measure(folder, tmp_path, "chat_turns", *options, "--dtype", "float32")["raw"]["float32"]
+    assert found["prompt"] == [90, 124, 158]
+    assert all(len(samples) == 2 for name in ("ours", "by hand", "plain") for samples in found[name])
 
 
 def test_exactness_finds_no_difference_and_predicts_every_hit(folder: Path, tmp_path: Path) -> None:
@@ -129,10 +123,10 @@ def test_a_text_that_is_too_short_says_what_to_do(
 ) -> None:
     short = tmp_path / "short.txt"
     short.write_text("a few words")
-    assert main(["chunk_sizes", "--model", str(folder), "--text", str(short)]) == 2
+    assert main(["ttft", "--model", str(folder), "--text", str(short)]) == 2
     assert "give longer files with --text" in capsys.readouterr().err
 
 
 def test_a_text_that_is_not_there_says_what_to_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chunk_sizes", "--model", str(folder), "--text", "absent.txt"]) == 2
+    assert main(["ttft", "--model", str(folder), "--text", "absent.txt"]) == 2
     assert "cannot read the text" in capsys.readouterr().err

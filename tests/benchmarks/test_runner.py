@@ -15,7 +15,8 @@ from benchmarks.store import disk_kills
 NEED_A_MODEL = (
     "ttft_floor",
     "ttft",
-    "chunk_sizes",
+    "chat_turns",
+    "first_reading",
     "exactness",
     "fidelity",
     "recompute",
