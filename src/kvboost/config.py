@@ -6,7 +6,7 @@ Used by the engine and by :mod:`kvboost.cli.settings`, which derives flags, envi
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +232,10 @@ class EngineConfig:
             raise ConfigError(
                 f"record_key_file={str(file)!r} protects nothing; set record_protection to mac or encrypt"
             )
+
+
+SETTINGS = tuple(field.name for field in fields(EngineConfig))
+"""The names of an engine's settings."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -237,6 +237,8 @@ class ReuseReport:
     """Tokens of a tier that were computed, because loading them was expected to take longer."""
     declined: tuple[DeclinedLoad, ...] = ()
     """Which tiers had them, and what loading and computing were expected to take."""
+    segments: tuple[tuple[str, int], ...] = ()
+    """The prompt from its beginning, as runs of ``exact``, ``moved`` or ``fresh`` tokens and their lengths."""
     paged: bool = False
     """Whether the KV exceeded ``kv_bytes`` and was paged: equal up to rounding, so not bitwise."""
 
@@ -284,6 +286,15 @@ class GenerationResult:
     """
     speculation: Speculation | None = None
     """How much the draft helped, if one was used."""
+
+    def __str__(self) -> str:
+        """The text, and what it took."""
+        kind = "approximate" if self.reuse.approximate is not None else "exact"
+        reused = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens reused"
+        return (
+            f"{self.output_text}\n[{reused}{f' ({kind})' if self.cached_tokens else ''}; first token after "
+            f"{self.ttft_ms:.0f} ms, {len(self.token_ids)} tokens after {self.total_ms:.0f} ms]"
+        )
 
     @property
     def prompt_tokens(self) -> int:

@@ -36,7 +36,7 @@ def test_a_model_is_tried_and_estimated(folder: Path, capsys: pytest.CaptureFixt
     assert main(["doctor", str(folder), "--context", "1000", "--batch", "4"]) == 0
     said = capsys.readouterr()
     assert "exact reuse         on" in said.out
-    assert "attention           kvboost_sdpa" in said.out
+    assert "attention           sdpa" in said.out
     assert "self-test           passed: of 96 prompt tokens, 95 came from the cache bit for bit" in said.out
     assert "Memory for 4 x 1000 tokens, with all caches full:" in said.out
     assert "KV of running requests" in said.out

@@ -255,7 +255,7 @@ def test_an_engine_without_tokenizer_takes_ids_only(byte_model: Any) -> None:
         ({"chunk_size": 1}, "too small"),
         ({"chunking": "sentences"}, "content"),
         ({"cache_bytes": "many"}, "2GB"),
-        ({"cash_bytes": 1}, "cash_bytes"),
+        ({"cash_bytes": 1}, "cash_bytes is not a setting; did you mean cache_bytes"),
     ],
 )
 def test_settings_that_cannot_work_say_so(byte_model: Any, settings: dict[str, Any], message: str) -> None:
@@ -278,6 +278,33 @@ def test_arguments_that_cannot_work_say_so(engine: KVBoost, arguments: dict[str,
     with pytest.raises(ConfigError, match=message):
         engine.generate(_TEXT, **arguments)
     assert engine._store.stats().leased == 0
+
+
+_MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda engine: engine.generate(_MESSAGES), "give them to chat"),
+        (lambda engine: engine.chat("Hi"), "for plain text use generate"),
+        (lambda engine: engine.chat(["Hi"]), "a chat is a list of messages"),
+        (lambda engine: engine.chat(_MESSAGES[0]), "a chat is a list of messages"),
+        (lambda engine: engine.join("abc"), "give it to generate"),
+    ],
+)
+def test_a_prompt_for_another_method_says_which(engine: KVBoost, call: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call(engine)
+
+
+def test_results_and_engines_are_printed_for_people(engine: KVBoost) -> None:
+    result = engine.generate(_TEXT, max_new_tokens=2, temperature=0)
+    assert str(result).startswith(f"{result.output_text}\n[0 of {len(_TEXT)} prompt tokens reused; first token after ")
+    again = engine.generate(_TEXT, max_new_tokens=2, temperature=0)
+    assert f"[{again.cached_tokens} of {len(_TEXT)} prompt tokens reused (exact); first" in str(again)
+    chunks = engine.cache_stats()["hot_chunks"]
+    assert repr(engine).startswith(f"<KVBoost llama, torch.float32, quality='exact': {chunks} chunks, ")
 
 
 def test_loading_errors_are_for_people(tmp_path: Any) -> None:

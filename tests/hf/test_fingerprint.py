@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost import KVBoost
+from kvboost import ConfigError, KVBoost
 from kvboost.hf.fingerprint import ModelIdentity
 from kvboost.hf.probe import probe_model
 from tests.helpers.models import tiny_model
@@ -52,6 +52,14 @@ def test_numeric_settings_show() -> None:
         assert _fields(model)["numerics"] != before
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_model_converted_under_its_engine_is_said() -> None:
+    engine = KVBoost(tiny_model("llama"), None, chunk_size=8)
+    engine.warm(_PROMPT)
+    engine.model.to(torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"of torch.float32 on cpu, which is torch.bfloat16 on cpu now; make a new"):
+        engine.generate(_PROMPT, max_new_tokens=1)
 
 
 def test_weights_changed_in_place_end_the_old_hits() -> None:

@@ -28,6 +28,7 @@ def _checked(**extra: Any) -> dict[str, Any]:
         ("attention_mask", "prepared by the engine"),
         ("transformers_version", "model.generate"),
         ("temprature", "did you mean temperature"),
+        ("quality", "give it to KVBoost"),
         ("max_token", "did you mean max_"),
         ("_from_model_config", "model.generate"),
     ],

@@ -73,13 +73,14 @@ def doctor(
     fits = forecast is None or _loads(forecast)
     if load and fits:
         from kvboost.engine import KVBoost
+        from kvboost.hf.attention import own_attention
 
         note(f"loading {model}")
         with KVBoost.from_pretrained(model, **{"strict": False, **settings.engine()}) as engine:
             report = engine.describe()
             note("testing")
             report["self-test"] = self_test(engine)
-            report["attention"] = str(engine.model.config._attn_implementation)
+            report["attention"] = own_attention(engine.model)
             _print_report(report)
     elif forecast is not None:
         report = {"attention": forecast.model.attention, "dtype": str(forecast.model.dtype)}

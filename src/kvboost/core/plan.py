@@ -9,6 +9,7 @@ import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
 from kvboost.types import Chunk
@@ -66,6 +67,14 @@ class ReusePlan:
     def approx_start(self) -> int:
         """Where the first APPROX segment begins: what comes before it can be exact, what follows cannot."""
         return self.moved[0].start if self.moved else self.prompt_tokens
+
+    def runs(self) -> tuple[tuple[str, int], ...]:
+        """Neighbours of one kind together, from the prompt's beginning: ``exact``, ``moved`` or ``fresh``, tokens."""
+        kinds = [("exact", self.exact_tokens)] if self.exact_tokens else []
+        names = {SegmentKind.APPROX: "moved", SegmentKind.FRESH: "fresh"}
+        kinds += [(names[segment.kind], segment.end - segment.start) for segment in self.segments]
+        grouped = groupby(kinds, key=lambda run: run[0])
+        return tuple((kind, sum(tokens for _, tokens in runs)) for kind, runs in grouped)
 
     @cached_property
     def moved_tokens(self) -> int:

@@ -320,6 +320,7 @@ class PrefillState:
             tiers=MappingProxyType(dict(tiers)),
             declined_tokens=sum(declined_at.values()),
             declined=declined,
+            segments=self._plan.runs(),
             paged=self.paged,
         )
 

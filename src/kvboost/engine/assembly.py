@@ -5,14 +5,13 @@ Called once when an engine is made. Raises UnsupportedModelError for a model tha
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvboost.config import AUTO, EngineConfig
+from kvboost.config import AUTO, SETTINGS, EngineConfig
 from kvboost.core.chunking import chunk_size_for, make_chunker
 from kvboost.core.costs import CostModel
 from kvboost.core.guarded import GuardedStore
@@ -81,16 +80,25 @@ class Assembly:
             self.runner.tiles = None
 
 
+def checked_config(settings: Mapping[str, Any]) -> EngineConfig:
+    """The settings of an engine around a model that is loaded already."""
+    for name in settings:
+        if name not in SETTINGS:
+            near = difflib.get_close_matches(name, SETTINGS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else "; help(kvboost.EngineConfig) lists them"
+            raise ConfigError(f"{name} is not a setting{hint}")
+    return EngineConfig(**settings)
+
+
 def split_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The engine's settings and the arguments for the model, before it is loaded.
 
     Raises ConfigError for settings that cannot work with any model, so that a bad one does not cost a model load.
     """
-    names = {field.name for field in dataclasses.fields(EngineConfig)}
-    settings = {name: value for name, value in given.items() if name in names}
-    others = {name: value for name, value in given.items() if name not in names}
+    settings = {name: value for name, value in given.items() if name in SETTINGS}
+    others = {name: value for name, value in given.items() if name not in SETTINGS}
     for name in others:
-        if near := difflib.get_close_matches(name, names, n=1, cutoff=0.8):
+        if near := difflib.get_close_matches(name, SETTINGS, n=1, cutoff=0.8):
             raise ConfigError(f"{name} is not a setting; did you mean {near[0]}?")
     config = EngineConfig(**settings)
     make_chunker(config.chunking, size=config.chunk_tokens)

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from kvboost.capacity import MemoryEstimate
-from kvboost.config import EngineConfig, parse_bytes
+from kvboost.config import parse_bytes
 from kvboost.core.backend import NoApprox
 from kvboost.core.clock import StageClock
 from kvboost.core.session import Session, nothing_to_fetch
-from kvboost.engine.assembly import split_settings
+from kvboost.engine.assembly import checked_config, split_settings
 from kvboost.engine.generation import Request, prefill_only, warm
 from kvboost.engine.memory import estimate_engine
 from kvboost.engine.parts import EngineParts
@@ -45,12 +45,14 @@ class KVBoost(TenantView):
 
     def __init__(self, model: Any, tokenizer: Any = None, *, store: ChunkStore | None = None, **settings: Any) -> None:
         """Wrap a loaded model. ``tokenizer`` may be None if prompts are always token ids."""
-        try:
-            config = EngineConfig(**settings)
-        except TypeError as error:
-            raise ConfigError(f"unknown setting: {error}") from error
-        parts = EngineParts(model, tokenizer, config=config, store=store)
+        parts = EngineParts(model, tokenizer, config=checked_config(settings), store=store)
         self._bind(parts, parts.config, parts.assembly.session if parts.assembly is not None else None, root=None)
+
+    def __repr__(self) -> str:
+        """The model, what is reused, and how full the memory is."""
+        stats, model = self._store.stats(), self.model.config.model_type
+        reuse = f"quality={self.config.quality!r}" if self.parts.refusal is None else "no reuse"
+        return f"<KVBoost {model}, {self.model.dtype}, {reuse}: {stats.chunks} chunks, {stats.bytes / 1e6:.1f} MB>"
 
     @classmethod
     def from_pretrained(

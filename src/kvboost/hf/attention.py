@@ -85,6 +85,12 @@ def lend(model: Any) -> None:
         model.set_attn_implementation(NAME)
 
 
+def own_attention(model: Any) -> str:
+    """The attention that a model has without us."""
+    with _lending:
+        return _lent.get(model, (str(model.config._attn_implementation), 0))[0]
+
+
 def take_back(model: Any) -> None:
     """Undo :func:`lend`; the last one gives a model its own attention again."""
     with _lending:

@@ -17,6 +17,7 @@ import uuid
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from kvboost.errors import ConfigError
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.environment import NumericEnvironment
 from kvboost.hf.layers import walk
@@ -66,6 +67,7 @@ class ModelIdentity:
         """The digests of the base model (None) and of each adapter, with the states they were made from."""
         self._config_and_rope = (_config_digest(model), _rope_digest(model))
         self._last: ModelSnapshot | None = None
+        self._made_for = _place_and_type(model)
 
     def snapshot(self) -> ModelSnapshot:
         """The model's current state and its fingerprint fields; the same object while nothing changes.
@@ -147,6 +149,10 @@ class ModelIdentity:
 
     def _fields(self, state: ModelState) -> dict[str, str]:
         """Derived from ``state`` alone, except for the weights' bytes."""
+        if (now := _place_and_type(self._model)) != self._made_for:
+            raise ConfigError(
+                f"this engine was made around a model of {self._made_for}, which is {now} now; make a new engine"
+            )
         owned = weights_by_owner(self._model)
         config, rope = self._config_and_rope
         return {
@@ -196,6 +202,12 @@ class ModelIdentity:
         if now != to_decode or not _switches_experts_to_decode(self._model):
             self._experts = now
         return self._experts
+
+
+def _place_and_type(model: Any) -> str:
+    """Where the model computes and in which numbers: its KV was laid out for that."""
+    weight = model.get_input_embeddings().weight
+    return f"{weight.dtype} on {weight.device.type}"
 
 
 def _experts(model: Any) -> str:

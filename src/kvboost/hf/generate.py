@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from kvboost.config import SETTINGS
 from kvboost.errors import ConfigError
 from kvboost.hf.speculation import Speculating, speculates, why_not_resumed
 from kvboost.types import Speculation
@@ -126,6 +127,8 @@ def _check_allowed(extra: dict[str, Any]) -> None:
             continue
         if name in _PREPARED:
             raise ConfigError(f"{name} is prepared by the engine; leave it out (give the prompt itself instead)")
+        if name in SETTINGS:
+            raise ConfigError(f"{name} is a setting of the engine; give it to KVBoost() or from_pretrained()")
         if name == "adapter_names":
             raise ConfigError(f"{name} would change the end of the prompt alone; choose with adapter= or set_adapter()")
         if close := difflib.get_close_matches(name, allowed, n=1, cutoff=0.75):

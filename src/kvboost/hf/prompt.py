@@ -66,6 +66,8 @@ class PromptEncoder:
 
     def join(self, parts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
         """Token ids of a prompt of these parts, and where each but the last ends."""
+        if isinstance(parts, str):
+            raise ConfigError("join() takes a list of texts; a single text is a prompt already, give it to generate()")
         if not parts:
             raise ConfigError("a prompt needs a part at least; give the texts it is made of")
         tokens = self.encode(parts[0])
@@ -80,6 +82,10 @@ class PromptEncoder:
     ) -> tuple[list[int], list[int]]:
         """Token ids of a chat ready for the reply, and the ends of its messages, ``min_gap`` tokens apart."""
         tokenizer = self._need_tokenizer()
+        if isinstance(messages, str | Mapping) or not all(isinstance(message, Mapping) for message in messages):
+            raise ConfigError(
+                'a chat is a list of messages such as {"role": "user", "content": "Hi"}; for plain text use generate()'
+            )
         if not messages:
             raise ConfigError("the chat is empty; give at least one message")
         if getattr(tokenizer, "chat_template", None) is None:
@@ -145,6 +151,8 @@ def _check_mask(mask: Any, tokens: int) -> None:
 
 
 def _as_ids(values: Sequence[Any]) -> list[int]:
+    if len(values) and isinstance(values[0], Mapping):
+        raise ConfigError("these are the messages of a chat; give them to chat()")
     try:
         return [operator.index(value) for value in values]
     except TypeError as error:

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+import time
+from base64 import b64decode
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from websockets.sync.client import ClientConnection, connect
 
 from kvboost import KVBoost
 from tests.serve.conftest import Running
@@ -71,3 +77,85 @@ def test_the_page_without_a_key_is_locked(keyed: Running, tmp_path: Path) -> Non
     assert ">locked<" in page
     assert re.search(r'id="numbers" hidden', page)
     assert not re.search(r'id="locked" hidden', page)
+
+
+class _Tab:
+    """A page in a browser."""
+
+    def __init__(self, connection: ClientConnection) -> None:
+        self._connection = connection
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """One command of the DevTools protocol."""
+        self._connection.send(json.dumps({"id": 1, "method": method, "params": params}))
+        answer: dict[str, Any] = json.loads(self._connection.recv(timeout=60))["result"]
+        assert "exceptionDetails" not in answer, answer
+        return answer
+
+    def run(self, script: str) -> Any:
+        """What JavaScript gives there."""
+        found = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        return found["result"].get("value")
+
+    def resize(self, width: int) -> None:
+        """As wide as a phone, or as a screen."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=1000, deviceScaleFactor=1, mobile=False)
+
+
+@contextmanager
+def _opened(url: str, folder: Path) -> Iterator[_Tab]:
+    assert _CHROMIUM is not None
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
+    process = subprocess.Popen(
+        [_CHROMIUM, *options, f"--user-data-dir={folder / 'driven'}", url],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        port = folder / "driven" / "DevToolsActivePort"
+        _until(lambda: port.exists() and len(port.read_text().split()) == 2)
+        found = httpx.get(f"http://127.0.0.1:{port.read_text().split()[0]}/json").json()
+        [target] = [entry["webSocketDebuggerUrl"] for entry in found if entry["type"] == "page"]
+        with connect(target, max_size=None) as connection:
+            yield _Tab(connection)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _until(holds: Callable[[], Any], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.1)
+
+
+@pytest.mark.skipif(_CHROMIUM is None, reason="needs Debian's chromium")
+def test_a_prompt_sent_from_the_page_is_coloured_by_what_was_reused(
+    start_server: Callable[..., Running], make_engine: Callable[..., KVBoost], tmp_path: Path
+) -> None:
+    running = start_server(make_engine())
+    text = "What was read once need not be read again. " * 4
+    with _opened(running.url + "/", tmp_path) as tab:
+        run = tab.run
+        _until(lambda: run("document.getElementById('state')?.textContent") == "live")
+
+        def ask(prompt: str) -> list[list[str]]:
+            run(f"$('prompt').value = {json.dumps(prompt)}; $('length').value = 5; $('ask').requestSubmit()")
+            _until(lambda: not run("$('send').disabled"))
+            found: list[list[str]] = run("[...$('asked').children].map(run => [run.className, run.textContent])")
+            return found
+
+        assert ask(text + "First?") == [["fresh", text + "First?"]]
+        assert run("$('answer').textContent")
+        (exact, again), (fresh, rest) = ask(text + "Second?")
+        assert (exact, fresh, again + rest) == ("exact", "fresh", text + "Second?")
+        assert len(again) >= len(text) - 40
+        assert f"{len(again)} of {len(text) + 7} prompt tokens reused" in run("$('outcome').textContent")
+        run("$('length').value = 0; $('ask').requestSubmit()")
+        _until(lambda: "max_tokens" in run("$('outcome').textContent") or not run("$('ask').checkValidity()"))
+        for width in (1400, 390):
+            tab.resize(width)
+            assert run("document.documentElement.scrollWidth") <= width, "nobody scrolls sideways"
+            if kept := os.environ.get("KVBOOST_KEEP_SCREENSHOT"):
+                Path(f"{kept}.{width}.png").write_bytes(b64decode(tab.call("Page.captureScreenshot")["data"]))

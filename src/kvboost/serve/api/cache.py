@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import asdict
 
 from starlette.requests import Request
@@ -29,6 +30,7 @@ async def show(service: AppService) -> Response:
         {
             "object": "kvboost.cache",
             "model": service.model_name,
+            "uptime_seconds": int(time.time()) - service.started,
             "cache": stats,
             "load": {"running": load.running, "waiting": load.waiting, "kv_bytes": load.cached_bytes},
             "streams": service.streams.running,

@@ -35,6 +35,7 @@ from kvboost.serve.security.auth import Caller, Keys
 from kvboost.serve.security.limits import Limits, Streams
 
 _log = logging.getLogger("kvboost.serve")
+_MAX_SEGMENTS = 256  # in an answer; a prompt of thousands of scattered chunks has more
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ class Answer:
             "recomputed_tokens": sum(report.recomputed_tokens for report in reports),
             "fresh_tokens": sum(report.fresh_tokens for report in reports),
             "tiers": dict(tiers),
+            "segments": reports[0].segments[:_MAX_SEGMENTS] if reports else (),
+            "reason": next((report.reason for report in reports if report.reason is not None), None),
             "bitwise": all(report.bitwise for report in reports),
             "ttft_ms": round(min(seconds) * 1000, 3) if seconds else None,
         }
@@ -297,6 +300,12 @@ class Service:
             )
         return wanted or min(left, limit, generation.default_new_tokens or limit)
 
+    def _saved_seconds(self, reuse: Mapping[str, Any]) -> float:
+        """What computing the reused tokens would have taken, as far as the engine knows yet."""
+        costs = self.engine.session.prefiller.costs if self.engine.session is not None else None
+        tokens = reuse["exact_tokens"] + reuse["moved_tokens"] - reuse["recomputed_tokens"]
+        return costs.prefill_seconds(forwards=0, tokens=tokens) if costs is not None and costs.in_seconds else 0.0
+
     def _count(self, answer: Answer, *, seconds: float, span: RequestSpan | None) -> None:
         reuse = answer.reuse()
         whole = len(answer.ended) == len(answer.request.prompts) * answer.request.n
@@ -312,7 +321,9 @@ class Service:
             new=answer.new_tokens,
             ttft_ms=reuse["ttft_ms"],
             total_ms=round(seconds * 1000, 3),
+            saved_ms=round(self._saved_seconds(reuse) * 1000, 3),
             finish=reason,
+            reason=reuse["reason"],
         )
         self.recent.add(record)
         self.metrics.count(record)

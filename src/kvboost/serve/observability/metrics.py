@@ -67,6 +67,9 @@ class Metrics:
         self._prompt = Counter(
             "kvboost_prompt_tokens", "Prompt tokens, by where their KV came from.", ["source"], registry=registry
         )
+        self._saved = Counter(
+            "kvboost_saved_seconds", "Time to compute the reused tokens, as expected.", registry=registry
+        )
         self._new = Counter("kvboost_new_tokens", "Tokens produced.", registry=registry)
         self._ttft = Histogram(
             "kvboost_ttft_seconds", "From submission to the first token.", buckets=_SECONDS, registry=registry
@@ -81,6 +84,7 @@ class Metrics:
         for source in ("exact", "moved", "recomputed", "fresh"):
             self._prompt.labels(source).inc(getattr(record, source))
         self._new.inc(record.new)
+        self._saved.inc(record.saved_ms / 1000)
         self._total.observe(record.total_ms / 1000)
         if record.ttft_ms is not None:
             self._ttft.observe(record.ttft_ms / 1000)

@@ -25,7 +25,11 @@ class RequestRecord:
     new: int
     ttft_ms: float | None
     total_ms: float
+    saved_ms: float
+    """What computing the reused tokens would have taken, as the engine expects from its recent requests."""
     finish: str
+    reason: str | None
+    """Why something was not reused."""
 
 
 class RecentRequests:
