@@ -69,6 +69,16 @@ def test_penalties_count_what_was_generated() -> None:
     assert [often.sample(_LOGITS).token_id for _ in range(4)] == [1, 3, 1, 3], "2.6 against 2.7 after two"
 
 
+def test_the_prompt_and_the_ends_of_a_job_reach_its_processors() -> None:
+    job = Job(token_ids=(1,), max_new_tokens=9, sampling=Sampling(repetition_penalty=2.0))
+    assert Sampler(job, device=torch.device("cpu")).sample(_LOGITS).token_id == 3, "1 is in the prompt"
+    longer = Job(
+        token_ids=(0,), max_new_tokens=9, sampling=Sampling(min_new_tokens=1), stop_token_ids=frozenset({1, 3})
+    )
+    draws = Sampler(longer, device=torch.device("cpu"))
+    assert [draws.sample(_LOGITS).token_id for _ in range(2)] == [2, 1]
+
+
 def test_bias_and_constraint_decide_last() -> None:
     assert sampler(logit_bias={4: 100.0}).sample(_LOGITS).token_id == 4
     seen: list[list[int]] = []
@@ -106,6 +116,10 @@ def test_log_probabilities_are_the_models_own() -> None:
         {"top_p": 0.0},
         {"top_p": 1.5},
         {"presence_penalty": float("inf")},
+        {"top_k": -1},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0.0},
+        {"min_new_tokens": -1},
         {"logit_bias": {5: 1.0}},
         {"logit_bias": {-1: 1.0}},
         {"logit_bias": {1: float("inf")}},

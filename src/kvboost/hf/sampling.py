@@ -7,15 +7,19 @@ processor for is done by that processor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
+    TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
@@ -33,10 +37,18 @@ class Sampling:
 
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
+    """Sample from this many of the likeliest tokens; 0 for all."""
+    min_p: float = 0.0
+    """Sample from tokens that are at least this share as likely as the likeliest."""
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    """Above 1 for fewer repetitions. Counts the prompt too, unlike the two above."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_new_tokens: int = 0
+    """No token ends the answer before it has these."""
 
     def check(self, *, vocab_size: int) -> None:
         """Raise ConfigError for invalid settings."""
@@ -44,6 +56,14 @@ class Sampling:
             raise ConfigError(f"temperature={self.temperature} cannot be used; give 0 for greedy decoding, or 0.7")
         if not 0.0 < self.top_p <= 1.0:
             raise ConfigError(f"top_p={self.top_p} is not in (0, 1]; give 1 to allow every token")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k={self.top_k} is below 0; give 0 to allow every token")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ConfigError(f"min_p={self.min_p} is not in [0, 1]; give 0 to allow every token")
+        if not 0.0 < self.repetition_penalty < math.inf:
+            raise ConfigError(f"repetition_penalty={self.repetition_penalty} is not above 0; give 1 for none")
+        if self.min_new_tokens < 0:
+            raise ConfigError(f"min_new_tokens={self.min_new_tokens} is below 0; give 0 to allow any length")
         for name in ("presence_penalty", "frequency_penalty"):
             if not math.isfinite(getattr(self, name)):
                 raise ConfigError(f"{name}={getattr(self, name)} is not a number; give 0 for none")
@@ -55,25 +75,53 @@ class Sampling:
 
 
 def logits_processors(
-    sampling: Sampling, constraint: Constraint | None, generated: Sequence[int]
+    sampling: Sampling,
+    constraint: Constraint | None,
+    generated: Sequence[int],
+    *,
+    prompt: Iterable[int] = (),
+    end_token_ids: Iterable[int] = (),
+    device: torch.device | str = "cpu",
 ) -> LogitsProcessorList:
-    """The processors applied to scores [1, vocab] before sampling, given the new tokens so far [1, n].
+    """The processors applied to scores [1, vocab] on ``device`` before sampling, given the new tokens so far [1, n].
 
     ``generated`` are the same tokens, kept up to date by the caller: a constraint reads them here, not on the device.
     """
     processors = LogitsProcessorList()
+    if sampling.repetition_penalty != 1.0:
+        processors.append(_RepetitionPenalty(float(sampling.repetition_penalty), prompt, device))
     if sampling.presence_penalty or sampling.frequency_penalty:
         processors.append(_CountPenalty(sampling.presence_penalty, sampling.frequency_penalty))
     if sampling.logit_bias:
         bias = {(int(token),): float(value) for token, value in sampling.logit_bias.items()}
         processors.append(SequenceBiasLogitsProcessor(bias))
+    if sampling.min_new_tokens and (ends := sorted(end_token_ids)):
+        processors.append(MinNewTokensLengthLogitsProcessor(0, sampling.min_new_tokens, ends, device=str(device)))
     if constraint is not None:
         processors.append(_Constrained(constraint, generated))
     if sampling.temperature > 0.0:
         processors.append(TemperatureLogitsWarper(max(float(sampling.temperature), _MIN_TEMPERATURE)))
+        if sampling.top_k:
+            processors.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1.0:
             processors.append(TopPLogitsWarper(max(float(sampling.top_p), _MIN_TOP_P)))
+        if sampling.min_p:
+            processors.append(MinPLogitsWarper(float(sampling.min_p)))
     return processors
+
+
+class _RepetitionPenalty(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped
+    """Transformers' penalty over the prompt and the new tokens; the other processors see the new tokens only."""
+
+    def __init__(self, penalty: float, prompt: Iterable[int], device: torch.device | str) -> None:
+        self._over_all = RepetitionPenaltyLogitsProcessor(penalty)
+        # Each token once: the penalty does not count them, and a long prompt would be copied for every new token.
+        self._prompt = torch.tensor([sorted(set(prompt))], dtype=torch.long, device=device)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        ids = torch.cat([self._prompt, input_ids.to(self._prompt.device, non_blocking=True)], dim=1)
+        found: torch.Tensor = self._over_all(ids, scores)
+        return found
 
 
 class _CountPenalty(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped

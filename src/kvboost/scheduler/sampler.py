@@ -24,7 +24,14 @@ class Sampler:
     def __init__(self, job: Job, *, device: torch.device) -> None:
         self._top_logprobs = job.top_logprobs
         self.generated: list[int] = []
-        self._processors = logits_processors(job.sampling, job.constrain, self.generated)
+        self._processors = logits_processors(
+            job.sampling,
+            job.constrain,
+            self.generated,
+            prompt=job.token_ids,
+            end_token_ids=job.stop_token_ids,
+            device=device,
+        )
         self._device = device
         self._generator: torch.Generator | None = None
         if job.sampling.temperature > 0.0:
