@@ -1,4 +1,4 @@
-"""Runners of jobs for tests of the server: one that keeps what it was given, and the slowest one."""
+"""Runners of jobs for tests of the server: one that keeps what it was given, one that says a text, the slowest one."""
 
 from __future__ import annotations
 
@@ -154,3 +154,27 @@ class Recording:
 
     def close(self) -> None:
         self._runner.close()
+
+
+class Recorded:
+    """A runner that answers every job with a text recorded before: a random model calls no tools."""
+
+    def __init__(self, tokenizer: Any, text: str) -> None:
+        self._ids = tokenizer(text)["input_ids"]
+        self.jobs: list[Job] = []
+
+    def submit(self, job: Job) -> Any:
+        self.jobs.append(job)
+        return self
+
+    def events(self) -> Any:
+        yield from (NewToken(token) for token in self._ids)
+        yield NewToken(2)
+        yield Finished("stop", None)
+
+    def cancel(self) -> None: ...
+
+    def load(self) -> RunnerLoad:
+        return RunnerLoad(0, 0, 0)
+
+    def close(self) -> None: ...

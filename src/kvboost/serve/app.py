@@ -137,6 +137,9 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code == 400:  # FastAPI's, for a body that its JSON parser could not take
+        no_json = "the body is not valid JSON: it is nested too deeply or is no UTF-8; send a JSON object"
+        return await _refused(request, ApiError(400, no_json, code="invalid_json"))
     return await _refused(request, ApiError(error.status_code, str(error.detail), code="invalid_request"))
 
 

@@ -39,19 +39,31 @@ def bad_request(message: str, *, param: str | None = None, code: str | None = No
     return ApiError(400, message, param=param, code=code)
 
 
+UNKNOWN_FIELD = "unknown_field"
+"""The type of the error of a field that is in no schema; its context has the ``field`` and which may be ``meant``."""
+_NO_OBJECT = "the body is not a JSON object; send one, with the header Content-Type: application/json"
+
+
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """What pydantic found, as one 400 that names the first field in the way: an unknown one before all others."""
-    unknown = [error for error in errors if error["type"] == "extra_forbidden"]
-    first = (unknown or errors)[0]
-    param = ".".join(str(part) for part in first["loc"] if part != "body" and not _is_branch(part)) or None
-    if first["type"] == "extra_forbidden":
+    first = next((error for error in errors if error["type"] == UNKNOWN_FIELD), errors[0])
+    context = first.get("ctx") or {}
+    if first["type"] == "json_invalid":  # FastAPI's own: where it stopped is the last part of the location
         return bad_request(
-            f"the field {param} is not supported by this server; leave it out",
-            param=param,
-            code="unsupported_parameter",
+            f"the body is not valid JSON: {context.get('error')} at character {first['loc'][-1]}; send a JSON object",
+            code="invalid_json",
         )
-    where = f"{param}: " if param else ""
-    return bad_request(f"{where}{first['msg']}", param=param, code="invalid_value")
+    path = [str(part) for part in first["loc"] if part != "body" and not _is_branch(part)]
+    if first["type"] == UNKNOWN_FIELD:
+        param = ".".join([*path, context["field"]])
+        hint = f"did you mean {context['meant']}?" if context["meant"] else "leave it out"
+        return bad_request(
+            f"the field {param} is not supported by this server; {hint}", param=param, code="unsupported_parameter"
+        )
+    if not path:
+        return bad_request(_NO_OBJECT, code="invalid_value")
+    param = ".".join(path)
+    return bad_request(f"{param}: {first['msg'].removeprefix('Value error, ')}", param=param, code="invalid_value")
 
 
 def _is_branch(part: Any) -> bool:

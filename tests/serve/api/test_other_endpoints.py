@@ -49,14 +49,6 @@ def test_completions_as_a_stream_with_log_probabilities(client: openai.OpenAI) -
     assert [token for part in streamed for token in part.tokens or []] == logprobs.tokens
 
 
-@pytest.mark.parametrize("field", ["echo", "best_of", "suffix"])
-def test_completions_refuse_what_they_do_not_do(keyed: Running, field: str) -> None:
-    with keyed.http() as http:
-        answer = http.post("/v1/completions", json={"model": "tiny", "prompt": "x", field: None})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == field
-
-
 def test_responses(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "tiny", "instructions": "Be brief.", "temperature": 0, "max_output_tokens": 8}
     whole = client.responses.create(**asked, input=_TEXT)

@@ -12,7 +12,6 @@ import pytest
 from jsonschema import validate
 
 from kvboost import KVBoost
-from kvboost.serve.generation.tools import read_forced
 from tests.helpers.tokenizer import byte_tokenizer
 from tests.serve.conftest import Running
 
@@ -80,10 +79,11 @@ def test_each_function_can_be_the_one(client: openai.OpenAI) -> None:
 def test_a_stream_says_the_same(client: openai.OpenAI, choice: Any) -> None:
     whole = client.chat.completions.create(**_ASKED, seed=3, tool_choice=choice).choices[0].message.tool_calls
     chunks = list(client.chat.completions.create(**_ASKED, seed=3, tool_choice=choice, stream=True))
-    (call,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    opened, arguments = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
     assert whole is not None
-    assert call.function is not None
-    assert (call.index, call.function.arguments) == (0, whole[0].function.arguments)  # type: ignore[union-attr]
+    assert arguments.function is not None
+    assert opened.function.name == whole[0].function.name  # type: ignore[union-attr]
+    assert (arguments.index, arguments.function.arguments) == (0, whole[0].function.arguments)  # type: ignore[union-attr]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ""
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
@@ -92,10 +92,6 @@ def test_a_call_that_is_cut_off_is_text(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(**{**_ASKED, "max_tokens": 5}, tool_choice=_NAMED).choices[0]
     assert (answer.finish_reason, answer.message.tool_calls) == ("length", None)
     assert answer.message.content == '{"nam'
-
-
-def test_what_a_model_without_an_end_writes_behind_its_call_is_dropped() -> None:
-    assert read_forced('{"name": "f", "arguments": {"a": 1}}and more') == ("", [("f", {"a": 1})])
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvboost import KVBoost
-from kvboost.scheduler.jobs import Finished, Job, NewToken, RunnerLoad
-from kvboost.serve.generation.tools import make_reader, read_hermes, read_llama, read_mistral
+from kvboost.serve.generation.parts import Call, Content, Reasoning
+from kvboost.serve.generation.tools import ToolReader, make_tool_reader
+from tests.helpers.runner import Recorded
 from tests.helpers.tokenizer import byte_tokenizer
 from tests.serve.conftest import Running
 
@@ -44,76 +45,123 @@ _MISTRAL_NEW = (
 )
 
 
-@pytest.mark.parametrize(
-    ("read", "text", "content", "calls"),
-    [
-        (read_hermes, _HERMES, "", [_PARIS]),
-        (read_hermes, _QWEN_TWO, "I will look both up.\n", [_PARIS, ("get_weather", {"city": "Zürich", "days": 3})]),
-        (read_hermes, _QWEN_CODER, "", [("get_weather", {"city": "Paris", "days": 3})]),
-        (read_hermes, _HERMES.removesuffix("\n</tool_call>"), "", [_PARIS]),
-        (read_llama, _LLAMA, "", [_PARIS]),
-        (read_llama, _LLAMA_TAGGED, "", [_PARIS]),
-        (read_llama, _LLAMA_TWO, "", [_PARIS, ("get_weather", {"city": "Rome"})]),
-        (read_mistral, _MISTRAL, "", [_PARIS]),
-        (read_mistral, _MISTRAL_NEW, "", [_PARIS, ("get_weather", {"city": "Rome"})]),
-        (read_mistral, '[TOOL_CALLS]get_weather{"city": "Paris"}', "", [_PARIS]),
-    ],
-)
-def test_recorded_calls(read: Any, text: str, content: str, calls: Any) -> None:
-    assert read(text) == (content, calls)
-
-
-@pytest.mark.parametrize(
-    ("read", "text"),
-    [
-        (read_hermes, "Nothing to call."),
-        (read_hermes, '<tool_call>\n{"name": "get_weather", "argum'),
-        (read_hermes, '<tool_call>{"name": 3, "arguments": {}}</tool_call>'),
-        (read_hermes, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
-        (read_llama, '{"city": "Paris"}'),
-        (read_llama, _LLAMA[:-3]),
-        (read_llama, "{" * 2000),
-        (read_mistral, '[TOOL_CALLS] [{"name"'),
-        (read_mistral, "[TOOL_CALLS]get_weather[ARGS]"),
-        (read_mistral, "[TOOL_CALLS] [[1]]"),
-    ],
-)
-def test_what_is_not_a_whole_call_is_text(read: Any, text: str) -> None:
-    assert read(text)[1] == []
-
-
 def _tokenizer(written: str) -> Any:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template += "{# " + written + " #}{% if tools %}{{ tools | tojson }}{% endif %}"
     return tokenizer
 
 
+def _read(reader: ToolReader, text: str, step: int = 1000) -> tuple[str, list[Any]]:
+    found = [part for at in range(0, len(text), step) for part in reader.add(text[at : at + step])]
+    found += reader.end()
+    assert not any(isinstance(part, Reasoning) for part in found)
+    return (
+        "".join(part.text for part in found if isinstance(part, Content)),
+        [(part.name, part.arguments) for part in found if isinstance(part, Call)],
+    )
+
+
+def _reader(marker: str) -> ToolReader:
+    return make_tool_reader(_tokenizer(marker), prompt="", tools=[_WEATHER])
+
+
+_ROME = ("get_weather", {"city": "Rome"})
+_ZURICH = ("get_weather", {"city": "Zürich", "days": 3})
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
 @pytest.mark.parametrize(
-    ("marker", "text", "shown"),
+    ("marker", "text", "content", "calls"),
     [
-        ("<tool_call>", _QWEN_TWO, "I will look both up.\n"),
-        ("[TOOL_CALLS]", "Wait. " + _MISTRAL, "Wait. "),
-        ("python_tag", _LLAMA, ""),
-        ("python_tag", "  " + _LLAMA_TAGGED, "  "),
+        ("<tool_call>", _HERMES, "", [_PARIS]),
+        ("<tool_call>", _QWEN_TWO, "I will look both up.\n\n", [_PARIS, _ZURICH]),
+        ("<tool_call>", _QWEN_CODER, "", [("get_weather", {"city": "Paris", "days": 3})]),
+        ("<tool_call>", _HERMES.removesuffix("\n</tool_call>"), "", [_PARIS]),
+        ("<tool_call>", _HERMES + "Done.", "Done.", [_PARIS]),
+        ("[TOOL_CALLS]", "Wait. " + _MISTRAL, "Wait. ", [_PARIS]),
+        ("[TOOL_CALLS]", _MISTRAL_NEW, "", [_PARIS, _ROME]),
+        ("python_tag", _LLAMA, "", [_PARIS]),
+        ("python_tag", "  " + _LLAMA_TAGGED, "  ", [_PARIS]),
+        ("python_tag", _LLAMA_TWO, "", [_PARIS, _ROME]),
+        ("python_tag", _LLAMA_TAGGED + ";" + _LLAMA.replace("Paris", "Rome"), "", [_PARIS, _ROME]),
     ],
 )
-@pytest.mark.parametrize("step", [1, 3, 1000])
-def test_a_stream_shows_text_and_holds_calls_back(marker: str, text: str, shown: str, step: int) -> None:
-    reader = make_reader(_tokenizer(marker), prompt="", tools=[_WEATHER])
-    seen = "".join(reader.add(text[at : at + step]) for at in range(0, len(text), step))
-    rest, calls = reader.end()
-    assert seen + rest == shown
-    assert json.loads(calls[0]["function"]["arguments"]) == {"city": "Paris"}
-    ids = [call["id"] for call in calls]
-    assert len(set(ids)) == len(ids)
-    assert all(re.fullmatch("[a-zA-Z0-9]{9}", id) for id in ids), "Mistral's templates take no others"
+def test_calls_in_the_format_of_the_template(marker: str, text: str, content: str, calls: Any, step: int) -> None:
+    assert _read(_reader(marker), text, step) == (content, calls)
 
 
-def test_calls_of_functions_nobody_has_are_text() -> None:
-    reader = make_reader(_tokenizer("<tool_call>"), prompt="", tools=[_WEATHER])
-    text = _HERMES.replace("get_weather", "delete_everything")
-    assert reader.add(text) + reader.end()[0] == text
-    assert reader.end()[1] == []
+_BARE = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("marker", ["<tool_call>", "[TOOL_CALLS]", "python_tag"])
+def test_a_call_without_its_marks_is_one_if_it_is_the_whole_answer(marker: str, step: int) -> None:
+    assert _read(_reader(marker), " " + _BARE + "\n", step)[1] == [_PARIS]
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        _BARE + " is how to call it.",
+        "Call " + _BARE,
+        _BARE + _BARE,
+        _BARE[:-1],
+        _BARE.replace("get_weather", "delete_everything"),
+        '{"name": "get_weather"}',
+        '{"name": "get_weather", "arguments": [1]}',
+        '{"temperature": 21}',
+    ],
+)
+def test_what_only_looks_like_a_call_without_marks_is_text(text: str, step: int) -> None:
+    assert _read(_reader("<tool_call>"), text, step) == (text, [])
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize(
+    ("marker", "text"),
+    [
+        ("<tool_call>", "Nothing to call."),
+        ("<tool_call>", '<tool_call>\n{"name": "get_weather", "argum'),
+        ("<tool_call>", '<tool_call>{"name": 3, "arguments": {}}</tool_call> so'),
+        ("<tool_call>", _HERMES.replace("get_weather", "delete_everything")),
+        ("python_tag", '{"city": "Paris"}'),
+        ("python_tag", _LLAMA[:-3]),
+        ("python_tag", "<|python_tag|>print(1)"),
+        ("[TOOL_CALLS]", '[TOOL_CALLS] [{"name"'),
+        ("[TOOL_CALLS]", "[TOOL_CALLS]get_weather[ARGS]"),
+        ("[TOOL_CALLS]", "[TOOL_CALLS] [[1]]"),
+    ],
+)
+def test_what_is_not_a_whole_call_of_an_offered_tool_is_text(marker: str, text: str, step: int) -> None:
+    assert _read(_reader(marker), text, step) == (text, [])
+
+
+_HOSTILE = {
+    "blanks in a call": ("<tool_call>", "<tool_call>" + " " * 200_000),
+    "blanks alone": ("<tool_call>", " " * 200_000),
+    "openings": ("<tool_call>", "<tool_call>" * 18_000),
+    "functions": ("<tool_call>", "<tool_call>" + "<function=a>" * 16_000),
+    "parameters": ("<tool_call>", "<tool_call><function=a>" + "<parameter=a>" * 15_000 + "</function>"),
+    "halves": ("<tool_call>", "<tool_cal" * 22_000),
+    "empty calls": ("<tool_call>", "<tool_call></tool_call>" * 8_000),
+    "braces": ("python_tag", "{" * 200_000),
+    "quotes": ("python_tag", '{"' + '\\"' * 100_000),
+    "objects": ("python_tag", '{"name":"get_weather","parameters":{}};' * 5_000),
+    "brackets": ("[TOOL_CALLS]", "[TOOL_CALLS][" + "[" * 200_000),
+    "names": ("[TOOL_CALLS]", "[TOOL_CALLS]a" * 15_000),
+}
+
+
+@pytest.mark.parametrize("hostile", _HOSTILE)
+def test_an_answer_of_200_kb_is_read_in_linear_time(hostile: str) -> None:
+    marker, text = _HOSTILE[hostile]
+    reader = _reader(marker)
+    started = time.process_time()
+    found = [part for at in range(0, len(text), 8) for part in reader.add(text[at : at + 8])]
+    found += reader.end()
+    assert time.process_time() - started < 1.0
+    assert found
 
 
 def test_transformers_own_parser_is_used_where_the_tokenizer_has_one() -> None:
@@ -135,35 +183,18 @@ def test_transformers_own_parser_is_used_where_the_tokenizer_has_one() -> None:
             },
         },
     }
-    reader = make_reader(tokenizer, prompt="<assistant>", tools=[_WEATHER])
-    reader.add('Let me see.<call>{"name": "get_weather", "arguments": {"city": "Paris"}}</call>')
-    rest, calls = reader.end()
-    assert rest == "Let me see."
-    assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls] == [_PARIS]
-
-
-class _Recorded:
-    """A runner that answers every job with a text recorded before: a random model calls no tools."""
-
-    def __init__(self, tokenizer: Any, text: str) -> None:
-        self._ids = tokenizer(text)["input_ids"]
-        self.jobs: list[Job] = []
-
-    def submit(self, job: Job) -> Any:
-        self.jobs.append(job)
-        return self
-
-    def events(self) -> Any:
-        yield from (NewToken(token) for token in self._ids)
-        yield NewToken(2)
-        yield Finished("stop", None)
-
-    def cancel(self) -> None: ...
-
-    def load(self) -> RunnerLoad:
-        return RunnerLoad(0, 0, 0)
-
-    def close(self) -> None: ...
+    call = '<call>{"name": "get_weather", "arguments": {"city": "Paris"}}</call>'
+    for step in (1, 1000):
+        reader = make_tool_reader(tokenizer, prompt="<assistant>", tools=[_WEATHER])
+        assert _read(reader, "Let me see." + call + call, step) == ("Let me see.", [_PARIS, _PARIS])
+    early = make_tool_reader(tokenizer, prompt="<assistant>", tools=[_WEATHER])
+    assert [part for part in early.add(call) if isinstance(part, Call)], "before the answer has ended"
+    for broken in (call.replace('"}}', '"'), call.replace("get_weather", "delete_everything")):
+        reader = make_tool_reader(tokenizer, prompt="<assistant>", tools=[_WEATHER])
+        content, calls = _read(reader, broken + "More.")
+        assert calls == []
+        assert "Paris" in content
+        assert content.endswith("More.")
 
 
 def test_the_official_client_gets_calls_and_gives_results(
@@ -172,7 +203,7 @@ def test_the_official_client_gets_calls_and_gives_results(
     engine = make_engine()
     engine.tokenizer = _tokenizer("<tool_call>")
     engine.parts.encoder._tokenizer = engine.tokenizer
-    runner = _Recorded(engine.tokenizer, _QWEN_TWO)
+    runner = Recorded(engine.tokenizer, _QWEN_TWO)
     running = start_server(engine, runner=runner)
     asked: dict[str, Any] = {
         "model": "tiny",
@@ -189,8 +220,14 @@ def test_the_official_client_gets_calls_and_gives_results(
             "the template was given the tools"
         )
         chunks = list(client.chat.completions.create(**asked, stream=True))
-        calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
-        assert [call.index for call in calls] == [0, 1]
+        deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+        assert [call.index for call in deltas] == [0, 0, 1, 1]
+        for opened, arguments in (deltas[:2], deltas[2:]):
+            assert (opened.type, opened.function.name, opened.function.arguments) == ("function", "get_weather", "")  # type: ignore[union-attr]
+            assert opened.id
+            assert (arguments.id, arguments.type, arguments.function.name) == (None, None, None)  # type: ignore[union-attr]
+            assert json.loads(arguments.function.arguments)  # type: ignore[union-attr,arg-type]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "I will look both up."
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
         one = client.chat.completions.create(**asked, parallel_tool_calls=False)
         assert len(one.choices[0].message.tool_calls or []) == 1

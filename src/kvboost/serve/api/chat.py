@@ -6,7 +6,7 @@ Invariant: a stream and a whole answer come from the same events, so they say th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +15,15 @@ from starlette.responses import JSONResponse, Response
 
 from kvboost.scheduler.jobs import NewToken
 from kvboost.serve.api.dependencies import AppService
+from kvboost.serve.api.headers import with_ignored
 from kvboost.serve.api.sse import DONE, EventStream, chained, while_connected
 from kvboost.serve.errors import bad_request
+from kvboost.serve.generation.answers import AnswerReader
+from kvboost.serve.generation.parts import CallOpened, Content, Part, Reasoning
 from kvboost.serve.generation.prompts import ChatPrompt, to_turn
-from kvboost.serve.generation.service import GenerationRequest, Service, sampling_of
-from kvboost.serve.generation.token_stream import Piece
-from kvboost.serve.generation.tools import ToolReader, make_forced_reader, make_reader
+from kvboost.serve.generation.sampling import sampling_of
+from kvboost.serve.generation.service import GenerationRequest, Service
+from kvboost.serve.generation.token_stream import Ended, Piece
 from kvboost.serve.schemas.base import Message, NamedChoice
 from kvboost.serve.schemas.chat import ChatRequest
 from kvboost.serve.schemas.tokens import TokenizeRequest, WarmRequest
@@ -29,74 +32,108 @@ from kvboost.serve.security.limits import check_json
 
 
 class _Chat:
-    """One request: what was generation, and how to write what comes."""
+    """One request: what to generate, and how to read what comes."""
 
     def __init__(self, service: Service, body: ChatRequest, caller: Caller) -> None:
         self.service, self.body, self.caller = service, body, caller
         self.prompt: ChatPrompt
         self.tools = _usable_tools(service, body)
         self.forced = _forced_functions(body)
-        self.readers: dict[int, ToolReader] = {}
+        self.constrained = body.response_format is not None and body.response_format.type != "text"
+        self.ignored = body.ignored()
+        self.template_kwargs = self._template_kwargs()
+        self._readers: dict[int, AnswerReader] = {}
 
     async def ask(self) -> GenerationRequest:
         """Check everything and tokenise the chat."""
         service, body = self.service, self.body
         service.check_model(body.model)
-        sampling, stops = sampling_of(body, limits=service.limits, vocab_size=service.vocab_size)
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise bad_request("give max_completion_tokens or max_tokens, not both", param="max_tokens")
+        max_new_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+        sampling, stops = sampling_of(
+            body, limits=service.limits, vocab_size=service.vocab_size, max_new_tokens=max_new_tokens
+        )
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs", param="top_logprobs")
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options needs stream", param="stream_options")
-        if self.tools and body.response_format is not None and body.response_format.type != "text":
+        if self.tools and self.constrained:
             raise bad_request("tools and a JSON format do not go together here", param="response_format")
         grammar = await service.grammar(body.response_format, param="response_format")
         if self.forced:
+            if body.min_tokens:
+                raise bad_request("min_tokens and a forced call do not go together", param="min_tokens")
             grammar = await asyncio.to_thread(service.grammars.compile_call, self.forced)
         self.prompt = await asyncio.to_thread(
-            encode_messages, service, body.messages, self.caller, body.prompt_cache_key, self.tools
+            encode_messages,
+            service,
+            body.messages,
+            self.caller,
+            body.prompt_cache_key,
+            self.tools,
+            template_kwargs=self.template_kwargs,
         )
         return GenerationRequest(
             endpoint="chat",
             prompts=[(self.prompt.token_ids, self.prompt.boundaries)],
             caller=self.caller,
-            max_new_tokens=body.max_completion_tokens if body.max_tokens is None else body.max_tokens,
+            max_new_tokens=max_new_tokens,
             max_param="max_completion_tokens" if body.max_tokens is None else "max_tokens",
             prompt_param="messages",
             sampling=sampling,
             n=body.n or 1,
             stops=stops,
+            stop_token_ids=frozenset(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos),
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             grammar=grammar,
-            special=bool(self.tools),
+            special=grammar is None and service.answers.needs_special(tools=bool(self.tools)),
         )
 
-    def reader(self, index: int) -> ToolReader | None:
-        """What tells the tool calls of one choice from its text; None without tools."""
-        if not self.tools:
-            return None
-        if index not in self.readers:
-            self.readers[index] = (
-                make_forced_reader()
-                if self.forced
-                else make_reader(self.service.tokenizer, prompt=self.prompt.text, tools=self.tools)
+    def reader(self, index: int) -> AnswerReader:
+        """What tells reasoning, text and tool calls of one choice apart."""
+        if index not in self._readers:
+            self._readers[index] = self.service.answers.make(
+                prompt=self.prompt.text,
+                tools=self.tools,
+                forced=bool(self.forced),
+                constrained=self.constrained,
+                parallel=self.body.parallel_tool_calls is not False,
             )
-        return self.readers[index]
+        return self._readers[index]
 
-    def calls_of(self, reader: ToolReader) -> tuple[str, list[dict[str, Any]]]:
-        """What is left of a choice's text, and its tool calls."""
-        text, calls = reader.end()
-        return text, calls[:1] if self.body.parallel_tool_calls is False else calls
+    async def end(self, ended: Ended) -> tuple[list[Part], str]:
+        """The last parts of a choice, and why it ended. Remembers the reply as the client will send it back."""
+        reader = self.reader(ended.index)
+        parts = reader.end()
+        await self.service.remember(self.prompt, ended, shown=(reader.reasoning, reader.content))
+        return parts, "tool_calls" if reader.calls and ended.reason == "stop" else ended.reason
+
+    def _template_kwargs(self) -> dict[str, Any]:
+        """Variables for the chat template; those it does not mention have no effect."""
+        given = self.body.chat_template_kwargs or {}
+        check_json(given, limits=self.service.limits, param="chat_template_kwargs")
+        self.service.chats.check_kwargs(given, param="chat_template_kwargs")
+        effort: dict[str, Any] = {}
+        if self.body.reasoning_effort is not None:
+            effort["reasoning_effort"] = self.body.reasoning_effort
+        if self.body.reasoning_effort == "none":  # the same for templates that know only on and off
+            effort["enable_thinking"] = False
+        reads = self.service.chats.reads
+        if effort and not any(reads(name) for name in effort):
+            self.ignored.append("reasoning_effort")
+        self.ignored += [f"chat_template_kwargs.{name}" for name in given if not reads(name)]
+        return {**effort, **given}
 
 
 async def chat_completions(service: AppService, body: ChatRequest, request: Request) -> Response:
     """Answer a chat, whole or as a stream."""
     chat = _Chat(service, body, caller_of(request))
     generation = await chat.ask()
-    if not body.stream:
-        return await while_connected(request, _whole(chat, generation))
-    return EventStream(await chained(_stream(chat, generation)))
+    if body.stream:
+        return with_ignored(EventStream(await chained(_stream(chat, generation))), chat.ignored)
+    return with_ignored(await while_connected(request, _whole(chat, generation)), chat.ignored)
 
 
 async def _whole(chat: _Chat, generation: GenerationRequest) -> Response:
@@ -104,23 +141,16 @@ async def _whole(chat: _Chat, generation: GenerationRequest) -> Response:
     choices: list[dict[str, Any]] = []
     async with chat.service.generating(generation, prefix="chatcmpl-") as answer:
         async for event in answer.events():
+            reader = chat.reader(event.index)
             if isinstance(event, Piece):
                 tokens.setdefault(event.index, []).extend(event.tokens)
+                reader.add(event.text)
                 continue
-            await chat.service.remember(chat.prompt, event)
-            message: dict[str, Any] = {"role": "assistant", "content": event.text, "refusal": None}
-            reason = event.reason
-            if (reader := chat.reader(event.index)) is not None:
-                text = reader.add(event.text)
-                more, calls = chat.calls_of(reader)
-                message["content"] = text + more
-                if calls:
-                    message |= {"content": message["content"].strip() or None, "tool_calls": calls}
-                    reason = "tool_calls" if reason == "stop" else reason
+            _, reason = await chat.end(event)
             choices.append(
                 {
                     "index": event.index,
-                    "message": message,
+                    "message": _message(reader),
                     "logprobs": _logprobs(chat.service, tokens.get(event.index, []))
                     if generation.top_logprobs is not None
                     else None,
@@ -131,39 +161,58 @@ async def _whole(chat: _Chat, generation: GenerationRequest) -> Response:
     return JSONResponse({**answer.head("chat.completion"), "choices": choices, "usage": answer.usage()})
 
 
+def _message(reader: AnswerReader) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": reader.content, "refusal": None}
+    if reader.reasoning:
+        message["reasoning_content"] = reader.reasoning
+    if reader.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in reader.calls
+        ]
+    if reader.reasoning or reader.calls:
+        message["content"] = reader.content or None
+    return message
+
+
 async def _stream(chat: _Chat, generation: GenerationRequest) -> AsyncIterator[Any]:
-    with_usage = chat.body.stream_options is not None and chat.body.stream_options.include_usage
     async with chat.service.generating(generation, prefix="chatcmpl-") as answer:
 
         def chunk(index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-            usage = {"usage": None} if with_usage else {}
+            usage = {"usage": None} if chat.body.includes_usage else {}
             return {**answer.head("chat.completion.chunk"), "choices": [choice], **usage}
 
         for index in range(generation.n):
             yield chunk(index, {"role": "assistant", "content": ""})
         async for event in answer.events():
-            reader = chat.reader(event.index)
             if isinstance(event, Piece):
-                text = event.text if reader is None else reader.add(event.text)
-                logprobs = _logprobs(chat.service, event.tokens) if generation.top_logprobs is not None else None
-                if text or (logprobs and event.tokens):
-                    yield chunk(event.index, {"content": text}, logprobs=logprobs)
+                deltas = [_delta(part) for part in chat.reader(event.index).add(event.text)]
+                if generation.top_logprobs is not None and event.tokens:
+                    first = deltas.pop(0) if deltas else {"content": ""}
+                    yield chunk(event.index, first, logprobs=_logprobs(chat.service, event.tokens))
+                for delta in deltas:
+                    yield chunk(event.index, delta)
                 continue
-            await chat.service.remember(chat.prompt, event)
-            reason = event.reason
-            if reader is not None:
-                text, calls = chat.calls_of(reader)
-                if text and not (calls and not text.strip()):
-                    yield chunk(event.index, {"content": text})
-                if calls:
-                    numbered = [{"index": number, **call} for number, call in enumerate(calls)]
-                    yield chunk(event.index, {"tool_calls": numbered})
-                    reason = "tool_calls" if reason == "stop" else reason
+            parts, reason = await chat.end(event)
+            for part in parts:
+                yield chunk(event.index, _delta(part))
             yield chunk(event.index, {}, reason)
-    if with_usage:
+    if chat.body.includes_usage:
         yield {**answer.head("chat.completion.chunk"), "choices": [], "usage": answer.usage()}
     yield DONE
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    """A part of an answer in the shape of a stream."""
+    if isinstance(part, Reasoning):
+        return {"reasoning_content": part.text}
+    if isinstance(part, Content):
+        return {"content": part.text}
+    if isinstance(part, CallOpened):
+        function = {"name": part.name, "arguments": ""}
+        return {"tool_calls": [{"index": part.index, "id": part.id, "type": "function", "function": function}]}
+    return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
 
 
 def _logprobs(service: Service, tokens: Sequence[NewToken]) -> dict[str, Any]:
@@ -192,10 +241,15 @@ def encode_messages(
     tools: list[dict[str, Any]] | None = None,
     *,
     param: str = "messages",
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatPrompt:
     """A chat as ids, checked; ``param`` is the field it came in. For worker threads."""
     prompt = service.chats.encode(
-        [to_turn(message) for message in messages], tenant=caller.tenant, cache_key=cache_key or "", tools=tools
+        [to_turn(message) for message in messages],
+        tenant=caller.tenant,
+        cache_key=cache_key or "",
+        tools=tools,
+        template_kwargs=template_kwargs,
     )
     return replace(prompt, token_ids=service.encode(prompt.token_ids, param=param))
 
@@ -214,10 +268,9 @@ async def encode_either(
 
 def _usable_tools(service: Service, body: ChatRequest) -> list[dict[str, Any]]:
     """The tools, as templates take them; none if the client wants none used."""
-    if body.tools is None:
-        if body.tool_choice not in (None, "none") or body.parallel_tool_calls is not None:
-            field = "tool_choice" if body.tool_choice is not None else "parallel_tool_calls"
-            raise bad_request(f"{field} needs tools", param=field)
+    if not body.tools:
+        if body.tool_choice not in (None, "none"):
+            raise bad_request("tool_choice needs tools", param="tool_choice")
         return []
     check_json([tool.function.parameters for tool in body.tools], limits=service.limits, param="tools")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
@@ -237,8 +290,4 @@ def _forced_functions(body: ChatRequest) -> dict[str, dict[str, Any] | None]:
         if name not in functions:
             raise bad_request("tool_choice names a function that is not in tools", param="tool_choice")
         return {name: functions[name]}
-    if body.tool_choice != "required":
-        return {}
-    if not functions:
-        raise bad_request("tool_choice needs tools", param="tool_choice")
-    return functions
+    return functions if body.tool_choice == "required" else {}

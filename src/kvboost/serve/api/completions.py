@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -11,9 +11,11 @@ from starlette.responses import JSONResponse, Response
 
 from kvboost.scheduler.jobs import NewToken
 from kvboost.serve.api.dependencies import AppService
+from kvboost.serve.api.headers import with_ignored
 from kvboost.serve.api.sse import DONE, EventStream, chained, while_connected
 from kvboost.serve.errors import bad_request
-from kvboost.serve.generation.service import GenerationRequest, Service, sampling_of
+from kvboost.serve.generation.sampling import sampling_of
+from kvboost.serve.generation.service import GenerationRequest, Service
 from kvboost.serve.generation.token_stream import Piece
 from kvboost.serve.schemas.completions import CompletionRequest
 from kvboost.serve.security.auth import caller_of
@@ -24,11 +26,20 @@ _DEFAULT_TOKENS = 16  # OpenAI's
 async def completions(service: AppService, body: CompletionRequest, request: Request) -> Response:
     """Continue prompts, whole or as a stream."""
     service.check_model(body.model)
-    sampling, stops = sampling_of(body, limits=service.limits, vocab_size=service.vocab_size)
+    sampling, stops = sampling_of(
+        body, limits=service.limits, vocab_size=service.vocab_size, max_new_tokens=body.max_tokens
+    )
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream", param="stream_options")
+    if body.echo and body.logprobs is not None:
+        raise bad_request(
+            "echo and logprobs do not go together: reused tokens of a prompt are not computed, so they have no "
+            "log-probabilities; leave one of them out",
+            param="echo",
+        )
+    made = _choices_made(body, max_choices=service.limits.max_choices)
     prompts = _prompts(body.prompt)
-    if len(prompts) * (body.n or 1) > service.limits.max_prompts * service.limits.max_choices:
+    if len(prompts) * made > service.limits.max_prompts * service.limits.max_choices:
         raise bad_request("too many choices in all; ask for fewer prompts or choices", param="n")
     grammar = await service.grammar(body.response_format, param="response_format")
     encoded = await asyncio.to_thread(lambda: [(service.encode(prompt), ()) for prompt in prompts])
@@ -39,15 +50,32 @@ async def completions(service: AppService, body: CompletionRequest, request: Req
         max_new_tokens=body.max_tokens,
         default_new_tokens=_DEFAULT_TOKENS,
         sampling=sampling,
-        n=body.n or 1,
+        n=made,
         stops=stops,
-        top_logprobs=body.logprobs,
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        top_logprobs=0 if body.logprobs is None and made > (body.n or 1) else body.logprobs,
         grammar=grammar,
     )
-    if not body.stream:
-        return await while_connected(request, _whole(service, generation))
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
-    return EventStream(await chained(_stream(service, generation, with_usage=with_usage)))
+    writer = _Writer(service, body, generation, prompts)
+    if body.stream:
+        return with_ignored(EventStream(await chained(writer.stream())), body.ignored())
+    return with_ignored(await while_connected(request, writer.whole()), body.ignored())
+
+
+def _choices_made(body: CompletionRequest, *, max_choices: int) -> int:
+    """How many choices are generated for each prompt, of which the client gets the best."""
+    wanted, made = body.n or 1, body.best_of or body.n or 1
+    if made < wanted:
+        raise bad_request("best_of is less than n; give at least as many", param="best_of")
+    if made > wanted and body.stream:
+        raise bad_request(
+            "best_of above n cannot be streamed: which is best is known at the end; leave out one of them",
+            param="best_of",
+        )
+    if made > max_choices:
+        raise bad_request(f"this server makes at most {max_choices} choices", param="best_of")
+    return made
 
 
 def _prompts(given: str | list[Any]) -> Sequence[str | list[int]]:
@@ -58,60 +86,102 @@ def _prompts(given: str | list[Any]) -> Sequence[str | list[int]]:
     return [given] if isinstance(given[0], int) else given
 
 
-async def _whole(service: Service, generation: GenerationRequest) -> Response:
-    pieces: dict[int, list[Piece]] = {}
-    choices: list[dict[str, Any]] = []
-    async with service.generating(generation, prefix="cmpl-") as answer:
-        async for event in answer.events():
-            if isinstance(event, Piece):
-                pieces.setdefault(event.index, []).append(event)
-                continue
-            choices.append(
-                {
-                    "index": event.index,
-                    "text": event.text,
-                    "logprobs": _logprobs(service, generation, pieces.get(event.index, [])),
-                    "finish_reason": event.reason,
-                }
-            )
-    choices.sort(key=lambda choice: int(choice["index"]))
-    return JSONResponse({**answer.head("text_completion"), "choices": choices, "usage": answer.usage()})
+class _Writer:
+    """Writes one answer."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionRequest,
+        generation: GenerationRequest,
+        prompts: Sequence[str | list[int]],
+    ) -> None:
+        self._service, self._body, self._generation, self._prompts = service, body, generation, prompts
+
+    async def whole(self) -> Response:
+        """The answer as one object."""
+        pieces: dict[int, list[Piece]] = {}
+        choices: list[dict[str, Any]] = []
+        async with self._service.generating(self._generation, prefix="cmpl-") as answer:
+            async for event in answer.events():
+                if isinstance(event, Piece):
+                    pieces.setdefault(event.index, []).append(event)
+                    continue
+                choices.append(
+                    {
+                        "index": event.index,
+                        "text": self._before(event.index) + event.text,
+                        "logprobs": self._logprobs(pieces.get(event.index, [])),
+                        "finish_reason": event.reason,
+                    }
+                )
+        best = self._best(choices, {index: _mean_logprob(found) for index, found in pieces.items()})
+        return JSONResponse({**answer.head("text_completion"), "choices": best, "usage": answer.usage()})
+
+    async def stream(self) -> AsyncIterator[Any]:
+        """The answer in pieces."""
+        usage = {"usage": None} if self._body.includes_usage else {}
+        async with self._service.generating(self._generation, prefix="cmpl-") as answer:
+
+            def chunk(index: int, text: str, reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
+                choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+                return {**answer.head("text_completion"), "choices": [choice], **usage}
+
+            yield None  # the jobs were taken
+            for index in range(len(self._prompts) * self._generation.n if self._body.echo else 0):
+                yield chunk(index, self._before(index))
+            async for event in answer.events():
+                if isinstance(event, Piece):
+                    yield chunk(event.index, event.text, logprobs=self._logprobs([event]))
+                else:
+                    yield chunk(event.index, "", event.reason)
+        if self._body.includes_usage:
+            yield {**answer.head("text_completion"), "choices": [], "usage": answer.usage()}
+        yield DONE
+
+    def _before(self, index: int) -> str:
+        """The prompt of a choice, if it is to be repeated."""
+        if not self._body.echo:
+            return ""
+        prompt = self._prompts[index // self._generation.n]
+        return prompt if isinstance(prompt, str) else self._service.chats.decode(prompt)
+
+    def _best(self, choices: list[dict[str, Any]], means: Mapping[int, float]) -> list[dict[str, Any]]:
+        """Of each prompt's choices the ``n`` with the likeliest tokens, best first, numbered anew."""
+        made, wanted = self._generation.n, self._body.n or 1
+        choices.sort(key=lambda choice: int(choice["index"]))
+        if made == wanted:
+            return choices
+        best: list[dict[str, Any]] = []
+        for start in range(0, len(choices), made):
+            ranked = sorted(choices[start : start + made], key=lambda choice: -means.get(choice["index"], 0.0))
+            best += ranked[:wanted]
+        return [{**choice, "index": index} for index, choice in enumerate(best)]
+
+    def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+        """Log-probabilities in the shape of completions; None where they were not requested."""
+        if self._body.logprobs is None:
+            return None
+
+        def text(token_id: int) -> str:
+            return self._service.token_bytes(token_id).decode(errors="replace")
+
+        tokens = [token for piece in pieces for token in piece.tokens]
+        return {
+            "tokens": [text(token.token_id) for token in tokens],
+            "token_logprobs": [max(token.logprob, -9999.0) if token.logprob is not None else None for token in tokens],
+            "top_logprobs": [
+                {text(token_id): max(logprob, -9999.0) for token_id, logprob in (*token.top, _chosen(token))}
+                for token in tokens
+            ],
+            "text_offset": [offset for piece in pieces for offset in piece.offsets],
+        }
 
 
-async def _stream(service: Service, generation: GenerationRequest, *, with_usage: bool) -> AsyncIterator[Any]:
-    async with service.generating(generation, prefix="cmpl-") as answer:
-        yield None  # the jobs were taken
-        async for event in answer.events():
-            choice = {
-                "index": event.index,
-                "text": event.text if isinstance(event, Piece) else "",
-                "logprobs": _logprobs(service, generation, [event]) if isinstance(event, Piece) else None,
-                "finish_reason": None if isinstance(event, Piece) else event.reason,
-            }
-            yield {**answer.head("text_completion"), "choices": [choice], **({"usage": None} if with_usage else {})}
-    if with_usage:
-        yield {**answer.head("text_completion"), "choices": [], "usage": answer.usage()}
-    yield DONE
-
-
-def _logprobs(service: Service, generation: GenerationRequest, pieces: Sequence[Piece]) -> dict[str, Any] | None:
-    """Log-probabilities in the shape of completions; None where they were not requested."""
-    if generation.top_logprobs is None:
-        return None
-
-    def text(token_id: int) -> str:
-        return service.token_bytes(token_id).decode(errors="replace")
-
-    tokens = [token for piece in pieces for token in piece.tokens]
-    return {
-        "tokens": [text(token.token_id) for token in tokens],
-        "token_logprobs": [max(token.logprob, -9999.0) if token.logprob is not None else None for token in tokens],
-        "top_logprobs": [
-            {text(token_id): max(logprob, -9999.0) for token_id, logprob in (*token.top, _chosen(token))}
-            for token in tokens
-        ],
-        "text_offset": [offset for piece in pieces for offset in piece.offsets],
-    }
+def _mean_logprob(pieces: Sequence[Piece]) -> float:
+    """Per token, of one choice; an answer without any text is as sure as can be."""
+    logprobs = [token.logprob for piece in pieces for token in piece.tokens if token.logprob is not None]
+    return sum(logprobs) / len(logprobs) if logprobs else 0.0
 
 
 def _chosen(token: NewToken) -> tuple[int, float]:

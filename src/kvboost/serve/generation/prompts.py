@@ -6,10 +6,12 @@ wrote; where pieces tokenised one by one would not, the text is tokenised as a w
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import threading
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +34,11 @@ class Turn:
     def content(self) -> str:
         """The text of the message."""
         return str(self.fields.get("content") or "")
+
+    @property
+    def reasoning(self) -> str:
+        """What an assistant wrote to itself before it."""
+        return str(self.fields.get("reasoning_content") or "")
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,8 @@ def to_turn(message: Message) -> Turn:
         content = message.content or ""
     role = "system" if message.role == "developer" else message.role
     fields: dict[str, Any] = {"role": role, "content": content}
+    if message.reasoning_content is not None:
+        fields["reasoning_content"] = message.reasoning_content
     if message.name is not None:
         fields["name"] = message.name
     if message.tool_call_id is not None:
@@ -78,12 +87,16 @@ def to_turn(message: Message) -> Turn:
 def _arguments(text: str) -> dict[str, Any]:
     """Templates write arguments from an object; clients send them as text."""
     try:
-        value = json.loads(text)
+        value = json.loads(text or "{}")  # what some clients send for no arguments
+        json.dumps(value, ensure_ascii=False).encode()  # halves of surrogate pairs are no text
     except (ValueError, RecursionError) as error:
         raise bad_request("the arguments of an earlier tool call are no JSON", param="messages") from error
     if not isinstance(value, dict):
         raise bad_request("the arguments of an earlier tool call are no JSON object", param="messages")
     return value
+
+
+_KWARG = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
 class ChatPrompts:
@@ -96,16 +109,37 @@ class ChatPrompts:
         self.lock = threading.Lock()
         """Held while tokenising: a fast tokenizer cannot be set up by two threads at once."""
         template = getattr(tokenizer, "chat_template", None)
-        written = json.dumps(template) if template is not None else ""
-        self.takes_tools = "tools" in written
+        self._written = json.dumps(template) if template is not None else ""
+        self.takes_tools = self.reads("tools")
+
+    def reads(self, variable: str) -> bool:
+        """Whether the template mentions a variable."""
+        return variable in self._written
+
+    def check_kwargs(self, kwargs: Mapping[str, Any], *, param: str) -> None:
+        """Refuse names that are no variables of a template: those that say how it is rendered, for example."""
+        reserved = {"messages", *inspect.signature(self._tokenizer.apply_chat_template).parameters}
+        for name in kwargs:
+            if _KWARG.fullmatch(name) is None or name in reserved:
+                raise bad_request(f"{param} takes variables of the chat template, by names it may use", param=param)
 
     def encode(
-        self, turns: Sequence[Turn], *, tenant: str, cache_key: str, tools: list[dict[str, Any]] | None = None
+        self,
+        turns: Sequence[Turn],
+        *,
+        tenant: str,
+        cache_key: str,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:
-        """The chat's text, its ids and where to cut: at the ends of messages and where the client marked it."""
+        """The chat's text, its ids and where to cut: at the ends of messages and where the client marked it.
+
+        ``template_kwargs`` are further variables of the template.
+        """
         if getattr(self._tokenizer, "chat_template", None) is None:
             raise ConfigError("this model has no chat template; use /v1/completions with the text you want")
-        text = self._render([turn.fields for turn in turns], tools=tools, reply_follows=True)
+        extra = {**(template_kwargs or {}), **({"tools": tools} if tools else {})}
+        text = self._render([turn.fields for turn in turns], extra=extra)
         splices, marks, ends = self._locate(turns, text, tenant=tenant, cache_key=cache_key)
         pieces = _Pieces(self._tokenize)
         with self.lock:
@@ -125,14 +159,31 @@ class ChatPrompts:
         wanted = [(mark, 1) for mark in marks] + [(end, self._min_gap) for end in ends]
         return ChatPrompt(text, pieces.ids, _spaced(pieces, wanted), tenant, cache_key)
 
-    def remember(self, prompt: ChatPrompt, *, reply: str, ids: Sequence[int]) -> None:
-        """Keep the ids of a reply, if they are its text and nothing else."""
+    def remember(self, prompt: ChatPrompt, *, reply: str, ids: Sequence[int], shown: Sequence[str] = ()) -> None:
+        """Keep the ids of a reply, if they are its text and nothing else.
+
+        ``shown`` are the parts of it that the client was given, and will send back: their ids are kept, too.
+        """
+        kept: list[tuple[str, Sequence[int]]] = [(reply, ids)]
         with self.lock:
-            whole = self._decode(ids) == reply
-        if whole:
+            if self._decode(ids) != reply:
+                return
+            for part in shown:
+                if part not in ("", reply) and (own := self._ids_of(part, reply, ids)):
+                    kept.append((part, own))
+        for text, own in kept:
             self.replies.remember(
-                tenant=prompt.tenant, cache_key=prompt.cache_key, before=prompt.text, reply=reply, ids=ids
+                tenant=prompt.tenant, cache_key=prompt.cache_key, before=prompt.text, reply=text, ids=own
             )
+
+    def _ids_of(self, part: str, reply: str, ids: Sequence[int]) -> Sequence[int]:
+        """Those of ``ids``, the text ``reply``, that are exactly ``part``; none if an id crosses its border."""
+        at = reply.find(part)
+        start, end = (
+            bisect_left(range(len(ids)), border, key=lambda count: len(self._decode(ids[:count])))
+            for border in (at, at + len(part))
+        )
+        return ids[start:end] if at >= 0 and self._decode(ids[start:end]) == part else []
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of ``ids``, with special tokens written out or left out."""
@@ -151,17 +202,12 @@ class ChatPrompts:
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return [int(i) for i in encoded["input_ids"]], [end for _, end in encoded["offset_mapping"]]
 
-    def _render(
-        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None, reply_follows: bool
-    ) -> str:
+    def _render(self, messages: list[dict[str, Any]], *, extra: Mapping[str, Any]) -> str:
         from jinja2 import TemplateError
 
-        extra = {"tools": tools} if tools else {}
         try:
             return str(
-                self._tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=reply_follows, **extra
-                )
+                self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **extra)
             )
         except (TemplateError, TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
             raise bad_request(
@@ -181,6 +227,11 @@ class ChatPrompts:
         ends: list[int] = []
         position = 0
         for turn in turns:
+            if turn.reasoning and (found := text.find(turn.reasoning, position)) >= 0:
+                ids = self.replies.find(tenant=tenant, cache_key=cache_key, before="", reply=turn.reasoning)
+                position = found + len(turn.reasoning)
+                if ids is not None:
+                    splices.append((found, ids, len(turn.reasoning)))
             content = turn.content
             found = text.find(content, position) if content else -1
             if turn.fields["role"] == "assistant" and content:

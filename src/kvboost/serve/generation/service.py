@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +22,7 @@ from kvboost.errors import BusyError, CapacityError, ClosedError, ConfigError
 from kvboost.hf.generate import end_token_ids
 from kvboost.scheduler.jobs import Job, JobRunner, Sampling, Ticket
 from kvboost.serve.errors import ApiError, bad_request
+from kvboost.serve.generation.answers import AnswerReaders
 from kvboost.serve.generation.prompts import ChatPrompt, ChatPrompts
 from kvboost.serve.generation.structured import Grammars
 from kvboost.serve.generation.text import token_bytes
@@ -57,6 +58,10 @@ class GenerationRequest:
     """The field that holds the prompt."""
     n: int = 1
     stops: Sequence[str] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the answer, beside the model's own."""
+    ignore_eos: bool = False
+    """Whether the model's own end the answer no more."""
     top_logprobs: int | None = None
     grammar: Callable[[], Callable[[list[int], Any], None]] | None = None
     """Makes the constraint of one choice."""
@@ -144,6 +149,7 @@ class Service:
         self.tokenizer = engine.tokenizer
         min_gap = engine.parts.chunker.min_tokens
         self.chats = ChatPrompts(engine.tokenizer, min_gap=min_gap)
+        self.answers = AnswerReaders(engine.tokenizer)
         own_end = engine.tokenizer.eos_token_id  # of chat models often the end of a turn, which the model does not name
         self.end_token_ids = frozenset(
             end_token_ids(engine.model, {}) | ({int(own_end)} if own_end is not None else set())
@@ -187,9 +193,9 @@ class Service:
             )
         return ids
 
-    async def remember(self, prompt: ChatPrompt, ended: Ended) -> None:
-        """Keep the ids of a reply, to use them when the chat goes on."""
-        await asyncio.to_thread(self.chats.remember, prompt, reply=ended.text, ids=ended.reply_ids)
+    async def remember(self, prompt: ChatPrompt, ended: Ended, *, shown: Sequence[str] = ()) -> None:
+        """Keep the ids of a reply, and of the parts of it that were ``shown``, to use them when the chat goes on."""
+        await asyncio.to_thread(self.chats.remember, prompt, reply=ended.text, ids=ended.reply_ids, shown=shown)
 
     async def grammar(
         self, wanted: ResponseFormat | InlineSchemaFormat | None, *, param: str
@@ -208,7 +214,8 @@ class Service:
         try:
             tickets = await self._submitted(generation)
             decode = partial(self.chats.decode, special=generation.special)
-            stream = TokenStream(tickets, decode=decode, stops=generation.stops, end_token_ids=self.end_token_ids)
+            ends = self._ends(generation)
+            stream = TokenStream(tickets, decode=decode, stops=generation.stops, end_token_ids=ends)
             answer = Answer(prefix + secrets.token_hex(12), int(time.time()), self.model_name, generation, stream)
             async with stream:
                 yield answer
@@ -271,11 +278,15 @@ class Service:
                     may_shorten=generation.max_new_tokens is None,
                     sampling=sampling,
                     boundaries=tuple(boundaries),
-                    stop_token_ids=self.end_token_ids,
+                    stop_token_ids=self._ends(generation),
                     top_logprobs=generation.top_logprobs,
                     constrain=generation.grammar() if generation.grammar is not None else None,
                     tenant=generation.caller.tenant,
                 )
+
+    def _ends(self, generation: GenerationRequest) -> frozenset[int]:
+        """The tokens that end an answer and are no part of its text."""
+        return generation.stop_token_ids | (frozenset() if generation.ignore_eos else self.end_token_ids)
 
     @staticmethod
     def _cancel(tickets: Sequence[Ticket]) -> None:
@@ -341,24 +352,3 @@ class Service:
             record.ttft_ms,
             record.finish,
         )
-
-
-def sampling_of(body: Any, *, limits: Limits, vocab_size: int) -> tuple[Sampling, list[str]]:
-    """How to draw tokens, and the stop strings, from a body with OpenAI's fields. Their defaults are OpenAI's."""
-    stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
-    if any(not stop or len(stop) > limits.max_stop_characters for stop in stops):
-        raise bad_request(f"a stop string has 1 to {limits.max_stop_characters} characters", param="stop")
-    bias: Mapping[int, float] = {int(token): value for token, value in (body.logit_bias or {}).items()}
-    if any(token >= vocab_size for token in bias):
-        raise bad_request(f"logit_bias names tokens beyond this model's {vocab_size}", param="logit_bias")
-    if (body.n or 1) > limits.max_choices:
-        raise bad_request(f"this server makes at most {limits.max_choices} choices", param="n")
-    sampling = Sampling(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        seed=body.seed,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=bias,
-    )
-    return sampling, stops

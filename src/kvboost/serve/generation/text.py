@@ -1,7 +1,8 @@
 """Text out of tokens as they come: whole characters only, and nothing of a stop string.
 
-Used by the thread that follows a job. Invariants: the pieces of a :class:`Detokenizer`, joined, are the text of all
-its tokens; no piece of a :class:`StopCutter` holds any part of a stop string.
+Used by the thread that follows a job and by the readers of answers. Invariants: the pieces of a :class:`Detokenizer`,
+joined, are the text of all its tokens; no piece of a :class:`StopCutter` holds any part of a stop string; every class
+looks at a character a bounded number of times.
 """
 
 from __future__ import annotations
@@ -79,6 +80,58 @@ class StopCutter:
         """What was held back, if no stop string came of it."""
         piece, self._held = self._held, ""
         return piece
+
+
+class TagFinder:
+    """Looks for a tag in text as it comes, and holds back what may be the beginning of it."""
+
+    def __init__(self, tag: str) -> None:
+        self._tag = tag
+        self._held = ""
+
+    def add(self, text: str) -> tuple[str, str | None]:
+        """The text that is certain to be before the tag, and what follows it: None until it was found."""
+        before, found, rest = (self._held + text).partition(self._tag)
+        if found:
+            self._held = ""
+            return before, rest
+        cut = len(before) - _overlap(before, self._tag)
+        self._held = before[cut:]
+        return before[:cut], None
+
+    def end(self) -> str:
+        """What was held back, if no tag came of it."""
+        piece, self._held = self._held, ""
+        return piece
+
+
+class BlankHolder:
+    """Holds back blanks until other text follows, so that those at an end can be dropped."""
+
+    def __init__(self, *, drop_first: bool = False) -> None:
+        self.drop_first = drop_first
+        """Whether blanks before the first other text are dropped."""
+        self._begun = False
+        self._blanks: list[str] = []
+
+    def add(self, text: str) -> str:
+        """The text up to its last character that is no blank."""
+        body = text.rstrip()
+        if not body:
+            self._blanks.append(text)
+            return ""
+        before = self.end()
+        if not self._begun and self.drop_first:
+            before, body = "", body.lstrip()
+        self._begun = True
+        self._blanks.append(text[len(text.rstrip()) :])
+        return before + body
+
+    def end(self) -> str:
+        """The blanks that were held back."""
+        blanks = "".join(self._blanks)
+        self._blanks.clear()
+        return blanks
 
 
 def _overlap(text: str, stop: str) -> int:

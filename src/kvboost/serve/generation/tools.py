@@ -1,203 +1,285 @@
-"""Tool calls out of a model's text.
+"""Tool calls out of a model's text, as it comes.
 
-Used by chats with tools. Where the tokenizer says how its model writes them (``response_template``), Transformers'
-own parser reads them; otherwise the chat template shows the format. Invariant: text that is not a whole and
-valid call is given to the client as text.
+Used by :mod:`kvboost.serve.generation.answers`. Where the tokenizer says how its model writes calls
+(``response_template``), Transformers' own parser reads them; otherwise the chat template shows the format. Invariants:
+a call is given as soon as it is whole; text that is not a whole call of an offered tool is given as text; each
+character is looked at a bounded number of times.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import secrets
-import string
-from typing import Any
+from collections.abc import Callable, Set
+from typing import Any, Protocol
 
-from kvboost.serve.generation.text import StopCutter
+from kvboost.serve.generation.calls import (
+    JsonSpan,
+    as_call,
+    read_alone,
+    read_mistral,
+    read_object,
+    read_tagged,
+)
+from kvboost.serve.generation.parts import Call, Content, Found, Reasoning
+from kvboost.serve.generation.text import TagFinder
 
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
-_XML_FUNCTION = re.compile(r"<function=([^>\s]+)>\s*(.*?)\s*</function>", re.DOTALL)
-_XML_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_MISTRAL_CALL = re.compile(r"\s*([a-zA-Z0-9_.-]+)(?:\[CALL_ID\][a-zA-Z0-9]+)?\[ARGS\]")
-_LETTERS = string.ascii_letters + string.digits
-_ID_LENGTH = 9  # the templates of Mistral refuse a chat in which an id has another length or other characters
-_Calls = list[tuple[str, dict[str, Any]]]
-
-
-class ToolReader:
-    """Reads one answer: text goes through until a call may begin, then everything waits for the end."""
-
-    def __init__(self, *, opens: str | None, read: Any, json_alone: bool = False, wait: bool = False) -> None:
-        self._cutter = StopCutter([opens] if opens else [])
-        self._read = read
-        self._json_alone = json_alone
-        self._text = ""
-        self._given = ""
-        self._looked_at = 0
-        self._wait = wait
-
-    def add(self, text: str) -> str:
-        """What is certainly not part of a call."""
-        self._text += text
-        if self._wait or (self._json_alone and self._text.lstrip()[:1] in ("", "{", "[")):
-            return ""
-        fresh, self._looked_at = self._text[self._looked_at :], len(self._text)
-        piece = self._cutter.add(fresh)
-        self._given += piece
-        return piece
-
-    def end(self) -> tuple[str, list[dict[str, Any]]]:
-        """The rest of the text, and the calls in OpenAI's shape."""
-        content, calls = self._read(self._text)
-        if not calls:
-            return self._text[len(self._given) :], []
-        rest = content[len(self._given) :] if content.startswith(self._given) else ""
-        return rest, [_openai_call(name, arguments) for name, arguments in calls]
+_BLANKS = " \t\r\n"
+_REASONING_FIELDS = frozenset({"thinking", "reasoning", "reasoning_content"})
+_Read = Callable[[str], list[Call]]
 
 
-def make_forced_reader() -> ToolReader:
-    """The reader of an answer that was held to one call; only one that was cut off is text."""
-    return ToolReader(opens=None, read=read_forced, wait=True)
+class ToolReader(Protocol):
+    """Reads one answer."""
+
+    def add(self, text: str) -> list[Found]:
+        """What is certain now."""
+        ...
+
+    def end(self) -> list[Found]:
+        """The rest."""
+        ...
 
 
-def make_reader(tokenizer: Any, *, prompt: str, tools: list[dict[str, Any]]) -> ToolReader:
+def make_tool_reader(tokenizer: Any, *, prompt: str, tools: list[dict[str, Any]]) -> ToolReader:
     """The reader for the way this tokenizer's model writes calls."""
+    names = {str(tool["function"]["name"]) for tool in tools}
     if getattr(tokenizer, "response_template", None) is not None:
-        return ToolReader(opens=None, read=lambda text: _by_transformers(tokenizer, text, prompt, tools), wait=True)
-    names = {tool["function"]["name"] for tool in tools}
+        return ParserReader(tokenizer.get_response_parser(prefix=prompt, tools=tools), names)
     written = json.dumps(getattr(tokenizer, "chat_template", None) or "")
     if "<tool_call>" in written:
-        return ToolReader(opens="<tool_call>", read=lambda text: _known(read_hermes(text), names))
+        return FormatReader("<tool_call>", lambda: _Tagged("<tool_call>", "</tool_call>", read_tagged), names)
     if "[TOOL_CALLS]" in written:
-        return ToolReader(opens="[TOOL_CALLS]", read=lambda text: _known(read_mistral(text), names))
-    return ToolReader(opens="<|python_tag|>", read=lambda text: _known(read_llama(text), names), json_alone=True)
+        return FormatReader("[TOOL_CALLS]", lambda: _Braced("[TOOL_CALLS]", read_mistral), names)
+    tag = "<|python_tag|>"
+    return FormatReader(tag, lambda: _Braced(tag, read_object), names, bare=read_object, between=";,")
 
 
-def _known(found: tuple[str, _Calls], names: set[str]) -> tuple[str, _Calls]:
-    """Nothing if a call is of a function that the client does not have."""
-    content, calls = found
-    return (content, calls) if all(name in names for name, _ in calls) else (content, [])
+def parses_reasoning(tokenizer: Any) -> bool:
+    """Whether Transformers' parser tells this model's reasoning from its text."""
+    template = getattr(tokenizer, "response_template", None)
+    fields = template.get("fields", {}) if isinstance(template, dict) else {}
+    return bool(_REASONING_FIELDS & set(fields))
 
 
-def _openai_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "id": "".join(secrets.choice(_LETTERS) for _ in range(_ID_LENGTH)),
-        "type": "function",
-        "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
-    }
+class _Section(Protocol):
+    """Text that may be calls, from its opening to its end."""
+
+    def add(self, text: str) -> str | None:
+        """Take what belongs to it; what follows it, once it is over."""
+        ...
+
+    def calls(self) -> list[Call]:
+        """Those that it holds, if it ends here; none if it is text."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        ...
 
 
-def _by_transformers(tokenizer: Any, text: str, prompt: str, tools: list[dict[str, Any]]) -> tuple[str, _Calls]:
-    try:
-        message = tokenizer.parse_response(text, prefix=prompt, tools=tools)
-    except (ValueError, TypeError, KeyError):  # what the parser says of text that is not as its template has it
-        return text, []
-    calls: _Calls = []
-    for call in message.get("tool_calls") or []:
-        function = call.get("function", call)
-        calls.append((str(function["name"]), dict(function.get("arguments") or {})))
-    return str(message.get("content") or ""), calls
+class _Tagged:
+    """Ends with a tag, or with the answer."""
+
+    def __init__(self, opens: str, closes: str, read: _Read) -> None:
+        self._opens, self._closes, self._read = opens, closes, read
+        self._finder = TagFinder(closes)
+        self._pieces: list[str] = []
+        self._closed = False
+
+    def add(self, text: str) -> str | None:
+        before, rest = self._finder.add(text)
+        self._pieces.append(before)
+        self._closed = rest is not None
+        return rest
+
+    def calls(self) -> list[Call]:
+        self._pieces.append(self._finder.end())
+        return self._read("".join(self._pieces))
+
+    @property
+    def text(self) -> str:
+        return "".join([self._opens, *self._pieces, self._closes if self._closed else ""])
 
 
-def read_forced(text: str) -> tuple[str, _Calls]:
-    """``{"name", "arguments"}`` at the beginning, as ``Grammars.compile_call`` has it."""
-    try:
-        value, _ = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError):
-        return text, []
-    call = _as_call(value, "arguments")
-    return ("", [call]) if call is not None else (text, [])
+class _Braced:
+    """Ends with the JSON that is in it."""
+
+    def __init__(self, opens: str, read: _Read) -> None:
+        self._opens, self._read = opens, read
+        self._span = JsonSpan()
+        self._pieces: list[str] = []
+        self._closed = False
+
+    def add(self, text: str) -> str | None:
+        end = self._span.end_in(text)
+        self._pieces.append(text[:end])
+        self._closed = end is not None
+        return text[end:] if self._closed else None
+
+    def calls(self) -> list[Call]:
+        return self._read("".join(self._pieces)) if self._closed else []
+
+    @property
+    def text(self) -> str:
+        return "".join([self._opens, *self._pieces])
 
 
-def read_hermes(text: str) -> tuple[str, _Calls]:
-    """``<tool_call>{"name", "arguments"}</tool_call>`` (Hermes, Qwen2.5, Qwen3), or with XML inside (Qwen3-Coder)."""
-    content, opening, _ = text.partition("<tool_call>")
-    calls: _Calls = []
-    for match in _HERMES.finditer(text) if opening else ():
-        inner = match[1]
-        if function := _XML_FUNCTION.search(inner):
-            calls.append((function[1], {name: _value(value) for name, value in _XML_PARAMETER.findall(function[2])}))
-            continue
-        call = _json_call(inner, "arguments")
-        if call is None:
-            return text, []
-        calls.append(call)
-    return content, calls
+class FormatReader:
+    """Reads calls that a tag opens, and those without one.
+
+    Without a tag the whole answer has to be one call, unless ``bare`` says how the format writes them; then several
+    may follow each other, with characters of ``between`` among them.
+    """
+
+    def __init__(
+        self,
+        opens: str,
+        section: Callable[[], _Section],
+        names: Set[str],
+        *,
+        bare: _Read | None = None,
+        between: str = "",
+    ) -> None:
+        self._make, self._names, self._bare = section, names, bare
+        self._blanks = _BLANKS
+        self._between = _BLANKS + between
+        self._finder = TagFinder(opens)
+        self._section: _Section | None = None
+        self._untagged = False
+        self._fresh = True  # only blanks so far, or since the last call
+        self._held: list[str] = []
+        self._alone: tuple[str, list[Call]] | None = None
+
+    def add(self, text: str) -> list[Found]:
+        """What is certain now."""
+        found: list[Found] = []
+        while text:
+            if self._section is not None:
+                rest = self._section.add(text)
+                if rest is not None:
+                    found += self._close(self._section)
+            elif self._fresh:
+                rest = self._begin(text, found)
+            else:
+                before, rest = self._finder.add(text)
+                found += _text(before)
+                if rest is not None:
+                    self._section, self._untagged = self._make(), False
+            text = rest or ""
+        return found
+
+    def end(self) -> list[Found]:
+        """The rest."""
+        found: list[Found] = []
+        if self._section is not None:
+            found += self._close(self._section)
+        if self._alone is not None:
+            return [*found, *self._alone[1]]
+        return [*found, *_text("".join(self._held) + self._finder.end())]
+
+    def _begin(self, text: str, found: list[Found]) -> str:
+        """Pass over blanks; what follows them is a call without a tag, or text."""
+        start = text.lstrip(self._blanks)
+        self._held.append(text[: len(text) - len(start)])
+        if not start:
+            return ""
+        self._fresh = False
+        held = "".join(self._held)
+        self._held.clear()
+        if start[0] == "{" and self._alone is None:
+            self._section, self._untagged = _Braced(held, self._bare or read_alone), True
+        elif self._alone is not None:  # more than a call: it was no call
+            found += _text(self._alone[0] + held)
+            self._alone = None
+        else:
+            found += _text(held)
+        return start
+
+    def _close(self, section: _Section) -> list[Found]:
+        self._section = None
+        calls = section.calls()
+        if not calls or any(call.name not in self._names for call in calls):
+            return _text(section.text)
+        self._fresh = True
+        if self._untagged and self._bare is None:
+            self._alone = (section.text, calls)
+            return []
+        self._blanks = self._between
+        return list(calls)
 
 
-def read_llama(text: str) -> tuple[str, _Calls]:
-    """``{"name", "parameters"}``, alone or behind ``<|python_tag|>``, several with ``;`` between (Llama 3)."""
-    head, tag, body = text.partition("<|python_tag|>")
-    content, body = (head, body) if tag else ("", text)
-    decoder = json.JSONDecoder()
-    calls: _Calls = []
-    body = body.strip()
-    while body:
+class ForcedReader:
+    """Reads an answer that was held to one call; only one that was cut off is text. What follows it is dropped."""
+
+    def __init__(self) -> None:
+        self._section = _Braced("", read_object)
+        self._over = False
+
+    def add(self, text: str) -> list[Found]:
+        """The call, once it is whole."""
+        if self._over or self._section.add(text) is None:
+            return []
+        self._over = True
+        return list(self._section.calls()) or _text(self._section.text)
+
+    def end(self) -> list[Found]:
+        """What was cut off."""
+        return [] if self._over else _text(self._section.text)
+
+
+class ParserReader:
+    """Reads with Transformers' parser. What that cannot read is text, and so is all that follows."""
+
+    def __init__(self, parser: Any, names: Set[str]) -> None:
+        self._parser, self._names = parser, names
+        self._open: list[str] = []  # of the call that is being written
+        self._failed = False
+
+    def add(self, text: str) -> list[Found]:
+        """What is certain now."""
+        if self._failed:
+            return _text(text)
         try:
-            value, end = decoder.raw_decode(body)
-        except (ValueError, RecursionError):
-            return text, []
-        written = isinstance(value, dict) and "parameters" in value
-        call = _as_call(value, "parameters" if written else "arguments")
-        if call is None:
-            return text, []
-        calls.append(call)
-        body = body[end:].lstrip(" \n;,")
-    return content, calls
+            events = self._parser.feed(text)
+        except (ValueError, TypeError, KeyError):  # what it says of text that is not as its template has it
+            self._failed = True
+            return _text("".join(self._open) + text)
+        return self._found(events)
 
-
-def read_mistral(text: str) -> tuple[str, _Calls]:
-    """``[TOOL_CALLS][{"name", "arguments"}, ...]`` or, newer, ``[TOOL_CALLS]name[ARGS]{...}`` for each."""
-    content, opening, body = text.partition("[TOOL_CALLS]")
-    if not opening:
-        return text, []
-    calls: _Calls = []
-    decoder = json.JSONDecoder()
-    if body.lstrip().startswith("["):
+    def end(self) -> list[Found]:
+        """The rest."""
+        if self._failed:
+            return []
         try:
-            values, _ = decoder.raw_decode(body.lstrip())
-        except (ValueError, RecursionError):
-            return text, []
-        found = [_as_call(value, "arguments") for value in values]
-        return (content, [call for call in found if call is not None]) if None not in found else (text, [])
-    while body.strip():
-        match = _MISTRAL_CALL.match(body)
-        name, rest = (match[1], body[match.end() :]) if match else ("", "")
-        if match is None and (brace := body.find("{")) > 0:  # between the two: the name, then its arguments
-            name, rest = body[:brace].strip(), body[brace:]
-        try:
-            value, end = decoder.raw_decode(rest)
-        except (ValueError, RecursionError):
-            return text, []
-        if not isinstance(value, dict):
-            return text, []
-        calls.append((name, value))
-        body = rest[end:].strip().removeprefix("[TOOL_CALLS]")
-    return content, calls
+            _, events = self._parser.finalize()
+        except (ValueError, TypeError, KeyError):
+            return _text("".join(self._open))
+        return self._found(events)
+
+    def _found(self, events: list[dict[str, Any]]) -> list[Found]:
+        found: list[Found] = []
+        for event in events:
+            field, kind = event["field"], event["type"]
+            if field == "tool_calls":
+                if kind == "region_chunk":
+                    self._open.append(event["text"])
+                elif kind == "region_close":
+                    found += self._calls(event["value"])
+            elif kind == "region_chunk" and field in _REASONING_FIELDS:
+                found.append(Reasoning(event["text"]))
+            elif kind == "region_chunk" and field == "content":
+                found += _text(event["text"])
+        return found
+
+    def _calls(self, value: Any) -> list[Found]:
+        written = "".join(self._open)
+        self._open.clear()
+        values = value if isinstance(value, list) else [value]
+        calls = [as_call(one.get("function", one)) if isinstance(one, dict) else None for one in values]
+        known = [call for call in calls if call is not None and call.name in self._names]
+        return list(known) if known and len(known) == len(calls) else _text(written)
 
 
-def _json_call(text: str, arguments: str) -> tuple[str, dict[str, Any]] | None:
-    try:
-        return _as_call(json.loads(text), arguments)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _as_call(value: Any, arguments: str) -> tuple[str, dict[str, Any]] | None:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    given = value.get(arguments, {})
-    if isinstance(given, str):  # some models write the arguments as text
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError):
-            return None
-    return (value["name"], given) if isinstance(given, dict) else None
-
-
-def _value(text: str) -> Any:
-    """An XML parameter: JSON where it is JSON, else text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+def _text(text: str) -> list[Found]:
+    return [Content(text)] if text else []

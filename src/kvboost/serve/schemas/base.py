@@ -1,19 +1,31 @@
 """What clients may send, field by field: the parts that endpoints share.
 
 Used by FastAPI to read bodies and to describe them in /openapi.json. Invariant: a field that is not written here is
-refused by name, never ignored; so every field written here has an effect. Only the first error is reported: the first
-entry of a list, the first unknown field. A body of a million wrong entries would otherwise be a million errors, made
-on the event loop while all others wait.
+refused by name, never ignored; every field written here has an effect or is :data:`Inert`, and those that a client
+sent are named to it. Only the first error is reported: the first entry of a list, the first unknown field. A body of a
+million wrong entries would otherwise be a million errors, made on the event loop while all others wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
-from typing import Annotated, Any, Literal
+from difflib import get_close_matches
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
+from kvboost.serve.errors import UNKNOWN_FIELD, bad_request
 from kvboost.serve.security.bodies import limits_now
 from kvboost.serve.security.limits import Limits, check_count
 
@@ -38,6 +50,21 @@ def at_most(param: str, limit: Callable[[Limits], int]) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def unsupported(why: str) -> BeforeValidator:
+    """Refuse a known field that would change the answer, with what to do; null is what clients send by default."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if value is not None:
+            message = f"{info.field_name} is not supported by this server; {why}"
+            raise bad_request(message, param=info.field_name, code="unsupported_parameter")
+        return value
+
+    return BeforeValidator(check)
+
+
+_INERT = "has no effect on the answer here"
+Inert = Annotated[Any, Field(description=_INERT)]
+"""A field that clients of other servers send and that has no effect here, whatever it says."""
 Text = Annotated[str, AfterValidator(_no_half_surrogates)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**31)]], Field(fail_fast=True)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -48,13 +75,41 @@ class Body(BaseModel):
     """A JSON object. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+    _known: ClassVar[frozenset[str]]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **settings: Any) -> None:
+        """Called by pydantic once the fields of a subclass are complete."""
+        cls._known = frozenset(field.alias or name for name, field in cls.model_fields.items())
 
     @model_validator(mode="before")
     @classmethod
-    def _one_unknown_field(cls, value: Any) -> Any:
-        """Of more fields than there are, one is unknown: that many are enough to say so."""
-        enough = len(cls.model_fields) + 1
-        return dict(islice(value.items(), enough)) if isinstance(value, dict) and len(value) > enough else value
+    def _known_fields_only(cls, value: Any) -> Any:
+        """The first unknown field, and which one it may have been meant to be."""
+        if isinstance(value, dict):
+            for name in value:
+                if name not in cls._known:
+                    raise _unknown(str(name), cls._known)
+        return value
+
+    def ignored(self) -> list[str]:
+        """The fields that the client sent and that have no effect here."""
+        return [
+            name
+            for name, field in type(self).model_fields.items()
+            if field.description == _INERT and getattr(self, name) is not None
+        ]
+
+
+_MAX_NAME = 64  # characters of a field's name; a longer one is nobody's typing error
+
+
+def _unknown(name: str, known: frozenset[str]) -> PydanticCustomError:
+    meant = get_close_matches(name, known, n=1, cutoff=0.75) if len(name) <= _MAX_NAME else []
+    shown = name[:_MAX_NAME].encode(errors="replace").decode()
+    return PydanticCustomError(
+        UNKNOWN_FIELD, "this field is not known", {"field": shown, "meant": meant[0] if meant else ""}
+    )
 
 
 class CacheControl(Body):
@@ -71,6 +126,41 @@ class TextPart(Body):
     cache_control: CacheControl | None = None
 
 
+_EXPECTED = 'expected {"type": "text", "text": "..."}'
+_IMAGES = {"image_url", "image", "input_image", "video_url", "video"}
+_OTHER_PARTS = _IMAGES | {"input_audio", "audio", "file", "input_file", "document"}
+
+
+def _text_only(value: Any) -> Any:
+    """Refuse by name what is no text."""
+    if isinstance(value, TextPart):
+        return value
+    if not isinstance(value, dict):
+        raise PydanticCustomError("no_part", "a part of content is an object; " + _EXPECTED)
+    kind = value.get("type")
+    if isinstance(kind, str) and kind in _OTHER_PARTS:
+        raise PydanticCustomError("text_only", "this server takes text only; leave out {kind}", {"kind": kind})
+    if kind not in ("text", "input_text", "output_text"):
+        raise PydanticCustomError("no_part", "a part of content has the type text; " + _EXPECTED)
+    return value
+
+
+def _kind_of_content(value: Any) -> str | None:
+    return "Text" if isinstance(value, str) else "Parts" if isinstance(value, list) else None
+
+
+Part = Annotated[TextPart, BeforeValidator(_text_only)]
+MessageContent = Annotated[
+    Annotated[Text, Tag("Text")] | Annotated[list[Part], Field(fail_fast=True), Tag("Parts")],
+    Discriminator(
+        _kind_of_content,
+        custom_error_type="no_content",
+        custom_error_message="expected a text or a list of parts; " + _EXPECTED,
+    ),
+]
+"""Of a message: a text, or parts that are texts. Anything else is refused by its name."""
+
+
 class CalledFunction(Body):
     """The function an assistant called earlier."""
 
@@ -85,13 +175,17 @@ class ToolCall(Body):
     id: Text
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: Annotated[int, Field(ge=0)] | None = None
+    """What clients have left over from a stream."""
 
 
 class Message(Body):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: MessageContent | None = None
+    reasoning_content: Text | None = None
+    """What an assistant wrote to itself, as it was answered. Templates decide what becomes of it."""
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: Text | None = None

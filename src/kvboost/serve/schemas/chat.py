@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from kvboost.serve.schemas.base import Messages, NamedChoice, Tool, at_most
+from kvboost.serve.schemas.base import Inert, Messages, NamedChoice, Tool, at_most, unsupported
 from kvboost.serve.schemas.choices import Choices
 
 
@@ -23,3 +23,19 @@ class ChatRequest(Choices):
     ] = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """Given to the chat template."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """More for the chat template."""
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=1)] | None = None
+    verbosity: Inert = None
+    prediction: Inert = None
+    functions: Annotated[None, unsupported("give tools")] = None
+    function_call: Annotated[None, unsupported("give tool_choice")] = None
+    audio: Annotated[None, unsupported("it takes and writes text only; leave it out")] = None
+    web_search_options: Annotated[None, unsupported("it does not search; leave it out")] = None
+    moderation: Annotated[None, unsupported("it does not moderate; leave it out")] = None
+
+    def ignored(self) -> list[str]:
+        """The fields that the client sent and that have no effect here."""
+        return [*super().ignored(), *(["modalities"] if self.modalities is not None else [])]

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from kvboost.serve.schemas.base import Text, TokenIds
+from kvboost.serve.schemas.base import Text, TokenIds, unsupported
 from kvboost.serve.schemas.choices import Choices
 from kvboost.serve.security.bodies import limits_now
 from kvboost.serve.security.limits import check_count
@@ -31,3 +31,6 @@ class CompletionRequest(Choices):
     ]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    suffix: Annotated[None, unsupported("write the prompt as your model expects it to be filled in")] = None
