@@ -41,7 +41,7 @@ from tests.helpers.tokenizer import byte_tokenizer
 engine = KVBoost(tiny_model("llama", vocab_size=260, max_position_embeddings=2048), byte_tokenizer(), chunk_size=32)
 with BatchRunner(engine) as runner:
     limits = Limits(max_new_tokens=8, header_seconds=2, body_seconds=2)
-    serve(engine, runner, ServerConfig(name="tiny", port=0), limits=limits,
+    serve(engine, runner, ServerConfig(served_model_name="tiny", port=0), limits=limits,
           ready=lambda host, port: print(port, flush=True))
 """
 

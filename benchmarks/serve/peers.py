@@ -116,7 +116,7 @@ def peers_of(args: argparse.Namespace) -> list[Peer]:
     }
     model, usage = str(args.model), {"stream_options": {"include_usage": True}}
     port = free_port()
-    ours = [sys.executable, "-m", "kvboost", "serve", model, "--port", str(port), "--name", "model"]
+    ours = [sys.executable, "-m", "kvboost", "serve", model, "--port", str(port), "--served-model-name", "model"]
     found = [Peer("kvboost", [*ours, "--dtype", args.dtype], "model", port, usage, threads)]
     if args.transformers_venv is not None:
         port = free_port()

@@ -246,6 +246,8 @@ class LoadConfig:
     """The model's dtype, as Transformers takes it. ``"auto"`` takes the checkpoint's own."""
     device: str | None = None
     """Where to put the model. If left out, the accelerator if there is one, else the CPU."""
+    revision: str | None = None
+    """The branch, tag or commit of a model from the hub. If left out, the newest."""
     weight_budget: int | str | None = None
     """Memory for the model's weights, such as ``"6GB"``; the rest is read from disk as needed."""
     weight_dir: str | Path | None = None

@@ -402,6 +402,7 @@ class CacheStats(TypedDict):
     exact_hit_rate: float
     evictions: int
     store_errors: int
+    """Failures of the store and of its tiers that were treated as misses. A tier's own count for all its tenants."""
     bytes_by_tier: dict[str, int]
     non_prefix_reuse: NonPrefixReuseStats
     workspace_bytes: int

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import AuthenticationError, BadRequestError, OpenAI
 
 from kvboost.cli.main import main
 from kvboost.cli.serve import model_name
@@ -30,6 +30,12 @@ def test_a_served_model_answers_and_ends_when_told(folder: Path, tmp_path: Path)
             assert answer.usage.completion_tokens == 4
             with pytest.raises(BadRequestError, match="at most 5 tokens"):
                 client.completions.create(**{**asked, "max_tokens": 6})
+            keys.write_text("alice: third-key\n")
+            process.send_signal(signal.SIGHUP)
+            assert "the keys were read again: 1 tenants" in _until(process, "read again")
+            with pytest.raises(AuthenticationError):
+                client.completions.create(**asked)
+            client.with_options(api_key="third-key").completions.create(**asked)
             client.close()
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=60)
@@ -40,13 +46,19 @@ def test_a_served_model_answers_and_ends_when_told(folder: Path, tmp_path: Path)
 
 def _address(process: subprocess.Popen[str]) -> str:
     """Where it says it serves."""
-    assert process.stderr is not None
-    said = ""
-    while (line := process.stderr.readline()) and "serving on" not in line:
-        said += line
-    match = re.search(r"serving on (http://127.0.0.1:\d+)", line)
+    said = _until(process, "serving on")
+    match = re.search(r"serving on (http://127.0.0.1:\d+)", said)
     assert match is not None, f"it ended: {said}"
     return match[1]
+
+
+def _until(process: subprocess.Popen[str], words: str) -> str:
+    """What it says up to a line with these words."""
+    assert process.stderr is not None
+    said = ""
+    while words not in said and (line := process.stderr.readline()):
+        said += line
+    return said
 
 
 @pytest.mark.parametrize(
@@ -60,6 +72,8 @@ def _address(process: subprocess.Popen[str]) -> str:
         (["--max-streams", "0"], "max_streams=0 refuses everything"),
         (["--max-streams", "many"], "--max-streams is 'many'"),
         (["--draft", "prompt-lookup"], "draft"),
+        (["--cors-origin", "https://a.example", "--cors-origin", "a.example"], "'a.example' is no origin"),
+        (["--tls-cert-file", "KEYS", "--tls-key-file", "KEYS"], "PEM certificate"),
     ],
 )
 def test_a_mistake_is_one_line_before_the_model_is_loaded(

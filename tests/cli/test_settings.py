@@ -95,6 +95,17 @@ def test_values_are_read_as_what_they_are(monkeypatch: pytest.MonkeyPatch) -> No
     assert read(cache_bytes="1000").engine()["cache_bytes"] == 1000
 
 
+def test_lists_come_from_flags_words_and_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "k.toml"
+    file.write_text('[serve]\ncors_origin = ["https://file.example"]\n')
+    assert read(file).of(ServerConfig).cors_origin == ("https://file.example",)
+    monkeypatch.setenv("KVBOOST_SERVE_CORS_ORIGIN", "https://a.example, https://b.example")
+    assert read(file).of(ServerConfig).cors_origin == ("https://a.example", "https://b.example")
+    given = read(file, serve__cors_origin=["https://c.example"])
+    assert given.of(ServerConfig).cors_origin == ("https://c.example",)
+    assert 'cors_origin = ["https://c.example"]  # --cors-origin' in given.show_config("serve")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

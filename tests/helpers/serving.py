@@ -70,7 +70,18 @@ def kvboost_serve(
 ) -> Iterator[ServeProcess]:
     """The server for one ``with`` block; ended with SIGTERM. ``settings`` are those that have no flag."""
     port = free_port()
-    command = [sys.executable, "-m", "kvboost", "serve", str(model), "--port", str(port), "--name", "model", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "kvboost",
+        "serve",
+        str(model),
+        "--port",
+        str(port),
+        "--served-model-name",
+        "model",
+        *options,
+    ]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     environment |= {f"KVBOOST_{name.upper()}": value for name, value in (settings or {}).items()}
     with open(log or os.devnull, "wb") as output:

@@ -54,7 +54,10 @@ def alone(engine: KVBoost, tokens: Sequence[int], new: int = 8) -> tuple[int, ..
 
 
 def settled(engine: KVBoost, runner: BatchRunner) -> bool:
-    return replace(runner.load(), alive=True, one_by_one=False) == _NOTHING and engine._store.stats().leased == 0
+    return (
+        replace(runner.load(), alive=True, one_by_one=False, preempted=0) == _NOTHING
+        and engine._store.stats().leased == 0
+    )
 
 
 class Watched:
@@ -212,7 +215,11 @@ def test_preempted_jobs_make_room_and_go_on(tiny: Callable[..., Any], monkeypatc
             jobs = [job(_TEXT[i : i + 20 + i], 16, top_logprobs=0) for i in range(4)]
             found = run(runner, jobs)
             assert settled(engine, runner)
+            assert runner.load().preempted == len(preempted)
         assert len(preempted) >= 2
+        times = [end(events) for events in found]
+        assert all(0 <= one.queued_seconds < one.first_token_seconds < one.seconds for one in times)
+        assert max(one.queued_seconds for one in times[2:]) > max(one.queued_seconds for one in times[:2])
         assert [ids(events) for events in found] == [alone(engine, one.token_ids, 16) for one in jobs]
         assert all(end(events).report is not None for events in found)
         if deterministic:
@@ -495,6 +502,46 @@ def test_a_joint_step_that_fails_is_done_one_by_one(
         assert runner.single_decode_reason == "a joint step failed: RuntimeError('no memory')"
         assert runner.load().one_by_one
     assert [record.levelname for record in caplog.records if "no memory" in record.message] == ["WARNING"]
+    assert [ids(events) for events in found] == [alone(engine, tokens) for tokens in _PROMPTS]
+
+
+def test_a_joint_step_that_fails_is_one_step(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(tiny("llama"))
+    with BatchRunner(engine) as runner:
+        steps: list[int] = []
+        run_batch = engine.parts.runner.run_batch
+
+        def fails_once(tokens: Any, *arguments: Any, **keywords: Any) -> Any:
+            steps.append(len(tokens))
+            if len(steps) == 2:
+                raise RuntimeError("no memory")
+            return run_batch(tokens, *arguments, **keywords)
+
+        monkeypatch.setattr(engine.parts.runner, "run_batch", fails_once)
+        with pytest.warns(RuntimeWarning, match="one by one"):
+            found = run(runner, [job(tokens, 12) for tokens in _PROMPTS])
+        assert len(steps) > 8, "the steps behind it were joint ones again"
+        assert runner.single_decode_reason is None
+        assert not runner.load().one_by_one
+        assert settled(engine, runner)
+    assert [ids(events) for events in found] == [alone(engine, tokens, 12) for tokens in _PROMPTS]
+
+
+@pytest.mark.parametrize("reuse_generated", [False, True])
+def test_a_preempted_answer_is_prefilled(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, reuse_generated: bool
+) -> None:
+    engine = engine_of(tiny("llama"), reuse_generated=reuse_generated)
+    prompts = [_TEXT[:20], _TEXT[40:70]]
+    with BatchRunner(engine, max_running=1, max_wait_steps=8) as runner:
+        watched = Watched(engine, monkeypatch)
+        found = run(runner, [job(tokens, 40) for tokens in prompts])
+        assert settled(engine, runner)
+        assert runner.load().preempted >= 4
+    decoded = sum(count for what, count in watched.did if what == "decode")
+    assert decoded <= 2 * 40, "no token is fed a second time"
+    assert [ids(events) for events in found] == [alone(engine, tokens, 40) for tokens in prompts]
+    assert all(end(events).report.exact_tokens == 0 for events in found), "what was reused is told of the first time"
     assert [ids(events) for events in found] == [alone(engine, tokens) for tokens in _PROMPTS]
 
 

@@ -57,11 +57,13 @@ def start_server() -> Iterator[Callable[..., Running]]:
         limits: Limits | None = None,
         model_name: str = "tiny",
         send_buffer: int | None = None,
+        tls: Any = None,
+        **app_options: Any,
     ) -> Running:
         runner = runner or Recording(BatchRunner(engine))
         limits = limits or Limits(max_new_tokens=64)
-        app = make_app(engine, runner, model_name=model_name, keys=keys, limits=limits)
-        config = http_config(app, limits=limits, drain_seconds=1)
+        app = make_app(engine, runner, model_name=model_name, keys=keys, limits=limits, **app_options)
+        config = http_config(app, limits=limits, drain_seconds=1, tls=tls)
         config.port = 0
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, daemon=True)
@@ -77,6 +79,7 @@ def start_server() -> Iterator[Callable[..., Running]]:
         def stop() -> None:
             server.should_exit = True
             thread.join()
+            app.state.service.close()
             runner.close()
 
         stops.append(stop)

@@ -12,7 +12,7 @@ from kvboost.serve import Keys, ServerConfig, serve
 @pytest.mark.parametrize(
     ("config", "arguments", "message"),
     [
-        ({"name": None}, {}, r"ServerConfig\(name=\.\.\.\)"),
+        ({"served_model_name": None}, {}, r"ServerConfig\(served_model_name=\.\.\.\)"),
         ({"host": "0.0.0.0"}, {}, "API key"),
         ({"host": "192.0.2.1", "allow_open": True}, {}, "cannot listen on 192.0.2.1:8000"),
         ({"host": "192.0.2.1"}, {"keys": Keys(["key-of-somebody"])}, "cannot listen on 192.0.2.1:8000"),
@@ -23,4 +23,4 @@ def test_what_cannot_work_is_said(
 ) -> None:
     runner: Any = None  # nothing gets so far as to run a job
     with make_engine() as engine, pytest.raises(ConfigError, match=message):
-        serve(engine, runner, ServerConfig(**{"name": "tiny", **config}), **arguments)
+        serve(engine, runner, ServerConfig(**{"served_model_name": "tiny", **config}), **arguments)

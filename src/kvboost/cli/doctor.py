@@ -140,9 +140,10 @@ def _forecast(model: str, *, context: int | None, batch: int, settings: Settings
 
     given = settings.engine()
     dtype, device = given.pop("dtype", "auto"), given.pop("device", None)
+    named = {"revision": given.pop("revision")} if "revision" in given else {}
     budget, _ = given.pop("weight_budget", None), given.pop("weight_dir", None)
     return forecast(
-        ModelSource(model, dtype=dtype, device=device),
+        ModelSource(model, dtype=dtype, device=device, model_kwargs=named),
         EngineConfig(**given),
         context=context,
         batch=batch,

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from kvboost.cli.settings import PANELS, SETTINGS, Setting, Settings
+from kvboost.cli.settings import PANELS, SETTINGS, Setting, Settings, is_list
 from kvboost.errors import ConfigError
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name, as Transformers takes it.")]
@@ -66,11 +66,13 @@ def _flag(setting: Setting) -> Any:
     """A flag for typer. Values stay text, so that they are checked in one place wherever they come from."""
     kinds = set(get_args(setting.hint)) or {setting.hint}
     options: dict[str, Any] = {"help": setting.help, "rich_help_panel": PANELS[setting.config]}
-    options["show_default"] = str(setting.default) if setting.default not in (None, "", False) else False
+    options["show_default"] = str(setting.default) if setting.default not in (None, "", False, ()) else False
     if bool in kinds:
         return Annotated[bool | None, typer.Option(f"{setting.flag}/--no-{setting.flag[2:]}", **options)]
     names = ((Path, "PATH"), (str, "SIZE" if int in kinds else "TEXT"), (float, "NUMBER"), (int, "INTEGER"))
     metavar = next((name for kind, name in names if kind in kinds), "TEXT")
+    if is_list(setting):
+        return Annotated[list[str] | None, typer.Option(setting.flag, metavar=metavar, **options)]
     return Annotated[str | None, typer.Option(setting.flag, metavar=metavar, **options)]
 
 

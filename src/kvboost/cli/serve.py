@@ -28,8 +28,9 @@ def serve(model: Model, *, settings: Settings) -> None:
     Ends at SIGTERM or Ctrl-C, once running requests are answered.
     """
     try:
+        from kvboost.serve.run import check_reach
         from kvboost.serve.run import serve as serve_engine
-        from kvboost.serve.security.auth import Keys, check_binding
+        from kvboost.serve.security.auth import Keys
     except ModuleNotFoundError as error:
         raise ConfigError(f'{error.name} is missing; install it with pip install "kvboost[serve]"') from error
     from kvboost.engine import KVBoost
@@ -37,9 +38,10 @@ def serve(model: Model, *, settings: Settings) -> None:
     from kvboost.scheduler.runner import BatchRunner
 
     config, limits = settings.of(ServerConfig), settings.of(Limits)
-    config = replace(config, name=config.name or model_name(model))
+    config = replace(config, served_model_name=config.served_model_name or model_name(model))
     keys = Keys.from_files(config.api_key_file, config.admin_key_file)
-    check_binding(config.host, keys, allow_open=config.allow_open)
+    check_reach(config, keys)
+    scheme = "http" if config.tls_cert_file is None else "https"
     engine_settings = settings.engine()
     if engine_settings.get("quality", "exact") != "exact":
         engine_settings = {"shadow_share": _SHADOW_SHARE, **engine_settings}
@@ -59,7 +61,8 @@ def serve(model: Model, *, settings: Settings) -> None:
             keys=keys,
             limits=limits,
             ready=lambda host, port: note(
-                f"serving on http://{host}:{port} (a page to look at; OpenAI clients: /v1, model {config.name})"
+                f"serving on {scheme}://{host}:{port}{config.root_path} "
+                f"(a page to look at; OpenAI clients: /v1, model {config.served_model_name})"
             ),
         )
 

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 from kvboost.config import EngineConfig, LoadConfig, RunnerConfig
 from kvboost.errors import ConfigError
@@ -115,6 +115,11 @@ def _docstrings(config: type) -> dict[str, str]:
 
 
 SETTINGS = tuple(_fields())
+
+
+def is_list(setting: Setting) -> bool:
+    """Whether it takes several values: a flag that may be repeated, words in the environment, a list in a file."""
+    return get_origin(setting.hint) is tuple
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
     TomlConfigSettingsSource,
 )
 
-from kvboost.cli.settings import SECTIONS, SETTINGS, Setting, Settings, without_password
+from kvboost.cli.settings import SECTIONS, SETTINGS, Setting, Settings, is_list, without_password
 from kvboost.errors import ConfigError
 
 _PREFIX = "KVBOOST_"
@@ -71,11 +72,18 @@ def _model_fields(section: str) -> dict[str, Any]:
 def _model_field(setting: Setting) -> tuple[Any, Any]:
     if setting.hint is Any:  # Python takes objects there, other sources only their names
         return str | None, Field(default=setting.default)
+    if is_list(setting):
+        return Annotated[setting.hint, NoDecode, BeforeValidator(_words)], Field(default=setting.default)
     if Path in get_args(setting.hint):
         return _Path | None, Field(default=setting.default)
     if len(set(get_args(setting.hint)) - {type(None)}) > 1:  # a number where the text is one
         return setting.hint, Field(default=setting.default, union_mode="left_to_right")
     return setting.hint, Field(default=setting.default)
+
+
+def _words(value: Any) -> Any:
+    """A list as the environment writes it: words between spaces or commas."""
+    return value.replace(",", " ").split() if isinstance(value, str) else value
 
 
 def read_settings(flags: Mapping[Setting, Any], *, file: Path | None = None) -> Settings:

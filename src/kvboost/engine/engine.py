@@ -21,6 +21,7 @@ from kvboost.engine.parts import EngineParts
 from kvboost.engine.stats import cache_stats, describe, verify
 from kvboost.engine.tenants import TenantView
 from kvboost.engine.text_stream import PieceStream, PieceStreamer
+from kvboost.engine.tier_states import TierState, tier_states
 from kvboost.errors import ConfigError
 from kvboost.extend import ChunkStore
 from kvboost.hf.adapters import AS_SET, AdapterName
@@ -61,6 +62,7 @@ class KVBoost(TenantView):
         *,
         dtype: Any = "auto",
         device: str | None = None,
+        revision: str | None = None,
         store: ChunkStore | None = None,
         weight_budget: int | str | None = None,
         weight_dir: str | Path | None = None,
@@ -68,13 +70,15 @@ class KVBoost(TenantView):
     ) -> Self:
         """Load a model and its tokenizer, and wrap them.
 
-        ``name_or_path``, ``dtype`` and every argument that is not a field of :class:`kvboost.EngineConfig` go to
-        Transformers' ``from_pretrained``. The default ``device`` is the accelerator if there is one. With a
-        ``weight_budget``, such as ``"6GB"``, layers that do not fit are read from disk in every step; results are
-        bitwise equal. Their files are written once to ``weight_dir``, by default beside the checkpoint. A given
-        ``store`` replaces the engine's own.
+        ``name_or_path``, ``dtype``, ``revision`` and every argument that is not a field of
+        :class:`kvboost.EngineConfig` go to Transformers' ``from_pretrained``. The default ``device`` is the
+        accelerator if there is one. With a ``weight_budget``, such as ``"6GB"``, layers that do not fit are read from
+        disk in every step; results are bitwise equal. Their files are written once to ``weight_dir``, by default
+        beside the checkpoint. A given ``store`` replaces the engine's own.
         """
         settings, model_kwargs = split_settings(settings_and_model_kwargs)
+        if revision is not None:
+            model_kwargs["revision"] = revision
         model, tokenizer = load_model(
             ModelSource(name_or_path, dtype=dtype, device=device, model_kwargs=model_kwargs),
             weight_budget=parse_bytes(weight_budget, name="weight_budget") if weight_budget is not None else None,
@@ -354,9 +358,18 @@ class KVBoost(TenantView):
         """
         return self.parts.encoder.join(parts)
 
-    def cache_stats(self) -> CacheStats:
-        """What the cache holds and how often it helped. Hits and misses count looked-up chunks."""
-        return cache_stats(self._store.stats(), session=self.session, refusal=self.parts.refusal)
+    def cache_stats(self, *, ask_tiers: bool = True) -> CacheStats:
+        """What the cache holds and how often it helped. Hits and misses count looked-up chunks.
+
+        ``ask_tiers=False`` does no I/O: what tiers below the memory hold is then as it was last asked.
+        """
+        return cache_stats(self._store, session=self.session, parts=self.parts, ask_tiers=ask_tiers)
+
+    def tier_states(self) -> dict[str, TierState]:
+        """The tiers below the memory, of all tenants together: whether they answer, and what they did. No I/O."""
+        assembly = self.parts.assembly
+        shared = assembly.stores if assembly is not None else None
+        return tier_states([view._store for view in self.views()], shared)
 
     def hottest_chunks(self, limit: int = 10) -> list[HotChunk]:
         """The chunks in memory that were used most often; none if the store does not count."""

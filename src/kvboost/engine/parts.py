@@ -124,6 +124,11 @@ class EngineParts:
         """The adapters that the model uses now."""
         return self.adapters.active if self.adapters is not None and self.adapters.names else ()
 
+    @property
+    def loaded_adapters(self) -> tuple[str, ...]:
+        """The adapters that requests may name."""
+        return self.adapters.names if self.adapters is not None else ()
+
     def owned_adapters(self) -> Adapters:
         """The model's adapters, or ConfigError for a model without reuse."""
         if self.adapters is None:

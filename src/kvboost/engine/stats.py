@@ -7,16 +7,21 @@ from kvboost.core.guarded import GuardedStore
 from kvboost.core.session import Session
 from kvboost.core.verify import warm_equals_cold
 from kvboost.engine.parts import EngineParts
+from kvboost.engine.tier_states import tier_states
+from kvboost.extend import ChunkStore
 from kvboost.hf.weights import describe_weights
-from kvboost.store import MemoryStore
-from kvboost.types import CacheStats, StoreStats
+from kvboost.store import MemoryStore, TieredStore
+from kvboost.types import CacheStats
 
 
-def cache_stats(stats: StoreStats, *, session: Session | None, refusal: str | None) -> CacheStats:
+def cache_stats(store: ChunkStore, *, session: Session | None, parts: EngineParts, ask_tiers: bool) -> CacheStats:
     """The store's counters and the engine's own. Hits and misses count looked-up chunks."""
+    stats = store.stats(ask_tiers=ask_tiers) if isinstance(store, TieredStore) else store.stats()
     lookups = stats.hits + stats.misses
     prefiller = session.prefiller if session is not None else None
-    approx = prefiller.approx if prefiller is not None else NoApprox(refusal)
+    approx = prefiller.approx if prefiller is not None else NoApprox(parts.refusal)
+    stores = parts.assembly.stores if parts.assembly is not None else None
+    tiers = tier_states([store], stores).values()
     repositioned = approx.repositioned_chunks
     return CacheStats(
         hot_chunks=stats.chunks,
@@ -27,7 +32,7 @@ def cache_stats(stats: StoreStats, *, session: Session | None, refusal: str | No
         hit_rate=(stats.hits + repositioned) / lookups if lookups else 0.0,
         exact_hit_rate=stats.hits / lookups if lookups else 0.0,
         evictions=stats.evictions,
-        store_errors=prefiller.store.errors if prefiller is not None else 0,
+        store_errors=(prefiller.store.errors if prefiller is not None else 0) + sum(tier.work.errors for tier in tiers),
         bytes_by_tier={tier.tier: tier.bytes for tier in (stats, *stats.below)},
         non_prefix_reuse=approx.stats(),
         workspace_bytes=prefiller.pool.idle_bytes if prefiller is not None else 0,

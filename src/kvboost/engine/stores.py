@@ -100,6 +100,14 @@ class Stores:
             self._tiered = TieredStore(memory, tiers, rules=rules, streams=self._streams)
             return self._tiered
 
+    def health(self) -> dict[str, tuple[bool, int]]:
+        """For each tier that outlives the process, whether it answers, and how many failures it has swallowed.
+
+        All tenants share them. Asks no tier.
+        """
+        with self._lock:
+            return {tier.name: (tier.is_available, sum(tier.health().values())) for tier in self._tiers}
+
     def purge(self, tenant: str) -> None:
         """Remove all blocks of a tenant, of any model, from every tier below the memory.
 

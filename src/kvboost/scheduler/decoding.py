@@ -1,7 +1,7 @@
 """Decodes all running jobs in one forward: their KV moves into one batch as soon as their prompts are prefilled.
 
-Used by :mod:`kvboost.scheduler.runner`, on its thread only. Invariants: a job's KV lies in the batch from its first
-joint step until it ends, is preempted, or joint steps are given up; they are given up for good, with the reason.
+Used by :mod:`kvboost.scheduler.runner`, on its thread only. Invariant: a job's KV lies in the batch from its first
+joint step until it ends, is preempted, or a joint step fails. Then all leave the batch, and join a new one later.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from kvboost.hf.rows import RowBatch
 from kvboost.scheduler.jobs import ModelParts
 from kvboost.scheduler.running import RunningJob
 from kvboost.scheduler.sharing import shared_prefixes
+
+_MAX_PAUSE = 1024  # steps without a joint one after many that failed
 
 _log = logging.getLogger("kvboost.engine")
 
@@ -49,27 +51,50 @@ class JobDecoder:
     def __init__(self, parts: ModelParts, layout: KVLayout, *, deterministic: bool) -> None:
         """``deterministic`` forbids joint steps: their shapes depend on the other jobs."""
         self._runner = parts.runner
-        self.joint: JointDecoder | None = None
+        self._layout = layout
+        self._ragged: RaggedRunner | None = None
+        self._joint: JointDecoder | None = None
+        self._failed = self._pause = 0
+        """Joint steps that failed in a row, and steps before the next one is tried."""
         self.single_reason: str | None = "deterministic" if deterministic else None
         """Why jobs are decoded one at a time; None if they are decoded together."""
         if not deterministic:
             try:
                 with parts.running():
-                    self.joint = JointDecoder(probe_ragged(parts.runner, layout), layout)
+                    self._ragged = probe_ragged(parts.runner, layout)
+                self._joint = JointDecoder(self._ragged, layout)
             except UnsupportedModelError as error:
                 self.single_reason = str(error)
                 _log.warning("jobs are decoded one by one: %s", error)
 
-    def together(self, jobs: Sequence[RunningJob]) -> tuple[list[RunningJob], torch.Tensor] | None:
-        """The jobs in the order of their logits, [jobs, vocab]; None if that failed: each is decoded alone then."""
-        assert self.joint is not None
-        try:
-            return self.joint.logits(jobs)
-        except Exception as error:  # noqa: BLE001 - one job may be the cause: each is retried alone and ends if it fails again
-            self.joint, self.single_reason = None, f"a joint step failed: {error!r}"
-            _log.warning("jobs are decoded one by one from now on: %s", self.single_reason)
-            warnings.warn(f"{self.single_reason}; jobs are decoded one by one", RuntimeWarning, stacklevel=2)
+    def next_joint(self) -> JointDecoder | None:
+        """What decodes the jobs of this step together; None if each is decoded alone."""
+        if self._pause:
+            self._pause -= 1
             return None
+        return self._joint
+
+    def together(self, joint: JointDecoder, jobs: Sequence[RunningJob]) -> tuple[list[RunningJob], torch.Tensor] | None:
+        """The jobs in the order of their logits, [jobs, vocab]; None if that failed: each is decoded alone then.
+
+        A step that failed is a step: the next one is tried together again, and after several in a row a later one.
+        """
+        try:
+            found = joint.logits(jobs)
+        except Exception as error:  # noqa: BLE001 - one job may be the cause: each is retried alone and ends if it fails again
+            self._failed += 1
+            self._pause = min(2 ** (self._failed - 1), _MAX_PAUSE) - 1
+            assert self._ragged is not None
+            self._joint = JointDecoder(self._ragged, self._layout)  # what the step left behind is nobody's
+            self.single_reason = f"a joint step failed: {error!r}"
+            if self._failed == 1:
+                _log.warning("jobs are decoded one by one for now: %s", self.single_reason)
+                warnings.warn(
+                    f"{self.single_reason}; jobs are decoded one by one for now", RuntimeWarning, stacklevel=2
+                )
+            return None
+        self._failed, self.single_reason = 0, None
+        return found
 
     def alone(self, job: RunningJob) -> torch.Tensor:
         """The logits of one job's next input, [1, vocab]."""

@@ -15,6 +15,7 @@ from kvboost.config import EngineConfig
 from kvboost.core.prefill import PrefillState
 from kvboost.core.prefiller import Prefiller
 from kvboost.core.session import Session
+from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.runner import ModelRunner
 from kvboost.hf.sampling import Constraint, Sampling
@@ -50,6 +51,8 @@ class Job:
     """None for no log-probabilities, 0 for the chosen token's only."""
     constrain: Constraint | None = None
     tenant: str = ""
+    adapter: str | None = None
+    """A loaded adapter to run under; None for the model as it is set. Jobs of different adapters take turns."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,10 @@ class Finished:
     first_token_seconds: float | None = None
     """Time to first token, from ``submit``."""
     error: str | None = None
+    queued_seconds: float | None = None
+    """From ``submit`` until it was first admitted."""
+    seconds: float | None = None
+    """From ``submit`` to the end."""
 
 
 class Ticket(Protocol):
@@ -97,6 +104,8 @@ class RunnerLoad:
     """Whether jobs are decoded one at a time; the log has the reason."""
     alive: bool = True
     """False once the runner was closed or has failed: it accepts no more jobs."""
+    preempted: int = 0
+    """How often a running job was moved back to the queue."""
 
 
 class JobRunner(Protocol):
@@ -140,6 +149,11 @@ class ModelParts(Protocol):
         """The adapters that the model uses now."""
         ...
 
+    @property
+    def loaded_adapters(self) -> tuple[str, ...]:
+        """The adapters that jobs may name."""
+        ...
+
     def check_open(self) -> None:
         """Raise ClosedError once the engine was closed."""
         ...
@@ -149,7 +163,9 @@ class ModelParts(Protocol):
         """The layout of the model's KV; None for a model without reuse."""
         ...
 
-    def offer_check(self, prefiller: Prefiller, state: PrefillState, produced: Sequence[int]) -> None:
+    def offer_check(
+        self, prefiller: Prefiller, state: PrefillState, produced: Sequence[int], adapter: AdapterName = AS_SET
+    ) -> None:
         """Offer a finished request for a shadow check."""
         ...
 

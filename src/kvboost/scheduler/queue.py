@@ -50,6 +50,8 @@ class _Entry:
     """The prefix keys of its chunks: equal keys, equal text up to there."""
     arrived: int
     """Its arrival number; a new one after a preemption for fairness."""
+    group: str = ""
+    """Only jobs of one group run at the same time."""
     held: int = 0
     """Bytes it holds: more than predicted if it got a larger idle workspace."""
     waited: int = 0
@@ -75,6 +77,8 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._waiting: dict[int, _Entry] = {}
         self._running: dict[int, _Entry] = {}
+        self.preempted = 0
+        """How often a running job was moved back to the queue."""
 
     @property
     def waiting(self) -> int:
@@ -91,7 +95,7 @@ class Scheduler:
         """Bytes reserved for the admitted jobs."""
         return sum(max(entry.nbytes, entry.held) for entry in self._running.values())
 
-    def add(self, *, tenant: str, nbytes: int, chain: Sequence[bytes], peak: int | None = None) -> int:
+    def add(self, *, tenant: str, nbytes: int, chain: Sequence[bytes], peak: int | None = None, group: str = "") -> int:
         """Queue a job that needs ``nbytes`` at first and at most ``peak`` (the same if left out).
 
         Raises CapacityError if it can never fit. Raises BusyError if ``max_waiting`` jobs are waiting and this tenant
@@ -106,7 +110,7 @@ class Scheduler:
         if len(self._waiting) >= self.limits.max_waiting and self._fills_its_share(tenant):
             raise BusyError(f"{len(self._waiting)} jobs are waiting already; try again later or raise max_waiting")
         number = next(self._numbers)
-        self._waiting[number] = _Entry(number, tenant, nbytes, tuple(chain), next(self._arrivals))
+        self._waiting[number] = _Entry(number, tenant, nbytes, tuple(chain), next(self._arrivals), group)
         return number
 
     def _fills_its_share(self, tenant: str) -> bool:
@@ -114,13 +118,22 @@ class Scheduler:
         waiting = Counter(entry.tenant for entry in self._waiting.values())
         return waiting[tenant] >= max(1, self.limits.max_waiting // len({*waiting, tenant}))
 
-    def admit(self) -> int | None:
-        """The next job to open now; call again after each. None if there is none."""
+    def group(self) -> str:
+        """The group whose jobs run, or would run next."""
+        first = next(iter(self._running.values()), None) or next(iter(self._by_priority()), None)
+        return first.group if first is not None else ""
+
+    def admit(self, group: str = "") -> int | None:
+        """The next job of ``group`` to open now; call again after each. None if there is none."""
         if len(self._running) >= self.limits.max_running:
             return None
         free = self.limits.kv_bytes - self.reserved_bytes
         for entry in self._by_priority():
             starving = self._starving(entry)
+            if entry.group != group:
+                if starving:
+                    return None  # the running jobs end or are preempted; then it is its group's turn
+                continue
             if not starving and self._prefix_in_progress(entry):
                 continue
             if entry.nbytes <= free:
@@ -187,7 +200,10 @@ class Scheduler:
         """
         starving = [entry for entry in self._by_priority() if self._starving(entry)]
         free = self.limits.kv_bytes - self.reserved_bytes
-        if not starving or (len(self._running) < self.limits.max_running and starving[0].nbytes <= free):
+        if not starving:
+            return None
+        fits = len(self._running) < self.limits.max_running and starving[0].nbytes <= free
+        if fits and starving[0].group == self.group():
             return None
         candidates = [e for e in self._running.values() if not e.steps and e.decoded >= self.limits.max_wait_steps]
         if not candidates:
@@ -216,6 +232,7 @@ class Scheduler:
 
     def _requeue(self, entry: _Entry) -> int:
         del self._running[entry.number]
+        self.preempted += 1
         entry.waited = entry.held = 0
         self._waiting[entry.number] = entry
         return entry.number

@@ -17,7 +17,8 @@ from typing import Self
 import torch
 
 from kvboost.core.session import Session
-from kvboost.errors import ClosedError
+from kvboost.errors import ClosedError, ConfigError
+from kvboost.hf.adapters import AS_SET
 from kvboost.hf.rows import RowBatch
 from kvboost.scheduler.admission import checked_engine, checked_job
 from kvboost.scheduler.decoding import JobDecoder
@@ -92,6 +93,8 @@ class BatchRunner:
         closed.
         """
         self._parts.check_open()
+        if job.adapter is not None and job.adapter not in self._parts.loaded_adapters:
+            raise ConfigError(f"there is no adapter {job.adapter!r}; load it with engine.load_adapter()")
         session = self.session_for(job.tenant)
         job = replace(job, token_ids=tuple(self._engine.encode(job.token_ids)))
         job = checked_job(job, session, vocab_size=self._vocab_size, kv_bytes=self._scheduler.limits.kv_bytes)
@@ -111,7 +114,9 @@ class BatchRunner:
             with self._changed:
                 if self._closing:
                     raise ClosedError(f"{self._failure or 'this runner was closed'}; make a new one")
-                number = self._scheduler.add(tenant=job.tenant, nbytes=nbytes, peak=peak, chain=chain)
+                number = self._scheduler.add(
+                    tenant=job.tenant, nbytes=nbytes, peak=peak, chain=chain, group=running.group
+                )
                 self._jobs[number] = running
                 self._changed.notify()
         except BaseException:
@@ -120,8 +125,9 @@ class BatchRunner:
         try:
             # Slower tiers load while the job waits, so that the model's thread need not wait for them. A refused job
             # loads nothing; a job that was opened meanwhile loads by itself.
-            running.prefetching = session.prefetch(tokens, job.boundaries)
-            if running.is_open:
+            if job.adapter is None:  # keys of another adapter are known once it is in use
+                running.prefetching = session.prefetch(tokens, job.boundaries)
+            if running.is_open and running.prefetching is not None:
                 running.prefetching.cancel()
         except BaseException:
             ticket.cancel()
@@ -152,8 +158,9 @@ class BatchRunner:
                 self._scheduler.running,
                 self._scheduler.waiting,
                 held,
-                one_by_one=self._decoder.joint is None,
+                one_by_one=self._decoder.single_reason is not None,
                 alive=not self._closing,
+                preempted=self._scheduler.preempted,
             )
 
     def close(self) -> None:
@@ -177,8 +184,10 @@ class BatchRunner:
     def _work(self) -> None:
         try:
             while self._wait_for_work():
-                with self._parts.running():
-                    self._step()
+                with self._lock:
+                    group = self._scheduler.group()
+                with self._parts.running(group or AS_SET):
+                    self._step(group)
         except BaseException as failure:
             self._failure = f"the runner failed and accepts no more jobs: {failure!r}"
             raise
@@ -196,17 +205,17 @@ class BatchRunner:
                 self._changed.wait()
             return not self._closing
 
-    def _step(self) -> None:
-        """One step: schedule, prefill, decode."""
+    def _step(self, group: str) -> None:
+        """One step of the jobs of one adapter: schedule, prefill, decode."""
         active = self._parts.active_adapters
         for number, job in self._snapshot():
             if job.ticket.cancelled:
                 self._end(number, "cancelled")
-            elif job.epoch != self._parts.epoch or job.adapters not in (None, active):
+            elif job.epoch != self._parts.epoch or (job.group == group and job.adapters not in (None, active)):
                 # Its KV is another model's: continuing would mix the two.
                 self._end(number, "error", error=_MODEL_CHANGED)
         self._preempt()
-        used = self._admit()
+        used = self._admit(group)
         with self._lock:
             decoding = bool(self._scheduler.decoding())
         self._prefill(used=used if decoding else 0)  # the budget protects decoding jobs; without any, it is not spent
@@ -255,12 +264,12 @@ class BatchRunner:
                 except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
                     self._failed(number, error)
 
-    def _admit(self) -> int:
+    def _admit(self, group: str) -> int:
         """Open every job that may run now. Returns the cost in tokens of the chunk budget."""
         used = 0
         while used < self._scheduler.limits.chunk_budget:
             with self._lock:
-                number = self._scheduler.admit()
+                number = self._scheduler.admit(group)
                 if number is None:
                     break
                 job, alone = self._jobs[number], self._scheduler.running == 1
@@ -278,6 +287,8 @@ class BatchRunner:
         job.open(
             approx=not self._deterministic,
             max_repaired=None if alone else _MAX_REPAIR_BUDGETS * budget,
+            # Steps of other shapes round differently: what must give the same bytes repeats the steps it had.
+            prefill_answer=not self._deterministic,
         )
         with self._lock:
             self._scheduler.opened(
@@ -316,9 +327,10 @@ class BatchRunner:
             jobs = {self._jobs[number]: number for number in self._scheduler.decoding()}
         for job in [job for job in jobs if job.ticket.cancelled]:
             self._end(jobs.pop(job), "cancelled")
-        if self._decoder.joint is not None:
-            self._join(self._decoder.joint.batch, jobs)
-            found = self._decoder.together(list(jobs)) if jobs else None
+        joint = self._decoder.next_joint() if jobs else None
+        if joint is not None:
+            self._join(joint.batch, jobs)
+            found = self._decoder.together(joint, list(jobs)) if jobs else None
             if found is not None:
                 self._accept(jobs, *found)
                 return
@@ -371,7 +383,7 @@ class BatchRunner:
         if reason is not None:
             if self._engine.config.reuse_generated:
                 job.keep_decoded()
-            self._parts.offer_check(job.prefiller, job.state, job.generated)
+            self._parts.offer_check(job.prefiller, job.state, job.decoded, job.group or AS_SET)
             self._end(number, reason)
 
     def _failed(self, number: int, error: Exception) -> None:

@@ -72,7 +72,10 @@ class RunningJob:
         self._row: Row | None = None
         self._fed = 0
         """New tokens whose KV is in the cache. The others are computed next, one per step."""
+        self._prefilled = 0
+        """New tokens that the open prefill has as part of its prompt: those from before a preemption."""
         self._first_token_seconds: float | None = None
+        self._queued_seconds: float | None = None
         self._reserved_tokens = min(_INITIAL_NEW_TOKENS, job.max_new_tokens)
         self.epoch = 0
         """The model's when the job was submitted: all its tokens must come from one model."""
@@ -86,6 +89,11 @@ class RunningJob:
         """The open prefill."""
         assert self._state is not None
         return self._state
+
+    @property
+    def group(self) -> str:
+        """Jobs of one group may run together: those of one adapter."""
+        return self.job.adapter or ""
 
     @property
     def is_open(self) -> bool:
@@ -158,17 +166,26 @@ class RunningJob:
             self._batch.remove(self._row)
         self._batch = self._row = None
 
-    def open(self, *, approx: bool, max_repaired: int | None) -> None:
-        """Place stored KV. Repairs of more than ``max_repaired`` positions are dropped."""
+    def open(self, *, approx: bool, max_repaired: int | None, prefill_answer: bool = False) -> None:
+        """Place stored KV. Repairs of more than ``max_repaired`` positions are dropped.
+
+        After a preemption, ``prefill_answer`` prefills the new tokens along with the prompt, as far as there is
+        capacity reserved for them.
+        """
+        if self._queued_seconds is None:
+            self._queued_seconds = self._since_submit.elapsed_ms / 1000.0
         if self._report is not None:
             self._clock = StageClock()  # prefilled again after a preemption: timed separately
         if self.prefetching is not None:
             self.prefetching.cancel()  # loads that have not started are not needed any more
         self._clock.lap("waiting")
+        prompt = list(self.job.token_ids)
+        answered = self._sampler.generated[: self._reserved_tokens - 1] if prefill_answer else []
+        self._prefilled = len(answered)
         state = self.prefiller.open(
-            list(self.job.token_ids),
-            boundaries=self.job.boundaries,
-            new_tokens=self._reserved_tokens,
+            prompt + answered,
+            boundaries=(*self.job.boundaries, len(prompt)) if answered else self.job.boundaries,
+            new_tokens=self._reserved_tokens - len(answered),
             clock=self._clock,
             approx=approx,
         )
@@ -203,12 +220,13 @@ class RunningJob:
 
     def chunks_available(self) -> int:
         """Leading chunks that are stored, or were offered to the store."""
-        end = min(self.state.num_computed, self.state.plan.approx_start)
+        end = min(self.state.num_computed, self.state.plan.approx_start, len(self.job.token_ids))
         return sum(chunk.end <= end for chunk in self.state.prompt.usable)
 
     def chunks_provided(self) -> int:
         """Leading chunks that will be stored after the prefill: none behind a repositioned one."""
-        return sum(chunk.end <= self.state.plan.approx_start for chunk in self.state.prompt.usable)
+        end = min(self.state.plan.approx_start, len(self.job.token_ids))
+        return sum(chunk.end <= end for chunk in self.state.prompt.usable)
 
     def prefill_step(self) -> torch.Tensor | None:
         """Run the next step. Returns the logits of the last one, [vocab]."""
@@ -224,17 +242,18 @@ class RunningJob:
         return None
 
     def start_decoding(self, logits: torch.Tensor) -> NewToken | None:
-        """Sample the first new token after the prefill; None if it was sampled before a preemption."""
+        """Sample the next new token after the prefill; None if it was sampled before a preemption."""
         token = None
-        if not self._sampler.generated:
+        self._fed = self._prefilled
+        if len(self._sampler.generated) == self._prefilled:
             token = self._sampler.sample(logits)
-            self._first_token_seconds = self._since_submit.elapsed_ms / 1000.0
+            if self._first_token_seconds is None:
+                self._first_token_seconds = self._since_submit.elapsed_ms / 1000.0
             self.ticket.put(token)
         self.prefiller.commit(self.state)
         self._clock.lap("commit")
         if self._report is None:
             self._report = self.state.report()
-        self._fed = 0
         return token
 
     @property
@@ -253,6 +272,11 @@ class RunningJob:
         return self._sampler.generated
 
     @property
+    def decoded(self) -> list[int]:
+        """The new tokens behind those that the open prefill has as part of its prompt."""
+        return self._sampler.generated[self._prefilled :]
+
+    @property
     def end(self) -> str | None:
         """``stop`` or ``length`` once the job is done."""
         generated = self._sampler.generated
@@ -265,11 +289,18 @@ class RunningJob:
         report = self._report
         if report is None and self._state is not None and self._sampler.generated:
             report = self._state.report()
-        return Finished(reason, report, self._first_token_seconds, error)  # type: ignore[arg-type]
+        return Finished(
+            reason,  # type: ignore[arg-type]
+            report,
+            self._first_token_seconds,
+            error,
+            queued_seconds=self._queued_seconds,
+            seconds=self._since_submit.elapsed_ms / 1000.0,
+        )
 
     def keep_decoded(self) -> None:
         """Offer the KV of the new tokens to the store."""
-        self.prefiller.commit_decoded(self.state, self._sampler.generated)
+        self.prefiller.commit_decoded(self.state, self.decoded)
 
     def close(self) -> None:
         """Release everything. The job may be opened again."""

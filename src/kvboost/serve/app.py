@@ -6,19 +6,20 @@ denies a route that is not in it.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvboost.engine import KVBoost
+from kvboost.errors import ConfigError
 from kvboost.scheduler.jobs import JobRunner
 from kvboost.serve.api import cache, health, models, tokens
 from kvboost.serve.api.chat import chat_completions
@@ -27,13 +28,13 @@ from kvboost.serve.api.responses import responses
 from kvboost.serve.errors import ApiError, from_validation
 from kvboost.serve.generation.service import Service
 from kvboost.serve.observability.metrics import CountResponses
+from kvboost.serve.observability.requests import RequestLog
 from kvboost.serve.observability.tracing import Tracing
 from kvboost.serve.security.auth import Access, Gate, Keys
 from kvboost.serve.security.bodies import BodyLimit
 from kvboost.serve.security.limits import Limits
+from kvboost.serve.security.rates import RateLimit
 from kvboost.serve.ui.page import page
-
-_log = logging.getLogger("kvboost.serve")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,12 @@ ACCESS: Mapping[tuple[str, str], Access] = {
 """The whole of the server."""
 
 
+_CORS: Any = {
+    "allow_methods": ["GET", "POST", "DELETE"],
+    "allow_headers": ["*"],  # clients in browsers send headers of their own, such as x-stainless-lang
+    "expose_headers": ["x-request-id", "retry-after"]
+    + [f"x-ratelimit-{what}-{name}" for what in ("limit", "remaining", "reset") for name in ("requests", "tokens")],
+}
 # Newer FastAPI opens spans of its own and hands bodies to their processors; prompts stay here. Older ones ignore it.
 _NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 
@@ -82,10 +89,19 @@ def make_app(
     keys: Keys | None = None,
     limits: Limits | None = None,
     only_local_names: bool = True,
+    origins: Sequence[str] = (),
+    root_path: str = "",
+    adapters: Sequence[str] = (),
 ) -> FastAPI:
-    """The ASGI app. ``only_local_names`` refuses, while there are no keys, requests to other names than localhost."""
+    """The ASGI app. ``only_local_names`` refuses, while there are no keys, requests to other names than localhost.
+
+    ``adapters`` of the engine are models of their own. Pages of ``origins`` may call it from a browser. It is reached
+    under ``root_path`` as well.
+    """
+    if root_path and any(path.startswith(root_path + "/") for _, path in ACCESS):
+        raise ConfigError(f"root_path={root_path!r} is where routes of this server are; choose another path")
     limits, keys = limits or Limits(), keys or Keys()
-    service = Service(engine, runner, model_name=model_name, limits=limits, keys=keys)
+    service = Service(engine, runner, model_name=model_name, limits=limits, keys=keys, adapters=adapters)
     app = FastAPI(title="KVBoost", openapi_url=_OPENAPI, docs_url=None, redoc_url=None, telemetry=_NO_TELEMETRY)
     app.state.service = service
     for (method, path), route in ROUTES.items():
@@ -94,12 +110,17 @@ def make_app(
     app.add_exception_handler(ApiError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _failed)
+    users = frozenset(path for (method, path), access in ACCESS.items() if (method, access) == ("POST", Access.USER))
+    gate = {"routes": ACCESS, "keys": keys, "limits": limits, "only_local_names": only_local_names, "origins": origins}
     middlewares: list[tuple[Callable[..., ASGIApp], dict[str, Any]]] = [
         (BodyLimit, {"limits": limits}),
+        (RateLimit, {"rates": service.rates, "paths": users}),
         (Tracing, {"paths": frozenset(path for method, path in ROUTES if method == "POST")}),
-        (Gate, {"routes": ACCESS, "keys": keys, "limits": limits, "only_local_names": only_local_names}),
+        (Gate, gate),
+        *([(CORSMiddleware, {"allow_origins": origins, **_CORS})] if origins else []),
+        (RequestLog, {}),
         (CountResponses, {"metrics": service.metrics}),
+        (_UnderRoot, {"root": root_path}),
     ]
     for middleware, arguments in middlewares:  # the last one is outermost
         app.add_middleware(middleware, **arguments)
@@ -143,6 +164,15 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return await _refused(request, ApiError(error.status_code, str(error.detail), code="invalid_request"))
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    _log.error("a request failed", exc_info=error)
-    return await _refused(request, ApiError(500, "the server failed; its log says why"))
+class _UnderRoot:
+    """Takes the root path off a request's path: proxies hand it on with or without."""
+
+    def __init__(self, app: ASGIApp, *, root: str) -> None:
+        self._app, self._root = app, root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._root and scope["type"] == "http":
+            scope["root_path"] = self._root  # for /openapi.json
+            if f"{scope['path']}/".startswith(self._root + "/"):
+                scope["path"] = scope["path"].removeprefix(self._root) or "/"
+        await self._app(scope, receive, send)

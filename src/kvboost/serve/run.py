@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -26,6 +29,8 @@ from kvboost.serve.generation.service import Service
 from kvboost.serve.security.auth import Keys, check_binding, is_loopback
 from kvboost.serve.security.connection import bounded_connection
 from kvboost.serve.security.limits import Limits
+
+_log = logging.getLogger("kvboost.serve")
 
 
 class _Server(uvicorn.Server):
@@ -41,7 +46,12 @@ class _Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
+        loop = asyncio.get_running_loop()
         before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGTERM, signal.SIGINT)}
+        if hasattr(signal, "SIGHUP"):  # Windows has none
+            before[signal.SIGHUP] = signal.signal(
+                signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(_read_keys_again, self._service.keys)
+            )
         try:
             yield
         finally:
@@ -73,12 +83,24 @@ def serve(
         limits: What one client may ask for.
         ready: Called with the address once requests are taken.
     """
-    if config.name is None:
-        raise ConfigError("clients need a name for the model; give ServerConfig(name=...)")
+    if config.served_model_name is None:
+        raise ConfigError("clients need a name for the model; give ServerConfig(served_model_name=...)")
     keys = keys if keys is not None else Keys.from_files(config.api_key_file, config.admin_key_file)
-    check_binding(config.host, keys, allow_open=config.allow_open)
-    limits, local = limits or Limits(), is_loopback(config.host)
-    app = make_app(engine, runner, model_name=config.name, keys=keys, limits=limits, only_local_names=local)
+    check_reach(config, keys)
+    limits = limits or Limits()
+    for name, path in config.adapters:
+        engine.load_adapter(name, path)
+    app = make_app(
+        engine,
+        runner,
+        model_name=config.served_model_name,
+        keys=keys,
+        limits=limits,
+        only_local_names=is_loopback(config.host),
+        origins=config.cors_origin,
+        root_path=config.root_path,
+        adapters=[name for name, _ in config.adapters],
+    )
     try:
         listening = _bind(config.host, config.port)
     except OSError as error:
@@ -86,7 +108,9 @@ def serve(
     with listening:
         if ready is not None:
             ready(config.host, int(listening.getsockname()[1]))
-        server = _Server(http_config(app, limits=limits, drain_seconds=config.drain_seconds), app.state.service)
+        files = (config.tls_cert_file, config.tls_key_file) if config.tls_cert_file is not None else None
+        http = http_config(app, limits=limits, drain_seconds=config.drain_seconds, tls=files)
+        server = _Server(http, app.state.service)
         # Imports leave some 400,000 objects. A collection that walks over them stops every request for 0.3 seconds.
         gc.collect()
         gc.freeze()
@@ -94,10 +118,33 @@ def serve(
             asyncio.run(server.serve(sockets=[listening]))
         finally:
             gc.unfreeze()
+            app.state.service.close()
 
 
-def http_config(app: Any, *, limits: Limits, drain_seconds: float) -> uvicorn.Config:
-    """How uvicorn serves: bounded connections, no log of its own, no websockets."""
+def check_reach(config: ServerConfig, keys: Keys) -> None:
+    """Refuse who could reach the server without being meant to, and a certificate that cannot be used."""
+    check_binding(config.host, keys, allow_open=config.allow_open)
+    if "*" in config.cors_origin and not keys and not config.allow_open:
+        raise ConfigError(
+            "cors_origin=* would let every web page that somebody here opens use the model; name the origins, or set "
+            "an API key (--api-key-file)"
+        )
+    if config.tls_cert_file is not None and config.tls_key_file is not None:
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(config.tls_cert_file, config.tls_key_file, password="")  # nobody is there to ask
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"{config.tls_cert_file} and {config.tls_key_file} cannot be used ({error}); give a PEM certificate "
+                "chain and its key, without a password"
+            ) from error
+
+
+def http_config(
+    app: Any, *, limits: Limits, drain_seconds: float, tls: tuple[str | Path, str | Path | None] | None = None
+) -> uvicorn.Config:
+    """How uvicorn serves: bounded connections, no log of its own, no websockets. ``tls``: certificate and key."""
+    certificate, key = tls or (None, None)
     return uvicorn.Config(
         app,
         http=bounded_connection(limits),
@@ -110,7 +157,18 @@ def http_config(app: Any, *, limits: Limits, drain_seconds: float) -> uvicorn.Co
         timeout_keep_alive=30,
         timeout_graceful_shutdown=max(1, round(drain_seconds)),
         h11_max_incomplete_event_size=limits.max_header_bytes,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
     )
+
+
+def _read_keys_again(keys: Keys) -> None:
+    try:
+        keys.read_again()
+    except ConfigError as error:
+        _log.error("the keys stay as they were: %s", error)
+    else:
+        _log.warning("the keys were read again: %d tenants", len(keys.tenants))
 
 
 def _bind(host: str, port: int) -> socket.socket:

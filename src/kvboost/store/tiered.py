@@ -22,6 +22,7 @@ from kvboost.store.counters import Counters
 from kvboost.store.lookup import Claims, Lookup, Speed
 from kvboost.store.memory import MemoryStore
 from kvboost.store.variants import best_variant
+from kvboost.store.work import TierWork
 from kvboost.store.write_behind import WriteBehind, WriteQueue
 from kvboost.streams import BlockingStreams, Streams
 from kvboost.types import TOKEN_BYTES, BlockInfo, Chunk, HotChunk, KVBlock, PutOutcome, StoreStats, context_mark
@@ -82,6 +83,8 @@ class TieredStore:
         self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="kvboost-prefetch")
         self._prefetches = 0  # waiting or under way
         self._speeds = {tier: Speed() for tier in self._tiers}
+        self._work = {tier: TierWork() for tier in self._tiers}
+        self._below: tuple[StoreStats, ...] = ()  # as the tiers were last asked
         self._token_bytes = 0.0  # of the last block seen
         # Blocks that are still in memory only, oldest first, and how often they were tried.
         self._unsaved: dict[bytes, int] = {}
@@ -219,22 +222,28 @@ class TieredStore:
         for tier in self._tiers:
             self._ask(tier, None, tier.clear)
 
-    def stats(self) -> StoreStats:
-        """The memory store's, and below it the tiers'."""
+    def stats(self, *, ask_tiers: bool = True) -> StoreStats:
+        """The memory store's, and below it the tiers'. Without ``ask_tiers`` those as last asked: that does no I/O."""
         stats = self._memory.stats()
-        below = tuple(
-            self._ask(tier, Counters().stats(tier.name, chunks=0, nbytes=0, capacity_bytes=0), tier.stats)
-            for tier in self._tiers
-        )
+        if ask_tiers:
+            self._below = tuple(
+                self._ask(tier, Counters().stats(tier.name, chunks=0, nbytes=0, capacity_bytes=0), tier.stats)
+                for tier in self._tiers
+            )
         with self._lock:
             return replace(
                 stats,
                 rejected=stats.rejected + self._rejected,
-                below=below,
+                below=self._below,
                 loads_declined=self._declined,
                 writes_dropped=self._dropped,
                 waiting_bytes=self._writer.waiting_bytes,
             )
+
+    def work(self) -> dict[str, TierWork]:
+        """What each tier has done, by its name. Asks no tier."""
+        with self._lock:
+            return {tier.name: replace(work) for tier, work in self._work.items()}
 
     def close(self) -> None:
         """Write what waits, then close every tier."""
@@ -290,6 +299,7 @@ class TieredStore:
             if load <= compute:
                 return True
             self._declined += len(chunks)
+            self._work[tier].loads_declined += len(chunks)
             self._speeds[tier].declined()
         lookup.decline(tier.name, chunks, load_seconds=load, compute_seconds=compute)
         return False
@@ -297,10 +307,11 @@ class TieredStore:
     def _load(self, at: int, chunks: Sequence[Chunk], keys: Sequence[bytes], lookup: Lookup, *, gaps: bool) -> int:
         """Load these blocks into memory; without ``gaps`` only up to the first miss. Returns how many came."""
         tier = self._tiers[at]
-        began, nbytes, came = time.perf_counter(), 0, 0
+        began, nbytes, came, missed = time.perf_counter(), 0, 0, 0
         with closing(self._loaded(tier, keys)) as blocks:
             for chunk, key, loaded in zip(chunks, keys, blocks, strict=False):
                 if loaded is None or not self._accepted(loaded, chunk, key):
+                    missed += 1
                     if gaps:
                         continue
                     break
@@ -319,8 +330,10 @@ class TieredStore:
                     if lookup.arrived is not None:
                         self._streams.join()  # the caller places it at once
                     lookup.came(chunk, block, tier.name)
+        seconds = time.perf_counter() - began
         with self._lock:
-            self._speeds[tier].observe(seconds=time.perf_counter() - began, nbytes=nbytes)
+            self._speeds[tier].observe(seconds=seconds, nbytes=nbytes)
+            self._work[tier].add(TierWork(loads=1, load_seconds=seconds, hits=came, misses=missed))
         return came
 
     def _loaded(self, tier: Tier, keys: Sequence[bytes]) -> Generator[KVBlock | None]:
@@ -345,8 +358,15 @@ class TieredStore:
     def _save(self, block: KVBlock, tiers: Sequence[Tier]) -> None:
         if not tiers:
             return
-        if not self._writer.offer(block, tiers):
+        if not self._offered(block, tiers):
             self._remember_unsaved(block.key, tries=0)
+
+    def _offered(self, block: KVBlock, tiers: Sequence[Tier]) -> bool:
+        taken = self._writer.offer(block, tiers)
+        with self._lock:
+            for tier in tiers:
+                self._work[tier].writes_dropped += not taken
+        return taken
 
     def _tried(self, block: KVBlock, kept: bool) -> None:
         """A tier may have been full, busy or out of reach: a few times the block is tried again, at the next flush."""
@@ -368,7 +388,7 @@ class TieredStore:
             unsaved = block.key in self._unsaved
             self._unsaved.pop(block.key, None)
         tiers = (*self._overflow, *(self._lasting if unsaved else ()))
-        if tiers and not self._writer.offer(block, tiers):
+        if tiers and not self._offered(block, tiers):
             with self._lock:
                 self._dropped += 1
 
@@ -382,6 +402,7 @@ class TieredStore:
 
     def _failed(self, tier: Tier, error: Exception) -> None:
         with self._lock:
+            self._work[tier].errors += 1
             first = tier.name not in self._warned
             self._warned.add(tier.name)
         if first:

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import json
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.serve.conftest import ADMIN_KEY, Running
+from kvboost.serve import Keys, Limits
+from kvboost.serve.security.json_size import has_more_values
+from tests.serve.asgi import ask
+from tests.serve.conftest import ADMIN_KEY, KEY, Running
 
 _BYTES = 4 * 2**20 - 200
 
@@ -55,17 +60,25 @@ _WRONG = {
 }
 
 
+@pytest.fixture(scope="module")
+def any_number(start_server: Callable[..., Running], keyed: Running) -> Running:
+    """A server that takes bodies of any number of values."""
+    keys = Keys([KEY], admin_key=ADMIN_KEY)
+    return start_server(keyed.engine, runner=keyed.runner, keys=keys, limits=Limits(max_json_values=10**7))
+
+
 @pytest.mark.parametrize("name", _WRONG)
-def test_a_large_body_of_wrong_entries_is_refused_at_once(keyed: Running, name: str) -> None:
+def test_a_large_body_of_wrong_entries_is_refused_at_once(any_number: Running, name: str) -> None:
+    keyed = any_number
     path, param, body = _WRONG[name]
     got: list[Any] = []
 
-    def ask() -> None:
+    def post() -> None:
         with keyed.http(ADMIN_KEY) as http:
             got.append(http.post(path, content=body, headers={"Content-Type": "application/json"}))
 
     before = time.process_time()
-    asking = threading.Thread(target=ask)
+    asking = threading.Thread(target=post)
     asking.start()
     with keyed.http() as http:
         while asking.is_alive():
@@ -76,3 +89,47 @@ def test_a_large_body_of_wrong_entries_is_refused_at_once(keyed: Running, name: 
     assert got[0].json()["error"]["param"].startswith(param)
     assert len(got[0].content) < 1000
     assert took < 1.0, "parsing the JSON and the client's own work count as well"
+
+
+@pytest.mark.parametrize("body", [b"[" + b"[]," * 1_390_000 + b"[]]", b"[" * 4_000_000], ids=["many", "deep"])
+def test_a_body_of_millions_of_values_is_not_parsed(
+    keyed: Running, monkeypatch: pytest.MonkeyPatch, body: bytes
+) -> None:
+    def fail(*arguments: Any, **keywords: Any) -> None:
+        raise AssertionError("parsed")
+
+    monkeypatch.setattr("starlette.requests.Request.json", fail)
+    answer = ask(
+        keyed.app, "POST", "/v1/completions", key=KEY, content=body, headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "too_many_values"
+
+
+def test_long_texts_and_many_tokens_are_few_values(keyed: Running) -> None:
+    text = 'a, b [c] {d} \\ "e", ' * 2000
+    for body in ({"prompt": text, "max_tokens": 1}, {"prompt": [3] * 40_000, "max_tokens": 1}):
+        answer = ask(keyed.app, "POST", "/v1/completions", key=KEY, json={"model": "tiny", **body})
+        assert answer.json()["error"]["code"] == "context_length_exceeded", "it was read"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        {"a": [1, 2, {"b": "x,y[z]{"}]},
+        ['"', '\\"', '\\\\"', "\\", "\\\\", '",[{', ""],
+        ["\\" * 7 + '"', '"' * 5, "a\\"],
+    ],
+)
+def test_values_are_counted_outside_of_strings(value: Any) -> None:
+    def marks(value: Any) -> int:
+        if not isinstance(value, list | dict):
+            return 0
+        inner = list(value.values()) if isinstance(value, dict) else value
+        return 1 + max(0, len(inner) - 1) + sum(map(marks, inner))
+
+    text = json.dumps(value).encode()
+    count = marks(value)
+    assert not has_more_values(text, count)
+    assert has_more_values(text, count - 1)

@@ -264,7 +264,7 @@ from tests.helpers.tokenizer import byte_tokenizer
 
 engine = KVBoost(tiny_model("llama", vocab_size=260), byte_tokenizer(), chunk_size=32)
 runner = OneByOne(engine, pause=0.05)
-serve(engine, runner, ServerConfig(name="tiny", port=0, drain_seconds=float(sys.argv[1])),
+serve(engine, runner, ServerConfig(served_model_name="tiny", port=0, drain_seconds=float(sys.argv[1])),
       ready=lambda host, port: print(port, flush=True))
 runner.close()
 print("done", flush=True)

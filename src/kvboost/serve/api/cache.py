@@ -13,17 +13,17 @@ from kvboost.errors import CapacityError, ConfigError, StoreError
 from kvboost.scheduler.jobs import Sampling
 from kvboost.serve.api.chat import encode_either
 from kvboost.serve.api.dependencies import AppService
+from kvboost.serve.api.health import describe_tiers
 from kvboost.serve.api.sse import while_connected
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.service import Answer, GenerationRequest, Service
-from kvboost.serve.observability.totals import total_stats
 from kvboost.serve.schemas.tokens import WarmRequest
 from kvboost.serve.security.auth import Caller
 
 
 async def show(service: AppService) -> Response:
     """What the cache holds, what runs, and the last requests."""
-    stats = await asyncio.to_thread(total_stats, service.engine)
+    stats = await asyncio.to_thread(service.kept.total)
     hottest = await asyncio.to_thread(service.engine.hottest_chunks)
     load = service.runner.load()
     return JSONResponse(
@@ -32,6 +32,7 @@ async def show(service: AppService) -> Response:
             "model": service.model_name,
             "uptime_seconds": int(time.time()) - service.started,
             "cache": stats,
+            "tiers": describe_tiers(service),
             "load": {"running": load.running, "waiting": load.waiting, "kv_bytes": load.cached_bytes},
             "streams": service.streams.running,
             "tenants": service.keys.tenants,
@@ -74,7 +75,7 @@ async def _generation(service: Service, body: WarmRequest) -> GenerationRequest:
     caller = Caller(_tenant(service, body), admin=False)
     prompt = await encode_either(service, body, caller)
     # A job of one token is prefilled like every other job, in the same batch and under the same budgets.
-    return GenerationRequest("warm", [prompt], caller, 1, Sampling())
+    return GenerationRequest("warm", [prompt], caller, 1, Sampling(), model=None)
 
 
 async def _prefill(service: Service, generation: GenerationRequest) -> Answer:
@@ -109,6 +110,8 @@ async def clear(service: AppService) -> Response:
         await asyncio.to_thread(_purge, service)
     except StoreError as error:
         raise ApiError(503, "a tier did not answer and may hold more; try again", code="not_cleared") from error
+    finally:
+        service.kept.look_again()
     return JSONResponse({"object": "kvboost.clear", "cleared": True})
 
 

@@ -65,7 +65,8 @@ class _Chat:
             if body.min_tokens:
                 raise bad_request("min_tokens and a forced call do not go together", param="min_tokens")
             grammar = await asyncio.to_thread(service.grammars.compile_call, self.forced)
-        self.prompt = await asyncio.to_thread(
+        self.prompt = await service.tokenizing.run(
+            self.caller.tenant,
             encode_messages,
             service,
             body.messages,
@@ -82,6 +83,7 @@ class _Chat:
             max_param="max_completion_tokens" if body.max_tokens is None else "max_tokens",
             prompt_param="messages",
             sampling=sampling,
+            model=body.model,
             n=body.n or 1,
             stops=stops,
             stop_token_ids=frozenset(body.stop_token_ids or ()),
@@ -244,6 +246,8 @@ def encode_messages(
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatPrompt:
     """A chat as ids, checked; ``param`` is the field it came in. For worker threads."""
+    texts = (part for message in messages for part in _texts(message))
+    service.check_characters(sum(map(len, texts)), param=param)
     prompt = service.chats.encode(
         [to_turn(message) for message in messages],
         tenant=caller.tenant,
@@ -254,6 +258,12 @@ def encode_messages(
     return replace(prompt, token_ids=service.encode(prompt.token_ids, param=param))
 
 
+def _texts(message: Message) -> list[str]:
+    if isinstance(message.content, list):
+        return [part.text for part in message.content]
+    return [message.content or ""]
+
+
 async def encode_either(
     service: Service, body: TokenizeRequest | WarmRequest, caller: Caller
 ) -> tuple[list[int], list[int]]:
@@ -261,9 +271,9 @@ async def encode_either(
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give prompt or messages, one of them", param="prompt")
     if body.messages is not None:
-        chat = await asyncio.to_thread(encode_messages, service, body.messages, caller, None)
+        chat = await service.tokenizing.run(caller.tenant, encode_messages, service, body.messages, caller, None)
         return chat.token_ids, chat.boundaries
-    return await asyncio.to_thread(service.encode, body.prompt or ""), []
+    return await service.tokenizing.run(caller.tenant, service.encode, body.prompt or ""), []
 
 
 def _usable_tools(service: Service, body: ChatRequest) -> list[dict[str, Any]]:

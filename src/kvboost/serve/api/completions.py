@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -42,14 +41,16 @@ async def completions(service: AppService, body: CompletionRequest, request: Req
     if len(prompts) * made > service.limits.max_prompts * service.limits.max_choices:
         raise bad_request("too many choices in all; ask for fewer prompts or choices", param="n")
     grammar = await service.grammar(body.response_format, param="response_format")
-    encoded = await asyncio.to_thread(lambda: [(service.encode(prompt), ()) for prompt in prompts])
+    caller = caller_of(request)
+    encoded = [(await service.tokenizing.run(caller.tenant, service.encode, prompt), ()) for prompt in prompts]
     generation = GenerationRequest(
         endpoint="completions",
         prompts=encoded,
-        caller=caller_of(request),
+        caller=caller,
         max_new_tokens=body.max_tokens,
         default_new_tokens=_DEFAULT_TOKENS,
         sampling=sampling,
+        model=body.model,
         n=made,
         stops=stops,
         stop_token_ids=frozenset(body.stop_token_ids or ()),

@@ -1,4 +1,4 @@
-"""GET /v1/models: the one model that is served."""
+"""GET /v1/models: the model that is served, and its adapters."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from kvboost.serve.generation.service import Service
 
 
 async def models(service: AppService) -> Response:
-    """A list of one."""
-    return JSONResponse({"object": "list", "data": [_card(service)]})
+    """All of them, the model itself first."""
+    cards = [_card(service, name) for name in (service.model_name, *service.adapters)]
+    return JSONResponse({"object": "list", "data": cards})
 
 
 async def model(service: AppService, model: str) -> Response:
-    """That model, by name."""
+    """One of them, by name."""
     service.check_model(model)
-    return JSONResponse(_card(service))
+    return JSONResponse(_card(service, model))
 
 
-def _card(service: Service) -> dict[str, object]:
+def _card(service: Service, name: str) -> dict[str, object]:
     return {
-        "id": service.model_name,
+        "id": name,
         "object": "model",
         "created": service.started,
         "owned_by": "kvboost",
         "max_model_len": service.max_positions,
+        "parent": None if name == service.model_name else service.model_name,
     }

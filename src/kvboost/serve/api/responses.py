@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from typing import Any
@@ -28,8 +27,8 @@ async def responses(service: AppService, body: ResponsesRequest, request: Reques
     wanted = body.text.format if body.text is not None else None
     grammar = await service.grammar(wanted, param="text.format")
     caller = caller_of(request)
-    prompt = await asyncio.to_thread(
-        encode_messages, service, _messages(body), caller, body.prompt_cache_key, param="input"
+    prompt = await service.tokenizing.run(
+        caller.tenant, encode_messages, service, _messages(body), caller, body.prompt_cache_key, param="input"
     )
 
     generation = GenerationRequest(
@@ -39,6 +38,7 @@ async def responses(service: AppService, body: ResponsesRequest, request: Reques
         max_new_tokens=body.max_output_tokens,
         max_param="max_output_tokens",
         prompt_param="input",
+        model=body.model,
         sampling=Sampling(
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
@@ -121,7 +121,7 @@ class _ResponseWriter:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "model": self._service.model_name,
+            "model": answer.model,
             "output": [self._item(ended.text, status)] if ended is not None else [],
             "parallel_tool_calls": False,
             "previous_response_id": None,

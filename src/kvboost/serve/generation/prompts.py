@@ -11,13 +11,14 @@ import json
 import re
 import threading
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvboost.errors import ConfigError
 from kvboost.serve.errors import bad_request
-from kvboost.serve.generation.replies import ReplyMemory
+from kvboost.serve.generation.replies import ReplyMemory, TextBefore
 from kvboost.serve.schemas.base import Message
 
 _MIN_SPLICE = 4  # tokens of a reply's end; fewer are not worth a search
@@ -143,11 +144,12 @@ class ChatPrompts:
         splices, marks, ends = self._locate(turns, text, tenant=tenant, cache_key=cache_key)
         pieces = _Pieces(self._tokenize)
         with self.lock:
-            start = 0
+            start, cuts = 0, deque(marks)
             for found, ids, length in [*splices, (len(text), [], 0)]:
-                for cut in [mark for mark in marks if start < mark < found]:
-                    pieces.add_text(text[start:cut])
-                    start = cut
+                while cuts and cuts[0] < found:
+                    if (cut := cuts.popleft()) > start:
+                        pieces.add_text(text[start:cut])
+                        start = cut
                 pieces.add_text(text[start:found])
                 pieces.add_ids(ids, length)
                 start = found + length
@@ -226,6 +228,7 @@ class ChatPrompts:
         marks: list[int] = []
         ends: list[int] = []
         position = 0
+        before = TextBefore(text)
         for turn in turns:
             if turn.reasoning and (found := text.find(turn.reasoning, position)) >= 0:
                 ids = self.replies.find(tenant=tenant, cache_key=cache_key, before="", reply=turn.reasoning)
@@ -235,7 +238,7 @@ class ChatPrompts:
             content = turn.content
             found = text.find(content, position) if content else -1
             if turn.fields["role"] == "assistant" and content:
-                before = text[:found] if found >= 0 else ""
+                before.grow(max(found, 0))
                 ids = self.replies.find(tenant=tenant, cache_key=cache_key, before=before, reply=content)
                 if ids is not None and found < 0:  # a template that cuts earlier replies
                     found, ids = self._longest_suffix(ids, text, position)

@@ -46,7 +46,7 @@ class ReplyMemory:
             self._replies.clear()
             self._ids = 0
 
-    def find(self, *, tenant: str, cache_key: str, before: str, reply: str) -> list[int] | None:
+    def find(self, *, tenant: str, cache_key: str, before: str | TextBefore, reply: str) -> list[int] | None:
         """The ids of ``reply`` after exactly this text, else after any other; None if it was not generated here."""
         with self._lock:
             for key in _keys(tenant, cache_key, before, reply):
@@ -60,7 +60,28 @@ def _cost(kept: array[int]) -> int:
     return len(kept) + _IDS_PER_KEY
 
 
-def _keys(tenant: str, cache_key: str, before: str, reply: str) -> tuple[_Key, _Key]:
+class TextBefore:
+    """The beginning of a text, which grows: so a chat's turn is hashed once, and not for every turn behind it."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._end = text, 0
+        self._digest = hashlib.sha256()
+
+    def grow(self, end: int) -> None:
+        """It goes up to this character now; a smaller one than before changes nothing."""
+        self._digest.update(self._text[self._end : end].encode())
+        self._end = max(self._end, end)
+
+    def digest(self, suffix: bytes) -> bytes:
+        """Of the text so far and ``suffix``."""
+        digest = self._digest.copy()
+        digest.update(suffix)
+        return digest.digest()
+
+
+def _keys(tenant: str, cache_key: str, before: str | TextBefore, reply: str) -> tuple[_Key, _Key]:
     own = hashlib.sha256(reply.encode()).digest()
-    behind = hashlib.sha256(before.encode() + b"\0" + own).digest()
-    return (tenant, cache_key, behind), (tenant, cache_key, own)
+    if isinstance(before, str):
+        text, before = before, TextBefore(before)
+        before.grow(len(text))
+    return (tenant, cache_key, before.digest(b"\0" + own)), (tenant, cache_key, own)

@@ -23,20 +23,27 @@ from kvboost.hf.generate import end_token_ids
 from kvboost.scheduler.jobs import Job, JobRunner, Sampling, Ticket
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.answers import AnswerReaders
+from kvboost.serve.generation.fair_pool import FairPool
 from kvboost.serve.generation.prompts import ChatPrompt, ChatPrompts
 from kvboost.serve.generation.structured import Grammars
 from kvboost.serve.generation.text import token_bytes
-from kvboost.serve.generation.token_stream import Ended, Piece, TokenStream
+from kvboost.serve.generation.token_stream import Ended, Piece, TokenStream, milliseconds, seconds_per_token
+from kvboost.serve.observability.kept import KeptStats
 from kvboost.serve.observability.metrics import Metrics
 from kvboost.serve.observability.recent import RecentRequests, RequestRecord
+from kvboost.serve.observability.requests import current_request
 from kvboost.serve.observability.tracing import RequestSpan, current_span
 from kvboost.serve.schemas.base import ResponseFormat
 from kvboost.serve.schemas.responses import InlineSchemaFormat
 from kvboost.serve.security.auth import Caller, Keys
 from kvboost.serve.security.limits import Limits, Streams
+from kvboost.serve.security.rates import Rates
 
 _log = logging.getLogger("kvboost.serve")
 _MAX_SEGMENTS = 256  # in an answer; a prompt of thousands of scattered chunks has more
+_TOKENIZERS = 2  # threads; the tokenizer itself is used by one at a time
+_CHARACTERS_PER_TOKEN = 32  # far more than any text has on average: beyond it a prompt need not be tokenised
+_NEW_TOKENS = 4096  # of an answer of a model that says nothing about its positions
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,8 @@ class GenerationRequest:
     max_new_tokens: int | None
     """As the client named it; None for as many as fit, within the server's limit."""
     sampling: Sampling
+    model: str | None
+    """As the client named it, checked; None for the server's own."""
     default_new_tokens: int | None = None
     """No more than these if the client named no number."""
     max_param: str = "max_tokens"
@@ -141,11 +150,21 @@ class Answer:
 class Service:
     """The parts of a running server."""
 
-    def __init__(self, engine: KVBoost, runner: JobRunner, *, model_name: str, limits: Limits, keys: Keys) -> None:
+    def __init__(
+        self,
+        engine: KVBoost,
+        runner: JobRunner,
+        *,
+        model_name: str,
+        limits: Limits,
+        keys: Keys,
+        adapters: Sequence[str] = (),
+    ) -> None:
+        """``adapters`` are loaded, and models of their own to clients."""
         if engine.tokenizer is None:
             raise ConfigError("a server needs a tokenizer; give the engine one")
         self.engine, self.runner, self.model_name, self.limits = engine, runner, model_name, limits
-        self.keys = keys
+        self.keys, self.adapters = keys, tuple(adapters)
         self.tokenizer = engine.tokenizer
         min_gap = engine.parts.chunker.min_tokens
         self.chats = ChatPrompts(engine.tokenizer, min_gap=min_gap)
@@ -159,24 +178,35 @@ class Service:
         self.token_bytes = token_bytes(engine.tokenizer)
         self.grammars = Grammars(engine.tokenizer, vocab_size=self.vocab_size, end_token_ids=self.end_token_ids)
         self.streams = Streams(limits.max_streams)
-        self.metrics = Metrics(engine, runner)
+        self.rates = Rates(limits)
+        self.tokenizing = FairPool(_TOKENIZERS, max_waiting=limits.max_waiting_prompts, name="kvboost-tokenize")
+        self.kept = KeptStats(engine)
+        self.metrics = Metrics(self.kept, runner)
         self.recent = RecentRequests()
         self.pins = Pins(engine)
         self.draining = False
         self.started = int(time.time())
 
+    def close(self) -> None:
+        """Stop what runs in the background. The engine and the runner are others'."""
+        self.kept.close()
+        self.tokenizing.close()
+
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served here."""
-        if name is not None and name != self.model_name:
+        known = (self.model_name, *self.adapters)
+        if name is not None and name not in known:
             raise ApiError(
                 404,
-                f"this server has the model {self.model_name} only",
+                f"this server has the model{'s' if self.adapters else ''} {', '.join(known)} only",
                 param="model",
                 code="model_not_found",
             )
 
     def encode(self, prompt: str | Sequence[int], *, param: str = "prompt") -> list[int]:
         """Token ids of a prompt, checked; ``param`` is the field it came in. For worker threads."""
+        if isinstance(prompt, str):
+            self.check_characters(len(prompt), param=param)
         try:
             with self.chats.lock:
                 ids = self.engine.encode(prompt)
@@ -192,6 +222,17 @@ class Service:
                 code="context_length_exceeded",
             )
         return ids
+
+    def check_characters(self, characters: int, *, param: str) -> None:
+        """Refuse a text that cannot fit, before it is tokenised."""
+        limits = [limit for limit in (self.limits.max_prompt_tokens, self.max_positions) if limit is not None]
+        limit = min(limits, default=None)
+        if limit is not None and characters > limit * _CHARACTERS_PER_TOKEN:
+            raise bad_request(
+                f"{param} has {characters} characters, more than {limit} tokens can hold; shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     async def remember(self, prompt: ChatPrompt, ended: Ended, *, shown: Sequence[str] = ()) -> None:
         """Keep the ids of a reply, and of the parts of it that were ``shown``, to use them when the chat goes on."""
@@ -213,10 +254,12 @@ class Service:
         answer: Answer | None = None
         try:
             tickets = await self._submitted(generation)
+            self.rates.spend(generation.caller.key_id, sum(len(ids) for ids, _ in generation.prompts))
             decode = partial(self.chats.decode, special=generation.special)
             ends = self._ends(generation)
             stream = TokenStream(tickets, decode=decode, stops=generation.stops, end_token_ids=ends)
-            answer = Answer(prefix + secrets.token_hex(12), int(time.time()), self.model_name, generation, stream)
+            model = generation.model or self.model_name
+            answer = Answer(prefix + secrets.token_hex(12), int(time.time()), model, generation, stream)
             async with stream:
                 yield answer
         finally:
@@ -282,6 +325,7 @@ class Service:
                     top_logprobs=generation.top_logprobs,
                     constrain=generation.grammar() if generation.grammar is not None else None,
                     tenant=generation.caller.tenant,
+                    adapter=generation.model if generation.model in self.adapters else None,
                 )
 
     def _ends(self, generation: GenerationRequest) -> frozenset[int]:
@@ -295,8 +339,8 @@ class Service:
 
     def _max_new_tokens(self, prompt_tokens: int, generation: GenerationRequest) -> int:
         """How many new tokens the answer may have."""
-        wanted, limit = generation.max_new_tokens, self.limits.max_new_tokens
-        left = self.max_positions - prompt_tokens if self.max_positions is not None else limit
+        limit = self.limits.max_new_tokens or self.max_positions or _NEW_TOKENS
+        wanted, left = generation.max_new_tokens, (self.max_positions or prompt_tokens + limit) - prompt_tokens
         if left < 1 or (wanted is not None and wanted > left):
             raise bad_request(
                 f"this model has {self.max_positions} positions: {prompt_tokens} tokens of prompt leave {max(left, 0)} "
@@ -321,6 +365,7 @@ class Service:
         reuse = answer.reuse()
         whole = len(answer.ended) == len(answer.request.prompts) * answer.request.n
         reason = answer.ended[0].reason if whole else "cancelled"
+        queued = [ended.queued_seconds for ended in answer.ended if ended.queued_seconds is not None]
         record = RequestRecord(
             id=answer.id,
             endpoint=answer.request.endpoint,
@@ -335,20 +380,15 @@ class Service:
             saved_ms=round(self._saved_seconds(reuse) * 1000, 3),
             finish=reason,
             reason=reuse["reason"],
+            queue_ms=milliseconds(min(queued, default=None)),
+            token_ms=milliseconds(seconds_per_token(answer.ended)),
         )
         self.recent.add(record)
         self.metrics.count(record)
+        self.rates.spend(answer.request.caller.key_id, record.new)
         if span is not None:
             reports = [ended.report for ended in answer.ended if ended.report is not None]
             timings = reports[0].timings_ms if reports else {}
-            span.describe(record, model=self.model_name, bitwise=reuse["bitwise"], timings_ms=timings)
-        _log.info(
-            "%s %s prompt=%d cached=%d new=%d ttft_ms=%s finish=%s",
-            record.endpoint,
-            record.id,
-            answer.prompt_tokens,
-            record.exact + record.moved,
-            record.new,
-            record.ttft_ms,
-            record.finish,
-        )
+            span.describe(record, model=answer.model, bitwise=reuse["bitwise"], timings_ms=timings)
+        if (request := current_request()) is not None:
+            request.record = record

@@ -45,6 +45,25 @@ class Ended:
     report: ReuseReport | None
     first_token_seconds: float | None
     error: str | None = None
+    queued_seconds: float | None = None
+    seconds: float | None = None
+    """From ``submit`` until it was admitted, and to its end."""
+
+
+def milliseconds(seconds: float | None) -> float | None:
+    """As records and answers tell times."""
+    return round(seconds * 1000, 3) if seconds is not None else None
+
+
+def seconds_per_token(choices: Sequence[Ended]) -> float | None:
+    """What a token after the first took, on average over all choices; None where there is no such token."""
+    decoded = [
+        (choice.seconds - choice.first_token_seconds, len(choice.token_ids) - 1)
+        for choice in choices
+        if choice.seconds is not None and choice.first_token_seconds is not None
+    ]
+    tokens = sum(count for _, count in decoded)
+    return sum(seconds for seconds, _ in decoded) / tokens if tokens > 0 else None
 
 
 def follow(
@@ -107,6 +126,8 @@ def follow(
         report=finished.report,
         first_token_seconds=finished.first_token_seconds,
         error=finished.error,
+        queued_seconds=finished.queued_seconds,
+        seconds=finished.seconds,
     )
 
 

@@ -13,28 +13,40 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvboost.engine import KVBoost
 from kvboost.scheduler.jobs import JobRunner
+from kvboost.serve.observability.kept import KeptStats
 from kvboost.serve.observability.recent import RequestRecord
-from kvboost.serve.observability.totals import total_stats
 
+_WORK = {
+    "loads": "Loads, of one or more chunks each.",
+    "load_seconds": "Time spent on loads.",
+    "hits": "Chunks that came from there.",
+    "misses": "Chunks that were expected there and did not come.",
+    "loads_declined": "Chunks that were computed, as loading was expected to take longer.",
+    "writes_dropped": "Blocks not written, as too much waited to be written.",
+    "errors": "Failures, treated as misses.",
+}
+_TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 
 class _Live(Collector):
     """The engine's and the runner's own numbers, taken at each scrape."""
 
-    def __init__(self, engine: KVBoost, runner: JobRunner) -> None:
-        self._engine, self._runner = engine, runner
+    def __init__(self, kept: KeptStats, runner: JobRunner) -> None:
+        self._kept, self._runner = kept, runner
 
     def collect(self) -> Iterator[Metric]:
         """One scrape."""
-        stats, load = total_stats(self._engine), self._runner.load()
+        stats, load = self._kept.total(), self._runner.load()
         yield GaugeMetricFamily("kvboost_jobs_running", "Jobs in the batch.", value=load.running)
         yield GaugeMetricFamily("kvboost_jobs_waiting", "Jobs that wait.", value=load.waiting)
         yield GaugeMetricFamily("kvboost_jobs_kv_bytes", "KV held by running jobs.", value=load.cached_bytes)
         yield GaugeMetricFamily(
             "kvboost_jobs_one_by_one", "1 if jobs are decoded one by one; the log says why.", value=load.one_by_one
+        )
+        yield CounterMetricFamily(
+            "kvboost_jobs_preempted", "Running jobs moved back to the queue.", value=load.preempted
         )
         by_tier = GaugeMetricFamily("kvboost_store_bytes", "KV kept for later, by tier.", labels=["tier"])
         for tier, held in stats["bytes_by_tier"].items():
@@ -50,15 +62,30 @@ class _Live(Collector):
         )
         yield CounterMetricFamily("kvboost_chunk_misses", "Chunks not found.", value=stats["cache_misses"])
         yield CounterMetricFamily("kvboost_chunk_evictions", "Chunks evicted.", value=stats["evictions"])
-        yield CounterMetricFamily("kvboost_store_errors", "Failures of the store.", value=stats["store_errors"])
+        yield CounterMetricFamily(
+            "kvboost_store_errors", "Failures of the store and its tiers.", value=stats["store_errors"]
+        )
+        yield from self._tiers()
+
+    def _tiers(self) -> Iterator[Metric]:
+        tiers = self._kept.tiers()
+        available = GaugeMetricFamily("kvboost_tier_available", "1 if it answers.", labels=["tier"])
+        for name, tier in tiers.items():
+            available.add_metric([name], tier.available)
+        yield available
+        for field, meaning in _WORK.items():
+            family = CounterMetricFamily(f"kvboost_tier_{field}", meaning, labels=["tier"])
+            for name, tier in tiers.items():
+                family.add_metric([name], getattr(tier.work, field))
+            yield family
 
 
 class Metrics:
     """Counters and histograms of requests, and the engine's own. Thread-safe."""
 
-    def __init__(self, engine: KVBoost, runner: JobRunner) -> None:
+    def __init__(self, kept: KeptStats, runner: JobRunner) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Live(engine, runner))
+        self._registry.register(_Live(kept, runner))
         registry = self._registry
         self._requests = Counter(
             "kvboost_requests", "Answers, by endpoint and how they ended.", ["endpoint", "finish"], registry=registry
@@ -75,6 +102,15 @@ class Metrics:
             "kvboost_ttft_seconds", "From submission to the first token.", buckets=_SECONDS, registry=registry
         )
         self._total = Histogram("kvboost_request_seconds", "Whole answers.", buckets=_SECONDS, registry=registry)
+        self._queue = Histogram(
+            "kvboost_queue_seconds", "From submission until a job was admitted.", buckets=_SECONDS, registry=registry
+        )
+        self._token = Histogram(
+            "kvboost_output_token_seconds",
+            "For each token after the first, on average over an answer.",
+            buckets=_TOKEN_SECONDS,
+            registry=registry,
+        )
         for source in ("exact", "moved", "recomputed", "fresh"):
             self._prompt.labels(source)  # shown from the beginning, as 0
 
@@ -86,8 +122,13 @@ class Metrics:
         self._new.inc(record.new)
         self._saved.inc(record.saved_ms / 1000)
         self._total.observe(record.total_ms / 1000)
-        if record.ttft_ms is not None:
-            self._ttft.observe(record.ttft_ms / 1000)
+        for histogram, milliseconds in (
+            (self._ttft, record.ttft_ms),
+            (self._queue, record.queue_ms),
+            (self._token, record.token_ms),
+        ):
+            if milliseconds is not None:
+                histogram.observe(milliseconds / 1000)
 
     def responded(self, status: int) -> None:
         """One HTTP response."""

@@ -30,6 +30,10 @@ class RequestRecord:
     finish: str
     reason: str | None
     """Why something was not reused."""
+    queue_ms: float | None = None
+    """Until the first job was admitted."""
+    token_ms: float | None = None
+    """For each token after the first; None where there is one at most."""
 
 
 class RecentRequests:

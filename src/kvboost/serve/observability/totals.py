@@ -9,13 +9,16 @@ from kvboost.engine import KVBoost
 from kvboost.types import CacheStats
 
 
-def total_stats(engine: KVBoost) -> CacheStats:
-    """The engine's statistics, with those of its tenants added."""
-    views = [view.cache_stats() for view in engine.views()]
+def total_stats(engine: KVBoost, *, ask_tiers: bool = True) -> CacheStats:
+    """The engine's statistics, with those of its tenants added. Without ``ask_tiers`` this does no I/O."""
+    opened = engine.views()
+    views = [view.cache_stats(ask_tiers=ask_tiers) for view in opened]
     total = CacheStats(**views[0])
+    guarded = [view.session.prefiller.store.errors for view in opened if view.session is not None]
+    # What tiers swallow is counted once for all tenants, so it cannot be summed over them.
+    total["store_errors"] = sum(guarded) + sum(tier.work.errors for tier in engine.tier_states().values())
     by_tier = dict(total["bytes_by_tier"])
     for stats in views[1:]:
-        total["store_errors"] += stats["store_errors"]
         total["approximate_hits"] += stats["approximate_hits"]
         if not engine.parts.owns_store:
             # A store that was given is one for all tenants. Only the split of its misses is each tenant's own.
@@ -28,8 +31,7 @@ def total_stats(engine: KVBoost) -> CacheStats:
         total["evictions"] += stats["evictions"]
         total["leased_chunks"] += stats["leased_chunks"]
         for tier, held in stats["bytes_by_tier"].items():
-            # Memory is counted for each tenant; a tier below is shared by all of them.
-            by_tier[tier] = by_tier.get(tier, 0) + held if tier == "memory" else max(by_tier.get(tier, 0), held)
+            by_tier[tier] = by_tier.get(tier, 0) + held  # each tenant counts its own, in every tier
     total["bytes_by_tier"] = by_tier
     found = total["cache_hits"] + total["approximate_hits"]
     looked_up = found + total["cache_misses"]

@@ -21,9 +21,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvboost.errors import ConfigError
 from kvboost.serve.errors import ApiError
+from kvboost.serve.security.key_files import KeyFiles, read_keys
 from kvboost.serve.security.limits import Limits
 
 _TENANT_PURPOSE = b"kvboost tenant v1"
+_NAME_PURPOSE = b"kvboost named tenant v1"  # has spaces, so it is nobody's key
 _MIN_KEY_LENGTH = 8
 
 
@@ -42,37 +44,68 @@ class Caller:
 
     tenant: str
     admin: bool
+    key_id: str = ""
+    """Tells the keys of one tenant apart; empty where no key is needed."""
 
 
 class Keys:
     """The keys of a server. Without any, every caller is the admin: that is for one's own machine."""
 
-    def __init__(self, api_keys: Sequence[str] = (), *, admin_key: str | None = None) -> None:
-        for key in (*api_keys, *([admin_key] if admin_key is not None else [])):
+    def __init__(
+        self,
+        api_keys: Sequence[str] = (),
+        *,
+        admin_key: str | None = None,
+        named: Mapping[str, Sequence[str]] | None = None,
+        files: KeyFiles | None = None,
+    ) -> None:
+        """``named`` are the keys of tenants with a name; each of ``api_keys`` is a tenant of its own.
+
+        :meth:`read_again` reads ``files``.
+        """
+        self._files = files
+        named = named or {}
+        tenants = [(key, tenant_of(key)) for key in api_keys]
+        tenants += [(key, tenant_named(name)) for name, keys in named.items() for key in keys]
+        every = [key for key, _ in tenants]
+        for key in (*every, *([admin_key] if admin_key is not None else [])):
             if len(key) < _MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
                 raise ConfigError(
                     f"a key needs {_MIN_KEY_LENGTH} or more printable ASCII characters without spaces; "
                     "make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
                 )
-        if admin_key is not None and admin_key in api_keys:
+        if admin_key is not None and admin_key in every:
             raise ConfigError("the admin key is also an API key; give the admin one of its own")
-        if admin_key is not None and not api_keys:
+        if admin_key is not None and not every:
             raise ConfigError("an admin key without API keys would leave users without a key; give API keys as well")
-        known = [(key, False) for key in api_keys] + ([(admin_key, True)] if admin_key is not None else [])
-        self._known = [(_digest(key.encode()), Caller(tenant_of(key), admin)) for key, admin in known]
+        if len(dict(tenants)) < len(set(tenants)):
+            raise ConfigError("a key is given for two tenants; give each tenant keys of its own")
+        known = [(key, tenant, False) for key, tenant in tenants]
+        known += [(admin_key, tenant_of(admin_key), True)] if admin_key is not None else []
+        self._known = [_entry(key, tenant, admin=admin) for key, tenant, admin in known]
 
     @classmethod
     def from_files(cls, api_keys: str | Path | None, admin_key: str | Path | None) -> Self:
         """The keys in these files, one per line; of the admin's file the only one. Raises ConfigError."""
-        admin = _read_keys(admin_key)
+        admin, lines = read_keys(admin_key), read_keys(api_keys)
         if len(admin) > 1:
             raise ConfigError("the file for the admin key holds several lines; give one key")
-        return cls(_read_keys(api_keys), admin_key=admin[0] if admin else None)
+        named: dict[str, list[str]] = {}
+        for name, key in lines:
+            if name is not None:
+                named.setdefault(name, []).append(key)
+        bare = [key for name, key in lines if name is None]
+        return cls(bare, admin_key=admin[0][1] if admin else None, named=named, files=(api_keys, admin_key))
+
+    def read_again(self) -> None:
+        """Use what the files hold now. Raises ConfigError, and then everything stays as it was."""
+        if self._files is not None:
+            self._known = type(self).from_files(*self._files)._known
 
     @property
     def tenants(self) -> list[str]:
         """Of all API keys, in their order; none where no key is needed."""
-        return [caller.tenant for _, caller in self._known if not caller.admin]
+        return list(dict.fromkeys(caller.tenant for _, caller in self._known if not caller.admin))
 
     @property
     def every_tenant(self) -> list[str]:
@@ -96,25 +129,23 @@ class Keys:
         return found if scheme.lower() == b"bearer" else None
 
 
-def _read_keys(file: str | Path | None) -> list[str]:
-    if file is None:
-        return []
-    try:
-        keys = Path(file).expanduser().read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}); give a text file with one key per line") from error
-    if not keys:
-        raise ConfigError(f"{file} holds no key; write one per line, for example from `openssl rand -hex 32`")
-    return keys
-
-
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+def _entry(key: str, tenant: str, *, admin: bool) -> tuple[bytes, Caller]:
+    digest = _digest(key.encode())
+    return digest, Caller(tenant, admin, key_id=digest.hex()[:16])
 
 
 def tenant_of(key: str) -> str:
     """The tenant of a key: the same after a restart, and of no use to find the key."""
     return hmac.new(key.encode(), _TENANT_PURPOSE, hashlib.sha256).hexdigest()
+
+
+def tenant_named(name: str) -> str:
+    """The tenant of all keys with this name: the same whichever keys it has. Never that of a key without a name."""
+    return hmac.new(_NAME_PURPOSE, name.encode(), hashlib.sha256).hexdigest()
 
 
 def is_loopback(host: str) -> bool:
@@ -147,11 +178,14 @@ class Gate:
         keys: Keys,
         limits: Limits,
         only_local_names: bool,
+        origins: Sequence[str] = (),
     ) -> None:
+        """``origins`` may call from a browser even where no key is needed."""
         self._app = app
         self._max_header_bytes = limits.max_header_bytes
-        self._routes = [(method, compile_path(path)[0], access) for (method, path), access in routes.items()]
+        self._routes = [(method, path, compile_path(path)[0], access) for (method, path), access in routes.items()]
         self._keys = keys
+        self._origins = frozenset(origin.encode() for origin in origins)
         # Without keys, a page in a browser on this machine could reach us under a name of its own (DNS rebinding).
         self._only_local_names = only_local_names and not keys
 
@@ -163,14 +197,15 @@ class Gate:
         if scope["type"] != "http":
             return  # no websockets here
         try:
-            scope.setdefault("state", {})["caller"] = self._admit(scope)
+            self._admit(scope, scope.setdefault("state", {}))
         except ApiError as error:
             response = JSONResponse(error.body(), error.status, headers=error.headers)
             await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _admit(self, scope: Scope) -> Caller | None:
+    def _admit(self, scope: Scope, state: dict[str, Any]) -> None:
+        """Note the caller and the route in ``state``. Raises ApiError for what is not let through."""
         if sum(len(name) + len(value) for name, value in scope["headers"]) > self._max_header_bytes:
             raise ApiError(431, f"the headers are larger than {self._max_header_bytes} bytes", code="headers_too_large")
         headers = _single_headers(scope["headers"])
@@ -178,13 +213,16 @@ class Gate:
             raise ApiError(
                 403, "this server answers only to localhost; set an API key to use other names", code="wrong_host"
             )
-        caller = self._keys.caller(headers.get(b"authorization"))
+        caller = state["caller"] = self._keys.caller(headers.get(b"authorization"))
         path, method = scope["path"], scope["method"]
-        methods = {name: access for name, pattern, access in self._routes if pattern.match(path)}
+        found = [(name, route, access) for name, route, pattern, access in self._routes if pattern.match(path)]
+        methods = {name: access for name, _, access in found}
         access = methods.get(method)
+        state["route"] = found[0][1] if found else None  # for logs: the path itself is a client's text
         if access is Access.OPEN:
-            return caller
-        if not self._keys and _is_of_another_site(headers):
+            return
+        may_call = b"*" in self._origins or headers.get(b"origin") in self._origins
+        if not self._keys and not may_call and _is_of_another_site(headers):
             raise ApiError(
                 403, "this server takes nothing from pages of other sites; set an API key", code="wrong_origin"
             )
@@ -202,7 +240,6 @@ class Gate:
         if access is None:
             allowed = ", ".join(sorted(methods))
             raise ApiError(405, f"use {allowed} here", code="method_not_allowed", headers={"Allow": allowed})
-        return caller
 
 
 def _single_headers(headers: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:

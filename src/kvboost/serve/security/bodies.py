@@ -12,8 +12,10 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost.serve.errors import ApiError
-from kvboost.serve.security.limits import Limits
+from kvboost.serve.security.json_size import has_more_values
+from kvboost.serve.security.limits import Limits, Shares
 
+_SMALL_BYTES = 64 * 2**10  # parsed in a millisecond or two, whatever is in them
 _limits: ContextVar[Limits | None] = ContextVar("limits of this request's server", default=None)
 
 
@@ -22,24 +24,53 @@ def limits_now() -> Limits:
     return _limits.get() or Limits()
 
 
+class _Held:
+    """What one request holds of the bytes that all may."""
+
+    def __init__(self, shares: Shares, tenant: str) -> None:
+        self._shares, self._tenant, self._bytes = shares, tenant, 0
+
+    def take(self, nbytes: int) -> None:
+        """So many more. Raises a 429."""
+        self._shares.take(self._tenant, nbytes)
+        self._bytes += nbytes
+
+    def release(self) -> None:
+        """All of it."""
+        self._shares.give_back(self._tenant, self._bytes)
+
+
 class BodyLimit:
     """Hands requests on whose bodies are small and whole; answers the others."""
 
     def __init__(self, app: ASGIApp, *, limits: Limits) -> None:
         self._app, self._limits = app, limits
+        refusal = f"the requests under way have {limits.max_total_body_bytes} bytes"
+        self._bytes = Shares(limits.max_total_body_bytes, refusal=refusal)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Receive the whole body first: only then is it known to be small enough."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        caller = scope.get("state", {}).get("caller")
+        held = _Held(self._bytes, caller.tenant if caller is not None else "")
+        try:
+            await self._answer(scope, receive, send, held)
+        finally:
+            held.release()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, held: _Held) -> None:
         try:
             async with asyncio.timeout(self._limits.body_seconds):
-                body = await self._body(scope, receive)
+                body = await self._body(scope, receive, held)
+            if body is not None and len(body) > _SMALL_BYTES:
+                await self._check_values(body)
         except (ApiError, TimeoutError) as error:
             late = f"the body took longer than {self._limits.body_seconds:g} seconds"
             refusal = error if isinstance(error, ApiError) else ApiError(408, late, code="too_slow")
-            await JSONResponse(refusal.body(), refusal.status, headers={"Connection": "close"})(scope, receive, send)
+            headers = {**refusal.headers, "Connection": "close"}
+            await JSONResponse(refusal.body(), refusal.status, headers=headers)(scope, receive, send)
             return
         if body is None:
             return  # the client has gone
@@ -55,7 +86,12 @@ class BodyLimit:
         _limits.set(self._limits)
         await self._app(scope, replay, send)
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+    async def _check_values(self, body: bytes) -> None:
+        limit = self._limits.max_json_values
+        if await asyncio.to_thread(has_more_values, body, limit):
+            raise ApiError(413, f"the body has more than {limit} values, this server's limit", code="too_many_values")
+
+    async def _body(self, scope: Scope, receive: Receive, held: _Held) -> bytes | None:
         limit = self._limits.max_body_bytes
         refusal = ApiError(413, f"the body is larger than {limit} bytes, this server's limit", code="too_large")
         for name, value in scope["headers"]:
@@ -71,5 +107,6 @@ class BodyLimit:
             size += len(parts[-1])
             if size > limit:
                 raise refusal
+            held.take(len(parts[-1]))
             if not message.get("more_body", False):
                 return b"".join(parts)

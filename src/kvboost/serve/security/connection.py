@@ -33,7 +33,8 @@ def bounded_connection(limits: Limits) -> type[H11Protocol]:
             if len(self.connections) > limits.max_connections:
                 transport.abort()
                 return
-            transport.set_write_buffer_limits(high=0)  # so that writing pauses as soon as the client lags behind
+            # So that writing pauses as soon as the client lags behind. TLS takes 0 for always.
+            transport.set_write_buffer_limits(high=0 if transport.get_extra_info("sslcontext") is None else 1)
             self._update_header_timer()
 
         def data_received(self, data: bytes) -> None:

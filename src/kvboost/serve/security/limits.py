@@ -21,6 +21,8 @@ class Limits:
 
     max_body_bytes: int = 4 * 2**20
     """Bytes of a request's body."""
+    max_json_values: int = 300_000
+    """Values of a request's body, numbers of token ids included."""
     body_seconds: float = 30.0
     """Time to receive a whole body."""
     max_header_bytes: int = 32 * 2**10
@@ -33,12 +35,21 @@ class Limits:
     """Open connections."""
     max_streams: int = 256
     """Requests that generate at the same time; more are a 429, unless their key has less than an even share."""
+    max_waiting_prompts: int = 256
+    """Prompts that wait to be tokenised; more are a 429, unless their key has less than an even share."""
+    max_total_body_bytes: int = 256 * 2**20
+    """Bytes of the bodies of all requests under way; more are a 429, unless their key has less than an even share."""
+    max_requests_per_minute: int | None = None
+    """Requests of one key per minute; more are a 429. If left out, any number."""
+    max_tokens_per_minute: int | None = None
+    """Tokens of one key per minute, prompts and answers; who is over it gets a 429. If left out, any number."""
     max_prompt_tokens: int | None = None
     """Tokens of a prompt. If left out, as many as the model has positions."""
     max_prompts: int = 16
     """Prompts of one call of /v1/completions."""
-    max_new_tokens: int = 4096
-    """New tokens per answer; also what an answer gets that names no number."""
+    max_new_tokens: int | None = None
+    """New tokens per answer; also what an answer gets that names no number. If left out, as many as the model has
+    positions."""
     max_choices: int = 8
     """Choices per prompt (``n``)."""
     max_messages: int = 2048
@@ -63,34 +74,55 @@ class Limits:
                 raise ConfigError(f"{field.name}={value} refuses everything; give a number above 0")
 
 
+class Shares:
+    """Counts what tenants hold of something limited. Used on the event loop only, so it needs no lock."""
+
+    def __init__(self, limit: int, *, refusal: str) -> None:
+        """``refusal`` says what there is too much of."""
+        self._limit, self._refusal = limit, refusal
+        self._held: Counter[str] = Counter()
+
+    @property
+    def held(self) -> int:
+        """By all tenants."""
+        return self._held.total()
+
+    def take(self, tenant: str, amount: int = 1) -> None:
+        """So much more. Raises a 429 if that is too much, and the tenant would have more than its even share."""
+        even_share = max(1, self._limit // len({*self._held, tenant}))
+        if self.held + amount > self._limit and self._held[tenant] + amount > even_share:
+            raise ApiError(
+                429,
+                f"{self._refusal}, this server's limit; try again in a moment",
+                code="too_many_requests",
+                headers={"Retry-After": "1"},
+            )
+        self._held[tenant] += amount
+
+    def give_back(self, tenant: str, amount: int = 1) -> None:
+        """So much less."""
+        self._held[tenant] -= amount
+        self._held += Counter()  # keeps those that have any
+
+
 class Streams:
-    """Counts the requests that generate, by tenant. Used on the event loop only, so it needs no lock."""
+    """Counts the requests that generate, by tenant. Used on the event loop only."""
 
     def __init__(self, max_streams: int) -> None:
-        self._max_streams = max_streams
-        self._running: Counter[str] = Counter()
+        self._shares = Shares(max_streams, refusal=f"{max_streams} requests are being answered")
 
     @property
     def running(self) -> int:
         """Of all tenants."""
-        return self._running.total()
+        return self._shares.held
 
     def enter(self, tenant: str) -> None:
         """One more. Raises a 429 if there are too many, of which the tenant has its even share."""
-        even_share = max(1, self._max_streams // len({*self._running, tenant}))
-        if self.running >= self._max_streams and self._running[tenant] >= even_share:
-            raise ApiError(
-                429,
-                f"{self._max_streams} requests are being answered, this server's limit; try again in a moment",
-                code="too_many_requests",
-                headers={"Retry-After": "1"},
-            )
-        self._running[tenant] += 1
+        self._shares.take(tenant)
 
     def leave(self, tenant: str) -> None:
         """One less."""
-        self._running[tenant] -= 1
-        self._running += Counter()  # keeps those that have any
+        self._shares.give_back(tenant)
 
 
 def check_count(count: int, limit: int, *, param: str) -> None:

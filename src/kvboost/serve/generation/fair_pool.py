@@ -1,0 +1,76 @@
+"""Runs the work of several tenants on a few threads of its own, one of each tenant in turn.
+
+Used for tokenising, which takes a second for a few megabytes: a tenant with a hundred such prompts makes another wait
+for one of them, not for all. Invariants: what waits is bounded, and never more than an even share of it is one
+tenant's once it is full; work that nobody waits for any more is not begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+from kvboost.serve.errors import ApiError
+
+T = TypeVar("T")
+
+
+class FairPool:
+    """Thread-safe. Its threads begin with the first work and end with the process or with :meth:`close`."""
+
+    def __init__(self, threads: int, *, max_waiting: int, name: str) -> None:
+        self._threads, self._max_waiting, self._name = threads, max_waiting, name
+        self._changed = threading.Condition()
+        self._waiting: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
+        """By tenant, in the order of their turns."""
+        self._started = 0
+        self._closed = False
+
+    async def run(self, tenant: str, work: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
+        """What ``work`` returns or raises. Raises a 429 if too many wait, of which the tenant has its even share."""
+        future: Future[T] = Future()
+        with self._changed:
+            waiting = sum(map(len, self._waiting.values()))
+            even_share = max(1, self._max_waiting // len({*self._waiting, tenant}))
+            if waiting >= self._max_waiting and len(self._waiting.get(tenant, ())) >= even_share:
+                raise ApiError(
+                    429,
+                    f"{self._max_waiting} prompts wait to be tokenised, this server's limit; try again in a moment",
+                    code="too_many_requests",
+                    headers={"Retry-After": "1"},
+                )
+            self._waiting.setdefault(tenant, deque()).append((future, partial(work, *arguments, **keywords)))
+            if self._started < self._threads:
+                self._started += 1
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            self._changed.notify()
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                tenant, own = self._waiting.popitem(last=False)
+                future, work = own.popleft()
+                if own:
+                    self._waiting[tenant] = own  # behind the others
+            if not future.set_running_or_notify_cancel():
+                continue  # whoever asked for it has gone
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - it is raised where the result is waited for
+                future.set_exception(error)
+            del future, work, own  # a prompt must not be held until the next one comes

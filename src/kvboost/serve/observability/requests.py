@@ -1,0 +1,110 @@
+"""One id and one log line for every request: numbers, never a word of a client's.
+
+The layer around the app. :class:`kvboost.serve.generation.service.Service` adds what was computed and reused.
+Invariants: every response names the request's id; of what a client sends only the id is logged, and only if it is
+short and made of plain characters; a request that fails is answered with a 500, if it can be.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from starlette.datastructures import MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvboost.serve.errors import ApiError
+from kvboost.serve.observability.recent import RequestRecord
+
+REQUEST_ID = "x-request-id"
+_GIVEN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_METHODS = frozenset(("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"))
+_PROBES = ("/health", "/ready", "/metrics")
+_CLIENT_GONE = 499  # no response was begun, as its reader had gone
+_SHORT = 8  # digits of a tenant's id
+
+_log = logging.getLogger("kvboost.serve")
+
+
+@dataclass
+class RequestNote:
+    """What is known of a request that runs."""
+
+    id: str
+    record: RequestRecord | None = None
+    """Of the generation it asked for, once that has ended."""
+
+
+_current: ContextVar[RequestNote | None] = ContextVar("the request that runs", default=None)
+
+
+def current_request() -> RequestNote | None:
+    """The request that this runs for; None outside of any."""
+    return _current.get()
+
+
+class RequestLog:
+    """Gives requests an id and writes a line about each."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, and log how it ended."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        note = RequestNote(_id_of(scope))
+        _current.set(note)
+        scope.setdefault("state", {})
+        began, status = time.monotonic(), _CLIENT_GONE
+        started = False
+
+        async def named(message: Message) -> None:
+            nonlocal status, started
+            if message["type"] == "http.response.start":
+                status, started = message["status"], True
+                MutableHeaders(scope=message)[REQUEST_ID] = note.id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, named)
+        except Exception as error:
+            _log.error("request=%s failed", note.id, exc_info=error)
+            if started:
+                raise  # the server cuts the connection: the client must not take this for a whole answer
+            failure = ApiError(500, "the server failed; its log says why")
+            await JSONResponse(failure.body(), failure.status)(scope, receive, named)
+        finally:
+            _write(scope, note, status=status, seconds=time.monotonic() - began)
+
+
+def _id_of(scope: Scope) -> str:
+    """The client's id for the request, if it is fit to be written down; else a new one."""
+    given = [value for name, value in scope["headers"] if name == REQUEST_ID.encode()]
+    if len(given) == 1 and _GIVEN_ID.fullmatch(given[0]):
+        return str(given[0].decode("ascii"))
+    return f"req-{secrets.token_hex(12)}"
+
+
+def _write(scope: Scope, note: RequestNote, *, status: int, seconds: float) -> None:
+    state, record = scope["state"], note.record
+    caller, route = state.get("caller"), state.get("route")
+    method = scope["method"] if scope["method"] in _METHODS else "-"
+    words = [
+        f"{method} {route or '-'} status={status} request={note.id}",
+        f"tenant={caller.tenant[:_SHORT] or '-' if caller is not None else '-'}",
+        f"ms={seconds * 1000:.1f}",
+    ]
+    if record is not None:
+        prompt = record.exact + record.moved + record.fresh
+        words.append(
+            f"answer={record.id} prompt={prompt} exact={record.exact} moved={record.moved} "
+            f"recomputed={record.recomputed} new={record.new} ttft_ms={record.ttft_ms} finish={record.finish}"
+        )
+    _log.log(logging.DEBUG if route in _PROBES else logging.INFO, "%s", " ".join(words))

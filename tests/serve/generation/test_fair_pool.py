@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from kvboost.serve.errors import ApiError
+from kvboost.serve.generation.fair_pool import FairPool
+
+
+class _Work:
+    """Work that is done when it is let, and notes its order."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.begun = threading.Event()
+        self.done: list[str] = []
+
+    def first(self) -> None:
+        self.begun.set()
+        self.go.wait(10)
+
+    def note(self, name: str) -> str:
+        self.done.append(name)
+        return name
+
+
+async def _blocked(pool: FairPool, work: _Work) -> asyncio.Task[None]:
+    """A pool whose one thread is busy."""
+    first = asyncio.create_task(pool.run("a", work.first))
+    await asyncio.to_thread(work.begun.wait, 10)
+    return first
+
+
+def _tasks(pool: FairPool, work: _Work, names: str) -> list[asyncio.Task[str]]:
+    return [asyncio.create_task(pool.run(name[0], work.note, name)) for name in names.split()]
+
+
+def test_one_tenants_many_prompts_do_not_come_before_anothers_one() -> None:
+    async def scenario() -> list[str]:
+        pool, work = FairPool(1, max_waiting=10, name="test"), _Work()
+        first = await _blocked(pool, work)
+        tasks = _tasks(pool, work, "a1 a2 a3 b1 c1 b2")
+        await asyncio.sleep(0)
+        work.go.set()
+        assert await asyncio.gather(first, *tasks) == [None, "a1", "a2", "a3", "b1", "c1", "b2"]
+        pool.close()
+        return work.done
+
+    assert asyncio.run(scenario()) == ["a1", "b1", "c1", "a2", "b2", "a3"]
+
+
+def test_what_waits_is_bounded_and_has_room_for_another_tenant() -> None:
+    async def scenario() -> None:
+        pool, work = FairPool(1, max_waiting=3, name="test"), _Work()
+        first = await _blocked(pool, work)
+        tasks = _tasks(pool, work, "a1 a2 a3")
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="3 prompts wait") as refused:
+            await pool.run("a", work.note, "a4")
+        assert refused.value.status == 429
+        tasks += _tasks(pool, work, "b1")
+        await asyncio.sleep(0)
+        work.go.set()
+        await asyncio.gather(first, *tasks)
+        pool.close()
+        assert sorted(work.done) == ["a1", "a2", "a3", "b1"]
+
+    asyncio.run(scenario())
+
+
+def test_what_nobody_waits_for_is_not_begun() -> None:
+    async def scenario() -> list[str]:
+        pool, work = FairPool(1, max_waiting=10, name="test"), _Work()
+        first = await _blocked(pool, work)
+        gone, stays = _tasks(pool, work, "a1 a2")
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.sleep(0)
+        work.go.set()
+        await asyncio.gather(first, stays)
+        pool.close()
+        return work.done
+
+    assert asyncio.run(scenario()) == ["a2"]
+
+
+def test_an_error_is_raised_where_the_result_is_waited_for() -> None:
+    async def scenario() -> None:
+        pool = FairPool(1, max_waiting=10, name="test")
+        with pytest.raises(ZeroDivisionError):
+            await pool.run("a", lambda: 1 // 0)
+        assert await pool.run("a", lambda: 2) == 2, "the thread goes on"
+        pool.close()
+
+    asyncio.run(scenario())

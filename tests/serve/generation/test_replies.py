@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+
+from kvboost.serve.generation.prompts import ChatPrompts, Turn
+from kvboost.serve.generation.replies import ReplyMemory, TextBefore
+from tests.helpers.tokenizer import byte_tokenizer
+
+
+def test_a_text_that_grows_finds_what_the_whole_text_was_remembered_with() -> None:
+    memory = ReplyMemory()
+    for before, ids in (("one, ", [1, 2]), ("one, two, ", [3])):
+        memory.remember(tenant="t", cache_key="", before=before, reply="yes", ids=ids)
+    before = TextBefore("one, two, three")
+    found: list[Any] = []
+    for end in (5, 10, 5):
+        before.grow(end)
+        found.append(memory.find(tenant="t", cache_key="", before=before, reply="yes"))
+    assert found == [[1, 2], [3], [3]]
+
+
+class _Counting:
+    """Counts what is hashed."""
+
+    hashed = 0
+
+    def __init__(self, data: bytes = b"", inner: Any = None) -> None:
+        self._inner = inner if inner is not None else _sha256()
+        self.update(data)
+
+    def update(self, data: bytes) -> None:
+        _Counting.hashed += len(data)
+        self._inner.update(data)
+
+    def copy(self) -> _Counting:
+        return _Counting(inner=self._inner.copy())
+
+    def digest(self) -> bytes:
+        return bytes(self._inner.digest())
+
+
+_sha256 = hashlib.sha256
+
+
+def test_hashing_a_chat_takes_as_long_as_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost.serve.generation.replies.hashlib.sha256", _Counting)
+    turns = [
+        Turn({"role": role, "content": f"{role} {number} " * 5})
+        for number in range(200)
+        for role in ("user", "assistant")
+    ]
+    prompt = ChatPrompts(byte_tokenizer(), min_gap=4).encode(turns, tenant="t", cache_key="")
+    assert len(prompt.text) / 2 < _Counting.hashed < 5 * len(prompt.text), "each turn once, not once per turn behind it"

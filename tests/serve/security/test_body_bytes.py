@@ -1,0 +1,74 @@
+"""Bodies of all requests together are bounded, and what cannot fit is not tokenised."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvboost.serve import Limits
+from kvboost.serve.security.auth import Caller
+from kvboost.serve.security.bodies import BodyLimit
+from tests.serve.asgi import ask
+from tests.serve.conftest import KEY, Running
+
+
+def test_a_key_that_fills_the_memory_is_refused_and_another_is_not() -> None:
+    async def scenario() -> None:
+        go, inside = asyncio.Event(), 0
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            nonlocal inside
+            inside += 1
+            await go.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+        limited = BodyLimit(app, limits=Limits(max_total_body_bytes=100))
+
+        async def request(tenant: str, size: int) -> int:
+            statuses: list[int] = []
+
+            async def receive() -> dict[str, Any]:
+                return {"type": "http.request", "body": b"x" * size, "more_body": False}
+
+            async def send(message: Any) -> None:
+                if message["type"] == "http.response.start":
+                    statuses.append(message["status"])
+
+            scope = {"type": "http", "headers": [], "state": {"caller": Caller(tenant, admin=False)}}
+            await limited(scope, receive, send)
+            return statuses[0]
+
+        first = asyncio.create_task(request("a", 80))
+        await asyncio.sleep(0.01)
+        assert await request("a", 80) == 429
+        other = asyncio.create_task(request("b", 40))
+        await asyncio.sleep(0.01)
+        assert inside == 2, "another key has its share"
+        go.set()
+        assert await asyncio.gather(first, other) == [200, 200]
+        assert await request("a", 80) == 200, "everything was given back"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x" * 70_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 7_000}] * 10}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 70_000}]}]}),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_it_is_tokenised(
+    keyed: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    def fail(*arguments: Any, **keywords: Any) -> None:
+        raise AssertionError("tokenised")
+
+    monkeypatch.setattr(keyed.service.chats, "encode", fail)
+    monkeypatch.setattr(keyed.engine.parts.encoder, "encode", fail)
+    answer = ask(keyed.app, "POST", path, key=KEY, json={"model": "tiny", **body})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
