@@ -21,11 +21,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvboost.engine import KVBoost
 from kvboost.errors import ConfigError
 from kvboost.scheduler.jobs import JobRunner
-from kvboost.serve.api import cache, health, models, tokens
+from kvboost.serve.api import cache, health, messages, models, tokens
 from kvboost.serve.api.chat import chat_completions
 from kvboost.serve.api.completions import completions
 from kvboost.serve.api.responses import responses
-from kvboost.serve.errors import ApiError, from_validation
+from kvboost.serve.errors import ApiError, from_validation, speaks_anthropic
 from kvboost.serve.generation.service import Service
 from kvboost.serve.observability.metrics import CountResponses
 from kvboost.serve.observability.requests import RequestLog
@@ -52,6 +52,8 @@ ROUTES: Mapping[tuple[str, str], Route] = {
     ("POST", "/v1/chat/completions"): Route(Access.USER, chat_completions),
     ("POST", "/v1/completions"): Route(Access.USER, completions),
     ("POST", "/v1/responses"): Route(Access.USER, responses),
+    ("POST", "/v1/messages"): Route(Access.USER, messages.messages),
+    ("POST", "/v1/messages/count_tokens"): Route(Access.USER, messages.count_tokens),
     ("GET", "/v1/models"): Route(Access.USER, models.models),
     ("GET", "/v1/models/{model:path}"): Route(Access.USER, models.model),
     ("POST", "/tokenize"): Route(Access.USER, tokens.tokenize),
@@ -128,19 +130,24 @@ def make_app(
 
 
 def _describe(app: FastAPI) -> None:
-    """Say in /openapi.json what FastAPI cannot know: the key, and that what is wrong is a 400 in OpenAI's shape."""
+    """Say in /openapi.json what FastAPI cannot know: the key, and the shapes of refusals."""
     description = app.openapi()
     description["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     text, optional = {"type": "string"}, {"type": ["string", "null"]}
     fields = {"message": text, "type": text, "param": optional, "code": optional}
     error = {"type": "object", "properties": fields, "required": list(fields)}
     shape = {"type": "object", "properties": {"error": error}, "required": ["error"]}
-    refusal = {"description": "Refused", "content": {"application/json": {"schema": shape}}}
+    short = {"type": "object", "properties": {"type": text, "message": text}, "required": ["type", "message"]}
+    anthropic = {"type": "object", "properties": {"type": text, "error": short}, "required": ["type", "error"]}
     for path, methods in description["paths"].items():
         for method, operation in methods.items():
             access = ACCESS[method.upper(), path.replace("{model}", "{model:path}")]
             operation["responses"].pop("422", None)
-            operation["responses"]["4XX"] = refusal
+            schema = anthropic if speaks_anthropic(path) else shape
+            operation["responses"]["4XX"] = {
+                "description": "Refused",
+                "content": {"application/json": {"schema": schema}},
+            }
             operation["x-access"] = access.value
             if access is not Access.OPEN:
                 operation["security"] = [{"key": []}]
@@ -148,7 +155,7 @@ def _describe(app: FastAPI) -> None:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return JSONResponse(error.body(), error.status, headers=error.headers)
+    return JSONResponse(error.body(request.scope["path"]), error.status, headers=error.headers)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

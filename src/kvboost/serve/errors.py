@@ -1,4 +1,4 @@
-"""Refusals as OpenAI's clients read them: ``{"error": {"message", "type", "param", "code"}}``.
+"""Refusals as clients read them: OpenAI's, ``{"error": {"message", "type", "param", "code"}}``, or Anthropic's.
 
 Raised by every endpoint and turned into a response by the app. Invariant: a message names what to change
 and never repeats what a client sent beyond the name of a field.
@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error"}
+_ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 
 
 class ApiError(Exception):
@@ -28,10 +30,18 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})
 
-    def body(self) -> dict[str, Any]:
-        """The answer's body."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The answer's body, as the clients of this path read it."""
+        if speaks_anthropic(path):
+            kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Whether the clients of this path are Anthropic's."""
+    return path.endswith(_ANTHROPIC_PATHS)
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:

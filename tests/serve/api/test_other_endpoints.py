@@ -72,7 +72,7 @@ def test_responses(client: openai.OpenAI) -> None:
         assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == text
 
 
-@pytest.mark.parametrize("field", ["tools", "previous_response_id", "metadata", "background"])
+@pytest.mark.parametrize("field", ["conversation", "prompt", "moderation"])
 def test_responses_refuse_what_they_do_not_do(keyed: Running, field: str) -> None:
     with keyed.http() as http:
         answer = http.post("/v1/responses", json={"model": "tiny", "input": "x", field: None})

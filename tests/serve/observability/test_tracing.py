@@ -104,6 +104,8 @@ _BODIES: dict[str, dict[str, Any] | None] = {
     "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
     "/v1/completions": {"model": "tiny", "prompt": "x", "max_tokens": 1},
     "/v1/responses": {"model": "tiny", "input": "x", "max_output_tokens": 1},
+    "/v1/messages": {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"model": "tiny", "messages": [{"role": "user", "content": "x"}]},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [70]},
     "/v1/cache/warm": {"prompt": "x" * 100, "tenant": tenant_of(KEY)},
@@ -120,7 +122,7 @@ def test_every_route_answers_while_somebody_listens(keyed: Running, spans: InMem
     request, stages = _told(spans)
     assert request.name == f"POST {path}"
     assert request.attributes["http.response.status_code"] == 200
-    generates = path in ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+    generates = path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
     assert ("gen_ai.operation.name" in request.attributes) == generates
     reads = generates or path in ("/v1/cache/warm", "/v1/cache/pin")
     assert set(stages) == ({"queue", "prefill", "decode"} if reads else set())

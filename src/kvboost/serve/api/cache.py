@@ -103,9 +103,10 @@ async def _pin(service: Service, generation: GenerationRequest) -> Response:
 
 
 async def clear(service: AppService) -> Response:
-    """Remove all stored KV and replies of all tenants, also what an earlier process left on a disk."""
+    """Remove all stored KV, replies and responses of all tenants, also what an earlier process left on a disk."""
     await asyncio.to_thread(service.pins.clear)
     service.chats.replies.clear()
+    service.responses.clear()
     try:
         await asyncio.to_thread(_purge, service)
     except StoreError as error:

@@ -20,7 +20,7 @@ from kvboost.serve.api.sse import DONE, EventStream, chained, while_connected
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.answers import AnswerReader
 from kvboost.serve.generation.parts import CallOpened, Content, Part, Reasoning
-from kvboost.serve.generation.prompts import ChatPrompt, to_turn
+from kvboost.serve.generation.prompts import ChatPrompt, Turn, to_turn
 from kvboost.serve.generation.sampling import sampling_of
 from kvboost.serve.generation.service import GenerationRequest, Service
 from kvboost.serve.generation.token_stream import Ended, Piece
@@ -246,22 +246,26 @@ def encode_messages(
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatPrompt:
     """A chat as ids, checked; ``param`` is the field it came in. For worker threads."""
-    texts = (part for message in messages for part in _texts(message))
-    service.check_characters(sum(map(len, texts)), param=param)
+    turns = [to_turn(message) for message in messages]
+    return encode_turns(service, turns, caller, cache_key, tools, param=param, template_kwargs=template_kwargs)
+
+
+def encode_turns(
+    service: Service,
+    turns: Sequence[Turn],
+    caller: Caller,
+    cache_key: str | None,
+    tools: list[dict[str, Any]] | None = None,
+    *,
+    param: str,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> ChatPrompt:
+    """The same for a chat that is in turns already."""
+    service.check_characters(sum(len(turn.content) + len(turn.reasoning) for turn in turns), param=param)
     prompt = service.chats.encode(
-        [to_turn(message) for message in messages],
-        tenant=caller.tenant,
-        cache_key=cache_key or "",
-        tools=tools,
-        template_kwargs=template_kwargs,
+        turns, tenant=caller.tenant, cache_key=cache_key or "", tools=tools, template_kwargs=template_kwargs
     )
     return replace(prompt, token_ids=service.encode(prompt.token_ids, param=param))
-
-
-def _texts(message: Message) -> list[str]:
-    if isinstance(message.content, list):
-        return [part.text for part in message.content]
-    return [message.content or ""]
 
 
 async def encode_either(
@@ -284,7 +288,6 @@ def _usable_tools(service: Service, body: ChatRequest) -> list[dict[str, Any]]:
         return []
     check_json([tool.function.parameters for tool in body.tools], limits=service.limits, param="tools")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    check_json(tools, limits=service.limits, param="tools")  # descriptions count as well
     if body.tool_choice == "none":
         return []
     if not service.chats.takes_tools:

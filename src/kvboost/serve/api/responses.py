@@ -1,36 +1,62 @@
-"""POST /v1/responses: the part of OpenAI's newer interface that is text."""
+"""POST /v1/responses: the part of OpenAI's newer interface that is text and functions.
+
+Invariant: a whole response is the last event of its stream, so both say the same.
+"""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.scheduler.jobs import Sampling
-from kvboost.serve.api.chat import encode_messages
+from kvboost.serve.api.chat import encode_turns
 from kvboost.serve.api.dependencies import AppService
+from kvboost.serve.api.headers import unread, with_ignored
+from kvboost.serve.api.response_items import Event, ItemEvents
 from kvboost.serve.api.sse import EventStream, chained, while_connected
-from kvboost.serve.generation.prompts import ChatPrompt
+from kvboost.serve.errors import bad_request
+from kvboost.serve.generation.answer_parts import answer_parts
+from kvboost.serve.generation.answers import AnswerReader
+from kvboost.serve.generation.items import to_turns
+from kvboost.serve.generation.offers import Offer, make_offer
+from kvboost.serve.generation.prompts import ChatPrompt, Turn
 from kvboost.serve.generation.service import Answer, GenerationRequest, Service
-from kvboost.serve.generation.token_stream import Ended, Piece
-from kvboost.serve.schemas.base import Message
-from kvboost.serve.schemas.responses import ResponsesRequest
-from kvboost.serve.security.auth import caller_of
+from kvboost.serve.generation.token_stream import Ended
+from kvboost.serve.schemas.responses import FunctionTool, NamedTool, ResponsesRequest
+from kvboost.serve.security.auth import Caller, caller_of
 
 
 async def responses(service: AppService, body: ResponsesRequest, request: Request) -> Response:
     """Answer, whole or as a stream of events."""
     service.check_model(body.model)
-    wanted = body.text.format if body.text is not None else None
-    grammar = await service.grammar(wanted, param="text.format")
     caller = caller_of(request)
-    prompt = await service.tokenizing.run(
-        caller.tenant, encode_messages, service, _messages(body), caller, body.prompt_cache_key, param="input"
-    )
+    offer = _offered(service, body)
+    wanted = body.text.format if body.text is not None else None
+    if offer.tools and wanted is not None and wanted.type != "text":
+        raise bad_request("tools and a JSON format do not go together here", param="text.format")
+    grammar = await service.grammar(wanted, param="text.format")
+    if offer.forced:
+        grammar = await asyncio.to_thread(service.grammars.compile_call, offer.forced)
+    turns = await asyncio.to_thread(_conversation, service, body, caller)
+    variables = _variables(body)
 
+    def encode() -> ChatPrompt:
+        system = [Turn({"role": "system", "content": body.instructions})] if body.instructions is not None else []
+        said, key, tools = [*system, *turns], body.prompt_cache_key, list(offer.tools)
+        return encode_turns(service, said, caller, key, tools, param="input", template_kwargs=variables)
+
+    prompt = await service.tokenizing.run(caller.tenant, encode)
+    reader = service.answers.make(
+        prompt=prompt.text,
+        tools=list(offer.tools),
+        forced=bool(offer.forced),
+        constrained=grammar is not None,
+        parallel=body.parallel_tool_calls is not False,
+    )
     generation = GenerationRequest(
         endpoint="responses",
         prompts=[(prompt.token_ids, prompt.boundaries)],
@@ -44,68 +70,99 @@ async def responses(service: AppService, body: ResponsesRequest, request: Reques
             top_p=1.0 if body.top_p is None else body.top_p,
         ),
         grammar=grammar,
+        special=grammar is None and service.answers.needs_special(tools=bool(offer.tools)),
     )
-    writing = _ResponseWriter(service, body, prompt)
+    writing = _ResponseWriter(service, body, reader, prompt, turns)
+    ignored = [*body.ignored(), *unread(service.chats, {"reasoning.effort": variables} if variables else {})]
     if not body.stream:
-        return await while_connected(request, writing.whole(generation))
-    return EventStream(await chained(writing.stream(generation)))
+        return with_ignored(await while_connected(request, writing.whole(generation)), ignored)
+    return with_ignored(EventStream(await chained(writing.stream(generation))), ignored)
 
 
-def _messages(body: ResponsesRequest) -> list[Message]:
-    given = [Message(role="user", content=body.input)] if isinstance(body.input, str) else []
-    if not isinstance(body.input, str):
-        given = [Message(role=message.role, content=message.content) for message in body.input]
-    if body.instructions is not None:
-        given.insert(0, Message(role="system", content=body.instructions))
-    return given
+def _variables(body: ResponsesRequest) -> dict[str, Any]:
+    """What ``reasoning.effort`` sets in the chat template."""
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    if effort is None:
+        return {}
+    # The second is for templates that know only on and off.
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
+
+
+def _conversation(service: Service, body: ResponsesRequest, caller: Caller) -> list[Turn]:
+    """What was said, and what is said now. Instructions are not part of it: each response has its own."""
+    before: Sequence[Turn] = ()
+    if body.previous_response_id is not None:
+        found = service.responses.find(body.previous_response_id, tenant=caller.tenant)
+        if found is None:
+            raise bad_request(
+                "this server does not remember that response: it keeps the latest of each key until it is restarted, "
+                "and none with store=false; send the whole conversation in input",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        before = found
+    return [*before, *to_turns(body.input)]
+
+
+def _offered(service: Service, body: ResponsesRequest) -> Offer:
+    choice = body.tool_choice
+    return make_offer(
+        [_as_function(tool) for tool in body.tools or []],
+        choice="required" if isinstance(choice, NamedTool) else choice or "auto",
+        named=choice.name if isinstance(choice, NamedTool) else None,
+        chats=service.chats,
+        limits=service.limits,
+    )
+
+
+def _as_function(tool: FunctionTool) -> dict[str, Any]:
+    """A tool as templates take it."""
+    given = {"name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+    return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
 
 class _ResponseWriter:
     """Writes one response."""
 
-    def __init__(self, service: Service, body: ResponsesRequest, prompt: ChatPrompt) -> None:
-        self._service, self._body, self._prompt = service, body, prompt
-        self._item_id = "msg_" + secrets.token_hex(12)
+    def __init__(
+        self, service: Service, body: ResponsesRequest, reader: AnswerReader, prompt: ChatPrompt, turns: list[Turn]
+    ) -> None:
+        self._service, self._body, self._reader, self._prompt, self._turns = service, body, reader, prompt, turns
+        self._items = ItemEvents()
 
     async def whole(self, generation: GenerationRequest) -> Response:
         """The response as one object."""
-        async with self._service.generating(generation, prefix="resp_") as answer:
-            async for event in answer.events():
-                if isinstance(event, Ended):
-                    await self._service.remember(self._prompt, event)
-        return JSONResponse(self._object(answer))
+        last: dict[str, Any] = {}
+        async for _, event in self.stream(generation):
+            last = event
+        return JSONResponse(last["response"])
 
-    async def stream(self, generation: GenerationRequest) -> AsyncIterator[Any]:
+    async def stream(self, generation: GenerationRequest) -> AsyncIterator[Event]:
         """The response as events, numbered from 0."""
         number = 0
-
-        def numbered(name: str, **fields: Any) -> tuple[str, dict[str, Any]]:
-            nonlocal number
+        async for name, fields in self._events(generation):
+            yield name, {"type": name, "sequence_number": number, **fields}
             number += 1
-            return name, {"type": name, "sequence_number": number - 1, **fields}
 
-        location = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+    async def _events(self, generation: GenerationRequest) -> AsyncIterator[Event]:
         async with self._service.generating(generation, prefix="resp_") as answer:
-            yield numbered("response.created", response=self._object(answer))
-            yield numbered("response.in_progress", response=self._object(answer))
-            yield numbered("response.output_item.added", output_index=0, item=self._item("", "in_progress"))
-            yield numbered("response.content_part.added", **location, part=_part(""))
-            async for event in answer.events():
-                if isinstance(event, Piece):
-                    if event.text:
-                        yield numbered("response.output_text.delta", **location, delta=event.text, logprobs=[])
-                    continue
-                await self._service.remember(self._prompt, event)
-                status = _status(event)
-                yield numbered("response.output_text.done", **location, text=event.text, logprobs=[])
-                yield numbered("response.content_part.done", **location, part=_part(event.text))
-                yield numbered("response.output_item.done", output_index=0, item=self._item(event.text, status))
+            yield "response.created", {"response": self._object(answer)}
+            yield "response.in_progress", {"response": self._object(answer)}
+            async for part in answer_parts(answer, self._reader):
+                if isinstance(part, Ended):
+                    shown = (self._reader.reasoning, self._reader.content)
+                    await self._service.remember(self._prompt, part, shown=shown)
+                    events = self._items.end(_status(part))
+                else:
+                    events = self._items.add(part)
+                for event in events:
+                    yield event
+        if self._body.store is not False:
+            said = [*self._turns, *to_turns(self._items.as_input())]
+            tenant = generation.caller.tenant
+            await asyncio.to_thread(self._service.responses.remember, answer.id, said, tenant=tenant)
         end = self._object(answer)
-        yield numbered(f"response.{end['status']}", response=end)
-
-    def _item(self, text: str, status: str) -> dict[str, Any]:
-        content = [_part(text)] if status != "in_progress" else []
-        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+        yield f"response.{end['status']}", {"response": end}
 
     def _object(self, answer: Answer) -> dict[str, Any]:
         body = self._body
@@ -121,34 +178,41 @@ class _ResponseWriter:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
             "model": answer.model,
-            "output": [self._item(ended.text, status)] if ended is not None else [],
-            "parallel_tool_calls": False,
-            "previous_response_id": None,
+            "output": self._items.output if ended is not None else [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
             "prompt_cache_key": body.prompt_cache_key,
-            "reasoning": {"effort": None, "summary": None},
-            "store": False,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
+            "store": body.store is not False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": format_},
-            "tool_choice": "none",
-            "tools": [],
+            "tool_choice": self._choice(),
+            "tools": [_told(tool) for tool in body.tools or []],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": _usage(answer) if ended is not None else None,
-            "metadata": {},
+            "user": body.user,
+            "metadata": body.metadata or {},
         }
 
+    def _choice(self) -> Any:
+        choice = self._body.tool_choice
+        return _dumped(choice) if isinstance(choice, NamedTool) else choice or "auto"
 
-def _dumped(format_: Any) -> Any:
-    return format_.model_dump(by_alias=True, exclude_none=True)
+
+def _told(tool: FunctionTool) -> dict[str, Any]:
+    """A tool as clients read it: these two fields are there whatever they hold."""
+    return {"parameters": tool.parameters, "strict": tool.strict, **_dumped(tool)}
+
+
+def _dumped(given: Any) -> Any:
+    return given.model_dump(by_alias=True, exclude_none=True)
 
 
 def _status(ended: Ended) -> str:
     return "incomplete" if ended.reason == "length" else "completed"
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

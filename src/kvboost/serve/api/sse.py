@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
@@ -30,14 +30,17 @@ def to_json(value: Any) -> str:
 
 
 class EventStream(Response):
-    """Sends what ``events`` yields: objects as JSON, a pair as (event name, object), None as a comment."""
+    """Sends what ``events`` yields: objects as JSON, a pair as (event name, object), None as a comment.
+
+    ``failure`` makes the last event of a stream that fails.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[Any]) -> None:
+    def __init__(self, events: AsyncIterator[Any], *, failure: Callable[[ApiError], Any] = ApiError.body) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
+        self._events, self._failure = events, failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the end or until the client is gone."""
@@ -59,11 +62,11 @@ class EventStream(Response):
                 async for event in events:
                     await send({"type": "http.response.body", "body": _written(event), "more_body": True})
         except ApiError as error:  # too late for a status
-            await send({"type": "http.response.body", "body": _written(error.body()), "more_body": True})
+            await send({"type": "http.response.body", "body": _written(self._failure(error)), "more_body": True})
         except Exception:  # noqa: BLE001 - logged; the headers are gone, so the stream itself has to say it
             _log.exception("a stream failed")
             failure = ApiError(500, "the server failed; its log says why")
-            await send({"type": "http.response.body", "body": _written(failure.body()), "more_body": True})
+            await send({"type": "http.response.body", "body": _written(self._failure(failure)), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

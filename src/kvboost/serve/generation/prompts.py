@@ -52,6 +52,8 @@ class ChatPrompt:
     tenant: str
     cache_key: str
     """Replies are remembered for this tenant and key only."""
+    marked_tokens: int = 0
+    """Ids up to the last place that the client marked with ``cache_control``."""
 
 
 def to_turn(message: Message) -> Turn:
@@ -159,7 +161,8 @@ class ChatPrompts:
                 if self._decode(pieces.ids) != self._decode(whole.ids):
                     pieces = whole
         wanted = [(mark, 1) for mark in marks] + [(end, self._min_gap) for end in ends]
-        return ChatPrompt(text, pieces.ids, _spaced(pieces, wanted), tenant, cache_key)
+        marked = max((pieces.ids_up_to(mark) or 0 for mark in marks), default=0)
+        return ChatPrompt(text, pieces.ids, _spaced(pieces, wanted), tenant, cache_key, marked)
 
     def remember(self, prompt: ChatPrompt, *, reply: str, ids: Sequence[int], shown: Sequence[str] = ()) -> None:
         """Keep the ids of a reply, if they are its text and nothing else.
@@ -208,9 +211,11 @@ class ChatPrompts:
         from jinja2 import TemplateError
 
         try:
-            return str(
+            text = str(
                 self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **extra)
             )
+            text.encode()  # arguments of earlier calls can hold half of a surrogate pair, which no tokenizer reads
+            return text
         except (TemplateError, TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
             raise bad_request(
                 f"this model's chat template does not take these messages: {error}", param="messages"

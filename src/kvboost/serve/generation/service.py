@@ -24,6 +24,7 @@ from kvboost.scheduler.jobs import Job, JobRunner, Sampling, Ticket
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.answers import AnswerReaders
 from kvboost.serve.generation.fair_pool import FairPool
+from kvboost.serve.generation.items import ResponseMemory
 from kvboost.serve.generation.prompts import ChatPrompt, ChatPrompts
 from kvboost.serve.generation.structured import Grammars
 from kvboost.serve.generation.text import token_bytes
@@ -177,6 +178,7 @@ class Service:
         self.max_positions = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
         self.token_bytes = token_bytes(engine.tokenizer)
         self.grammars = Grammars(engine.tokenizer, vocab_size=self.vocab_size, end_token_ids=self.end_token_ids)
+        self.responses = ResponseMemory()
         self.streams = Streams(limits.max_streams)
         self.rates = Rates(limits)
         self.tokenizing = FairPool(_TOKENIZERS, max_waiting=limits.max_waiting_prompts, name="kvboost-tokenize")

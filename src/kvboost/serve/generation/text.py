@@ -59,17 +59,18 @@ class StopCutter:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
-        self.found = False
+        self.found: str | None = None
+        """The stop string that ended the text."""
 
     def add(self, text: str) -> str:
         """The text that is certain not to belong to a stop string. Nothing after one was found."""
-        if self.found:
+        if self.found is not None:
             return ""
         self._held += text
-        starts = [start for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        starts = [(start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
         if starts:
-            self.found = True
-            piece, self._held = self._held[: min(starts)], ""
+            cut, self.found = min(starts)
+            piece, self._held = self._held[:cut], ""
             return piece
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep

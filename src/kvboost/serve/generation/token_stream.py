@@ -48,6 +48,8 @@ class Ended:
     queued_seconds: float | None = None
     seconds: float | None = None
     """From ``submit`` until it was admitted, and to its end."""
+    stop_string: str | None = None
+    """The one that ended it."""
 
 
 def milliseconds(seconds: float | None) -> float | None:
@@ -102,7 +104,7 @@ def follow(
             given += len(text)
             texts.append(text)
             yield _piece(index, text, waiting, up_to=given)
-        stopped = cutter.found
+        stopped = cutter.found is not None
         if stopped:
             ticket.cancel()
     if not cutter.found:
@@ -128,6 +130,7 @@ def follow(
         error=finished.error,
         queued_seconds=finished.queued_seconds,
         seconds=finished.seconds,
+        stop_string=cutter.found,
     )
 
 

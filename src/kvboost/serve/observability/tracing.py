@@ -21,7 +21,7 @@ from kvboost.serve.observability.recent import RequestRecord
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-_OPERATIONS = {"chat": "chat", "completions": "text_completion", "responses": "chat"}
+_OPERATIONS = {"chat": "chat", "completions": "text_completion", "responses": "chat", "messages": "chat"}
 _SERVER_FAILED = 500
 
 

@@ -116,6 +116,9 @@ class CacheControl(Body):
     """Marks the end of a part as a place to cut, as Anthropic's clients write it."""
 
     type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+    scope: Annotated[str, Field(max_length=64)] | None = None
+    """Neither has an effect: what stays is decided by use, and each key has a cache of its own."""
 
 
 class TextPart(Body):

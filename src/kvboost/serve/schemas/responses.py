@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from kvboost.serve.schemas.base import (
     Body,
+    Inert,
     JsonObjectFormat,
     Name,
     SamplingBody,
@@ -18,15 +19,112 @@ from kvboost.serve.schemas.base import (
     at_most,
 )
 
+Status = Literal["in_progress", "completed", "incomplete"]
+_Empty = Annotated[list[Any], Field(max_length=0)]
+_UNREAD = {"input_image": "images", "input_file": "files", "input_audio": "audio"}
+
+
+class ItemPart(TextPart):
+    """A piece of a message. What is empty in every answer may come back."""
+
+    annotations: _Empty | None = None
+    logprobs: _Empty | None = None
+
+
+def _readable(part: Any) -> Any:
+    """Refuse by its name what this server cannot read."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind in _UNREAD:
+        raise ValueError(f"{_UNREAD[kind]} cannot be read by this server; send text")
+    return part
+
+
+def _text_or_parts(content: Any) -> str:
+    return "str" if isinstance(content, str) else "list[part]"
+
+
+# The tags are what refusals leave out of a field's name, as no client has written them.
+Parts = Annotated[
+    Annotated[Text, Tag("str")]
+    | Annotated[list[Annotated[ItemPart, BeforeValidator(_readable)]], Field(fail_fast=True), Tag("list[part]")],
+    Discriminator(_text_or_parts),
+]
+
 
 class InputMessage(Body):
     """One message of /v1/responses."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: Parts
     id: Text | None = None
-    status: Literal["completed", "incomplete"] | None = None
+    status: Status | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class FunctionCall(Body):
+    """A call an assistant made earlier."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: Name
+    arguments: Text
+    """JSON, as it was answered."""
+    id: Text | None = None
+    status: Status | None = None
+
+
+class FunctionCallOutput(Body):
+    """What a function answered."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Parts
+    id: Text | None = None
+    status: Status | None = None
+
+
+class ReasoningText(Body):
+    """A thought."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: Text
+
+
+class ReasoningItem(Body):
+    """What an assistant thought earlier."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[ReasoningText], Field(fail_fast=True)]
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    id: Text | None = None
+    encrypted_content: Text | None = None
+    """Of another server, which only that one can read: it is left out."""
+    status: Status | None = None
+
+
+_CLASSES = {
+    "message": "InputMessage",
+    "function_call": "FunctionCall",
+    "function_call_output": "FunctionCallOutput",
+    "reasoning": "ReasoningItem",
+}
+
+
+def _class_of(item: Any) -> str | None:
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    return _CLASSES.get(kind) if isinstance(kind, str) else None
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("InputMessage")]
+    | Annotated[FunctionCall, Tag("FunctionCall")]
+    | Annotated[FunctionCallOutput, Tag("FunctionCallOutput")]
+    | Annotated[ReasoningItem, Tag("ReasoningItem")],
+    Discriminator(
+        _class_of, custom_error_type="item", custom_error_message=f"give an item of type {' or '.join(_CLASSES)}"
+    ),
+]
 
 
 class InlineSchemaFormat(Body):
@@ -43,17 +141,71 @@ class TextSettings(Body):
     """How the text of a response is written."""
 
     format: Annotated[TextFormat | JsonObjectFormat | InlineSchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Without effect here."""
+
+
+class FunctionTool(Body):
+    """A function the model may call. The tools that OpenAI's own servers run are refused."""
+
+    type: Literal["function"]
+    name: Name
+    description: Text | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class NamedTool(Body):
+    """The one function to call."""
+
+    type: Literal["function"]
+    name: Name
+
+
+class Reasoning(Body):
+    """How much to reason."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesStreamOptions(Body):
+    """How to stream."""
+
+    include_obfuscation: bool | None = None
 
 
 class ResponsesRequest(SamplingBody):
     """POST /v1/responses, the part of it that is text."""
 
     input: Annotated[
-        Text | Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)],
+        Annotated[Text, Tag("str")]
+        | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("list[item]")],
+        Discriminator(lambda value: "str" if isinstance(value, str) else "list[item]"),
         at_most("input", lambda limits: limits.max_messages),
     ]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: TextSettings | None = None
-    store: Literal[False] | None = None
-    """Nothing is stored here, so true is refused."""
+    tools: Annotated[
+        Annotated[list[FunctionTool], Field(fail_fast=True)] | None, at_most("tools", lambda limits: limits.max_tools)
+    ] = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: Annotated[Text, Field(max_length=64)] | None = None
+    store: bool | None = None
+    """Whether ``previous_response_id`` may name the response; true unless it is false."""
+    truncation: Literal["disabled"] | None = None
+    """Nothing is ever left out of a conversation, so ``auto`` is refused."""
+    background: Literal[False] | None = None
+    top_logprobs: Literal[0] | None = None
+    reasoning: Reasoning | None = None
+    metadata: Annotated[dict[str, Text], Field(max_length=16)] | None = None
+    user: Text | None = None
+    safety_identifier: Inert = None
+    service_tier: Inert = None
+    prompt_cache_retention: Inert = None
+    max_tool_calls: int | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    """The others have no effect here; some come back in the response."""

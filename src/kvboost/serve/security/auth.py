@@ -199,7 +199,7 @@ class Gate:
         try:
             self._admit(scope, scope.setdefault("state", {}))
         except ApiError as error:
-            response = JSONResponse(error.body(), error.status, headers=error.headers)
+            response = JSONResponse(error.body(scope["path"]), error.status, headers=error.headers)
             await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -213,7 +213,9 @@ class Gate:
             raise ApiError(
                 403, "this server answers only to localhost; set an API key to use other names", code="wrong_host"
             )
-        caller = state["caller"] = self._keys.caller(headers.get(b"authorization"))
+        # Anthropic's clients write the key in a header of their own.
+        given = headers.get(b"authorization", b"Bearer " + headers.get(b"x-api-key", b""))
+        caller = state["caller"] = self._keys.caller(given)
         path, method = scope["path"], scope["method"]
         found = [(name, route, access) for name, route, pattern, access in self._routes if pattern.match(path)]
         methods = {name: access for name, _, access in found}
@@ -229,7 +231,7 @@ class Gate:
         if caller is None:
             raise ApiError(
                 401,
-                "give a valid key as 'Authorization: Bearer KEY'",
+                "give a valid key as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )

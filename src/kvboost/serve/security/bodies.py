@@ -70,7 +70,7 @@ class BodyLimit:
             late = f"the body took longer than {self._limits.body_seconds:g} seconds"
             refusal = error if isinstance(error, ApiError) else ApiError(408, late, code="too_slow")
             headers = {**refusal.headers, "Connection": "close"}
-            await JSONResponse(refusal.body(), refusal.status, headers=headers)(scope, receive, send)
+            await JSONResponse(refusal.body(scope["path"]), refusal.status, headers=headers)(scope, receive, send)
             return
         if body is None:
             return  # the client has gone

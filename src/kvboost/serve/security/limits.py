@@ -61,7 +61,7 @@ class Limits:
     max_logit_bias: int = 300
     """Entries of ``logit_bias``."""
     max_schema_bytes: int = 64 * 2**10
-    """Bytes of a JSON schema, or of all tools."""
+    """Bytes of a JSON schema, or of those of all tools."""
     max_schema_depth: int = 32
     """Levels of a JSON schema."""
     max_tools: int = 128

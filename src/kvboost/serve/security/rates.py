@@ -107,7 +107,7 @@ class RateLimit:
         try:
             self._rates.enter(key_id)
         except ApiError as error:
-            await JSONResponse(error.body(), error.status, headers=error.headers)(scope, receive, send)
+            await JSONResponse(error.body(scope["path"]), error.status, headers=error.headers)(scope, receive, send)
             return
 
         async def told(message: Message) -> None:

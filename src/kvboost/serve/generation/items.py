@@ -1,0 +1,109 @@
+"""Items of /v1/responses as turns that chat templates take, and the responses that are remembered.
+
+Invariant of :class:`ResponseMemory`: a tenant finds its own responses only, and none has more than a bounded number of
+responses and characters.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from kvboost.serve.generation.prompts import Turn, to_turn
+from kvboost.serve.schemas.base import CalledFunction, Message, ToolCall
+from kvboost.serve.schemas.responses import (
+    FunctionCall,
+    FunctionCallOutput,
+    InputItem,
+    InputMessage,
+    ReasoningItem,
+)
+
+_MAX_RESPONSES = 1024
+_MAX_CHARACTERS = 16 * 2**20
+"""Of one tenant. A conversation counts with each of its responses, though they share most of their memory."""
+
+
+def to_turns(items: str | Iterable[InputItem]) -> list[Turn]:
+    """The turns of a conversation. What an assistant thought, said and called in a row is one turn."""
+    if isinstance(items, str):
+        return [Turn({"role": "user", "content": items})]
+    turns: list[Turn] = []
+    for of_assistant, group in groupby(items, key=_is_of_assistant):
+        found = list(group)
+        turns += [_of_assistant(found)] if of_assistant else [_of_others(item) for item in found]
+    return turns
+
+
+def _is_of_assistant(item: InputItem) -> bool:
+    return isinstance(item, FunctionCall | ReasoningItem) or (
+        isinstance(item, InputMessage) and item.role == "assistant"
+    )
+
+
+def _of_assistant(items: Iterable[InputItem]) -> Turn:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for item in items:
+        if isinstance(item, ReasoningItem):
+            thoughts += [part.text for part in item.content or item.summary]
+        elif isinstance(item, FunctionCall):
+            calls.append(ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments)))
+        elif isinstance(item, InputMessage):
+            texts += [item.content] if isinstance(item.content, str) else [part.text for part in item.content]
+    turn = to_turn(Message(role="assistant", content="\n".join(texts), tool_calls=calls or None))
+    return Turn({**turn.fields, "reasoning_content": "\n".join(thoughts)}) if thoughts else turn
+
+
+def _of_others(item: InputItem) -> Turn:
+    if isinstance(item, FunctionCallOutput):
+        return to_turn(Message(role="tool", content=_content(item.output), tool_call_id=item.call_id))
+    assert isinstance(item, InputMessage)
+    return to_turn(Message(role=item.role, content=_content(item.content)))
+
+
+def _content(parts: str | Sequence[Any]) -> Any:
+    return parts if isinstance(parts, str) else list(parts)
+
+
+class ResponseMemory:
+    """The conversations that ended with a response, by tenant and id; drops the oldest. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tenants: defaultdict[str, _Kept] = defaultdict(_Kept)
+
+    def remember(self, response: str, turns: Sequence[Turn], *, tenant: str) -> None:
+        """Keep the conversation up to this response, the response included."""
+        size = sum(len(json.dumps(turn.fields)) for turn in turns)
+        with self._lock:
+            kept = self._tenants[tenant]
+            kept.conversations[response] = (tuple(turns), size)
+            kept.characters += size
+            while len(kept.conversations) > _MAX_RESPONSES or kept.characters > _MAX_CHARACTERS:
+                _, (_, gone) = kept.conversations.popitem(last=False)
+                kept.characters -= gone
+
+    def find(self, response: str, *, tenant: str) -> Sequence[Turn] | None:
+        """The conversation that ended with this response; None if it is not remembered."""
+        with self._lock:
+            found = self._tenants[tenant].conversations.get(response)
+        return found[0] if found is not None else None
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        with self._lock:
+            self._tenants.clear()
+
+
+class _Kept:
+    """What one tenant has."""
+
+    def __init__(self) -> None:
+        self.conversations: OrderedDict[str, tuple[Sequence[Turn], int]] = OrderedDict()
+        self.characters = 0
