@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from kvboost.cli.logs import LogLevel, set_level
 from kvboost.cli.settings import PANELS, SETTINGS, Setting, Settings, is_list
 from kvboost.errors import ConfigError
 
@@ -20,7 +21,7 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name,
 
 
 def with_settings(*sections: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command the flags of ``sections`` and of the engine, ``--config`` and ``--show-config``.
+    """Give a command the flags of ``sections`` and of the engine, ``--config``, ``--show-config`` and ``--log-level``.
 
     The command has a parameter ``settings`` and gets a :class:`Settings` there.
     """
@@ -31,9 +32,11 @@ def with_settings(*sections: str) -> Callable[[Callable[..., Any]], Callable[...
         parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "settings"]
         parameters += [_keyword(setting.name, _flag(setting), None) for setting in offered]
         parameters += [_keyword("config", _CONFIG, None), _keyword("show_config", _SHOW, False)]
+        parameters += [_keyword("log_level", LogLevel, None)]
 
         @functools.wraps(command)
         def wrapped(**arguments: Any) -> Any:
+            set_level(arguments.pop("log_level"))
             flags = {setting: arguments.pop(setting.name) for setting in offered}
             settings = _read(flags, file=arguments.pop("config"))
             if arguments.pop("show_config"):

@@ -8,18 +8,19 @@ shell completion must not wait for them.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from kvboost import __version__
 from kvboost.cli import cache
 from kvboost.cli.bench import bench
 from kvboost.cli.calibrate import calibrate
 from kvboost.cli.chat import chat, run
 from kvboost.cli.doctor import doctor
+from kvboost.cli.logs import LogLevel, logging_to_stderr, set_level
 from kvboost.cli.serve import serve
 from kvboost.cli.warm import warm
 from kvboost.errors import KVBoostError
@@ -37,7 +38,16 @@ app = typer.Typer(
 
 
 @app.callback()
-def _no_command(context: typer.Context) -> None:
+def _before_commands(
+    context: typer.Context,
+    *,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and do nothing else.")] = False,
+    log_level: LogLevel = None,
+) -> None:
+    if version:
+        typer.echo(f"kvboost {__version__}")
+        raise typer.Exit(0)
+    set_level(log_level)
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(2)
@@ -58,8 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     group: Any = typer.main.get_command(app)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # those of Transformers
+        with logging_to_stderr():
             code = group.main(args=given, prog_name="kvboost", standalone_mode=False)
     except typer.TyperException as error:
         name = _command_name(group, given)

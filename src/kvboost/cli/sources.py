@@ -126,7 +126,7 @@ def _checked(file: Path | None) -> Path | None:
 
 def _check_variables() -> None:
     """Refuse a variable that is nearly one of ours. Others may have names of their own behind the same prefix."""
-    known = {setting.variable for setting in SETTINGS} | {"KVBOOST_CONFIG"}
+    known = {setting.variable for setting in SETTINGS} | {"KVBOOST_CONFIG", "KVBOOST_LOG_LEVEL"}
     for name in os.environ:
         near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR) if name.startswith(_PREFIX) else []
         if near and name not in known:

@@ -1,0 +1,91 @@
+"""Log lines and warnings of a command: one line each, on the error output.
+
+Used by :mod:`kvboost.cli.main` around every command. Invariant: no warning is silenced. A warning is a log line of the
+logger ``py.warnings``: at the level ``info`` if it is for developers (a deprecation in Transformers or torch), else at
+``warning``, which is shown unless somebody asks for less.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, TextIO
+
+import typer
+
+from kvboost.cli.output import note
+from kvboost.errors import ConfigError
+
+_LEVELS = ("debug", "info", "warning", "error")
+_LOGGERS = ("kvboost", "py.warnings")
+_FOR_DEVELOPERS = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
+
+
+class _Handler(logging.Handler):
+    """Writes a line to what is the error output now."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record; the trace of an error follows on lines of its own."""
+        line = f"{record.levelname.lower()}: {' '.join(record.getMessage().split())}"
+        if record.exc_info:
+            line += "\n" + logging.Formatter().formatException(record.exc_info)
+        note(line)
+
+
+@contextmanager
+def logging_to_stderr() -> Iterator[None]:
+    """Show what is logged and warned of inside. What ``python -W`` and ``PYTHONWARNINGS`` say stays in force."""
+    handler = _Handler()
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            if not sys.warnoptions:
+                warnings.simplefilter("default")
+            warnings.showwarning = _show
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+
+
+def set_level(level: str | None) -> None:
+    """Show what is of this level or above, in Transformers too. None changes nothing. Raises ConfigError."""
+    if level is None:
+        return
+    if level.lower() not in _LEVELS:
+        raise ConfigError(f"--log-level {level} is not known; use one of {', '.join(_LEVELS)}")
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(level.upper())
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", level.lower())  # read when it is imported
+
+
+LogLevel = Annotated[
+    str | None,
+    typer.Option(
+        "--log-level",
+        metavar="LEVEL",
+        envvar="KVBOOST_LOG_LEVEL",
+        help=f"What goes to the error output beside answers: {', '.join(_LEVELS)}; warning by default.",
+    ),
+]
+
+
+def _show(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    level = logging.INFO if issubclass(category, _FOR_DEVELOPERS) else logging.WARNING
+    logging.getLogger("py.warnings").log(level, "%s", message)
