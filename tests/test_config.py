@@ -77,6 +77,7 @@ def test_defaults_are_valid_and_sizes_become_numbers() -> None:
         {"kv_cache_bits": 5},
         {"numerics": "quick"},
         {"disk_cache_bytes": "much"},
+        {"disk_cache_bytes": 0},
         {"remote_cache_bytes": "much"},
         {"remote_url": "http://example"},
         {"object_url": "http://bucket/prefix"},

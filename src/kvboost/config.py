@@ -19,6 +19,8 @@ PROTECTIONS = ("none", "mac", "encrypt")
 AUTO = "auto"
 """A size that follows from the memory that is free when an engine is made."""
 DEFAULT_CHUNK = 32
+DEFAULT_PLACE_BYTES = 20 * 2**30
+"""Limit of a cache directory or a server whose first writer gives none."""
 _CHECKED_BY_DEFAULT = 0.02
 _SIZES = (
     "cache_bytes",
@@ -31,6 +33,11 @@ _SIZES = (
     "object_cache_bytes",
 )
 
+_LIMITS = {
+    "disk_cache_bytes": "disk_cache_dir",
+    "remote_cache_bytes": "remote_url",
+    "object_cache_bytes": "object_url",
+}
 _NON_PREFIX = (
     "recompute_strategy",
     "recompute_ratio",
@@ -52,6 +59,11 @@ def parse_bytes(value: int | str, *, name: str) -> int:
     if value < 0:
         raise ConfigError(f"{name}={value} is negative; use 0 to keep nothing")
     return value
+
+
+def is_redis(place: str) -> bool:
+    """Whether this is the URL of a Redis or Valkey server, of a cluster, or of Sentinels."""
+    return re.match(r"rediss?(\+cluster|\+sentinel)?://", place) is not None
 
 
 def _is_share(value: Any, *, below_one: bool = False) -> bool:
@@ -77,7 +89,8 @@ class EngineConfig:
     """Keep at most this many chunks in memory."""
     cache_bytes: int | str = AUTO
     """Memory for chunks: a number of bytes, text such as ``"2GiB"``, or ``"auto"``. On an accelerator that is a fifth
-    of the memory that is free beside the weights, on the CPU 2 GiB."""
+    of the memory that is free beside the weights, on the CPU 2 GiB. With tiers below, a quarter of it, at most 512 MiB,
+    is for chunks that wait to be written there."""
     workspace_bytes: int | str = AUTO
     """Memory for caches kept between requests, so that a repeated prefix needs no copy. ``"auto"`` is a fifth of an
     accelerator's free memory, on the CPU 1 GiB."""
@@ -130,20 +143,25 @@ class EngineConfig:
     pinned, in pages that are allocated as they are needed. For the engine's own tenant only."""
     disk_cache_dir: str | Path | None = None
     """Also keep chunks in this directory. They outlive the process, and several processes may share it."""
-    disk_cache_bytes: int | str = "20GiB"
-    """Limit for the directory, over all models and tenants in it."""
+    disk_cache_bytes: int | str | None = None
+    """Limit for a new directory, over all models and tenants in it; 20 GiB if left out. The directory keeps the limit
+    of its first writer; ``kvboost cache limit`` changes it."""
     remote_url: str | None = None
     """Also keep chunks in this Redis or Valkey server: ``redis://host:port``, or ``rediss://`` for TLS. Several
-    machines may share it; ``rediss://user:password@host:port`` logs in. Needs ``kvboost[redis]``."""
-    remote_cache_bytes: int | str = "20GiB"
-    """Limit for what all engines together keep there."""
+    machines may share it; ``rediss://user:password@host:port`` logs in, ``redis+cluster://host:port`` is a node's share
+    of a cluster, ``redis+sentinel://host:port/service`` the master of Sentinels. Needs ``kvboost[redis]``."""
+    remote_cache_bytes: int | str | None = None
+    """Limit for what all engines together keep in a new server; 20 GiB if left out. The server keeps the limit of its
+    first writer; ``kvboost cache limit`` changes it."""
     remote_ttl_seconds: float | None = None
     """Chunks leave the server this long after they were stored. None keeps them until they are evicted."""
     object_url: str | None = None
-    """Also keep chunks in this object store, ``s3://BUCKET/PREFIX``, used when no other tier has them. The region, the
-    endpoint and the keys come from the environment (``AWS_*``). Needs ``kvboost[s3]``."""
+    """Also keep chunks in this object store, ``s3://BUCKET/PREFIX``, used when no other tier has them. Also ``gs://``
+    (Google) and ``az://CONTAINER/PREFIX`` (Azure). The region, the endpoint and the keys come from the environment
+    (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``). Needs ``kvboost[s3]``."""
     object_cache_bytes: int | str | None = None
-    """Limit for one model and tenant there. None leaves it to the bucket's own rules."""
+    """Limit for one model and tenant in a new bucket. None leaves it to the bucket's own rules. The bucket keeps the
+    limit of its first writer; ``kvboost cache limit`` changes it."""
     draft: Any = None
     """Proposes tokens that the model verifies, several in one pass: a smaller model, or ``"prompt-lookup"``. The
     model needs the same vocabulary and is given loaded, or as a folder or name; prompt lookup proposes what followed
@@ -201,15 +219,17 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not (name in _AUTOMATIC and value == AUTO):
                 object.__setattr__(self, name, parse_bytes(value, name=name))
+            if name in _LIMITS and getattr(self, name) == 0:
+                raise ConfigError(f"{name}=0 keeps nothing; leave {_LIMITS[name]} out instead")
         if not isinstance(self.tenant, str):
             raise ConfigError(f"tenant={self.tenant!r} is no name; give a text")
-        if self.object_url is not None and not re.match(r"s3://[^/]", self.object_url):
-            raise ConfigError(f"object_url={self.object_url!r} is not known; give s3://BUCKET/PREFIX")
+        if self.object_url is not None and not re.match(r"(s3|gs|az)://[^/]", self.object_url):
+            raise ConfigError(f"object_url={self.object_url!r} is not known; give s3://BUCKET/PREFIX (or gs:, az:)")
         if self.kv_dir is not None and not Path(self.kv_dir).is_dir():
             raise ConfigError(f"kv_dir={str(self.kv_dir)!r} is no directory; create it, or leave it out")
         self._check_non_prefix()
         self._check_protection()
-        if self.remote_url is not None and not self.remote_url.startswith(("redis://", "rediss://")):
+        if self.remote_url is not None and not is_redis(self.remote_url):
             raise ConfigError(f"remote_url={self.remote_url!r} is not known; give redis://HOST:PORT (rediss: for TLS)")
 
     def _check_non_prefix(self) -> None:

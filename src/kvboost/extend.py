@@ -267,6 +267,15 @@ class Tier(Protocol):
         ...
 
 
+@runtime_checkable
+class RunTier(Protocol):
+    """A tier that need not be asked for all keys of a prompt to know how many of the first it has."""
+
+    def leading_run(self, keys: Sequence[bytes]) -> int:
+        """How many of ``keys``, from the first on without a gap, can probably be loaded. A hint."""
+        ...
+
+
 @dataclass(frozen=True)
 class RepairSituation:
     """What a repair strategy may use to select positions. Every tensor has one entry per position."""

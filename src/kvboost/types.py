@@ -363,6 +363,12 @@ class StoreStats:
     """Blocks not written to the tiers below because the queue was full. They are offered again later."""
     waiting_bytes: int = 0
     """Bytes of blocks queued for the tiers below."""
+    unsaved: int = 0
+    """Blocks that a tier below should have and did not keep. Those still in memory are offered again at a flush."""
+    available: bool = True
+    """Whether the tier answered when it was last used."""
+    errors: int = 0
+    """Failures of the tier that were treated as misses, over all tenants that share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,3 +414,5 @@ class CacheStats(TypedDict):
     workspace_bytes: int
     leased_chunks: int
     """Chunks held against eviction: zero when no request runs and nothing is pinned."""
+    unsaved_chunks: int
+    """Chunks that a directory, server or bucket should have and did not keep."""

@@ -18,6 +18,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _no_settings_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_settings_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     for name in ("KVBOOST_CONFIG", "KVBOOST_DISK_CACHE_DIR", "KVBOOST_TENANT", "KVBOOST_REMOTE_URL"):
         monkeypatch.delenv(name, raising=False)

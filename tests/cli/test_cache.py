@@ -149,7 +149,21 @@ def test_export_and_import(filled: Place, kvboost: Said, tmp_path: Path) -> None
     assert kvboost("import", filled.url, file) == 0
     assert kvboost.out == "4 present\n"
     assert kvboost.json("verify", target)["whole"] == 4
-    assert kvboost.json("export", target, file, "--tenant", "acme")["whole"] == 3
+    assert kvboost.json("export", target, tmp_path / "acme.tar", "--tenant", "acme")["whole"] == 3
+
+
+def test_an_export_writes_into_no_file_of_others(kvboost: Said, tmp_path: Path) -> None:
+    place, kept = Place("disk", str(tmp_path / "s")), tmp_path / "kept"
+    place.fill(ACME, blocks_of("a"))
+    kept.write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    for target in (kept, tmp_path / "link"):
+        assert kvboost("export", place.url, target) == 2
+        assert "is there already" in kvboost.err
+    assert kept.read_text() == "mine"
+    assert not (tmp_path / "elsewhere").exists()
+    assert kvboost("export", place.url, tmp_path / "new", "--space", "0000") == 2
+    assert not (tmp_path / "new").exists(), "a failed export left a file"
 
 
 def test_an_import_goes_on_where_it_stopped_and_counts_damage(kvboost: Said, tmp_path: Path) -> None:
@@ -181,6 +195,22 @@ def test_an_import_stays_within_the_budget(kvboost: Said, tmp_path: Path) -> Non
     assert kvboost.json("stat", target)["bytes"] <= 40_000
     assert kvboost("import", target, file, "--budget", "much") == 2
     assert "--budget='much' is not a size" in kvboost.err
+    assert kvboost("import", target, file, "--budget", "0") == 2
+    assert "--budget 0 would keep nothing" in kvboost.err
+
+
+def test_the_limit_is_shown_and_changed(place: Place, kvboost: Said, tmp_path: Path) -> None:
+    assert kvboost("limit", place.url, "1GiB") == 0
+    assert kvboost.out.endswith(" may hold 1.0 GiB\n")
+    place.fill(ACME, blocks_of(*"abcdefgh"))
+    assert kvboost.json("limit", place.url)["limit"] == 2**30
+    told = kvboost.json("limit", place.url, "40KB")
+    assert told["limit"] == 40_000
+    assert told["evicted"] == (0 if place.kind == "s3" else 4)
+    assert kvboost.json("stat", place.url)["records"] == 8 - told["evicted"]
+    assert kvboost("limit", place.url, "0") == 2
+    assert "SIZE 0 would keep nothing" in kvboost.err
+    assert kvboost("limit", tmp_path / "absent") == 2
 
 
 def test_records_with_a_secret(kvboost: Said, tmp_path: Path) -> None:
@@ -225,7 +255,7 @@ def test_records_with_a_secret(kvboost: Said, tmp_path: Path) -> None:
         (["import", "{tmp}/file", "{tmp}/file"], "is no directory"),
         (["rm", "{cache}", "abc"], "4 hexadecimal digits"),
         (["ls", "{cache}", "--space", "ffff"], "no space begins with ffff"),
-        (["purge", "{cache}"], "Missing option '--tenant'"),
+        (["purge", "{cache}"], "say what to remove: --tenant NAME, or --all"),
     ],
 )
 def test_a_mistake_is_one_line(kvboost: Said, tmp_path: Path, arguments: list[str], message: str) -> None:

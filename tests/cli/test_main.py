@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import kvboost
 from kvboost.approx import calibrate as calibration
 from kvboost.cli import main
 from kvboost.cli.calibrate import read_prompts
+from kvboost.cli.logs import logging_to_stderr, set_level
 from kvboost.cli.main import app
+from kvboost.store.tiers.disk.files import Files
 from tests.approx.test_calibrate import traffic
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
@@ -129,7 +134,7 @@ def test_every_command_has_a_help_that_teaches() -> None:
         return [path] if inner is None else [p for name, c in inner.items() for p in commands(c, [*path, name])]
 
     paths = commands(typer.main.get_command(app), [])
-    assert len(paths) == 15
+    assert len(paths) == 16
     for path in paths:
         shown = CliRunner().invoke(app, [*path, "--help"], prog_name="kvboost", env={"COLUMNS": "200"})
         assert shown.exit_code == 0, shown.output
@@ -192,10 +197,77 @@ def test_help_and_completion_wait_for_no_torch() -> None:
 
 
 def test_the_package_still_offers_its_names() -> None:
-    import kvboost
-
     for name in kvboost.__all__:
         assert getattr(kvboost, name).__name__ == name
         assert name in dir(kvboost)
     with pytest.raises(AttributeError, match="no attribute 'KVBost'"):
         kvboost.KVBost  # noqa: B018
+
+
+def test_warm_into_a_place_that_keeps_nothing_fails_before_the_model_is_loaded(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_text("a document " * 30)
+    call = ["warm", str(folder), str(tmp_path / "text"), "--quality", "high"]
+    assert main([*call, "--disk-cache-dir", "/proc/kv"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert line.startswith("kvboost warm: /proc/kv cannot be used")
+    assert main([*call, "--remote-url", "redis://127.0.0.1:1/0"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "redis://127.0.0.1:1/0 cannot be used" in line
+
+
+def test_warm_says_so_if_the_place_fails_on_the_way(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "text").write_text("a document " * 30)
+    monkeypatch.setattr(Files, "_writev", full)
+    call = ["warm", str(folder), str(tmp_path / "text"), "--quality", "high"]
+    assert main([*call, "--disk-cache-dir", str(tmp_path / "cache")]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "warning: disk tier: the directory cannot be used: [Errno 28] No space left" in said.err
+    assert said.err.splitlines()[-1].startswith("kvboost warm: ")
+    assert "new chunks were not stored" in said.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("place", [["--disk-cache-dir", "/proc/kv"], ["--remote-url", "redis://127.0.0.1:1/0"]])
+def test_run_goes_on_without_a_place_and_says_so_once(
+    place: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(folder), "hello", "--max-new-tokens", "1", *place]) == 0
+    warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(warned) == 1
+    assert " tier: " in warned[0]
+    assert "cannot be used" in warned[0]
+
+
+def test_warnings_are_log_lines_and_none_is_silenced(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "warning")
+
+    def shown(level: str | None) -> list[str]:
+        with logging_to_stderr():
+            set_level(level)
+            warnings.warn("the disk\nis full", RuntimeWarning, stacklevel=1)
+            warnings.warn("use_cache will go", FutureWarning, stacklevel=1)
+            logging.getLogger("kvboost.serve").info("a request")
+        return capsys.readouterr().err.splitlines()
+
+    assert shown(None) == ["warning: the disk is full"]
+    assert shown("info") == ["warning: the disk is full", "info: use_cache will go", "info: a request"]
+    assert shown("error") == []
+    assert not logging.getLogger("kvboost").handlers
+    assert main(["run", "nowhere", "x", "--log-level", "loud"]) == 2
+    assert "--log-level loud is not known; use one of debug, info" in capsys.readouterr().err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvboost {kvboost.__version__}\n"

@@ -18,6 +18,7 @@ from kvboost.cli.serve import model_name
 def test_a_served_model_answers_and_ends_when_told(folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("first-key\nsecond-key\n")
+    keys.chmod(0o600)
     command = [sys.executable, "-m", "kvboost", "serve", str(folder), "--port", "0", "--api-key-file", str(keys)]
     command += ["--max-new-tokens", "5"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
@@ -68,6 +69,8 @@ def _until(process: subprocess.Popen[str], words: str) -> str:
         (["--api-key-file", "absent"], "cannot be read"),
         (["--api-key-file", "EMPTY"], "holds no key"),
         (["--api-key-file", "SHORT"], "8 or more"),
+        (["--api-key-file", "OPEN"], "is open to other users; run: chmod 600"),
+        (["--api-key-file", "KEYS", "--secret-file", "SHORT"], "neither 32 bytes nor 64 hex digits"),
         (["--api-key-file", "KEYS", "--admin-key-file", "KEYS"], "several lines"),
         (["--max-streams", "0"], "max_streams=0 refuses everything"),
         (["--max-streams", "many"], "--max-streams is 'many'"),
@@ -81,6 +84,9 @@ def test_a_mistake_is_one_line_before_the_model_is_loaded(
 ) -> None:
     for name, text in (("EMPTY", "\n"), ("SHORT", "short\n"), ("KEYS", "first-key\nsecond-key\n")):
         (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    (tmp_path / "OPEN").write_text("first-key\n")
+    (tmp_path / "OPEN").chmod(0o644)
     words = [str(tmp_path / word) if word.isupper() else word for word in arguments]
     assert main(["serve", "no-such-model", *words]) == 2
     assert message in capsys.readouterr().err.strip().splitlines()[-1]

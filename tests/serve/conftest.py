@@ -22,6 +22,7 @@ from tests.helpers.models import tiny_model
 from tests.helpers.runner import Recording
 from tests.helpers.tokenizer import byte_tokenizer
 
+SECRET = b"s" * 32
 KEY, OTHER_KEY, ADMIN_KEY = "key-of-the-first", "key-of-the-second", "key-of-the-admin"
 
 
@@ -102,7 +103,7 @@ def make_engine() -> Callable[..., KVBoost]:
 @pytest.fixture(scope="session")
 def keyed(start_server: Callable[..., Running], make_engine: Callable[..., KVBoost]) -> Running:
     """A server with two users and an admin."""
-    return start_server(make_engine(), keys=Keys([KEY, OTHER_KEY], admin_key=ADMIN_KEY))
+    return start_server(make_engine(), keys=Keys([KEY, OTHER_KEY], admin_key=ADMIN_KEY, secret=SECRET))
 
 
 @pytest.fixture

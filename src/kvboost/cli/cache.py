@@ -1,7 +1,7 @@
 """``kvboost cache``: manage the chunk records of a directory, a Redis server or a bucket.
 
 Called by :mod:`kvboost.cli.main`. It needs no model: records say what they are. Invariants: only ``rm``, ``purge``,
-``import`` and ``verify --remove`` change anything; with ``--json`` the output is JSON and nothing else.
+``import``, ``limit SIZE`` and ``verify --remove`` change anything; with ``--json`` the output is JSON and nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from rich.table import Table
 
 from kvboost.cli import cache_records as records
 from kvboost.cli.output import ProgressBar, age, note, size
-from kvboost.config import parse_bytes
 from kvboost.errors import ConfigError
 from kvboost.types import tenant_digest
 
@@ -32,7 +31,7 @@ _SAMPLES = 3  # records of a space whose headers are tried
 
 Place = Annotated[
     str,
-    typer.Argument(metavar="PLACE", help="A cache directory, redis://HOST:PORT, rediss://... or s3://BUCKET/FOLDER."),
+    typer.Argument(metavar="PLACE", help="A cache directory, redis://HOST:PORT or s3://BUCKET/FOLDER."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Tenant = Annotated[str | None, typer.Option("--tenant", metavar="NAME", help="Only this tenant's.")]
@@ -198,15 +197,52 @@ def remove(
 def purge(
     place: Place,
     *,
-    tenant: Annotated[str, typer.Option("--tenant", metavar="NAME", help="Whose; an engine's tenant setting.")],
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", metavar="NAME", help="Whose; an engine's tenant setting.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Of every tenant, also of those that are no more.")] = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove everything of a tenant, of every model. Engines that run keep what they have in memory."""
+    """Remove everything of a tenant, or of all, of every model. Engines that run keep what they have in memory."""
+    if everything == (tenant is not None):
+        raise ConfigError("say what to remove: --tenant NAME, or --all")
     with records.open_location(place) as catalogue:
-        records.confirm(f"Remove everything of tenant {tenant!r} from {catalogue.place}?", yes)
-        removed = catalogue.purge(tenant_digest(tenant))
+        whose = f"of tenant {tenant!r} " if tenant is not None else ""
+        records.confirm(f"Remove everything {whose}from {catalogue.place}?", yes)
+        removed = catalogue.purge(tenant_digest(tenant)) if tenant is not None else catalogue.purge_all()
     print(json.dumps({"removed": removed}) if as_json else f"{removed} records removed")
+
+
+@app.command("limit", epilog="Example:  kvboost cache limit ~/.cache/kvboost 500GiB")
+def limit(
+    place: Place,
+    limit: Annotated[
+        str | None, typer.Argument(metavar="[SIZE]", help="Such as 500GiB. Without it, it is shown.")
+    ] = None,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Show or change how much a place may hold, whoever writes there. In a bucket: of one model and tenant.
+
+    What is beyond a smaller limit is evicted now, the least recently used first; a bucket only refuses more.
+    """
+    evicted = 0
+    wanted = records.parse_limit(limit, name="SIZE") if limit is not None else None
+    with records.open_location(place, create=wanted is not None) as catalogue:
+        if wanted is not None:
+            catalogue.set_limit(wanted)
+            with ProgressBar("evicting") as bar:
+                for count in catalogue.trim():
+                    evicted += count
+                    bar.advance(count)
+        found, name = catalogue.limit(), catalogue.place
+    if as_json:
+        print(json.dumps({"place": name, "limit": found, "evicted": evicted}))
+        return
+    print(f"{name} may hold {size(found)}" if found is not None else f"{name} has no limit yet")
+    if evicted:
+        print(f"{evicted} records evicted")
 
 
 @app.command("verify", epilog="Example:  kvboost cache verify s3://bucket/kv --key-file kv.key")
@@ -290,19 +326,19 @@ def import_records(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What export wrote; - for the input.")],
     *,
     budget: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Limit for all records there; 20GiB, in a bucket none.")
+        str | None, typer.Option(metavar="SIZE", help="Limit of a new place; 20GiB, in a bucket none. See limit.")
     ] = None,
     key_file: Keys = None,
     as_json: AsJson = False,
 ) -> None:
     """Import records, each checked. Those that are there already are skipped, so it can be run again.
 
-    To stay within the budget, the least recently used records are evicted. Exit code 1: some were damaged or locked,
-    or the file was cut short.
+    To stay within the place's limit, the least recently used records are evicted. Exit code 1: some were damaged or
+    locked, or the file was cut short.
     """
     from kvboost.store.admin import ArchiveReader, Importer, Outcome
 
-    limit = parse_bytes(budget, name="--budget") if budget is not None else records.default_budget(place)
+    limit = records.parse_limit(budget, name="--budget") if budget is not None else None
     with records.open_for_reading(file) as stream, records.open_location(place, create=True) as catalogue:
         reader = ArchiveReader(stream)
         importer = Importer(catalogue, keys=records.read_key_files(key_file), capacity_bytes=limit)

@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 
 from kvboost.cli.output import ProgressBar
+from kvboost.config import parse_bytes
 from kvboost.errors import ConfigError
 from kvboost.types import tenant_digest
 
@@ -106,18 +107,17 @@ def confirm(question: str, yes: bool) -> None:
         raise typer.Abort
 
 
-def default_budget(place: str) -> int | None:
-    """The limit of an engine with default settings."""
-    from kvboost.config import EngineConfig
-
-    if place.startswith(("redis://", "rediss://")):
-        return int(EngineConfig().remote_cache_bytes)
-    return None if "://" in place else int(EngineConfig().disk_cache_bytes)
+def parse_limit(text: str, *, name: str) -> int:
+    """A limit in bytes. Raises ConfigError, also for none: that would keep nothing."""
+    limit = parse_bytes(text, name=name)
+    if limit == 0:
+        raise ConfigError(f"{name} {text} would keep nothing; give a size such as 20GiB (purge and rm remove records)")
+    return limit
 
 
 @contextmanager
 def open_for_writing(file: Path) -> Iterator[BinaryIO]:
-    """A file that gets its name once it is complete. Only this user may read it, as it holds token ids."""
+    """A new file, gone again if it cannot be completed. Only this user may read it, as it holds token ids."""
     if str(file) == "-":
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
@@ -125,13 +125,18 @@ def open_for_writing(file: Path) -> Iterator[BinaryIO]:
     target = file.expanduser()
     if not target.resolve().parent.is_dir():
         raise ConfigError(f"there is no folder to write {file} into; create it first")
-    part = target.with_name(target.name + ".part")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as stream:
-        yield stream
-        stream.flush()
-        os.fsync(stream.fileno())
-    part.replace(target)
+    try:  # a new one: through a link, or a file that is open already, others could read it
+        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except FileExistsError as error:
+        raise ConfigError(f"{file} is there already; remove it, or give another name") from error
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

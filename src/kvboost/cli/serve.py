@@ -39,7 +39,7 @@ def serve(model: Model, *, settings: Settings) -> None:
 
     config, limits = settings.of(ServerConfig), settings.of(Limits)
     config = replace(config, served_model_name=config.served_model_name or model_name(model))
-    keys = Keys.from_files(config.api_key_file, config.admin_key_file)
+    keys = Keys.from_files(config.api_key_file, config.admin_key_file, secret=config.secret_file)
     check_reach(config, keys)
     scheme = "http" if config.tls_cert_file is None else "https"
     engine_settings = settings.engine()

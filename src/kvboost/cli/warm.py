@@ -14,8 +14,9 @@ import typer
 from kvboost.cli.flags import Model, with_settings
 from kvboost.cli.output import note
 from kvboost.cli.settings import Settings
-from kvboost.errors import CapacityError, ConfigError
+from kvboost.errors import CapacityError, ConfigError, PlaceError
 
+_PLACES = ("disk_cache_dir", "remote_url", "object_url")
 _TEXTS = ("*.txt", "*.md", "*.rst")
 
 
@@ -37,12 +38,13 @@ def warm(
     Needs --disk-cache-dir or --remote-url, where the KV stays, and --quality high or fast, as whoever uses it does.
     Documents that are there already are skipped: a run that was interrupted goes on where it stopped.
     """
-    if not {"disk_cache_dir", "remote_url", "object_url"} & settings.engine().keys():
+    if not set(_PLACES) & settings.engine().keys():
         raise ConfigError("the KV would be gone with this process; give --disk-cache-dir or --remote-url to keep it")
     documents = [(path, _text_of(path)) for path in _documents(files)]
     beginning = _text_of(head) if head is not None else None
     if settings.engine().get("quality", "exact") == "exact":
         raise ConfigError("documents are prefilled for reuse anywhere in a prompt; add --quality high, here and later")
+    _check_places(settings)
     from kvboost.engine import KVBoost
 
     note(f"loading {model}")
@@ -59,8 +61,25 @@ def warm(
                 note(f"left out {path}: {error}")
         new = engine.warm_documents(encoded, head=beginning, context_documents=context_documents)
         engine.flush()
+        unsaved = engine.cache_stats()["unsaved_chunks"]
+    if unsaved:
+        raise PlaceError(f"{unsaved} of {new} new chunks were not stored; see the warnings above and warm again")
     tokens = sum(map(len, encoded))
     print(f"{len(encoded)} documents with {tokens} tokens are stored; {new} chunks were new.")
+
+
+def _check_places(settings: Settings) -> None:
+    """Raise PlaceError for a place that would keep nothing, before the model is loaded."""
+    from kvboost.store.admin import open_catalogue
+
+    given = settings.engine()
+    for place in (given.get(name) for name in _PLACES):
+        if place is not None:
+            catalogue = open_catalogue(str(place), create=True)
+            try:
+                catalogue.check_writable()
+            finally:
+                catalogue.close()
 
 
 def _documents(files: Sequence[Path]) -> Iterator[Path]:

@@ -21,7 +21,7 @@ from kvboost.capacity import (
     request_bytes,
     shortfall,
 )
-from kvboost.config import AUTO, EngineConfig
+from kvboost.config import AUTO, DEFAULT_PLACE_BYTES, EngineConfig
 from kvboost.errors import ConfigError
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.device_memory import allocated_bytes, memory_available, resident_bytes
@@ -84,7 +84,7 @@ def workload(
         packed=config.kv_cache_bits != 16,
         cache_bytes=int(config.cache_bytes),
         host_cache_bytes=int(config.host_cache_bytes),
-        disk_cache_bytes=int(config.disk_cache_bytes) if config.disk_cache_dir is not None else 0,
+        disk_cache_bytes=int(config.disk_cache_bytes or DEFAULT_PLACE_BYTES) if config.disk_cache_dir else 0,
         workspace_bytes=int(config.workspace_bytes),
         stored_tokens=stored_tokens,
         **pages,

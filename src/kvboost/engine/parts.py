@@ -162,6 +162,11 @@ class EngineParts:
         if self.assembly is not None and self.assembly.stores is not None:
             self.assembly.stores.purge(tenant)
 
+    def purge_all(self) -> None:
+        """Remove every tenant from every tier below the memory."""
+        if self.assembly is not None and self.assembly.stores is not None:
+            self.assembly.stores.purge_all()
+
     def check_open(self) -> None:
         """Raise ClosedError once the engine was closed."""
         if self.closed:

@@ -37,6 +37,7 @@ def cache_stats(store: ChunkStore, *, session: Session | None, parts: EnginePart
         non_prefix_reuse=approx.stats(),
         workspace_bytes=prefiller.pool.idle_bytes if prefiller is not None else 0,
         leased_chunks=stats.leased,
+        unsaved_chunks=stats.unsaved,
     )
 
 

@@ -1,8 +1,8 @@
 """Opens the configured stores for each tenant: memory, and the tiers below it.
 
 Made once when an engine is assembled. Invariants: a tier returns only blocks written for this model, this tenant and
-these settings; all tenants together stay within the configured limits (the object store's limit is per tenant), and
-share connections and threads.
+these settings; all tenants together stay within the limits of the places (an object store's is per tenant), and share
+connections and threads.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from kvboost.types import TOKEN_BYTES, KVBlock, Namespace, tenant_digest
 
 _RECORD_BYTES = 64 * 2**20
 _MAX_CHUNK_FACTOR = 16  # times the average chunk, per record: chunks vary in length
+_QUEUE_SHARE = 4  # of cache_bytes: a quarter may wait to be written to the tiers below
+_MAX_QUEUE_BYTES = 512 * 2**20
 _PAGES_PER_CHUNK = 16  # of the host tier: half a page of each record is empty on average
 _PAGE_BYTES = (2**16, 2**21)  # at least and at most: copies of less are bound by how many there are
 
@@ -70,20 +72,23 @@ class Stores:
         self._memory: MemoryStore | None = None
         self._tiers: list[LastingTier] = []
         self._tiered: TieredStore | None = None
+        self._queue_bytes = 0
 
     def open(self, tenant: str, *, root: bytes) -> ChunkStore:
         """A tenant's store. ``root`` names the model, the settings and the tenant that its keys descend from."""
         config = self._config
-        quota = None if config.tenant_bytes is None else int(config.tenant_bytes)
+        quota = _limit(config.tenant_bytes)
         records = self._records(Namespace(root, tenant_digest(tenant)))
         with self._lock:
             if self._memory is None:
                 self._tiers = self._first_tiers(records, quota)
-                memory = self._memory = MemoryStore(
-                    int(config.cache_bytes), max_chunks=config.max_chunks, quota_bytes=quota
-                )
                 # The engine's own tenant only: evicted blocks of different tenants cannot be told apart there.
                 tiers: Sequence[Tier] = [*self._host_tiers(), *self._tiers]
+                # What waits to be written may have left the store, so it has a share of the same budget.
+                self._queue_bytes = min(_MAX_QUEUE_BYTES, int(config.cache_bytes) // _QUEUE_SHARE) if tiers else 0
+                memory = self._memory = MemoryStore(
+                    int(config.cache_bytes) - self._queue_bytes, max_chunks=config.max_chunks, quota_bytes=quota
+                )
             else:
                 memory = self._memory.for_tenant(quota_bytes=quota)
                 tiers = [tier.for_namespace(records) for tier in self._tiers]
@@ -97,7 +102,9 @@ class Stores:
                 to_memory=_copy_to(self._devices, self._streams),
                 content_saves=self._reposition_saves,
             )
-            self._tiered = TieredStore(memory, tiers, rules=rules, streams=self._streams)
+            self._tiered = TieredStore(
+                memory, tiers, rules=rules, streams=self._streams, waiting_bytes=self._queue_bytes
+            )
             return self._tiered
 
     def health(self) -> dict[str, tuple[bool, int]]:
@@ -113,14 +120,21 @@ class Stores:
 
         Raises StoreError if a tier failed: unlike a lookup, this must not fail silently.
         """
+        self._purge(lambda tier: tier.purge(tenant_digest(tenant)))
+
+    def purge_all(self) -> None:
+        """Remove all blocks of all tenants, of any model, from every tier below the memory. Raises StoreError."""
+        self._purge(lambda tier: tier.purge_all())
+
+    def _purge(self, purge: Callable[[LastingTier], None]) -> None:
         failed = []
         for tier in self._tiers:
             before = tier.health()
-            tier.purge(tenant_digest(tenant))
+            purge(tier)
             if tier.health() != before or not tier.is_available:
                 failed.append(tier.name)
         if failed:
-            raise StoreError(f"not all of the tenant could be removed from {', '.join(failed)}; purge it again later")
+            raise StoreError(f"not everything could be removed from {', '.join(failed)}; purge it again later")
 
     def _records(self, namespace: Namespace) -> RecordFormat:
         config = self._config
@@ -146,29 +160,33 @@ class Stores:
         config = self._config
         tiers: list[LastingTier] = []
         if config.disk_cache_dir is not None:
-            capacity = int(config.disk_cache_bytes)
+            limit = _limit(config.disk_cache_bytes)
             tiers.append(
-                DiskTier(config.disk_cache_dir, capacity_bytes=capacity, records=records, tenant_quota_bytes=quota)
+                DiskTier(config.disk_cache_dir, capacity_bytes=limit, records=records, tenant_quota_bytes=quota)
             )
         if config.remote_url is not None:
             tiers.append(
                 RedisTier(
                     config.remote_url,
-                    capacity_bytes=int(config.remote_cache_bytes),
+                    capacity_bytes=_limit(config.remote_cache_bytes),
                     records=records,
                     ttl_seconds=config.remote_ttl_seconds,
                     tenant_quota_bytes=quota,
                 )
             )
         if config.object_url is not None:
-            limits = [int(limit) for limit in (config.object_cache_bytes, quota) if limit is not None]
-            tiers.append(ObjectTier(config.object_url, capacity_bytes=min(limits, default=None), records=records))
+            limit = _limit(config.object_cache_bytes)
+            tiers.append(ObjectTier(config.object_url, capacity_bytes=limit, records=records, tenant_quota_bytes=quota))
         return tiers
 
     def _compute_seconds(self, tokens: int) -> float:
         if not self._costs.in_seconds:
             return math.inf  # no observation yet: try loading
         return self._costs.prefill_seconds(forwards=1, tokens=tokens)
+
+
+def _limit(setting: int | str | None) -> int | None:
+    return None if setting is None else int(setting)
 
 
 def _copy_to(devices: Collection[torch.device], streams: Streams) -> Callable[[KVBlock], KVBlock]:

@@ -100,6 +100,17 @@ class TenantView:
             view.close()
         self.parts.purge(tenant)
 
+    def purge_all(self) -> None:
+        """Remove everything of every tenant, of any model, from every tier, also of tenants that are no more.
+
+        Let requests finish first. Raises StoreError if a tier could not be reached. Other processes must purge their
+        own memory.
+        """
+        self.parts.check_purge()
+        for view in self.views():
+            view.clear()
+        self.parts.purge_all()
+
     def flush(self) -> None:
         """Return once everything stored so far, for all tenants, is as durable as the tiers make it."""
         for view in self.views() if self._root is None else [self]:

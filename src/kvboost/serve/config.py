@@ -30,6 +30,9 @@ class ServerConfig:
     one tenant. SIGHUP reads the file again. Without one, everybody on this machine may do everything."""
     admin_key_file: str | Path | None = None
     """A file with the key for /metrics and /v1/cache, which API keys do not open."""
+    secret_file: str | Path | None = None
+    """A file with 32 random bytes, or 64 hex digits, that tenants are named with. Servers that share a cache need the
+    same one. If left out, ``~/.config/kvboost/secret``, which is made if it is not there."""
     allow_open: bool = False
     """Let everybody who can reach ``host`` use the model without a key."""
     cors_origin: tuple[str, ...] = ()

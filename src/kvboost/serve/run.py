@@ -85,7 +85,11 @@ def serve(
     """
     if config.served_model_name is None:
         raise ConfigError("clients need a name for the model; give ServerConfig(served_model_name=...)")
-    keys = keys if keys is not None else Keys.from_files(config.api_key_file, config.admin_key_file)
+    keys = (
+        keys
+        if keys is not None
+        else Keys.from_files(config.api_key_file, config.admin_key_file, secret=config.secret_file)
+    )
     check_reach(config, keys)
     limits = limits or Limits()
     for name, path in config.adapters:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from kvboost.extend import ContentLease, Lease, Tier
+from kvboost.extend import ContentLease, Lease, RunTier, Tier
 from kvboost.store.counters import Counters
 from kvboost.store.lookup import Claims, Lookup, Speed
 from kvboost.store.memory import MemoryStore
@@ -90,6 +90,7 @@ class TieredStore:
         self._unsaved: dict[bytes, int] = {}
         self._warned: set[str] = set()
         self._declined = self._dropped = self._rejected = 0
+        self._lost = 0  # blocks that are not tried again
         memory.on_evict = self._demote
         memory.selective = False  # what is loaded must pass through it, and what is new goes down from it
 
@@ -157,10 +158,14 @@ class TieredStore:
         known = self._memory.leading_run(chunks)
         for tier in self._tiers:
             if known < len(chunks):
-                keys = [chunk.prefix_key for chunk in chunks[known:]]
-                there: Sequence[bool] = self._ask(tier, [], tier.contains, keys)
-                known += next((index for index, found in enumerate(there) if not found), len(there))
+                known += self._leading_run(tier, [chunk.prefix_key for chunk in chunks[known:]])
         return known
+
+    def _leading_run(self, tier: Tier, keys: Sequence[bytes]) -> int:
+        if isinstance(tier, RunTier):
+            return self._ask(tier, 0, tier.leading_run, keys)
+        there: Sequence[bool] = self._ask(tier, [], tier.contains, keys)
+        return next((index for index, found in enumerate(there) if not found), len(there))
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these are in memory or on this machine's disk: one round trip to a server is not worth a guess."""
@@ -238,6 +243,7 @@ class TieredStore:
                 loads_declined=self._declined,
                 writes_dropped=self._dropped,
                 waiting_bytes=self._writer.waiting_bytes,
+                unsaved=self._lost + len(self._unsaved),
             )
 
     def work(self) -> dict[str, TierWork]:
@@ -264,8 +270,7 @@ class TieredStore:
                 if not chunks:
                     return
                 keys = [chunk.prefix_key for chunk in chunks]
-                there: Sequence[bool] = self._ask(tier, [], tier.contains, keys)
-                run = chunks[: next((index for index, known in enumerate(there) if not known), len(there))]
+                run = chunks[: self._leading_run(tier, keys)]
                 if run and self._pays(tier, run, lookup):
                     chunks = chunks[self._load(at, run, keys[: len(run)], lookup, gaps=False) :]
 
@@ -372,6 +377,7 @@ class TieredStore:
         """A tier may have been full, busy or out of reach: a few times the block is tried again, at the next flush."""
         with self._lock:
             tries = self._unsaved.pop(block.key, 0) + 1
+            self._lost += not kept and tries >= _MAX_TRIES
         if not kept and tries < _MAX_TRIES:
             self._remember_unsaved(block.key, tries=tries)
 
@@ -381,6 +387,7 @@ class TieredStore:
             self._unsaved[key] = tries
             if len(self._unsaved) > _MAX_UNSAVED:
                 self._unsaved.pop(next(iter(self._unsaved)))
+                self._lost += 1
 
     def _demote(self, block: KVBlock) -> None:
         """A block leaves the memory: tiers that end with the process get it now, the others if they missed it."""
@@ -391,6 +398,7 @@ class TieredStore:
         if tiers and not self._offered(block, tiers):
             with self._lock:
                 self._dropped += 1
+                self._lost += unsaved
 
     def _ask(self, tier: Tier, otherwise: T, method: Callable[..., T], *arguments: Any) -> T:
         """What the tier answers, or ``otherwise`` if it fails: a cache may only help."""

@@ -1,9 +1,9 @@
 """Writes to slower tiers behind the request's back, in order, with a bound on what waits.
 
-Used by :class:`kvboost.store.tiered.TieredStore`. Invariants: what waits never takes more than the bound; a block
-that is not taken is reported to the caller at once, and one that a tier did not keep when it was tried; after
-:meth:`WriteBehind.wait` everything taken before was offered to its tiers; no tier sees a block before its bytes are
-there.
+Used by :class:`kvboost.store.tiered.TieredStore`. Invariants: what waits never takes more than the bound, but for one
+block alone that is larger; a block that is not taken is reported to the caller at once, and one that a tier did not
+keep when it was tried; after :meth:`WriteBehind.wait` everything taken before was offered to its tiers; no tier sees a
+block before its bytes are there.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class WriteBehind:
     def offer(self, block: KVBlock, tiers: Sequence[Tier]) -> bool:
         """Take ``block`` to be stored in ``tiers``; False if too much waits already."""
         with self._queue.changed:
-            if self._queue.bytes + block.nbytes > self._queue.max_bytes:
+            if self._queue.bytes and self._queue.bytes + block.nbytes > self._queue.max_bytes:
                 return False
             return self._give(block.nbytes, lambda: self._store(block, tiers))
 

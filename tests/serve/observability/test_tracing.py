@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from kvboost.serve.app import ROUTES
 from kvboost.serve.observability.tracing import Tracing, is_enabled
 from kvboost.serve.security.auth import tenant_of
-from tests.serve.conftest import ADMIN_KEY, KEY, Running
+from tests.serve.conftest import ADMIN_KEY, KEY, SECRET, Running
 
 _SECRET = "the moon is made of cheese, but do not tell"
 _TRACE, _PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -108,8 +108,8 @@ _BODIES: dict[str, dict[str, Any] | None] = {
     "/v1/messages/count_tokens": {"model": "tiny", "messages": [{"role": "user", "content": "x"}]},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [70]},
-    "/v1/cache/warm": {"prompt": "x" * 100, "tenant": tenant_of(KEY)},
-    "/v1/cache/pin": {"prompt": "x" * 100, "tenant": tenant_of(KEY)},
+    "/v1/cache/warm": {"prompt": "x" * 100, "tenant": tenant_of(KEY, SECRET)},
+    "/v1/cache/pin": {"prompt": "x" * 100, "tenant": tenant_of(KEY, SECRET)},
     "/v1/cache/clear": None,
 }
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import hmac
+import stat
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -152,12 +154,48 @@ def test_keys_that_protect_nothing_are_refused(arguments: dict[str, Any]) -> Non
 
 
 def test_a_tenant_outlives_a_restart_and_does_not_tell_the_key() -> None:
-    assert tenant_of(KEY) == tenant_of(KEY) != tenant_of(KEY + "x")
-    assert KEY not in tenant_of(KEY)
-    caller = Keys([KEY, ADMIN_KEY]).caller(f"bearer {ADMIN_KEY}".encode())
+    secret = b"s" * 32
+    assert tenant_of(KEY, secret) == tenant_of(KEY, secret) != tenant_of(KEY + "x", secret)
+    assert KEY not in tenant_of(KEY, secret)
+    caller = Keys([KEY, ADMIN_KEY], secret=secret).caller(f"bearer {ADMIN_KEY}".encode())
     assert caller is not None
-    assert caller.tenant == tenant_of(ADMIN_KEY)
+    assert caller.tenant == tenant_of(ADMIN_KEY, secret)
     assert not caller.admin
+
+
+def _file(path: Path, text: str, mode: int = 0o600) -> Path:
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_tenants_are_named_with_the_secret_of_the_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bare hash of a key would let whoever has the cache try keys against it."""
+    keys = _file(tmp_path / "keys", KEY)
+    tenants = []
+    for home in ("one", "one", "other"):
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / home))
+        tenants += Keys.from_files(keys, None).tenants
+    assert tenants[0] == tenants[1] != tenants[2], "the tenants of two installations have the same names"
+    secret = tmp_path / "one" / "kvboost" / "secret"
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert Keys.from_files(keys, None, secret=secret).tenants == tenants[:1]
+    assert not Keys.from_files(None, None)
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/proc/kvboost")
+    with pytest.warns(RuntimeWarning, match="give a secret_file"):
+        assert Keys.from_files(keys, None).tenants != tenants[:1]
+    with pytest.raises(ConfigError, match="secret_file="):
+        Keys.from_files(keys, None, secret=tmp_path / "absent")
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604])
+def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    keys, admin = _file(tmp_path / "k", KEY), _file(tmp_path / "a", ADMIN_KEY, mode)
+    with pytest.raises(ConfigError, match=f"admin_key_file=.* run: chmod 600 {admin}"):
+        Keys.from_files(keys, admin)
+    keys.chmod(mode)
+    with pytest.raises(ConfigError, match=f"api_key_file=.* run: chmod 600 {keys}"):
+        Keys.from_files(keys, None)
 
 
 def test_every_key_is_compared_in_constant_time_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,12 @@ def test_a_key_that_fills_the_memory_is_refused_and_another_is_not() -> None:
                 if message["type"] == "http.response.start":
                     statuses.append(message["status"])
 
-            scope = {"type": "http", "headers": [], "state": {"caller": Caller(tenant, admin=False)}}
+            scope = {
+                "type": "http",
+                "path": "/v1/completions",
+                "headers": [],
+                "state": {"caller": Caller(tenant, admin=False)},
+            }
             await limited(scope, receive, send)
             return statuses[0]
 

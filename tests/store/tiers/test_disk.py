@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import stat
 import threading
@@ -22,6 +23,7 @@ from kvboost.testing import TierContract
 from kvboost.testing.blocks import assert_same, block_of, namespace
 from kvboost.testing.content import prompt
 from kvboost.types import Chunk, Namespace, PutOutcome
+from tests.helpers.places import set_limit
 
 EACH = 2 * 4096 + 1024
 """What the blocks of these tests take: a page of header, one of tokens and tensors, a row."""
@@ -65,6 +67,7 @@ class TestDiskTierContract(TierContract):
         self.directory = tmp_path / "cache"
 
     def make_tier(self, *, capacity_bytes: int, namespace: Namespace) -> Tier:
+        set_limit(self.directory, capacity_bytes)
         return DiskTier(self.directory, capacity_bytes=capacity_bytes, records=RecordFormat(namespace))
 
 
@@ -72,6 +75,7 @@ class TestBufferedAndSecret(TestDiskTierContract):
     """Where the file system knows no direct reads, with a MAC and encryption."""
 
     def make_tier(self, *, capacity_bytes: int, namespace: Namespace) -> Tier:
+        set_limit(self.directory, capacity_bytes)
         records = RecordFormat(namespace, mac_key=b"m" * 32, encryption_key=b"e" * 32)
         return DiskTier(self.directory, capacity_bytes=capacity_bytes, records=records, files=Files(direct=False))
 
@@ -260,10 +264,20 @@ def test_a_directory_that_others_use_is_refused(tmp_path: Path) -> None:
         open_tier(tmp_path / "notes" / "below")
 
 
-def test_an_empty_directory_is_closed_to_others(tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
-    open_tier(tmp_path).close()
-    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_directory_that_is_open_to_others_is_refused_with_what_to_do(tmp_path: Path, filled: bool) -> None:
+    if filled:
+        open_tier(tmp_path).close()
+    tmp_path.chmod(0o750)
+    with pytest.raises(ConfigError, match=f"run: chmod 700 {tmp_path}"):
+        open_tier(tmp_path)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o750
+
+
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    with pytest.raises(ConfigError, match=f"belongs to another user.* run: chown -R 54321 {tmp_path}"):
+        open_tier(tmp_path)
 
 
 def test_other_secrets_and_codecs_live_beside_each_other(tmp_path: Path) -> None:

@@ -13,10 +13,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from kvboost.store.record.header import PAGE, seal_of
+from kvboost.store.tiers.disk import recovery
+from kvboost.store.tiers.disk.directory import Directory
 from kvboost.store.tiers.disk.files import Files
 from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.testing.blocks import assert_same, block_of, namespace
@@ -138,7 +141,8 @@ print(len(caught))
         store_all(tier, CHUNKS)
         tier.close()
         for path in (directory, *directory.rglob("*")):
-            path.chmod(0o555 if path.is_dir() else 0o444)
+            path.chmod(0o500 if path.is_dir() else 0o400)
+            os.chown(path, 65534, 65534)
         command = [sys.executable, "-c", script, folder]
         ran = subprocess.run(command, capture_output=True, text=True, env=_environment())
         assert ran.returncode == 0, ran.stderr
@@ -351,4 +355,42 @@ def test_large_records_come_back(tmp_path: Path) -> None:
         assert tier.store(block) is PutOutcome.STORED
         assert_same(next(tier.load([block.key])), block)
     consistent(tier, tmp_path)
+    tier.close()
+
+
+def test_nothing_grows_while_the_index_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(tmp_path)
+    monkeypatch.setattr(Directory, "index", _locked_index)
+    with one_warning():
+        for number in range(3000):
+            tier.used([number.to_bytes(32, "little")])
+            assert list(tier.load([number.to_bytes(32, "big")])) == [None]
+    uses, missing = tier._unwritten.take()
+    assert 0 < len(uses) <= 1024
+    assert 0 < len(missing) <= 512
+    monkeypatch.undo()
+    tier.close()
+
+
+def _locked_index(*_: object, **__: object) -> NoReturn:
+    raise sqlite3.OperationalError("database is locked")
+
+
+def test_an_index_that_cannot_be_rebuilt_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> NoReturn:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    tier = open_tier(tmp_path)
+    store_all(tier, prompt("a"))
+    broken = sqlite3.DatabaseError("file is not a database")
+    broken.sqlite_errorcode = sqlite3.SQLITE_NOTADB
+    before = sorted((tmp_path / "tmp").iterdir())
+    monkeypatch.setattr(recovery, "reconcile", full)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            tier._directory.failed(broken)
+    assert any("cannot be rebuilt" in str(warning.message) for warning in caught)
+    assert sorted((tmp_path / "tmp").iterdir()) == before
+    monkeypatch.undo()
     tier.close()

@@ -23,6 +23,7 @@ from kvboost.testing.blocks import assert_same, block_of, namespace
 from kvboost.testing.content import prompt
 from kvboost.testing.store import held_keys
 from kvboost.types import Namespace, PutOutcome
+from tests.helpers.places import set_limit
 from tests.store.test_memory import put_all
 from tests.store.test_tiered import ShelfTier
 from tests.store.tiers.test_s3 import folder  # noqa: F401 - a fixture
@@ -50,6 +51,7 @@ class TestDiskForAnotherNamespace(TierContract):
             tier.close()
 
     def make_tier(self, *, capacity_bytes: int, namespace: Namespace) -> Tier:
+        set_limit(self.folder, capacity_bytes)
         first = DiskTier(self.folder, capacity_bytes=capacity_bytes, records=_formats()[0])
         self.opened.append(first)
         return first.for_namespace(RecordFormat(namespace))
@@ -65,6 +67,7 @@ class TestRedisForAnotherNamespace(TierContract):
             tier.close()
 
     def make_tier(self, *, capacity_bytes: int, namespace: Namespace) -> Tier:
+        set_limit(self.url, capacity_bytes)
         first = RedisTier(self.url, capacity_bytes=capacity_bytes, records=_formats()[0], timeout_s=30.0)
         self.opened.append(first)
         return first.for_namespace(RecordFormat(namespace))

@@ -28,6 +28,7 @@ from kvboost.testing import TierContract
 from kvboost.testing.blocks import assert_same, block_of, namespace
 from kvboost.testing.content import prompt
 from kvboost.types import Chunk, Namespace, PutOutcome
+from tests.helpers.places import set_limit
 from tests.helpers.redis_writer import numbered
 
 EACH = RecordFormat(namespace()).size_of(block_of(prompt("a")[0])) + 4096
@@ -70,6 +71,7 @@ class TestRedisTierContract(TierContract):
         self.server = redis_at
 
     def make_tier(self, *, capacity_bytes: int, namespace: Namespace) -> Tier:
+        set_limit(self.server.url, capacity_bytes)
         return RedisTier(
             self.server.url, capacity_bytes=capacity_bytes, records=RecordFormat(namespace), timeout_s=30.0
         )
@@ -205,7 +207,7 @@ def test_the_ledger_is_never_over_and_right_in_the_end(redis_at: RedisServer, cl
     for tier in tiers:
         tier.clear()
         tier.close()
-    assert names_in(client) == [b"kvboost:ledger"], "something is left of what was cleared"
+    assert names_in(client) == [b"kvboost:ledger", b"kvboost:ledger:place"], "something is left of what was cleared"
 
 
 # Time

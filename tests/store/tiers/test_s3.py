@@ -14,6 +14,7 @@ from benchmarks.common.faults import Fault, FaultyProxy
 from kvboost.errors import ConfigError
 from kvboost.extend import Tier
 from kvboost.store.record.format import RecordFormat
+from kvboost.store.tiers.buckets import CAPACITY
 from kvboost.store.tiers.s3 import ObjectTier
 from kvboost.testing import TierContract
 from kvboost.testing.blocks import assert_same, block_of, namespace
@@ -46,7 +47,9 @@ class TestObjectTierContract(TierContract):
         self.port, self.folder = s3, folder
 
     def make_tier(self, *, capacity_bytes: int, namespace: Namespace) -> Tier:
-        return open_tier(self.port, self.folder, of=namespace, capacity_bytes=capacity_bytes)
+        tier = open_tier(self.port, self.folder, of=namespace, capacity_bytes=capacity_bytes)
+        tier._backend.objects.put(CAPACITY, b"%d" % capacity_bytes)
+        return tier
 
 
 def test_large_blocks_come_back_and_there_is_no_limit(s3: int, folder: str) -> None:

@@ -10,6 +10,9 @@ import enum
 import hashlib
 import hmac
 import ipaddress
+import os
+import secrets
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +23,13 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvboost.errors import ConfigError
+from kvboost.private import make_secret, read_secret
 from kvboost.serve.errors import ApiError
 from kvboost.serve.security.key_files import KeyFiles, read_keys
 from kvboost.serve.security.limits import Limits
 
-_TENANT_PURPOSE = b"kvboost tenant v1"
-_NAME_PURPOSE = b"kvboost named tenant v1"  # has spaces, so it is nobody's key
+_TENANT_PURPOSE = b"kvboost tenant v2:"
+_NAME_PURPOSE = b"kvboost named tenant v2:"
 _MIN_KEY_LENGTH = 8
 
 
@@ -57,16 +61,18 @@ class Keys:
         *,
         admin_key: str | None = None,
         named: Mapping[str, Sequence[str]] | None = None,
+        secret: bytes | None = None,
         files: KeyFiles | None = None,
     ) -> None:
         """``named`` are the keys of tenants with a name; each of ``api_keys`` is a tenant of its own.
 
+        ``secret`` names the tenants; without it they have other names after a restart, and find nothing stored.
         :meth:`read_again` reads ``files``.
         """
         self._files = files
-        named = named or {}
-        tenants = [(key, tenant_of(key)) for key in api_keys]
-        tenants += [(key, tenant_named(name)) for name, keys in named.items() for key in keys]
+        secret, named = secrets.token_bytes() if secret is None else secret, named or {}
+        tenants = [(key, tenant_of(key, secret)) for key in api_keys]
+        tenants += [(key, tenant_named(name, secret)) for name, keys in named.items() for key in keys]
         every = [key for key, _ in tenants]
         for key in (*every, *([admin_key] if admin_key is not None else [])):
             if len(key) < _MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
@@ -81,36 +87,42 @@ class Keys:
         if len(dict(tenants)) < len(set(tenants)):
             raise ConfigError("a key is given for two tenants; give each tenant keys of its own")
         known = [(key, tenant, False) for key, tenant in tenants]
-        known += [(admin_key, tenant_of(admin_key), True)] if admin_key is not None else []
+        known += [(admin_key, tenant_of(admin_key, secret), True)] if admin_key is not None else []
         self._known = [_entry(key, tenant, admin=admin) for key, tenant, admin in known]
 
     @classmethod
-    def from_files(cls, api_keys: str | Path | None, admin_key: str | Path | None) -> Self:
-        """The keys in these files, one per line; of the admin's file the only one. Raises ConfigError."""
-        admin, lines = read_keys(admin_key), read_keys(api_keys)
+    def from_files(
+        cls, api_keys: str | Path | None, admin_key: str | Path | None, *, secret: str | Path | None = None
+    ) -> Self:
+        """The keys in these files, one per line; of the admin's file the only one. Raises ConfigError.
+
+        ``secret`` is a file too; None takes the installation's, which is made if there is none.
+        """
+        admin, lines = read_keys(admin_key, name="admin_key_file"), read_keys(api_keys, name="api_key_file")
         if len(admin) > 1:
             raise ConfigError("the file for the admin key holds several lines; give one key")
         named: dict[str, list[str]] = {}
         for name, key in lines:
             if name is not None:
                 named.setdefault(name, []).append(key)
-        bare = [key for name, key in lines if name is None]
-        return cls(bare, admin_key=admin[0][1] if admin else None, named=named, files=(api_keys, admin_key))
+        return cls(
+            [key for name, key in lines if name is None],
+            admin_key=admin[0][1] if admin else None,
+            named=named,
+            secret=_read_secret(secret) if lines else None,
+            files=KeyFiles(api_keys, admin_key, secret),
+        )
 
     def read_again(self) -> None:
         """Use what the files hold now. Raises ConfigError, and then everything stays as it was."""
         if self._files is not None:
-            self._known = type(self).from_files(*self._files)._known
+            files = self._files
+            self._known = type(self).from_files(files.api_keys, files.admin_key, secret=files.secret)._known
 
     @property
     def tenants(self) -> list[str]:
         """Of all API keys, in their order; none where no key is needed."""
         return list(dict.fromkeys(caller.tenant for _, caller in self._known if not caller.admin))
-
-    @property
-    def every_tenant(self) -> list[str]:
-        """Every tenant that can have sent a request: of the API keys, of the admin's, and of callers without a key."""
-        return ["", *(caller.tenant for _, caller in self._known)]
 
     def __bool__(self) -> bool:
         """Whether a key is needed at all."""
@@ -129,6 +141,24 @@ class Keys:
         return found if scheme.lower() == b"bearer" else None
 
 
+def _read_secret(file: str | Path | None) -> bytes | None:
+    """The secret in ``file``, or this user's own; None if that cannot be made, which is a warning."""
+    if file is not None:
+        return read_secret(file, name="secret_file")
+    own = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "kvboost" / "secret"
+    try:
+        make_secret(own)
+    except OSError as error:
+        warnings.warn(
+            f"{own} cannot be made ({error.strerror}), so tenants find nothing of theirs after a restart; "
+            "give a secret_file",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return None
+    return read_secret(own, name="secret_file")
+
+
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
@@ -138,14 +168,14 @@ def _entry(key: str, tenant: str, *, admin: bool) -> tuple[bytes, Caller]:
     return digest, Caller(tenant, admin, key_id=digest.hex()[:16])
 
 
-def tenant_of(key: str) -> str:
-    """The tenant of a key: the same after a restart, and of no use to find the key."""
-    return hmac.new(key.encode(), _TENANT_PURPOSE, hashlib.sha256).hexdigest()
+def tenant_of(key: str, secret: bytes) -> str:
+    """The tenant of a key: the same after a restart. Without the secret, no guess of a key can be tried against it."""
+    return hmac.new(secret, _TENANT_PURPOSE + key.encode(), hashlib.sha256).hexdigest()
 
 
-def tenant_named(name: str) -> str:
+def tenant_named(name: str, secret: bytes) -> str:
     """The tenant of all keys with this name: the same whichever keys it has. Never that of a key without a name."""
-    return hmac.new(_NAME_PURPOSE, name.encode(), hashlib.sha256).hexdigest()
+    return hmac.new(secret, _NAME_PURPOSE + name.encode(), hashlib.sha256).hexdigest()
 
 
 def is_loopback(host: str) -> bool:

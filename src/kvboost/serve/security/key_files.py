@@ -7,22 +7,32 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from kvboost.errors import ConfigError
+from kvboost.private import read_private
 
-KeyFiles = tuple[str | Path | None, str | Path | None]
-"""Of the API keys and of the admin's."""
+
+class KeyFiles(NamedTuple):
+    """Where the keys of a server are."""
+
+    api_keys: str | Path | None
+    admin_key: str | Path | None
+    secret: str | Path | None
+
+
 _LINE = re.compile(r"(?:([\w.@-]{1,64}):\s+)?(\S+)")
 
 
-def read_keys(file: str | Path | None) -> list[tuple[str | None, str]]:
-    """The keys of a file, each with the name of its tenant, if it has one. Raises ConfigError."""
+def read_keys(file: str | Path | None, *, name: str) -> list[tuple[str | None, str]]:
+    """The keys of a file, each with the name of its tenant, if it has one. ``name`` is the setting of the file."""
     if file is None:
         return []
+    remedy = "give a text file with one key per line"
     try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}); give a text file with one key per line") from error
+        lines = read_private(file, name=name, remedy=remedy).decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is no text ({error}); {remedy}") from error
     keys: list[tuple[str | None, str]] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -71,8 +71,23 @@ class Catalogue(Protocol):
     def purge(self, tenant: bytes) -> int:
         """Remove everything of a tenant, of whatever model; how many records there were."""
 
+    def purge_all(self) -> int:
+        """Remove everything of every tenant; how many records there were."""
+
     def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
-        """A tier of this place to import into: it keeps the budget. None: as much as the place takes."""
+        """A tier of this place to import into. ``capacity_bytes`` is the limit of a place that has none yet."""
+
+    def limit(self) -> int | None:
+        """The place's limit in bytes; None if it has none yet."""
+
+    def set_limit(self, capacity: int) -> None:
+        """Set the limit for all who use the place."""
+
+    def trim(self) -> Iterator[int]:
+        """Evict what is beyond the limit, some records at a time; how many each time."""
+
+    def check_writable(self) -> None:
+        """Raise PlaceError if nothing can be written there."""
 
     def close(self) -> None:
         """Let go of the place."""

@@ -15,13 +15,17 @@ from kvboost.errors import PlaceError
 from kvboost.store.admin.base import MAX_RECORD_BYTES, READERS, Entry, ImportTier, head_of, in_order
 from kvboost.store.admin.check import examine
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.tiers.disk.database import IndexView, is_damaged
-from kvboost.store.tiers.disk.files import Files, Layout
-from kvboost.store.tiers.disk.index import ChunkIndex
+from kvboost.store.tiers.disk.capacity import read_capacity, write_capacity
+from kvboost.store.tiers.disk.database import IndexUnavailableError, IndexView, is_damaged
+from kvboost.store.tiers.disk.directory import claim
+from kvboost.store.tiers.disk.files import Files, Layout, Presence
+from kvboost.store.tiers.disk.index import ChunkIndex, Room
+from kvboost.store.tiers.disk.recovery import index_lock
 from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.types import Namespace
 
-_AT_ONCE = 256  # chunks in one transaction: others must get their turn
+_AT_ONCE = 64  # chunks in one transaction: others must get their turn
+_TIMEOUT_S = 10.0  # with engines that open the index at the same time
 _MAX_TRIED = 16  # records of a space that are asked whose it is, before the index is believed
 
 
@@ -144,9 +148,61 @@ class DiskCatalogue:
         """Remove every file of a tenant."""
         return self.remove([entry for entry in self.entries() if entry.tenant == tenant])
 
+    def purge_all(self) -> int:
+        """Remove every file with a record's name."""
+        return self.remove(list(self.entries()))
+
     def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
         """A disk tier in this directory."""
-        return DiskTier(self._layout.directory, capacity_bytes=capacity_bytes or 2**62, records=records)
+        return DiskTier(self._layout.directory, capacity_bytes=capacity_bytes, records=records)
+
+    def limit(self) -> int | None:
+        """Of the whole directory."""
+        try:
+            return read_capacity(self._layout)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def set_limit(self, capacity: int) -> None:
+        """Set it for the whole directory, which is made if it is not there."""
+        try:
+            claim(self._layout)
+            with index_lock(self._layout, timeout_s=_TIMEOUT_S):
+                write_capacity(self._layout, capacity)
+        except (OSError, IndexUnavailableError) as error:
+            raise self._failed(error) from error
+
+    def trim(self) -> Iterator[int]:
+        """Evict some records in each transaction."""
+        view = self._view()
+        if view is None:
+            return  # there is no index, so nobody has stored anything that it counts
+        try:
+            owned = next(iter(view.namespaces().items()), None)
+            limit = self.limit()
+            if owned is None or limit is None:
+                return
+            index = ChunkIndex.open(self._layout.index, space=owned[0], namespace=owned[1])
+            try:
+                room = Room.NOT_YET
+                while room is Room.NOT_YET:
+                    room, evicted = index.trim(limit, lambda place: self._files.remove(self._layout.record(*place)))
+                    yield evicted
+            finally:
+                index.close()
+        except (OSError, sqlite3.Error) as error:
+            raise self._failed(error) from error
+        finally:
+            view.close()
+
+    def check_writable(self) -> None:
+        """Make the directory if it is not there, and a file in it for a moment."""
+        try:
+            claim(self._layout)
+            self._layout.tmp.mkdir(mode=0o700, exist_ok=True)
+            Presence(self._layout.tmp).close()
+        except OSError as error:
+            raise self._failed(error) from error
 
     def close(self) -> None:
         """End the readers."""

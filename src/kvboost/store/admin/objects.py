@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from kvboost.errors import PlaceError
 from kvboost.store.admin.base import MAX_RECORD_BYTES, READERS, Entry, ImportTier, head_of, in_order
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.tiers.s3 import ObjectTier, open_objects
+from kvboost.store.tiers.buckets import CAPACITY, PROBE, open_objects, read_limit, tenants_in
+from kvboost.store.tiers.s3 import ObjectTier
 
 _TIMEOUT_S = 60.0
 _NAME = re.compile(r"([0-9a-f]{64})/([0-9a-f]{32})/records/([0-9a-f]{64})\.kv")
@@ -85,6 +86,11 @@ class ObjectCatalogue:
         self._delete(names)
         return sum(_NAME.fullmatch(name) is not None for name in names)
 
+    def purge_all(self) -> int:
+        """Remove every tenant's objects."""
+        tenants = self._asked(lambda: tenants_in(self._objects)) or []
+        return sum(self.purge(bytes.fromhex(tenant)) for tenant in tenants)
+
     def _delete(self, names: Sequence[str]) -> None:
         for begin in range(0, len(names), _AT_ONCE):
             batch = list(names[begin : begin + _AT_ONCE])
@@ -93,6 +99,25 @@ class ObjectCatalogue:
     def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
         """An object tier in this bucket."""
         return ObjectTier(self._url, records=records, capacity_bytes=capacity_bytes, timeout_s=_TIMEOUT_S)
+
+    def limit(self) -> int | None:
+        """Of one model and tenant."""
+        return self._asked(lambda: read_limit(self._objects, self._failures))
+
+    def set_limit(self, capacity: int) -> None:
+        """Set it for one model and tenant. Tiers read it when they are opened."""
+        self._asked(lambda: self._objects.put(CAPACITY, b"%d" % capacity))
+
+    def trim(self) -> Iterator[int]:
+        """Nothing: a tier only refuses what does not fit, and the bucket's own rules expire objects."""
+        return iter(())
+
+    def check_writable(self) -> None:
+        """Write the empty object that tiers look for to see that the store answers."""
+        try:
+            self._objects.put(PROBE, b"")
+        except (*self._failures.absent, *self._failures.all) as error:  # absent: there is no such bucket
+            raise self._failed(error) from error
 
     def close(self) -> None:
         """End the readers."""
@@ -110,7 +135,8 @@ class ObjectCatalogue:
     def _failed(self, error: Exception) -> PlaceError:
         told = " ".join(str(error).split())[:300]
         return PlaceError(
-            f"{self.place} cannot be used ({told}); check the bucket, the AWS_* variables and the network"
+            f"{self.place} cannot be used ({told}); check the bucket, the network and the AWS_*, GOOGLE_* or AZURE_* "
+            "variables"
         )
 
 

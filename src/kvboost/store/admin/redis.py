@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 from kvboost.errors import PlaceError
 from kvboost.store.admin.base import MAX_RECORD_BYTES, Entry, ImportTier, head_of
@@ -18,14 +17,14 @@ from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.header import PAGE
 from kvboost.store.tiers.redis.ledger import Ledger
 from kvboost.store.tiers.redis.loading import OversizedValueError, received
+from kvboost.store.tiers.redis.purging import remove_ids, remove_owned
 from kvboost.store.tiers.redis.resp import Link, ServerError
 from kvboost.store.tiers.redis.server import Server, UnavailableError
 from kvboost.store.tiers.redis.tier import RedisTier
 
-_PREFIX = "kvboost"  # as the tiers of engines have it
 _TIMEOUT_S = 30.0
 _MIN_BYTES_PER_S = 1e6
-_AT_ONCE = 256  # chunks in one script: others must get their turn
+_AT_ONCE = 64  # chunks in one script: others must get their turn
 _LOADED_AT_ONCE = 64
 
 T = TypeVar("T")
@@ -38,7 +37,7 @@ class RedisCatalogue:
         """Raises ConfigError for an URL that cannot work, PlaceError if nobody answers there."""
         self._url = url
         self._server = Server(url, timeout_s=_TIMEOUT_S, min_bytes_per_s=_MIN_BYTES_PER_S)
-        self._whole = Ledger(_PREFIX, tenant=b"", space=b"")
+        self._whole = Ledger(self._server.prefix, tenant=b"", space=b"")
         try:
             self._with_link(lambda link: link.call([(b"PING",)]))
         except PlaceError:
@@ -48,14 +47,13 @@ class RedisCatalogue:
     @property
     def place(self) -> str:
         """Its URL without user and password."""
-        parts = urlsplit(self._url)
-        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        return self._server.place
 
     def entries(self) -> Iterator[Entry]:
         """Every chunk in the ledger that is written."""
         cursor = b"0"
         while True:
-            cursor, ids = self._with_link(partial(self._whole.all_ids, cursor=cursor))
+            cursor, ids = self._with_link(partial(self._whole.ids, owner=b"*", cursor=cursor))
             for begin in range(0, len(ids), _AT_ONCE):
                 names = ids[begin : begin + _AT_ONCE]
                 described = self._with_link(partial(self._whole.described, ids=names))
@@ -77,7 +75,7 @@ class RedisCatalogue:
 
     def _first_bytes(self, entries: Sequence[Entry], length: int) -> list[bytes]:
         last = b"%d" % (length - 1)
-        commands = [(b"GETRANGE", _ledger(entry).value(entry.key), b"0", last) for entry in entries]
+        commands = [(b"GETRANGE", self._ledger(entry).value(entry.key), b"0", last) for entry in entries]
         replies = self._with_link(lambda link: link.call(commands))
         return [reply if isinstance(reply, bytes) else b"" for reply in replies]
 
@@ -92,7 +90,7 @@ class RedisCatalogue:
         try:
             with self._server.link(self._server.deadline()) as link:
                 keys = [entry.key for entry in batch]
-                ledger = _ledger(batch[0])
+                ledger = self._ledger(batch[0])
                 for record in received(link, keys, ledger=ledger, max_bytes=MAX_RECORD_BYTES):
                     done += 1
                     yield batch[done - 1], record
@@ -107,22 +105,42 @@ class RedisCatalogue:
 
     def remove(self, entries: Sequence[Entry]) -> int:
         """Remove these chunks and their entries."""
-        ids = [_ledger(entry).id(entry.key) for entry in entries]
-        for begin in range(0, len(ids), _AT_ONCE):
-            self._with_link(partial(self._whole.remove, ids=ids[begin : begin + _AT_ONCE]))
+        ids = [self._ledger(entry).id(entry.key) for entry in entries]
+        remove_ids(self._with_link, self._whole, ids)
         return len(ids)
 
     def purge(self, tenant: bytes) -> int:
         """Remove every chunk of a tenant, and what the ledger has lost sight of."""
-        removed = self.remove([entry for entry in self.entries() if entry.tenant == tenant])
-        cursor = self._with_link(partial(self._whole.sweep, cursor=b"0"))
-        while cursor != b"0":
-            cursor = self._with_link(partial(self._whole.sweep, cursor=cursor))
-        return removed
+        return remove_owned(self._with_link, self._whole, tenant.hex().encode())
+
+    def purge_all(self) -> int:
+        """Remove every chunk, and what the ledger has lost sight of."""
+        return remove_owned(self._with_link, self._whole, b"*")
 
     def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
         """A Redis tier on this server."""
-        return RedisTier(self._url, capacity_bytes=capacity_bytes or 2**53, records=records, timeout_s=_TIMEOUT_S)
+        return RedisTier(self._url, capacity_bytes=capacity_bytes, records=records, timeout_s=_TIMEOUT_S)
+
+    def limit(self) -> int | None:
+        """The ledger's."""
+        return self._with_link(self._whole.capacity)
+
+    def set_limit(self, capacity: int) -> None:
+        """Set the ledger's."""
+        self._with_link(partial(self._whole.set_capacity, capacity=capacity))
+
+    def trim(self) -> Iterator[int]:
+        """Evict some chunks in each script."""
+        more = True
+        while more:
+            more, evicted = self._with_link(self._whole.trim)
+            yield evicted
+
+    def check_writable(self) -> None:
+        """Write a value that ends at once: a replica, or a server that is full, refuses it."""
+        (reply,) = self._with_link(lambda link: link.call([(b"SET", self._whole.prefix + b":probe", b"", b"PX", b"1")]))
+        if isinstance(reply, ServerError):
+            raise self._failed(UnavailableError(reply))
 
     def close(self) -> None:
         """Close the connections."""
@@ -135,6 +153,10 @@ class RedisCatalogue:
         except UnavailableError as error:
             raise self._failed(error) from error
 
+    def _ledger(self, entry: Entry) -> Ledger:
+        assert entry.tenant is not None  # it is in the entry's name
+        return Ledger(self._server.prefix, tenant=entry.tenant, space=entry.space)
+
     def _failed(self, error: UnavailableError) -> PlaceError:
         cause = error.cause or "it did not answer before"
         remedy = "look at its rights and limits" if isinstance(cause, ServerError) else "check that it runs"
@@ -145,11 +167,6 @@ def _batches(entries: Iterable[Entry], size: int) -> Iterator[list[Entry]]:
     left = iter(entries)
     while batch := list(itertools.islice(left, size)):
         yield batch
-
-
-def _ledger(entry: Entry) -> Ledger:
-    assert entry.tenant is not None  # it is in the entry's name
-    return Ledger(_PREFIX, tenant=entry.tenant, space=entry.space)
 
 
 def _entry(name: bytes, found: tuple[int, int] | None) -> Entry | None:

@@ -65,7 +65,7 @@ class Arrival:
 
 
 class Importer:
-    """Brings the records of an archive into a place, at most ``capacity_bytes`` of them with all that lies there."""
+    """Brings the records of an archive into a place. ``capacity_bytes`` is the limit of a place that has none yet."""
 
     def __init__(self, catalogue: Catalogue, *, keys: KeyRing, capacity_bytes: int | None) -> None:
         self._catalogue = catalogue

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from typing import Generic, Self, TypeVar
 
@@ -36,8 +38,13 @@ R = TypeVar("R")
 class Backend(ABC):
     """What the tiers of all namespaces of one directory, server or bucket share. Thread-safe."""
 
-    def __init__(self, tier: str, *, capacity_bytes: int) -> None:
-        self.capacity_bytes = capacity_bytes
+    def __init__(self, tier: str, *, place: str, wanted_bytes: int | None, default_bytes: int) -> None:
+        """``wanted_bytes`` is the limit that was asked for. It holds if the place has none yet."""
+        self._place = place  # never with a password
+        self.wanted_bytes = wanted_bytes
+        self.capacity_bytes = default_bytes if wanted_bytes is None else wanted_bytes
+        """The place's limit, as far as it is known."""
+        self._told = False
         self.health = Health(tier)
         self._writing_lock = threading.Lock()
         self._being_written: set[Place] = set()
@@ -46,6 +53,20 @@ class Backend(ABC):
     def is_available(self) -> bool:
         """Whether it answered when it was last used. False: every call is a miss, at once."""
         return True
+
+    def limited_to(self, capacity: int) -> None:
+        """The place has this limit. Whoever asked for another is told, once."""
+        self.capacity_bytes = capacity
+        differs = self.wanted_bytes is not None and self.wanted_bytes != capacity
+        with self._writing_lock:
+            first, self._told = differs and not self._told, self._told or differs
+        if first:
+            warnings.warn(
+                f"{self._place} has a limit of {capacity:,} bytes for all who use it, so {self.wanted_bytes:,} is not "
+                f"used; change it for all with: kvboost cache limit {self._place} SIZE",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     @contextmanager
     def writing(self, place: Place) -> Iterator[bool]:
@@ -110,9 +131,10 @@ class RecordTier(ABC, Generic[B]):
         """Chunks and bytes of this namespace, those being written included; counters of this process."""
         chunks, nbytes = self._totals()
         with self._lock:
-            return self._counters.stats(
+            counted = self._counters.stats(
                 self.name, chunks=chunks, nbytes=nbytes, capacity_bytes=self._backend.capacity_bytes
             )
+        return replace(counted, available=self.is_available, errors=sum(self.health().values()))
 
     def store(self, block: KVBlock) -> PutOutcome:
         """Write ``block`` within the budget; the class says what is evicted for it."""
@@ -131,6 +153,14 @@ class RecordTier(ABC, Generic[B]):
     @abstractmethod
     def remove(self, keys: Sequence[bytes]) -> None:
         """Remove these blocks."""
+
+    @abstractmethod
+    def purge(self, tenant: bytes) -> None:
+        """Remove every block of a tenant, of whatever model or codec. ``tenant`` is the digest in its namespace."""
+
+    @abstractmethod
+    def purge_all(self) -> None:
+        """Remove every block in the place, of whatever tenant, model or codec."""
 
     def close(self) -> None:
         """Close the connections and threads if they were opened for this tier. What was stored stays."""
@@ -215,12 +245,15 @@ def info_of(block: KVBlock) -> BlockInfo:
 
 def in_order(
     pool: ThreadPoolExecutor, work: Callable[[T], R], items: Iterable[T], *, ahead: int
-) -> Iterator[tuple[T, Future[R]]]:
-    """Each item and what ``work`` makes of it, in order. Work begins at once and runs a few items ahead."""
+) -> Generator[tuple[T, Future[R]]]:
+    """Each item and what ``work`` makes of it, in order. Work begins at once and runs a few items ahead.
+
+    Closed early, it takes back what has not begun.
+    """
     left = iter(items)
     waiting = deque((item, pool.submit(work, item)) for item in islice(left, ahead))
 
-    def results() -> Iterator[tuple[T, Future[R]]]:
+    def results() -> Generator[tuple[T, Future[R]]]:
         try:
             while waiting:
                 first = waiting.popleft()

@@ -8,28 +8,28 @@ bytes that names it by its content::
 
 Invariants: only whole records that passed their checks are handed out; no object is read beyond the records' limit.
 
-It evicts nothing: let the bucket's lifecycle rules expire old objects, which are then misses. ``capacity_bytes`` makes
-it refuse what would not fit in the namespace, by what this process saw and wrote: others who write at the same time are
-not counted. Sizes in :meth:`ObjectTier.stats` are taken by listing the namespace, which takes a while for many objects.
+It evicts nothing: let the bucket's lifecycle rules expire old objects, which are then misses. With a limit, which lies
+in the bucket as an object of its own, it refuses what would not fit in the namespace, by what this process saw and
+wrote: others who write at the same time are not counted. Sizes in :meth:`ObjectTier.stats` are taken by listing the
+namespace, which takes a while for many objects.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
-from datetime import timedelta
+from contextlib import closing, suppress
 from typing import Any, TypeVar
 
 from kvboost.direct_io import page_aligned
-from kvboost.errors import ConfigError, RecordError
+from kvboost.errors import RecordError
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.base import MAX_VARIANTS, Backend, RecordTier, in_order
 from kvboost.store.tiers.breaker import Breaker
+from kvboost.store.tiers.buckets import CAPACITY, PROBE, Failures, open_objects, read_limit, tenants_in
 from kvboost.types import BlockInfo, KVBlock, PutOutcome
 
 _UNLIMITED = 2**63 - 1
@@ -41,22 +41,24 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-@dataclass(frozen=True, slots=True)
-class Failures:
-    """What obstore raises."""
-
-    absent: tuple[type[Exception], ...]
-    all: tuple[type[Exception], ...]
-
-
 class _ObjectBackend(Backend):
     """The object store, the threads that use it, and its breaker."""
 
     def __init__(
-        self, objects: Any, failures: Failures, *, capacity_bytes: int, timeout_s: float, readers: int
+        self,
+        objects: Any,
+        failures: Failures,
+        *,
+        place: str,
+        wanted_bytes: int | None,
+        tenant_quota: int | None,
+        timeout_s: float,
+        readers: int,
     ) -> None:
-        super().__init__("objects", capacity_bytes=capacity_bytes)
+        super().__init__("objects", place=place, wanted_bytes=wanted_bytes, default_bytes=_UNLIMITED)
         self.objects, self.failures = objects, failures
+        self._tenant_quota = tenant_quota
+        self._limit_is_known = False
         self._timeout_s = timeout_s
         self.ahead = readers + 2
         self.pool = ThreadPoolExecutor(readers, thread_name_prefix="kvboost-objects")
@@ -107,13 +109,25 @@ class _ObjectBackend(Backend):
             return None
         return size
 
+    def limit(self) -> int:
+        """What one namespace may take. The bucket is asked once; it gets the limit asked for if it has none."""
+        if not self._limit_is_known:
+            found = read_limit(self.objects, self.failures)
+            if found is None and self.wanted_bytes is not None:
+                with suppress(*self.failures.present):  # another writer came first
+                    self.objects.put(CAPACITY, b"%d" % self.wanted_bytes, mode="create")
+                found = read_limit(self.objects, self.failures)
+            self.limited_to(_UNLIMITED if found is None else found)
+            self._limit_is_known = True
+        return min(self.capacity_bytes, _UNLIMITED if self._tenant_quota is None else self._tenant_quota)
+
     def close(self) -> None:
         self._breaker.close()
         self.pool.shutdown(cancel_futures=True)
 
     def _probe(self) -> bool:
         try:
-            self.size("probe")
+            self.size(PROBE)
         except self.failures.all:
             return False
         return True
@@ -131,6 +145,7 @@ class ObjectTier(RecordTier[_ObjectBackend]):
         *,
         records: RecordFormat,
         capacity_bytes: int | None = None,
+        tenant_quota_bytes: int | None = None,
         timeout_s: float = 2.0,
         readers: int = 8,
         config: Mapping[str, Any] | None = None,
@@ -138,11 +153,19 @@ class ObjectTier(RecordTier[_ObjectBackend]):
         """``config`` goes to obstore (region, endpoint, keys); without it, the environment's ``AWS_*`` are used, such
         as ``AWS_ENDPOINT_URL`` and, for a server without TLS, ``AWS_ALLOW_HTTP=true``.
 
-        No request of the store's takes longer than ``timeout_s``.
+        ``capacity_bytes`` is the limit of a bucket that has none yet. No request of the store's takes longer than
+        ``timeout_s``.
         """
-        capacity = _UNLIMITED if capacity_bytes is None else capacity_bytes
         objects, failures = open_objects(url, timeout_s=timeout_s, config=config)
-        backend = _ObjectBackend(objects, failures, capacity_bytes=capacity, timeout_s=timeout_s, readers=readers)
+        backend = _ObjectBackend(
+            objects,
+            failures,
+            place=url,
+            wanted_bytes=capacity_bytes,
+            tenant_quota=tenant_quota_bytes,
+            timeout_s=timeout_s,
+            readers=readers,
+        )
         self._open(backend, records, owns_backend=True)
 
     def _open(self, backend: _ObjectBackend, records: RecordFormat, *, owns_backend: bool) -> None:
@@ -157,6 +180,18 @@ class ObjectTier(RecordTier[_ObjectBackend]):
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these have an object; all are asked for at once."""
         return self._backend.each(lambda key: self._size(key) is not None, keys, False)
+
+    def leading_run(self, keys: Sequence[bytes]) -> int:
+        """How many of the first of these have an object; hardly more is asked for than that."""
+        backend = self._backend
+        if not backend.is_available:
+            return 0
+        asked = in_order(backend.pool, lambda key: backend.guarded(self._size, key), keys, ahead=backend.ahead)
+        with closing(asked):
+            for count, (_, answer) in enumerate(asked):
+                if backend.result(answer, None) is None:
+                    return count
+        return len(keys)
 
     def variants(self, content_keys: Sequence[bytes]) -> list[list[BlockInfo]]:
         """For each content, the newest blocks that hold it, newest last."""
@@ -220,13 +255,14 @@ class ObjectTier(RecordTier[_ObjectBackend]):
 
     def _fits(self, size: int) -> bool:
         """Whether so many bytes more fit; if they do, they are counted."""
-        if self._backend.capacity_bytes == _UNLIMITED:
+        limit = self._backend.limit()
+        if limit == _UNLIMITED:
             return True
         with self._counting:  # nobody writes before it is counted, so nothing is on its way that a list lacks
             if self._held is None:
                 self._held = self._listed_totals()[1]
         with self._lock:
-            fits = self._held + size <= self._backend.capacity_bytes
+            fits = self._held + size <= limit
             self._held += size if fits else 0
         return fits
 
@@ -262,6 +298,12 @@ class ObjectTier(RecordTier[_ObjectBackend]):
         """Remove every block of a tenant, of whatever model or codec. ``tenant`` is the digest in its namespace."""
         self._backend.each(self._delete_all, [tenant.hex()], None, waited_for=False)
 
+    def purge_all(self) -> None:
+        """Remove every block under the URL, of whatever tenant."""
+        nobody: list[str] = []
+        (tenants,) = self._backend.each(lambda _: tenants_in(self._objects), [None], nobody, waited_for=False)
+        self._backend.each(self._delete_all, tenants, None, waited_for=False)
+
     def _delete_all(self, prefix: str) -> None:
         with self._counting:
             for page in self._pages(prefix):
@@ -290,27 +332,3 @@ class ObjectTier(RecordTier[_ObjectBackend]):
     def _names(self, prefix: str) -> Iterator[str]:
         for page in self._objects.list(prefix, chunk_size=MAX_VARIANTS):
             yield from (entry["path"] for entry in page)
-
-
-def open_objects(url: str, *, timeout_s: float, config: Mapping[str, Any] | None = None) -> tuple[Any, Failures]:
-    """The store behind an URL, by obstore, and what it raises. Raises ConfigError for an URL that cannot work."""
-    try:
-        from obstore.exceptions import BaseError, NotFoundError
-        from obstore.store import from_url
-    except ImportError as error:
-        raise ConfigError('an object store as a tier needs obstore: pip install "kvboost[s3]"') from error
-    limit = timedelta(seconds=timeout_s)
-    settings = dict(config or {})
-    # Given any of these, obstore looks for none of them in the environment.
-    plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
-    options = {"timeout": limit, "connect_timeout": limit, "allow_http": plain, **settings.pop("client_options", {})}
-    make: Any = from_url  # typed for each kind of store apart
-    try:
-        # No retries: they would take longer than a miss costs.
-        retries = {"max_retries": 0, "retry_timeout": limit}
-        objects = make(url, config=settings or None, client_options=options, retry_config=retries)
-    except (BaseError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{url} cannot be opened ({str(error).splitlines()[0]}); give an URL such as s3://BUCKET/PREFIX"
-        ) from error
-    return objects, Failures((FileNotFoundError, NotFoundError), (BaseError, OSError))

@@ -7,16 +7,19 @@ local file system, as SQLite's log needs shared memory.
 from __future__ import annotations
 
 import os
+import shlex
 import sqlite3
 import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from kvboost.config import DEFAULT_PLACE_BYTES
 from kvboost.errors import ConfigError
 from kvboost.store.health import Health
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.base import Place
+from kvboost.store.tiers.disk.capacity import read_capacity, write_capacity
 from kvboost.store.tiers.disk.database import IndexUnavailableError, is_damaged
 from kvboost.store.tiers.disk.files import Files, Layout, Presence
 from kvboost.store.tiers.disk.index import ChunkIndex
@@ -55,8 +58,8 @@ class Directory:
 
         Raises ConfigError for one that is used for other things; any other failure is a warning.
         """
-        _claim(self._layout)
         try:
+            claim(self._layout)
             self.index(timeout_s=_TIMEOUT_S)
         except FAILURES as error:
             self.failed(error)
@@ -79,6 +82,21 @@ class Directory:
                     raise
                 self._index = index
             return self._index
+
+    def capacity(self, index: ChunkIndex, wanted: int | None) -> int:
+        """The directory's limit. If it has none yet, ``wanted``; if that is None, the default or what lies there.
+
+        Read each time: ``kvboost cache limit`` may have changed it. Raises what FAILURES names.
+        """
+        found = read_capacity(self._layout)
+        if found is not None:
+            return found
+        with index_lock(self._layout, timeout_s=_TIMEOUT_S):
+            found = read_capacity(self._layout)  # another process may have come first
+            if found is None:
+                found = max(DEFAULT_PLACE_BYTES, index.totals(whole=True).bytes) if wanted is None else wanted
+                write_capacity(self._layout, found)
+        return found
 
     def new_file(self) -> tuple[str, Path]:
         """This writer's name, and a name for a file of its own that nobody uses. Raises OSError."""
@@ -134,16 +152,20 @@ class Directory:
         return ChunkIndex.open(path, space=self._records.space, namespace=self._records.namespace)
 
 
-def _claim(layout: Layout) -> None:
-    """Make the directory for this user alone; refuse one that is used for other things."""
+def claim(layout: Layout) -> None:
+    """Make the directory for this user alone. Raises OSError, and ConfigError for one that others can use."""
     directory = layout.directory
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if stat.S_IMODE(directory.stat().st_mode) & 0o077:
+        status = directory.stat()
+        if status.st_uid != os.geteuid():
+            raise ConfigError(
+                f"{directory} belongs to another user, who could change what lies there; give one of your own, or run: "
+                f"chown -R {os.geteuid()} {shlex.quote(str(directory))}"
+            )
+        if stat.S_IMODE(status.st_mode) & 0o077:
             if not layout.index.exists() and any(directory.iterdir()):
                 raise ConfigError(f"{directory} holds other things, open to other users; give a new one for the cache")
-            directory.chmod(0o700)
+            raise ConfigError(f"{directory} is open to other users; run: chmod 700 {shlex.quote(str(directory))}")
     except (FileExistsError, NotADirectoryError) as error:
         raise ConfigError(f"{directory} is no directory; give another one for the cache") from error
-    except OSError:
-        return  # read-only or out of reach: opening the index says so

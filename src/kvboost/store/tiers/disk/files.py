@@ -136,13 +136,14 @@ class Files:
 
 
 class Layout:
-    """Where things lie in a cache directory: ``SPACE/AA/KEY.kv``, ``tmp/`` and the index."""
+    """Where things lie in a cache directory: ``SPACE/AA/KEY.kv``, ``tmp/``, the index and the limit."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.tmp = directory / "tmp"
         self.index = directory / "index-1.sqlite"
         self.index_lock = directory / "index-1.lock"
+        self.capacity = directory / "capacity"
 
     def record(self, space: bytes, key: bytes) -> Path:
         """The file of a record."""

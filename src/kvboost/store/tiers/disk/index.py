@@ -8,6 +8,7 @@ successors, or one that is being written, is no victim.
 
 from __future__ import annotations
 
+import enum
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ from kvboost.types import BlockInfo, Namespace
 # The column "generation" is approx_depth: indexes on users' disks have the older name.
 _INFO = "key, parent, content, nbytes, bitwise, start, context, generation"
 _PLACES = "SELECT c.id, s.space, c.key FROM chunks c JOIN spaces s ON s.id = c.space"
+_SIZES = "SELECT c.id, s.space, c.key, c.size FROM chunks c JOIN spaces s ON s.id = c.space"
+EVICTED_AT_ONCE = 64
+"""Chunks evicted in one transaction: others must get their turn."""
+_MAX_ANCESTORS = 10_000  # that are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,22 @@ class Limits:
 
     capacity: int
     tenant_quota: int | None = None
+
+    @property
+    def least(self) -> int:
+        """The smaller of both."""
+        return self.capacity if self.tenant_quota is None else min(self.capacity, self.tenant_quota)
+
+
+class Room(enum.Enum):
+    """What came of making room for a chunk."""
+
+    MADE = "made"
+    """The chunk is entered."""
+    NOT_YET = "not yet"
+    """Others were evicted, as many as one transaction may; more must go before the chunk is entered."""
+    NONE = "none"
+    """Not enough can be evicted. Nothing was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +121,16 @@ class ChunkIndex:
 
     def totals(self, *, whole: bool = False) -> Totals:
         """Of this space, or of the whole directory."""
-        query = "SELECT COALESCE(SUM(chunks), 0), COALESCE(SUM(bytes), 0) FROM spaces WHERE ?1 IS NULL OR id = ?1"
-        return Totals(*self._database.rows(query, None if whole else self._space)[0])
+        query = "SELECT COALESCE(SUM(chunks), 0), COALESCE(SUM(bytes), 0) FROM spaces"
+        if whole:
+            return Totals(*self._database.rows(query)[0])
+        return Totals(*self._database.rows(f"{query} WHERE id = ?", self._space)[0])
 
     def spaces(self, *, tenant: bytes | None = None) -> list[bytes]:
         """The spaces that belong to a tenant, or all."""
-        query = "SELECT space FROM spaces WHERE ?1 IS NULL OR tenant = ?1"
-        return [row[0] for row in self._database.rows(query, tenant)]
+        if tenant is None:
+            return [row[0] for row in self._database.rows("SELECT space FROM spaces")]
+        return [row[0] for row in self._database.rows("SELECT space FROM spaces WHERE tenant = ?", tenant)]
 
     def keys_in(self, space: bytes, first: int) -> set[bytes]:
         """The keys of a space that begin with this byte, those being written included."""
@@ -120,27 +144,39 @@ class ChunkIndex:
 
     # Writing
 
-    def reserve(self, entry: NewEntry, *, limits: Limits, remove: Callable[[Place], None]) -> int | None:
-        """Enter a chunk that is about to be written and evict others for it; how many, None if that is not enough.
+    def reserve(self, entry: NewEntry, *, limits: Limits, remove: Callable[[Place], None]) -> tuple[Room, int]:
+        """Enter a chunk that is about to be written and evict others for it, a few at a time; how many.
 
         ``remove`` is called for the file of each victim, before anybody else may use its bytes. Raises
         sqlite3.IntegrityError if the chunk is entered already.
         """
         with self._database.transaction() as write:
-            _add(write, self._space, entry)
-            victims: list[tuple[int, Place]] = []
+            added = _add(write, self._space, entry)
             tenant = write.execute("SELECT tenant FROM spaces WHERE id = ?", (self._space,)).fetchone()[0]
+            victims: list[Place] = []
+            room = Room.MADE
             for limit, only in ((limits.tenant_quota, tenant), (limits.capacity, None)):
-                while limit is not None and _bytes(write, only) > limit:
-                    victim = _victim(write, only)
-                    if victim is None:
-                        write.execute("ROLLBACK")
-                        return None
-                    write.execute("DELETE FROM chunks WHERE id = ?", (victim[0],))
-                    victims.append(victim)
-            for _, place in victims:
+                if limit is not None and room is Room.MADE:
+                    room = _evict(write, limit, only, victims)
+            if room is Room.NOT_YET and _with_ancestors(write, self._space, entry.info.key) > limits.least:
+                room = Room.NONE  # its ancestors stay, so all others would be evicted in vain
+            if room is Room.NONE:
+                write.execute("ROLLBACK")
+                return room, 0
+            if room is Room.NOT_YET:
+                write.execute("DELETE FROM chunks WHERE id = ?", (added,))
+            for place in victims:
                 remove(place)
-        return len(victims)
+        return room, len(victims)
+
+    def trim(self, capacity: int, remove: Callable[[Place], None]) -> tuple[Room, int]:
+        """Evict down to a limit, a few chunks at a time; how many."""
+        with self._database.transaction() as write:
+            victims: list[Place] = []
+            room = _evict(write, capacity, None, victims)
+            for place in victims:
+                remove(place)
+        return room, len(victims)
 
     def finish(self, key: bytes, writer: str) -> bool:
         """The chunk's file is there. False if its entry is gone."""
@@ -211,36 +247,67 @@ class ChunkIndex:
         self.set_meta("synced", "yes", durable=True)
 
 
-def _add(write: sqlite3.Connection, space: int, entry: NewEntry, *, unless_there: bool = False) -> None:
+def _add(write: sqlite3.Connection, space: int, entry: NewEntry, *, unless_there: bool = False) -> int | None:
     insert = "INSERT OR IGNORE" if unless_there else "INSERT"
     info = entry.info
     described = (info.key, info.parent_key, info.content_key, info.nbytes, info.bitwise, info.start, info.context)
-    write.execute(
+    return write.execute(
         f"{insert} INTO chunks ({_INFO}, space, size, last_used, writer) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (*described, info.approx_depth, space, entry.size, entry.stamp, entry.writer),
-    )
+    ).lastrowid
+
+
+def _evict(write: sqlite3.Connection, limit: int, tenant: bytes | None, victims: list[Place]) -> Room:
+    """Delete the entries of chunks until a tenant's, or all, fit ``limit``; their places are added to ``victims``."""
+    over = _bytes(write, tenant) - limit
+    while over > 0:
+        if len(victims) >= EVICTED_AT_ONCE:
+            return Room.NOT_YET
+        victim = _victim(write, tenant)
+        if victim is None:
+            return Room.NONE
+        number, space, key, size = victim
+        write.execute("DELETE FROM chunks WHERE id = ?", (number,))
+        victims.append((space, key))
+        over -= size
+    return Room.MADE
 
 
 def _bytes(write: sqlite3.Connection, tenant: bytes | None) -> int:
-    query = "SELECT COALESCE(SUM(bytes), 0) FROM spaces WHERE ?1 IS NULL OR tenant = ?1"
-    total: int = write.execute(query, (tenant,)).fetchone()[0]
+    if tenant is None:
+        found = write.execute("SELECT COALESCE(SUM(bytes), 0) FROM spaces").fetchone()
+    else:
+        found = write.execute("SELECT COALESCE(SUM(bytes), 0) FROM spaces WHERE tenant = ?", (tenant,)).fetchone()
+    total: int = found[0]
     return total
 
 
-def _victim(write: sqlite3.Connection, tenant: bytes | None) -> tuple[int, Place] | None:
-    """The chunk that goes next, of this tenant or of all."""
+def _victim(write: sqlite3.Connection, tenant: bytes | None) -> tuple[int, bytes, bytes, int] | None:
+    """The chunk that goes next, of this tenant or of all: its number, its place and its size."""
     leaf = "c.successors = 0 AND c.writer IS NULL"
     oldest = "ORDER BY last_used LIMIT 1"
     if tenant is None:
-        query = f"{_PLACES} WHERE c.id = (SELECT id FROM chunks c WHERE {leaf} {oldest})"
-        row = write.execute(query).fetchone()
+        query = f"{_SIZES} WHERE c.id = (SELECT id FROM chunks c WHERE {leaf} {oldest})"
+        victim = write.execute(query).fetchone()
     else:
         query = (
-            f"{_PLACES} WHERE s.tenant = ? AND c.id = (SELECT id FROM chunks c WHERE space = s.id AND {leaf} {oldest}) "
+            f"{_SIZES} WHERE s.tenant = ? AND c.id = (SELECT id FROM chunks c WHERE space = s.id AND {leaf} {oldest}) "
             "ORDER BY c.last_used LIMIT 1"
         )
-        row = write.execute(query, (tenant,)).fetchone()
-    return None if row is None else (row[0], (row[1], row[2]))
+        victim = write.execute(query, (tenant,)).fetchone()
+    found: tuple[int, bytes, bytes, int] | None = victim
+    return found
+
+
+def _with_ancestors(write: sqlite3.Connection, space: int, key: bytes) -> int:
+    """The sizes of a chunk and of those it follows, together."""
+    query = (
+        "WITH RECURSIVE above (parent, size) AS (SELECT parent, size FROM chunks WHERE space = ?1 AND key = ?2 "
+        "UNION ALL SELECT c.parent, c.size FROM above a JOIN chunks c ON c.space = ?1 AND c.key = a.parent LIMIT ?3) "
+        "SELECT SUM(size) FROM above"
+    )
+    total: int = write.execute(query, (space, key, _MAX_ANCESTORS)).fetchone()[0]
+    return total
 
 
 def _info(row: tuple[bytes, bytes | None, bytes, int, int, int, bytes, int]) -> BlockInfo:

@@ -86,14 +86,21 @@ def rebuild(layout: Layout, files: Files, new: Path, broken: int | None, make: C
     with index_lock(layout, timeout_s=0.0):
         if inode(layout.index) != broken:
             return
-        index = make(new)
         try:
-            reconcile(index, layout, files)
+            index = make(new)
+            try:
+                reconcile(index, layout, files)
+            finally:
+                index.close()  # the last connection: everything is in the one file now
+            _unlink(layout.index)  # an old log must never meet the new index
+            os.replace(new, layout.index)
         finally:
-            index.close()  # the last connection: everything is in the one file now
-        for suffix in ("", "-wal", "-shm"):  # an old log must never meet the new index
-            Path(f"{layout.index}{suffix}").unlink(missing_ok=True)
-        os.replace(new, layout.index)
+            _unlink(new)  # if it failed: it is tried again, with another name each time
+
+
+def _unlink(index: Path) -> None:
+    for suffix in ("", "-wal", "-shm"):
+        Path(f"{index}{suffix}").unlink(missing_ok=True)
 
 
 def inode(path: Path) -> int | None:

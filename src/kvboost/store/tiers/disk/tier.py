@@ -2,7 +2,7 @@
 
 Made by the engine for a namespace; used as a :class:`kvboost.extend.Tier`. A block found by its key needs no index:
 its file has the key's name. Invariants: the files in the directory, of all namespaces, never take more than the
-capacity of the process that writes; only whole records that passed their checks are handed out.
+directory's limit, whoever writes; only whole records that passed their checks are handed out.
 
 What survives: a killed process loses nothing whose ``store`` returned STORED. A power loss loses nothing that was
 stored before the last ``flush`` returned; of what came after, files may be torn, which their checksums show. Recency
@@ -19,16 +19,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from kvboost.config import DEFAULT_PLACE_BYTES
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.base import MAX_VARIANTS, Backend, Place, RecordTier, Unwritten, in_order, info_of
 from kvboost.store.tiers.disk.directory import FAILURES, Directory
 from kvboost.store.tiers.disk.files import Files, Layout
-from kvboost.store.tiers.disk.index import ChunkIndex, Limits, NewEntry
+from kvboost.store.tiers.disk.index import ChunkIndex, Limits, NewEntry, Room
 from kvboost.store.tiers.disk.recovery import charge, is_recorded
 from kvboost.types import BlockInfo, KVBlock, PutOutcome
 
 _MAX_UNSYNCED = 1024  # files that wait for a flush; beyond, the oldest is synced at once
-_DROPPED_AT_ONCE = 256  # chunks in one transaction: others must get their turn
+_MAX_STEPS = 8  # of eviction for one block; what does not fit then is tried again later
+_DROPPED_AT_ONCE = 64  # chunks in one transaction: others must get their turn
 
 T = TypeVar("T")
 
@@ -36,10 +38,20 @@ T = TypeVar("T")
 class _DiskBackend(Backend):
     """A directory and the threads that read it."""
 
-    def __init__(self, layout: Layout, *, limits: Limits, records: RecordFormat, readers: int, files: Files) -> None:
-        super().__init__("disk", capacity_bytes=limits.capacity)
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        wanted_bytes: int | None,
+        tenant_quota: int | None,
+        records: RecordFormat,
+        readers: int,
+        files: Files,
+    ) -> None:
+        place = str(layout.directory)
+        super().__init__("disk", place=place, wanted_bytes=wanted_bytes, default_bytes=DEFAULT_PLACE_BYTES)
         self.layout = layout
-        self.limits = limits
+        self._tenant_quota = tenant_quota
         self.files = files
         self.ahead = readers + 2
         self.pool = ThreadPoolExecutor(readers, thread_name_prefix="kvboost-disk")
@@ -47,13 +59,18 @@ class _DiskBackend(Backend):
             layout, records=records, files=files, health=self.health, is_being_written=self.is_being_written
         )
 
+    def limits(self, index: ChunkIndex) -> Limits:
+        """What may lie in the directory now. Raises what FAILURES names."""
+        self.limited_to(self.directory.capacity(index, self.wanted_bytes))
+        return Limits(self.capacity_bytes, self._tenant_quota)
+
     def close(self) -> None:
         self.pool.shutdown(cancel_futures=True)
         self.directory.close()
 
 
 class DiskTier(RecordTier[_DiskBackend]):
-    """Records in a directory, at most ``capacity_bytes`` of them.
+    """Records in a directory, as many as its limit allows.
 
     Leaves are evicted first, and of them the least recently used.
     """
@@ -65,22 +82,27 @@ class DiskTier(RecordTier[_DiskBackend]):
         self,
         directory: str | os.PathLike[str],
         *,
-        capacity_bytes: int,
+        capacity_bytes: int | None = None,
         records: RecordFormat,
         tenant_quota_bytes: int | None = None,
         readers: int = 4,
         files: Files | None = None,
     ) -> None:
-        """``records`` says whose blocks these are and how they are written; ``readers`` read at the same time."""
+        """``records`` says whose blocks these are and how they are written; ``readers`` read at the same time.
+
+        ``capacity_bytes`` is the limit of a directory that has none yet; None takes the default, or what lies there.
+        """
         backend = _DiskBackend(
             Layout(Path(directory).expanduser().absolute()),
-            limits=Limits(capacity_bytes, tenant_quota_bytes),
+            wanted_bytes=capacity_bytes,
+            tenant_quota=tenant_quota_bytes,
             records=records,
             readers=readers,
             files=files if files is not None else Files(),
         )
         self._open(backend, records, owns_backend=True)
         self._directory.open()
+        self._with_index(backend.limits, None)  # whoever asked for another limit is told now
 
     def _open(self, backend: _DiskBackend, records: RecordFormat, *, owns_backend: bool) -> None:
         super()._open(backend, records, owns_backend=owns_backend)
@@ -132,10 +154,11 @@ class DiskTier(RecordTier[_DiskBackend]):
     def _reserved(self, block: KVBlock) -> PutOutcome:
         """Enter the block in the index, evicting others for it, and write it."""
         size = charge(self._records.size_of(block))
-        if size > self._backend.limits.capacity:
+        index = self._index()
+        limits = self._backend.limits(index)
+        if size > limits.capacity:
             return PutOutcome.REFUSED
         path = self._layout.record(self._space, block.key)
-        index = self._index()
         writer, temporary = self._directory.new_file()
         self._write_uses(index)  # so that the right ones are evicted
         entered = index.has(block.key)
@@ -150,13 +173,18 @@ class DiskTier(RecordTier[_DiskBackend]):
             return PutOutcome.REFUSED
         with self._lock:
             entry = NewEntry(info_of(block), size, self._unwritten.stamp(), writer)
-        for _ in range(2):
-            evicted = index.reserve(entry, limits=self._backend.limits, remove=self._remove_file)
-            if evicted is not None:
-                with self._lock:
-                    self._counters.evictions += evicted
+        recovered = False
+        for _ in range(_MAX_STEPS):
+            room, evicted = index.reserve(entry, limits=limits, remove=self._remove_file)
+            with self._lock:
+                self._counters.evictions += evicted
+            if room is Room.MADE:
                 return self._write(block, path, temporary, index, writer)
-            self._directory.recover(index)  # dead writers may hold some of the capacity
+            if room is Room.NONE:
+                if recovered:
+                    break
+                self._directory.recover(index)  # dead writers may hold some of the capacity
+                recovered = True
         return PutOutcome.REFUSED
 
     def _write(self, block: KVBlock, path: Path, temporary: Path, index: ChunkIndex, writer: str) -> PutOutcome:
@@ -253,6 +281,10 @@ class DiskTier(RecordTier[_DiskBackend]):
     def purge(self, tenant: bytes) -> None:
         """Remove every block of a tenant, of whatever model or codec. ``tenant`` is the digest in its namespace."""
         self._with_index(lambda index: self._drop(index, index.spaces(tenant=tenant)), None)
+
+    def purge_all(self) -> None:
+        """Remove every block in the directory, of whatever tenant."""
+        self._with_index(lambda index: self._drop(index, [*{*index.spaces(), *self._layout.spaces()}]), None)
 
     def _drop(self, index: ChunkIndex, spaces: Sequence[bytes]) -> None:
         while index.drop(spaces, _DROPPED_AT_ONCE, self._remove_file):

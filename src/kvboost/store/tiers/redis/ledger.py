@@ -1,8 +1,8 @@
 """What lies in a Redis and how much it takes, kept in that Redis by small scripts; its own eviction may break it.
 
 Used by the Redis tier; all processes with the same prefix share one ledger. A chunk is entered before it is written
-and counts from then on, so the sum of all sizes never passes the budget of the process that writes. Where what lies is
-said in :mod:`kvboost.store.tiers.redis.scripts`.
+and counts from then on, so the sum of all sizes never passes the limit, which lies there too. Where what lies is said
+in :mod:`kvboost.store.tiers.redis.scripts`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvboost.config import DEFAULT_PLACE_BYTES
 from kvboost.store.tiers.redis import scripts
 from kvboost.store.tiers.redis.resp import Link, ProtocolError, Reply, ServerError
 from kvboost.types import BlockInfo, PutOutcome
 
 _LEASE_MS = 30_000  # a writer's; it is far slower than any deadline lets it be
 _PIECE_MS = 15_000  # what a killed writer leaves is gone before its lease
-_REAPED_AT_ONCE = 64
+_AT_ONCE = 64  # chunks that one script evicts: others must get their turn
 _MAX_BY_CONTENT = 32  # remembered of one content
 _INFO = struct.Struct("<?QQI?32s")
 
@@ -42,12 +43,16 @@ class Reservation:
     """What came of asking for capacity."""
 
     outcome: PutOutcome | None
-    """None: it is reserved, and the chunk must be written now."""
+    """None: it is reserved, and the chunk must be written now. Or not yet, see ``is_partial``."""
+    is_partial: bool
+    """As many were evicted as one script may, and more must go: ask again."""
     evicted: int
     is_new: bool
     """There was no ledger: what lies under the prefix, if anything, is not counted."""
     was_broken: bool
     """The server had dropped a part of the ledger; the rest is dropped too."""
+    capacity: int
+    """The limit of all who use the ledger."""
 
 
 class Ledger:
@@ -60,6 +65,8 @@ class Ledger:
         self.prefix = prefix.encode()
         self._tenant = tenant.hex().encode()
         self._space = self._tenant + b":" + space.hex().encode()
+        self.space = self._space
+        """How this space is named in the ledger."""
 
     def id(self, key: bytes) -> bytes:
         """How a chunk of this space is named in the ledger."""
@@ -84,20 +91,52 @@ class Ledger:
         info: BlockInfo,
         *,
         size: int,
-        capacity: int,
+        wanted: int | None,
         quota: int | None,
     ) -> Reservation:
-        """Enter a chunk that is about to be written, and evict others for it: the least recently used leaves."""
+        """Enter a chunk that is about to be written, and evict others for it: the least recently used leaves.
+
+        ``wanted`` is the limit of a ledger that has none yet; None takes the default, or what lies there.
+        """
         parent = b"" if info.parent_key is None else self.id(info.parent_key)
-        limits = (size, writing.pieces, capacity, capacity if quota is None else quota, _LEASE_MS, _REAPED_AT_ONCE)
+        limits = (size, writing.pieces, wanted, quota, _LEASE_MS, _AT_ONCE, DEFAULT_PLACE_BYTES)
+        numbers = (b"" if number is None else b"%d" % number for number in limits)
         names = (self.id(info.key), parent, info.content_key.hex().encode(), writing.seal, writing.writer)
-        reply = self._run(link, scripts.RESERVE, *names, _packed(info), *(b"%d" % number for number in limits))
-        if not isinstance(reply, list) or len(reply) != 3:
+        reply = self._run(link, scripts.RESERVE, *names, _packed(info), *numbers)
+        if not isinstance(reply, list) or len(reply) != 4:
             raise ProtocolError("an answer that is none of the ledger's")
-        outcome, evicted, lost = reply
+        outcome, evicted, lost, capacity = reply
+        if not isinstance(outcome, bytes) or not isinstance(evicted, int) or not isinstance(capacity, int):
+            raise ProtocolError("an answer that is none of the ledger's")
         outcomes = {b"present": PutOutcome.PRESENT, b"refused": PutOutcome.REFUSED}
-        known = outcomes.get(outcome) if isinstance(outcome, bytes) else None
-        return Reservation(known, evicted if isinstance(evicted, int) else 0, lost in (1, 2), lost == 2)
+        return Reservation(
+            outcome=outcomes.get(outcome),
+            is_partial=outcome == b"again",
+            evicted=evicted,
+            is_new=lost in (1, 2),
+            was_broken=lost == 2,
+            capacity=capacity,
+        )
+
+    def capacity(self, link: Link) -> int | None:
+        """The limit of all who use the ledger; None if there is none yet."""
+        (reply,) = link.call([(b"HGET", self.prefix + b":ledger:place", b"capacity")])
+        if isinstance(reply, ServerError):
+            raise reply
+        return int(reply) if isinstance(reply, bytes) and reply.isdigit() else None
+
+    def set_capacity(self, link: Link, capacity: int) -> None:
+        """Set the limit of all who use the ledger."""
+        (reply,) = link.call([(b"HSET", self.prefix + b":ledger:place", b"capacity", b"%d" % capacity)])
+        if isinstance(reply, ServerError):
+            raise reply
+
+    def trim(self, link: Link) -> tuple[bool, int]:
+        """Evict some chunks if there are more than the limit allows; whether more must go, and how many went."""
+        reply = self._run(link, scripts.TRIM, b"%d" % _AT_ONCE)
+        if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], int):
+            raise ProtocolError("an answer that is none of the ledger's")
+        return reply[0] == b"again", reply[1]
 
     def write(
         self,
@@ -143,21 +182,41 @@ class Ledger:
     def totals(self, link: Link) -> tuple[int, int, int]:
         """Chunks and bytes of this space, and the bytes of all."""
         fields = (b"chunks:" + self._space, b"bytes:" + self._space, b"bytes")
-        reply = self._run(link, scripts.TOTALS, b"%d" % _REAPED_AT_ONCE, *fields)
+        reply = self._run(link, scripts.TOTALS, b"%d" % _AT_ONCE, *fields)
         numbers = [number for number in reply if isinstance(number, int)] if isinstance(reply, list) else []
         if len(numbers) != 3:
             raise ProtocolError("an answer that is none of the ledger's")
         return numbers[0], numbers[1], numbers[2]
 
-    def ids(self, link: Link, *, tenant: bytes | None = None, cursor: bytes) -> Page:
-        """Some ids of this space, or of a tenant; all of them after the cursor has come back to ``b"0"``."""
-        return self._ids(link, self._space if tenant is None else tenant.hex().encode(), cursor)
+    def spaces(self, link: Link, *, owner: bytes, cursor: bytes) -> Page:
+        """Some spaces of a tenant or of ``b"*"``, or the one given; all of them after the cursor has come back."""
+        pattern = b"chunks:" + owner + (b"" if owner == b"*" or b":" in owner else b":*")
+        command = (b"HSCAN", self.prefix + b":ledger", cursor, b"MATCH", pattern, b"COUNT", b"1000")
+        cursor, found = _page(link.call([command])[0])
+        return cursor, [field.removeprefix(b"chunks:") for field in found[::2]]
 
-    def all_ids(self, link: Link, *, cursor: bytes) -> Page:
-        """Some ids of all tenants and spaces; all of them after the cursor has come back to ``b"0"``."""
-        return self._ids(link, b"*", cursor)
+    def purge_some(self, link: Link, *, space: bytes, limit: int) -> int:
+        """Remove some chunks of a space; how many, -1 if the list of the space is not whole."""
+        reply = self._run(link, scripts.PURGE_SOME, space, b"%d" % limit)
+        return reply if isinstance(reply, int) else -1
 
-    def _ids(self, link: Link, owner: bytes, cursor: bytes) -> Page:
+    def is_whole(self, link: Link) -> bool:
+        """Whether the ledger counts everything that lies under the prefix."""
+        return self._run(link, scripts.IS_WHOLE) == 1
+
+    def lost_at(self, link: Link) -> bytes:
+        """When the ledger was begun anew, if what lay there is not swept away yet; else empty."""
+        (reply,) = link.call([(b"HGET", self.prefix + b":ledger:place", b"lost")])
+        if isinstance(reply, ServerError):
+            raise reply
+        return reply if isinstance(reply, bytes) else b""
+
+    def swept(self, link: Link, *, lost_at: bytes) -> None:
+        """Note that nothing is left of what lay there at that time."""
+        self._run(link, scripts.SWEPT, lost_at)
+
+    def ids(self, link: Link, *, owner: bytes, cursor: bytes) -> Page:
+        """Some ids of a space, of a tenant or of ``b"*"``; all of them after the cursor has come back to ``b"0"``."""
         command = (b"HSCAN", self.prefix + b":ledger:entries", cursor, b"MATCH", owner + b":*", b"COUNT", b"1000")
         cursor, found = _page(link.call([command])[0])
         return cursor, found[::2]
@@ -174,7 +233,9 @@ class Ledger:
         below = self.prefix + b":"
         scan = (b"SCAN", cursor, b"MATCH", _literal(below) + b"*", b"COUNT", b"1000")
         cursor, found = _page(link.call([scan])[0])
-        names = [key[len(below) :] for key in found if not key.startswith(below + b"ledger")]
+        ours = (below + b"ledger", below + b"ledger:")
+        names = [key[len(below) :] for key in found if key != ours[0] and not key.startswith(ours[1])]
+        names += [key[len(below) :] for key in found if key.startswith(below + b"ledger:of:")]
         if names:
             self._run(link, scripts.ORPHANS, *names)
         return cursor

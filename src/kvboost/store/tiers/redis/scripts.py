@@ -3,9 +3,12 @@
 Used by :mod:`kvboost.store.tiers.redis.ledger`, which says what each one answers. Under the prefix:
 
 - ``ledger``: chunks and bytes, of all, of each tenant and of each space
+- ``ledger:place``: the limit in bytes, of the first writer or of ``kvboost cache limit``; and when the ledger was begun
+  (anew), until what may lie there beside it is removed
 - ``ledger:entries``: for each chunk its size, parent, content, pieces, writer, and what :class:`BlockInfo` says
 - ``ledger:recency``, ``ledger:leaves``, ``ledger:leaves:TENANT``: when used last; all, and those without successors
 - ``ledger:due``: when an entry ends by itself: its writer's time is over, or its own; for most never
+- ``ledger:of:TENANT:SPACE``: the chunks of each space
 - ``ledger:successors``: how many stored chunks follow each key
 - ``TENANT:SPACE:content:CONTENT``: the newest chunks of a content
 - ``TENANT:SPACE:KEY``, ``TENANT:SPACE:KEY:SEAL:NUMBER``: a record, or its header, and the other pieces of it
@@ -19,6 +22,7 @@ local P = KEYS[1] .. ':'
 local L = P .. 'ledger'
 local ENTRIES, RECENCY, LEAVES, DUE, SUCCESSORS =
   L .. ':entries', L .. ':recency', L .. ':leaves', L .. ':due', L .. ':successors'
+local PLACE = L .. ':place'
 local call = redis.call
 local time = call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
@@ -55,6 +59,8 @@ local function count(id, chunks, bytes)
   end
 end
 
+local function members(space) return L .. ':of:' .. space end
+
 local function piece(id, seal, number) return P .. id .. ':' .. seal .. ':' .. number end
 
 local function written(id, e)
@@ -83,6 +89,7 @@ local function drop(id, e)
   call('HDEL', ENTRIES, id)
   call('ZREM', RECENCY, id)
   call('ZREM', DUE, id)
+  call('SREM', members(space_of(id)), id)
   remove_leaf(id)
   call('ZREM', by_content(id, e.content), id)
   count(id, -1, -e.size)
@@ -95,6 +102,31 @@ local function drop(id, e)
   end
 end
 
+local function held(field) return tonumber(call('HGET', L, field) or '0') end
+
+local function is_consistent()
+  local chunks = held('chunks')
+  return call('HLEN', ENTRIES) == chunks and call('ZCARD', RECENCY) == chunks and call('ZCARD', DUE) == chunks
+end
+
+local evicted, steps = 0, 0
+local function evict(field, limit, leaves, at_once)
+  while held(field) > limit do
+    if steps >= at_once then return 'again' end
+    steps = steps + 1
+    local victim = call('ZRANGE', leaves, 0, 0)[1]
+    if not victim then return 'refused' end
+    local gone = entry(victim)
+    if gone then
+      drop(victim, gone)
+      evicted = evicted + 1
+    else
+      call('ZREM', leaves, victim)
+    end
+  end
+  return 'reserved'
+end
+
 local function reap(limit)
   for _, id in ipairs(call('ZRANGEBYSCORE', DUE, '-inf', now, 'LIMIT', 0, limit)) do
     local e = entry(id)
@@ -105,39 +137,48 @@ end
 
 RESERVE = """
 local id, parent, content, seal, writer, info = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
-local size, pieces, capacity, quota, lease, limit =
-  tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11]), tonumber(ARGV[12])
+local size, pieces, lease, limit = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[11]), tonumber(ARGV[12])
 local lost = 0
 local function begin_anew()
+  for _, field in ipairs(call('HKEYS', L)) do
+    local space = string.match(field, '^chunks:(.*)$')
+    if space then call('UNLINK', members(space)) end
+  end
   call('UNLINK', L, ENTRIES, RECENCY, LEAVES, DUE, SUCCESSORS)
   lost = 2
 end
 
-local chunks = tonumber(call('HGET', L, 'chunks') or '0')
-if call('HLEN', ENTRIES) ~= chunks or call('ZCARD', RECENCY) ~= chunks or call('ZCARD', DUE) ~= chunks then
+if not is_consistent() then
   begin_anew()
 elseif call('EXISTS', L) == 0 then
   lost = 1
 end
+if lost > 0 then call('HSET', PLACE, 'lost', string.format('%.0f', now)) end
 reap(limit)
+local given = call('HGET', PLACE, 'capacity')
+if not given then
+  given = ARGV[9] ~= '' and ARGV[9] or string.format('%.0f', math.max(tonumber(ARGV[13]), held('bytes')))
+  call('HSET', PLACE, 'capacity', given)
+end
+local capacity = tonumber(given)
+local quota = ARGV[10] ~= '' and tonumber(ARGV[10]) or capacity
 local e = entry(id)
 if e then
-  if e.writer ~= '' then return {'refused', 0, lost} end
-  if call('EXISTS', unpack(written(id, e))) == e.pieces then return {'present', 0, lost} end
+  if e.writer ~= '' then return {'refused', 0, lost, capacity} end
+  if call('EXISTS', unpack(written(id, e))) == e.pieces then return {'present', 0, lost, capacity} end
   drop(id, e)
 end
 
-local function held(field) return tonumber(call('HGET', L, field) or '0') end
 local tenant = tenant_of(id)
 if held('bytes') + size > capacity or held('bytes:' .. tenant) + size > quota then
   -- Evict nothing in vain: its ancestors must stay, so they must fit together with it.
-  local kept, above = size, parent
-  while above ~= '' do
+  local kept, above, steps = size, parent, 0
+  while above ~= '' and steps < 4096 do
     local e = entry(above)
     if not e then break end
-    kept, above = kept + e.size, e.parent
+    kept, above, steps = kept + e.size, e.parent, steps + 1
   end
-  if kept > capacity or kept > quota then return {'refused', 0, lost} end
+  if kept > capacity or kept > quota then return {'refused', 0, lost, capacity} end
 end
 
 e = {size = size, parent = parent, content = content, seal = seal, pieces = pieces, writer = writer, info = info}
@@ -145,35 +186,28 @@ write(id, e)
 call('ZADD', RECENCY, stamps(1), id)
 call('ZADD', DUE, now + lease * 1000, id)
 count(id, 1, size)
+call('SADD', members(space_of(id)), id)
 if parent ~= '' then
   call('HINCRBY', SUCCESSORS, parent, 1)
   remove_leaf(parent)
 end
 
-local evicted = 0
-local function evict(field, limit, leaves)
-  while held(field) > limit do
-    local victim = call('ZRANGE', leaves, 0, 0)[1]
-    if not victim then return false end
-    local gone = entry(victim)
-    if gone then
-      drop(victim, gone)
-      evicted = evicted + 1
-    else
-      call('ZREM', leaves, victim)
-    end
-  end
-  return true
-end
-
-if evict('bytes:' .. tenant, quota, LEAVES .. ':' .. tenant) and evict('bytes', capacity, LEAVES) then
-  return {'reserved', evicted, lost}
-end
+local outcome = evict('bytes:' .. tenant, quota, LEAVES .. ':' .. tenant, limit)
+if outcome == 'reserved' then outcome = evict('bytes', capacity, LEAVES, limit) end
+if outcome == 'reserved' then return {outcome, evicted, lost, capacity} end
 drop(id, e)
+if outcome == 'again' then return {outcome, evicted, lost, capacity} end
 if held('chunks') > 0 and call('EXISTS', LEAVES) == 0 and call('ZCOUNT', DUE, '-inf', now + lease * 1000) == 0 then
   begin_anew()
+  call('HSET', PLACE, 'lost', string.format('%.0f', now))
 end
-return {'refused', evicted, lost}
+return {'refused', evicted, lost, capacity}
+"""
+
+TRIM = """
+local given = call('HGET', PLACE, 'capacity')
+local capacity = given and tonumber(given) or math.huge
+return {evict('bytes', capacity, LEAVES, tonumber(ARGV[1])), evicted}
 """
 
 HAS = """
@@ -235,6 +269,26 @@ end
 return 0
 """
 
+IS_WHOLE = """
+return is_consistent() and call('EXISTS', L) == 1 and call('HEXISTS', PLACE, 'lost') == 0 and 1 or 0
+"""
+
+PURGE_SOME = """
+local space, limit = ARGV[1], tonumber(ARGV[2])
+if call('SCARD', members(space)) ~= held('chunks:' .. space) then return -1 end
+local ids = call('SRANDMEMBER', members(space), limit)
+for _, id in ipairs(ids) do
+  local e = entry(id)
+  if e then drop(id, e) else call('SREM', members(space), id) end
+end
+return #ids
+"""
+
+SWEPT = """
+if call('HGET', PLACE, 'lost') == ARGV[1] then call('HDEL', PLACE, 'lost') end
+return 0
+"""
+
 VARIANTS = """
 local space, limit = ARGV[1], tonumber(ARGV[2])
 local answer = {}
@@ -279,7 +333,10 @@ return described
 ORPHANS = """
 for _, key in ipairs(ARGV) do
   local space, content = string.match(key, '^([^:]*:[^:]*):content:(.*)$')
-  if content then
+  local listed = string.match(key, '^ledger:of:(.*)$')
+  if listed then
+    if held('chunks:' .. listed) == 0 then call('UNLINK', P .. key) end
+  elseif content then
     for _, id in ipairs(call('ZRANGE', P .. key, 0, -1)) do
       if call('HEXISTS', ENTRIES, id) == 0 then call('ZREM', P .. key, id) end
     end

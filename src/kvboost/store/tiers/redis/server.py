@@ -1,6 +1,6 @@
 """A Redis or Valkey server as one tier sees it: a pool of links behind a breaker.
 
-Used by the Redis tier. redis-py makes the connections (addresses, TLS, options of the URL); what is said over them is
+Used by the Redis tier. :mod:`kvboost.store.tiers.redis.connecting` makes the connections; what is said over them is
 :mod:`kvboost.store.tiers.redis.resp`'s. Invariants: a caller waits for a link no longer than its deadline,
 whatever name lookup, connecting or TLS do, as that happens in another thread; a link that failed is never used again.
 """
@@ -10,15 +10,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from kvboost.errors import ConfigError
 from kvboost.store.tiers.breaker import Breaker
+from kvboost.store.tiers.redis.connecting import CONNECT_TIMEOUT_S, connector, place_of
 from kvboost.store.tiers.redis.resp import Deadline, Link, ProtocolError, ServerError
 
-_CONNECT_TIMEOUT_S = 1.0  # for each step of a connection made in the background
+PREFIX = "kvboost"
+"""Of all keys, as the tiers of engines have it."""
+_ELSEWHERE = ("MOVED", "ASK", "CLUSTERDOWN", "READONLY", "LOADING", "MASTERDOWN", "TRYAGAIN")  # is who is in charge
 _ECHO_BYTES = 16 * 1024
 _MAX_IDLE = 8
 
@@ -34,9 +35,13 @@ class UnavailableError(Exception):
 class Server:
     """The links to one server. Thread-safe."""
 
-    def __init__(self, url: str, *, timeout_s: float, min_bytes_per_s: float) -> None:
+    def __init__(self, url: str, *, timeout_s: float, min_bytes_per_s: float, prefix: str = PREFIX) -> None:
         """Raises ConfigError for an URL that cannot work or if redis-py is missing. Connects only when asked."""
-        self._make_link = _connector(url)
+        self._connector = connector(url, prefix=prefix)
+        self.prefix = self._connector.prefix
+        """Of all keys there."""
+        self.place = place_of(url)
+        """What to call it: never with a password."""
         self._timeout_s = timeout_s
         self._slowest = min_bytes_per_s
         self._lock = threading.Lock()
@@ -61,6 +66,9 @@ class Server:
             yield link
             clean = link.awaited == 0
         except ServerError as error:
+            if self._connector.may_move and str(error).startswith(_ELSEWHERE):
+                self.breaker.failed()
+                self._drop_idle()
             raise UnavailableError(error) from error
         except (OSError, ProtocolError) as error:
             self.breaker.failed()
@@ -134,7 +142,7 @@ class Server:
 
     def _connect(self) -> Link:
         """Raises OSError or ProtocolError."""
-        link, greeting = self._make_link(self.deadline(_CONNECT_TIMEOUT_S))
+        link, greeting = self._connector.connect(self.deadline(CONNECT_TIMEOUT_S))
         try:
             for reply in link.call(greeting):
                 if isinstance(reply, ServerError):
@@ -158,40 +166,3 @@ class Server:
             well = False
         self._give_back(link, well)
         return well
-
-
-def _connector(url: str) -> Callable[[Deadline], tuple[Link, list[tuple[bytes, ...]]]]:
-    """Makes links for an URL, each with what must be said first. It raises OSError."""
-    try:
-        from redis import RedisError
-        from redis import connection as connections
-    except ImportError as error:
-        raise ConfigError('a Redis tier needs the redis package: pip install "kvboost[redis]"') from error
-    try:
-        options: dict[str, Any] = connections.parse_url(url)  # type: ignore[no-untyped-call]
-        kind: Any = options.pop("connection_class", connections.Connection)
-        user, password, database = (options.pop(name, None) for name in ("username", "password", "db"))
-        limits = {"socket_timeout": _CONNECT_TIMEOUT_S, "socket_connect_timeout": _CONNECT_TIMEOUT_S}
-        # The greeting is said by us: redis-py's own has a time limit for each byte only.
-        options |= limits | {"protocol": 2, "redis_connect_func": lambda _: None}
-        kind(**options)
-    except (ValueError, TypeError, RedisError) as error:  # never with the URL, which may hold a password
-        raise ConfigError(
-            f"this is no URL of a Redis server ({error}); give redis://HOST:PORT/0 or rediss://:PASSWORD@HOST:PORT/0"
-        ) from error
-    greeting: list[tuple[bytes, ...]] = []
-    if password is not None:
-        greeting.append((b"AUTH", *(part.encode() for part in (user, password) if part)))
-    if database:
-        greeting.append((b"SELECT", b"%d" % int(database)))
-    greeting.append((b"CLIENT", b"SETNAME", b"kvboost"))
-
-    def make(deadline: Deadline) -> tuple[Link, list[tuple[bytes, ...]]]:
-        connection = kind(**options)
-        try:
-            connection.connect()
-        except RedisError as error:
-            raise ConnectionError(str(error)) from error
-        return Link(connection._sock, deadline, owner=connection), greeting
-
-    return make

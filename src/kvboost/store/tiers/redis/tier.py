@@ -2,12 +2,12 @@
 
 Made by the engine for a namespace; used as a :class:`kvboost.extend.Tier`. The value is the record as on disk
 (:mod:`kvboost.store.record.format`), in pieces of at most a megabyte. Invariants: only whole records that passed
-their checks are handed out; the ledger of all processes with one prefix never counts more than the capacity of the
-one that writes; no lookup waits longer than ``timeout_s`` beyond what its bytes take at ``min_bytes_per_s``, and
+their checks are handed out; the ledger of all processes with one prefix never counts more than the limit that lies
+there; no lookup waits longer than ``timeout_s`` beyond what its bytes take at ``min_bytes_per_s``, and
 none at all while the breaker is open.
 
-What survives is what the server keeps: its own eviction or a restart without persistence is a miss. One server (with
-replicas, if you like); a Redis Cluster is not supported, as the ledger's scripts touch several keys.
+What survives is what the server keeps: its own eviction or a restart without persistence is a miss. One server, the
+master that Sentinels name, or one node of a Redis Cluster (:mod:`kvboost.store.tiers.redis.connecting`).
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from kvboost.config import DEFAULT_PLACE_BYTES
 from kvboost.errors import ConfigError
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.header import read_header
 from kvboost.store.tiers.base import MAX_VARIANTS, Backend, RecordTier, Unwritten, info_of
-from kvboost.store.tiers.redis.ledger import Ledger, Page, Writing
+from kvboost.store.tiers.redis.ledger import Ledger, Reservation, Writing
 from kvboost.store.tiers.redis.loading import Loading, OversizedValueError, seal_name, split
+from kvboost.store.tiers.redis.purging import remove_ids, remove_owned, sweep
 from kvboost.store.tiers.redis.resp import Deadline, Link, ProtocolError, ServerError
-from kvboost.store.tiers.redis.server import Server, UnavailableError
+from kvboost.store.tiers.redis.server import PREFIX, Server, UnavailableError
 from kvboost.types import BlockInfo, KVBlock, PutOutcome
 
-_AT_ONCE = 256  # chunks in one script: others must get their turn
+_MAX_STEPS = 8  # of eviction for one block; what does not fit then is tried again later
 _BEHIND_S = 1.0  # deadline of what no request waits for
 _ENTRY_BYTES = 4096  # what a chunk takes in Redis beside its record: names, entries, the ends of pages (measured)
 _REMEDY = "check that the server runs, that remote_url is right and that the network is fast enough"
@@ -40,7 +41,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    capacity_bytes: int
     tenant_quota_bytes: int | None
     ttl_ms: int
     """0: what is stored does not expire."""
@@ -49,9 +49,9 @@ class _Limits:
 class _RedisBackend(Backend):
     """The server and what may be stored there."""
 
-    def __init__(self, server: Server, *, prefix: str, limits: _Limits) -> None:
-        super().__init__("redis", capacity_bytes=limits.capacity_bytes)
-        self.server, self.prefix, self.limits = server, prefix, limits
+    def __init__(self, server: Server, *, wanted_bytes: int | None, limits: _Limits) -> None:
+        super().__init__("redis", place=server.place, wanted_bytes=wanted_bytes, default_bytes=DEFAULT_PLACE_BYTES)
+        self.server, self.limits = server, limits
 
     @property
     def is_available(self) -> bool:
@@ -62,7 +62,7 @@ class _RedisBackend(Backend):
 
 
 class RedisTier(RecordTier[_RedisBackend]):
-    """Records in a server, at most ``capacity_bytes`` of them under one ``prefix``.
+    """Records in a server under one ``prefix``, as many as its limit allows.
 
     Leaves are evicted first, and of them the least recently used.
     """
@@ -74,17 +74,19 @@ class RedisTier(RecordTier[_RedisBackend]):
         self,
         url: str,
         *,
-        capacity_bytes: int,
+        capacity_bytes: int | None = None,
         records: RecordFormat,
         ttl_seconds: float | None = None,
         tenant_quota_bytes: int | None = None,
-        prefix: str = "kvboost",
+        prefix: str = PREFIX,
         timeout_s: float = 0.03,
         min_bytes_per_s: float = 64e6,
     ) -> None:
-        """``url`` is ``redis://`` or ``rediss://`` (TLS), with password and database if there are any.
+        """``url`` is ``redis://`` or ``rediss://`` (TLS), with password and database if there are any; or
+        ``redis+cluster://HOST:PORT``, or ``redis+sentinel://HOST:PORT,HOST:PORT/SERVICE``.
 
-        ``records`` says whose blocks these are and how they are written. A block is gone ``ttl_seconds`` after it was
+        ``records`` says whose blocks these are and how they are written. ``capacity_bytes`` is the limit of a server
+        that has none yet; None takes the default, or what lies there. A block is gone ``ttl_seconds`` after it was
         stored. A server that cannot be reached now is a warning, and is used as soon as it can.
         """
         if ttl_seconds is not None and ttl_seconds < 0.001:
@@ -93,17 +95,19 @@ class RedisTier(RecordTier[_RedisBackend]):
             raise ConfigError(f"prefix={prefix!r} must be letters, digits, '_', '.' or '-'")
         ttl_ms = 0 if ttl_seconds is None else int(ttl_seconds * 1000)
         backend = _RedisBackend(
-            Server(url, timeout_s=timeout_s, min_bytes_per_s=min_bytes_per_s),
-            prefix=prefix,
-            limits=_Limits(capacity_bytes, tenant_quota_bytes, ttl_ms),
+            Server(url, timeout_s=timeout_s, min_bytes_per_s=min_bytes_per_s, prefix=prefix),
+            wanted_bytes=capacity_bytes,
+            limits=_Limits(tenant_quota_bytes, ttl_ms),
         )
         self._open(backend, records, owns_backend=True)
-        self._behind(lambda link: link.call([(b"PING",)]), None)  # connects
+        limit = self._behind(self._ledger.capacity, None)  # connects
+        if limit is not None:
+            backend.limited_to(limit)
 
     def _open(self, backend: _RedisBackend, records: RecordFormat, *, owns_backend: bool) -> None:
         super()._open(backend, records, owns_backend=owns_backend)
         self._server, self._limits = backend.server, backend.limits
-        self._ledger = Ledger(backend.prefix, tenant=records.namespace.tenant, space=records.space)
+        self._ledger = Ledger(backend.server.prefix, tenant=records.namespace.tenant, space=records.space)
         self._unwritten = Unwritten()
 
     # Finding
@@ -113,6 +117,9 @@ class RedisTier(RecordTier[_RedisBackend]):
 
         def exist(link: Link) -> list[bool]:
             replies = link.call([(b"EXISTS", self._ledger.value(key)) for key in keys])
+            for reply in replies:
+                if isinstance(reply, ServerError):
+                    raise reply
             return [reply == 1 for reply in replies]
 
         return self._before(exist, [False] * len(keys)) if keys else []
@@ -149,12 +156,9 @@ class RedisTier(RecordTier[_RedisBackend]):
     # Keeping
 
     def _store(self, block: KVBlock) -> PutOutcome:
-        size = self._records.size_of(block) + _ENTRY_BYTES
-        if size > self._limits.capacity_bytes:
-            return PutOutcome.REFUSED
-        return self._behind(lambda link: self._stored(link, block, size), PutOutcome.REFUSED)
+        return self._behind(lambda link: self._stored(link, block), PutOutcome.REFUSED)
 
-    def _stored(self, link: Link, block: KVBlock, size: int) -> PutOutcome:
+    def _stored(self, link: Link, block: KVBlock) -> PutOutcome:
         self._write_uses(link)  # so that the right ones are evicted
         if self._ledger.has(link, block.key):
             return PutOutcome.PRESENT
@@ -166,16 +170,7 @@ class RedisTier(RecordTier[_RedisBackend]):
             writer=os.urandom(8).hex().encode(),
             pieces=len(pieces),
         )
-        reserved = self._ledger.reserve(
-            link,
-            writing,
-            info_of(block),
-            size=size,
-            capacity=self._limits.capacity_bytes,
-            quota=self._limits.tenant_quota_bytes,
-        )
-        with self._lock:
-            self._counters.evictions += reserved.evicted
+        reserved = self._reserved(link, writing, block)
         if reserved.was_broken:
             remedy = "set maxmemory-policy to noeviction or volatile-lru, and maxmemory well above capacity_bytes"
             self._backend.health.failed(
@@ -183,10 +178,30 @@ class RedisTier(RecordTier[_RedisBackend]):
             )
         if reserved.is_new:
             threading.Thread(target=self._sweep, name="kvboost-redis-sweep", daemon=True).start()
-        if reserved.outcome is not None:
-            return reserved.outcome
+        if reserved.outcome is not None or reserved.is_partial:
+            return reserved.outcome or PutOutcome.REFUSED
         written = self._ledger.write(link, writing, pieces, ttl_ms=self._limits.ttl_ms)
         return PutOutcome.STORED if written else PutOutcome.REFUSED
+
+    def _reserved(self, link: Link, writing: Writing, block: KVBlock) -> Reservation:
+        """Enter the block in the ledger, evicting others for it, some at a time."""
+        is_new = was_broken = False
+        for _ in range(_MAX_STEPS):
+            reserved = self._ledger.reserve(
+                link,
+                writing,
+                info_of(block),
+                size=self._records.size_of(block) + _ENTRY_BYTES,
+                wanted=self._backend.wanted_bytes,
+                quota=self._limits.tenant_quota_bytes,
+            )
+            self._backend.limited_to(reserved.capacity)
+            with self._lock:
+                self._counters.evictions += reserved.evicted
+            is_new, was_broken = is_new or reserved.is_new, was_broken or reserved.was_broken
+            if not reserved.is_partial:
+                break
+        return replace(reserved, is_new=is_new, was_broken=was_broken)
 
     def used(self, chain: Sequence[bytes]) -> None:
         """The keys of one prompt were used: each becomes more recent than its successors."""
@@ -211,34 +226,25 @@ class RedisTier(RecordTier[_RedisBackend]):
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Remove these blocks and their entries."""
-        self._remove([self._ledger.id(key) for key in keys])
-
-    def _remove(self, ids: Sequence[bytes]) -> None:
-        for begin in range(0, len(ids), _AT_ONCE):
-            self._behind(partial(self._ledger.remove, ids=ids[begin : begin + _AT_ONCE]), None)
+        remove_ids(self._ask, self._ledger, [self._ledger.id(key) for key in keys])
 
     def clear(self) -> None:
         """Remove every block of this namespace."""
-        self._remove_all(None)
+        remove_owned(self._ask, self._ledger, self._ledger.space)
 
     def purge(self, tenant: bytes) -> None:
         """Remove every block of a tenant, of whatever model or codec. ``tenant`` is the digest in its namespace."""
-        self._remove_all(tenant)
+        remove_owned(self._ask, self._ledger, tenant.hex().encode())
 
-    def _remove_all(self, tenant: bytes | None) -> None:
-        cursor = b"0"
-        while True:
-            nothing: Page = (b"0", [])
-            cursor, ids = self._behind(partial(self._ledger.ids, tenant=tenant, cursor=cursor), nothing)
-            self._remove(ids)
-            if cursor == b"0":
-                break
-        self._sweep()  # also what the ledger has lost sight of
+    def purge_all(self) -> None:
+        """Remove every block under the prefix, of whatever tenant."""
+        remove_owned(self._ask, self._ledger, b"*")
 
     def _sweep(self) -> None:
-        cursor = self._behind(partial(self._ledger.sweep, cursor=b"0"), b"0")
-        while cursor != b"0":
-            cursor = self._behind(partial(self._ledger.sweep, cursor=cursor), b"0")
+        sweep(self._ask, self._ledger)
+
+    def _ask(self, work: Callable[[Link], T]) -> T | None:
+        return self._behind(work, None)
 
     # The rest
 

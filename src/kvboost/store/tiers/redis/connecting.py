@@ -1,0 +1,144 @@
+"""From an URL to a connected link: one server, the node of a Redis Cluster, or the master that Sentinels name.
+
+Used by :mod:`kvboost.store.tiers.redis.server`. redis-py reads the URL, finds the server and connects. Invariant: no
+message holds a password.
+
+In a cluster everything lies in one slot, so on one node: the ledger's scripts touch several keys and must be atomic.
+Of a cluster, then, a cache uses the memory of one node, and gains that it moves with the slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvboost.errors import ConfigError
+from kvboost.store.tiers.redis.resp import Deadline, Link
+
+CONNECT_TIMEOUT_S = 1.0
+"""For each step of a connection made in the background."""
+_LIMITS: dict[str, Any] = {"socket_timeout": CONNECT_TIMEOUT_S, "socket_connect_timeout": CONNECT_TIMEOUT_S}
+
+
+@dataclass(frozen=True, slots=True)
+class Connector:
+    """Makes links to the server that is in charge now."""
+
+    connect: Callable[[Deadline], tuple[Link, list[tuple[bytes, ...]]]]
+    """A link, and what must be said on it first. Raises OSError."""
+    prefix: str
+    """Of all keys: in a cluster with the mark that keeps them together."""
+    may_move: bool
+    """Whether another server may come to be in charge: then it is looked for again."""
+
+
+def place_of(url: str) -> str:
+    """An URL without user, password and options."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def connector(url: str, *, prefix: str) -> Connector:
+    """How to reach what an URL names. Raises ConfigError for one that cannot work, or if redis-py is missing."""
+    try:
+        from redis import RedisError
+        from redis import connection as connections
+    except ImportError as error:
+        raise ConfigError('a Redis tier needs the redis package: pip install "kvboost[redis]"') from error
+    scheme, _, kind = urlsplit(url).scheme.partition("+")
+    prefix = "{" + prefix + "}" if kind == "cluster" else prefix
+    try:
+        plain, hosts, service = _split(url, scheme, kind)
+        options: dict[str, Any] = connections.parse_url(plain)  # type: ignore[no-untyped-call]
+        made: Any = options.pop("connection_class", connections.Connection)
+        user, password, database = (options.pop(name, None) for name in ("username", "password", "db"))
+        locate: Callable[[], dict[str, Any]] = dict
+        if kind == "cluster":
+            secrets = {"username": user, "password": password, "ssl": scheme == "rediss"}
+            locate = _cluster(hosts, prefix, {**_without_address(options), **secrets})
+        elif kind == "sentinel":
+            locate = _sentinel(hosts, service)
+        # The greeting is said by us: redis-py's own has a time limit for each byte only.
+        options |= _LIMITS | {"protocol": 2, "redis_connect_func": lambda _: None}
+        made(**options)
+    except (ValueError, TypeError, RedisError) as error:  # never with the URL, which may hold a password
+        raise ConfigError(
+            f"this is no URL of a Redis server ({error}); give redis://HOST:PORT/0, rediss://:PASSWORD@HOST:PORT/0, "
+            "redis+cluster://HOST:PORT or redis+sentinel://HOST:PORT/SERVICE"
+        ) from error
+    greeting: list[tuple[bytes, ...]] = []
+    if password is not None:
+        greeting.append((b"AUTH", *(part.encode() for part in (user, password) if part)))
+    if database:
+        greeting.append((b"SELECT", b"%d" % int(database)))
+    greeting.append((b"CLIENT", b"SETNAME", b"kvboost"))
+
+    def connect(deadline: Deadline) -> tuple[Link, list[tuple[bytes, ...]]]:
+        try:
+            connection = made(**{**options, **locate()})
+            connection.connect()
+        except RedisError as error:
+            raise ConnectionError(str(error)) from error
+        return Link(connection._sock, deadline, owner=connection), greeting
+
+    return Connector(connect, prefix, may_move=bool(kind))
+
+
+def _split(url: str, scheme: str, kind: str) -> tuple[str, list[tuple[str, int]], str]:
+    """The URL of the first host as redis-py reads it, all hosts, and the name that Sentinels know the master by."""
+    if kind not in ("", "cluster", "sentinel"):
+        raise ValueError(f"there is no scheme {scheme}+{kind}")
+    if not kind:
+        return url, [], ""
+    parts = urlsplit(url)
+    login, at, addresses = parts.netloc.rpartition("@")
+    usual = 26379 if kind == "sentinel" else 6379
+    hosts = [(host or "localhost", int(port or usual)) for host, port in map(_address, addresses.split(","))]
+    service, _, database = parts.path.strip("/").partition("/") if kind == "sentinel" else ("", "", "")
+    if kind == "sentinel" and not service:
+        raise ValueError("Sentinels need the name of the service")
+    query = f"?{parts.query}" if parts.query else ""
+    return f"{scheme}://{login}{at}{hosts[0][0]}:{hosts[0][1]}/{database}{query}", hosts, service
+
+
+def _address(text: str) -> tuple[str, str]:
+    host, _, port = text.rpartition(":") if text.rpartition(":")[2].isdigit() else (text, "", "")
+    return host, port
+
+
+def _without_address(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in ("host", "port")}
+
+
+def _cluster(hosts: list[tuple[str, int]], prefix: str, options: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    from redis.cluster import ClusterNode, RedisCluster
+
+    def locate() -> dict[str, Any]:
+        nodes = [ClusterNode(host, port) for host, port in hosts]  # type: ignore[no-untyped-call]
+        cluster = RedisCluster(startup_nodes=nodes, require_full_coverage=False, **options, **_LIMITS)
+        try:
+            node = cluster.get_node_from_key(prefix)  # type: ignore[no-untyped-call]
+            if node is None:
+                raise ConnectionError("no node of the cluster has the slot of our keys")
+            return {"host": node.host, "port": node.port}
+        finally:
+            cluster.close()
+
+    return locate
+
+
+def _sentinel(hosts: list[tuple[str, int]], service: str) -> Callable[[], dict[str, Any]]:
+    from redis.sentinel import Sentinel
+
+    def locate() -> dict[str, Any]:
+        sentinel = Sentinel(hosts, sentinel_kwargs=_LIMITS)  # type: ignore[no-untyped-call]
+        try:
+            host, port = sentinel.discover_master(service)  # type: ignore[no-untyped-call]
+        finally:
+            for client in sentinel.sentinels:
+                client.close()
+        return {"host": host, "port": port}
+
+    return locate
