@@ -542,7 +542,6 @@ def test_a_preempted_answer_is_prefilled(
     assert decoded <= 2 * 40, "no token is fed a second time"
     assert [ids(events) for events in found] == [alone(engine, tokens, 40) for tokens in prompts]
     assert all(end(events).report.exact_tokens == 0 for events in found), "what was reused is told of the first time"
-    assert [ids(events) for events in found] == [alone(engine, tokens) for tokens in _PROMPTS]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -696,8 +695,8 @@ def test_one_thread_runs_the_model_for_all_jobs(tiny: Callable[..., Any], monkey
     assert _threads_of(tiny) == {"kvboost-batch"}
     right = BatchRunner._step
 
-    def in_a_thread_of_its_own(self: BatchRunner) -> None:
-        worker = threading.Thread(target=right, args=(self,))
+    def in_a_thread_of_its_own(self: BatchRunner, group: str) -> None:
+        worker = threading.Thread(target=right, args=(self, group))
         worker.start()
         worker.join()
 
