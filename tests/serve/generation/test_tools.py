@@ -93,13 +93,15 @@ def test_calls_in_the_format_of_the_template(marker: str, text: str, content: st
 _BARE = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
 
 
-@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("step", [1, 3, 1000])
 @pytest.mark.parametrize("marker", ["<tool_call>", "[TOOL_CALLS]", "python_tag"])
 def test_a_call_without_its_marks_is_one_if_it_is_the_whole_answer(marker: str, step: int) -> None:
     assert _read(_reader(marker), " " + _BARE + "\n", step)[1] == [_PARIS]
+    for fenced in ("```json\n" + _BARE + "\n```", "\n```\n" + _BARE + "```\n"):  # as Qwen2.5-Coder-0.5B writes them
+        assert _read(_reader(marker), fenced, step) == ("", [_PARIS])
 
 
-@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("step", [1, 3, 1000])
 @pytest.mark.parametrize(
     "text",
     [
@@ -111,13 +113,19 @@ def test_a_call_without_its_marks_is_one_if_it_is_the_whole_answer(marker: str, 
         '{"name": "get_weather"}',
         '{"name": "get_weather", "arguments": [1]}',
         '{"temperature": 21}',
+        "```json\n" + _BARE + "\n```\nis how to call it.",
+        '```json\n{"temperature": 21}\n```',
+        "```python\n" + _BARE + "\n```",
+        "`" + _BARE + "`",
+        "``",
+        "```json",
     ],
 )
 def test_what_only_looks_like_a_call_without_marks_is_text(text: str, step: int) -> None:
     assert _read(_reader("<tool_call>"), text, step) == (text, [])
 
 
-@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("step", [1, 3, 1000])
 @pytest.mark.parametrize(
     ("marker", "text"),
     [
@@ -140,6 +148,7 @@ def test_what_is_not_a_whole_call_of_an_offered_tool_is_text(marker: str, text: 
 _HOSTILE = {
     "blanks in a call": ("<tool_call>", "<tool_call>" + " " * 200_000),
     "blanks alone": ("<tool_call>", " " * 200_000),
+    "blanks in a fence": ("<tool_call>", "```json" + " " * 200_000),
     "openings": ("<tool_call>", "<tool_call>" * 18_000),
     "functions": ("<tool_call>", "<tool_call>" + "<function=a>" * 16_000),
     "parameters": ("<tool_call>", "<tool_call><function=a>" + "<parameter=a>" * 15_000 + "</function>"),

@@ -9,6 +9,7 @@ character is looked at a bounded number of times.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Set
 from typing import Any, Protocol
 
@@ -24,6 +25,8 @@ from kvboost.serve.generation.parts import Call, Content, Found, Reasoning
 from kvboost.serve.generation.text import TagFinder
 
 _BLANKS = " \t\r\n"
+_FENCE = re.compile(r"```(?:json)?\s{0,4}(?=\{)")
+_HALF_FENCE = re.compile(r"`{1,2}|```(?:j|js|jso|json)?\s{0,4}")
 _REASONING_FIELDS = frozenset({"thinking", "reasoning", "reasoning_content"})
 _Read = Callable[[str], list[Call]]
 
@@ -128,8 +131,8 @@ class _Braced:
 class FormatReader:
     """Reads calls that a tag opens, and those without one.
 
-    Without a tag the whole answer has to be one call, unless ``bare`` says how the format writes them; then several
-    may follow each other, with characters of ``between`` among them.
+    Without a tag the whole answer has to be one call, be it fenced as code, unless ``bare`` says how the format writes
+    them; then several may follow each other, with characters of ``between`` among them.
     """
 
     def __init__(
@@ -146,9 +149,10 @@ class FormatReader:
         self._between = _BLANKS + between
         self._finder = TagFinder(opens)
         self._section: _Section | None = None
-        self._untagged = False
+        self._must_be_all = False  # the section is a call only if nothing else is in the answer
         self._fresh = True  # only blanks so far, or since the last call
         self._held: list[str] = []
+        self._half_fence = ""
         self._alone: tuple[str, list[Call]] | None = None
 
     def add(self, text: str) -> list[Found]:
@@ -165,7 +169,7 @@ class FormatReader:
                 before, rest = self._finder.add(text)
                 found += _text(before)
                 if rest is not None:
-                    self._section, self._untagged = self._make(), False
+                    self._section, self._must_be_all = self._make(), False
             text = rest or ""
         return found
 
@@ -176,22 +180,31 @@ class FormatReader:
             found += self._close(self._section)
         if self._alone is not None:
             return [*found, *self._alone[1]]
-        return [*found, *_text("".join(self._held) + self._finder.end())]
+        return [*found, *_text("".join([*self._held, self._half_fence, self._finder.end()]))]
 
     def _begin(self, text: str, found: list[Found]) -> str:
         """Pass over blanks; what follows them is a call without a tag, or text."""
-        start = text.lstrip(self._blanks)
-        self._held.append(text[: len(text) - len(start)])
-        if not start:
+        if self._half_fence:
+            start = self._half_fence + text
+        else:
+            start = text.lstrip(self._blanks)
+            self._held.append(text[: len(text) - len(start)])
+        self._half_fence = start if self._alone is None and _HALF_FENCE.fullmatch(start) else ""
+        if not start or self._half_fence:
             return ""
         self._fresh = False
         held = "".join(self._held)
         self._held.clear()
-        if start[0] == "{" and self._alone is None:
-            self._section, self._untagged = _Braced(held, self._bare or read_alone), True
-        elif self._alone is not None:  # more than a call: it was no call
+        fence = _FENCE.match(start)
+        if self._alone is not None:  # more than a call: it was no call
             found += _text(self._alone[0] + held)
             self._alone = None
+        elif fence is not None:
+            self._section, self._must_be_all = _Braced(held + fence[0], read_alone), True
+            self._blanks += "`"
+            return start[fence.end() :]
+        elif start[0] == "{":
+            self._section, self._must_be_all = _Braced(held, self._bare or read_alone), self._bare is None
         else:
             found += _text(held)
         return start
@@ -202,7 +215,7 @@ class FormatReader:
         if not calls or any(call.name not in self._names for call in calls):
             return _text(section.text)
         self._fresh = True
-        if self._untagged and self._bare is None:
+        if self._must_be_all:
             self._alone = (section.text, calls)
             return []
         self._blanks = self._between
