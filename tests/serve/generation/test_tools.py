@@ -238,6 +238,9 @@ def test_the_official_client_gets_calls_and_gives_results(
             assert json.loads(arguments.function.arguments)  # type: ignore[union-attr,arg-type]
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "I will look both up."
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        with client.chat.completions.stream(**asked) as stream:  # the client's own bookkeeping agrees
+            collected = stream.get_final_completion().choices[0].message.tool_calls or []
+        assert [json.loads(call.function.arguments) for call in collected] == [_PARIS[1], _ZURICH[1]]
         one = client.chat.completions.create(**asked, parallel_tool_calls=False)
         assert len(one.choices[0].message.tool_calls or []) == 1
         none = client.chat.completions.create(**asked, tool_choice="none")
