@@ -276,6 +276,23 @@ def test_calls_and_their_results(start_server: Callable[..., Running], make_engi
     assert rendered.endswith("<tool>rain\n<tool>rain\n<assistant>")
 
 
+def test_reasoning_is_a_block_of_its_own(
+    start_server: Callable[..., Running], make_engine: Callable[..., KVBoost]
+) -> None:
+    engine = make_engine()
+    engine.tokenizer = _tools_tokenizer()
+    engine.tokenizer.chat_template += "{# <think> {{ enable_thinking }} #}"
+    running = start_server(engine, runner=_Recorded(engine.tokenizer, "<think>\nHm.\n</think>\n\nRain."))
+    with running.http(None) as http:
+        thought, said = _ask(http)["content"]
+        assert thought == {"type": "thinking", "thinking": "Hm.", "signature": ""}
+        assert said == {"type": "text", "text": "Rain."}
+        deltas = [event["delta"] for event in _events(http) if event["type"] == "content_block_delta"]
+        assert "".join(delta.get("thinking", "") for delta in deltas) == "Hm."
+        turns = [_USER, {"role": "assistant", "content": [thought, said]}, _USER]
+        assert _ask(http, messages=turns, thinking={"type": "enabled", "budget_tokens": 1024})["content"][1] == said
+
+
 def test_a_stream_that_fails_says_so_in_its_last_event(
     start_server: Callable[..., Running], make_engine: Callable[..., KVBoost]
 ) -> None:

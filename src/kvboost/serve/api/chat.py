@@ -19,6 +19,7 @@ from kvboost.serve.api.headers import with_ignored
 from kvboost.serve.api.sse import DONE, EventStream, chained, while_connected
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.answers import AnswerReader
+from kvboost.serve.generation.offers import Offer, make_offer
 from kvboost.serve.generation.parts import CallOpened, Content, Part, Reasoning
 from kvboost.serve.generation.prompts import ChatPrompt, Turn, to_turn
 from kvboost.serve.generation.sampling import sampling_of
@@ -37,8 +38,8 @@ class _Chat:
     def __init__(self, service: Service, body: ChatRequest, caller: Caller) -> None:
         self.service, self.body, self.caller = service, body, caller
         self.prompt: ChatPrompt
-        self.tools = _usable_tools(service, body)
-        self.forced = _forced_functions(body)
+        offer = _offered(service, body)
+        self.tools, self.forced = list(offer.tools), offer.forced
         self.constrained = body.response_format is not None and body.response_format.type != "text"
         self.ignored = body.ignored()
         self.template_kwargs = self._template_kwargs()
@@ -280,27 +281,17 @@ async def encode_either(
     return await service.tokenizing.run(caller.tenant, service.encode, body.prompt or ""), []
 
 
-def _usable_tools(service: Service, body: ChatRequest) -> list[dict[str, Any]]:
-    """The tools, as templates take them; none if the client wants none used."""
-    if not body.tools:
-        if body.tool_choice not in (None, "none"):
-            raise bad_request("tool_choice needs tools", param="tool_choice")
-        return []
-    check_json([tool.function.parameters for tool in body.tools], limits=service.limits, param="tools")
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    if body.tool_choice == "none":
-        return []
-    if not service.chats.takes_tools:
-        raise bad_request("this model's chat template takes no tools", param="tools", code="unsupported_parameter")
-    return tools
-
-
-def _forced_functions(body: ChatRequest) -> dict[str, dict[str, Any] | None]:
-    """The functions one of which the answer has to call, with the schemas of their arguments; empty if it is free."""
-    functions = {tool.function.name: tool.function.parameters for tool in body.tools or []}
-    if isinstance(body.tool_choice, NamedChoice):
-        name = body.tool_choice.function.name
-        if name not in functions:
-            raise bad_request("tool_choice names a function that is not in tools", param="tool_choice")
-        return {name: functions[name]}
-    return functions if body.tool_choice == "required" else {}
+def _offered(service: Service, body: ChatRequest) -> Offer:
+    """The tools of a chat."""
+    if not body.tools and body.tool_choice not in (None, "none"):
+        raise bad_request("tool_choice needs tools", param="tool_choice")
+    # Before they are copied: that goes as deep as they do.
+    check_json([tool.function.parameters for tool in body.tools or []], limits=service.limits, param="tools")
+    named = body.tool_choice if isinstance(body.tool_choice, NamedChoice) else None
+    return make_offer(
+        [tool.model_dump(exclude_none=True) for tool in body.tools or []],
+        choice="auto" if body.tool_choice is None or isinstance(body.tool_choice, NamedChoice) else body.tool_choice,
+        named=named.function.name if named is not None else None,
+        chats=service.chats,
+        limits=service.limits,
+    )

@@ -46,6 +46,7 @@ class ToolUseBlock(Body):
     name: ToolName
     input: dict[str, Any]
     cache_control: CacheControl | None = None
+    caller: Inert = None
 
 
 def _readable(block: Any) -> Any:
@@ -219,3 +220,7 @@ class MessagesRequest(CountTokensRequest, SamplingBody):
     service_tier: Inert = None
     container: Inert = None
     inference_geo: Inert = None
+    diagnostics: Inert = None
+    speed: Inert = None
+    user_profile_id: Inert = None
+    workspace_id: Inert = None
