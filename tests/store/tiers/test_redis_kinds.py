@@ -30,6 +30,12 @@ RECORDS = RecordFormat(namespace())
 SLOTS = 16384
 
 
+@pytest.fixture(autouse=True)
+def _no_sweeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of its own, that the servers of a test would not wait for."""
+    monkeypatch.setattr(RedisTier, "_sweep", lambda self: None)
+
+
 def until(holds: Callable[[], bool], *, seconds: float = 8.0) -> None:
     end = time.monotonic() + seconds
     while not holds():

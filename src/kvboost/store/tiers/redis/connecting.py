@@ -112,12 +112,20 @@ def _without_address(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in ("host", "port")}
 
 
+def _once() -> Any:
+    """No second try: redis-py waits for seconds between them, and the next host, or the next look, may answer."""
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    return Retry(NoBackoff(), 0)
+
+
 def _cluster(hosts: list[tuple[str, int]], prefix: str, options: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     from redis.cluster import ClusterNode, RedisCluster
 
     def locate() -> dict[str, Any]:
         nodes = [ClusterNode(host, port) for host, port in hosts]  # type: ignore[no-untyped-call]
-        cluster = RedisCluster(startup_nodes=nodes, require_full_coverage=False, **options, **_LIMITS)
+        cluster = RedisCluster(startup_nodes=nodes, require_full_coverage=False, retry=_once(), **options, **_LIMITS)
         try:
             node = cluster.get_node_from_key(prefix)  # type: ignore[no-untyped-call]
             if node is None:
@@ -133,7 +141,8 @@ def _sentinel(hosts: list[tuple[str, int]], service: str) -> Callable[[], dict[s
     from redis.sentinel import Sentinel
 
     def locate() -> dict[str, Any]:
-        sentinel = Sentinel(hosts, sentinel_kwargs=_LIMITS)  # type: ignore[no-untyped-call]
+        limits = {**_LIMITS, "retry": _once()}
+        sentinel = Sentinel(hosts, sentinel_kwargs=limits)  # type: ignore[no-untyped-call]
         try:
             host, port = sentinel.discover_master(service)  # type: ignore[no-untyped-call]
         finally:
