@@ -93,13 +93,9 @@ def google() -> Iterator[int]:
 
 
 def test_a_bucket_of_google_keeps_a_cache(google: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    account = {
-        "gcs_base_url": f"http://127.0.0.1:{google}",
-        "disable_oauth": True,
-        "client_email": "",
-        "private_key": "",
-    }
-    (tmp_path / "account").write_text(json.dumps(account))
+    account = {"gcs_base_url": f"http://127.0.0.1:{google}", "disable_oauth": True}
+    nobody = {"client_email": "", "private_key": "", "private_key_id": ""}
+    (tmp_path / "account").write_text(json.dumps({**account, **nobody}))
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account"))
     monkeypatch.setenv("GOOGLE_ALLOW_HTTP", "true")
     url = "gs://bucket/folder"
