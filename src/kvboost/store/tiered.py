@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -83,7 +84,7 @@ class TieredStore:
         self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="kvboost-prefetch")
         self._prefetches = 0  # waiting or under way
         self._speeds = {tier: Speed() for tier in self._tiers}
-        self._work = {tier: TierWork() for tier in self._tiers}
+        self._work = defaultdict(TierWork, {tier.name: TierWork() for tier in self._tiers})
         self._below: tuple[StoreStats, ...] = ()  # as the tiers were last asked
         self._token_bytes = 0.0  # of the last block seen
         # Blocks that are still in memory only, oldest first, and how often they were tried.
@@ -249,7 +250,7 @@ class TieredStore:
     def work(self) -> dict[str, TierWork]:
         """What each tier has done, by its name. Asks no tier."""
         with self._lock:
-            return {tier.name: replace(work) for tier, work in self._work.items()}
+            return {name: replace(work) for name, work in self._work.items()}
 
     def close(self) -> None:
         """Write what waits, then close every tier."""
@@ -304,7 +305,7 @@ class TieredStore:
             if load <= compute:
                 return True
             self._declined += len(chunks)
-            self._work[tier].loads_declined += len(chunks)
+            self._work[tier.name].loads_declined += len(chunks)
             self._speeds[tier].declined()
         lookup.decline(tier.name, chunks, load_seconds=load, compute_seconds=compute)
         return False
@@ -338,7 +339,7 @@ class TieredStore:
         seconds = time.perf_counter() - began
         with self._lock:
             self._speeds[tier].observe(seconds=seconds, nbytes=nbytes)
-            self._work[tier].add(TierWork(loads=1, load_seconds=seconds, hits=came, misses=missed))
+            self._work[tier.name].add(TierWork(loads=1, load_seconds=seconds, hits=came, misses=missed))
         return came
 
     def _loaded(self, tier: Tier, keys: Sequence[bytes]) -> Generator[KVBlock | None]:
@@ -370,7 +371,7 @@ class TieredStore:
         taken = self._writer.offer(block, tiers)
         with self._lock:
             for tier in tiers:
-                self._work[tier].writes_dropped += not taken
+                self._work[tier.name].writes_dropped += not taken
         return taken
 
     def _tried(self, block: KVBlock, kept: bool) -> None:
@@ -410,7 +411,7 @@ class TieredStore:
 
     def _failed(self, tier: Tier, error: Exception) -> None:
         with self._lock:
-            self._work[tier].errors += 1
+            self._work[tier.name].errors += 1
             first = tier.name not in self._warned
             self._warned.add(tier.name)
         if first:
