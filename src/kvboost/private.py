@@ -30,7 +30,9 @@ def read_private(file: str | Path, *, name: str, remedy: str) -> bytes:
             data = opened.read(_MAX_BYTES)
     except OSError as error:
         raise ConfigError(f"{name}={str(file)!r} cannot be read ({error.strerror}); {remedy}") from error
-    if stat.S_IMODE(status.st_mode) & 0o077:
+    # Secrets that an orchestrator mounts belong to root, and to a group of ours that may read them.
+    others = 0o037 if status.st_uid == 0 != os.geteuid() else 0o077
+    if stat.S_IMODE(status.st_mode) & others:
         command = f"chmod 600 {shlex.quote(str(file))}"
         raise ConfigError(f"{name}={str(file)!r} is open to other users; run: {command} (or make a new one)")
     if status.st_uid not in (0, os.geteuid()):

@@ -4,6 +4,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -110,3 +111,8 @@ def keyed(start_server: Callable[..., Running], make_engine: Callable[..., KVBoo
 def client(keyed: Running) -> Iterator[openai.OpenAI]:
     with keyed.openai() as made:
         yield made
+
+
+@pytest.fixture(autouse=True)
+def _no_secret_of_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))

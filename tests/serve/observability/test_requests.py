@@ -9,7 +9,7 @@ from kvboost.serve import Keys
 from kvboost.serve.app import make_app
 from kvboost.serve.security.auth import tenant_of
 from tests.serve.asgi import ask
-from tests.serve.conftest import KEY, Running
+from tests.serve.conftest import KEY, SECRET, Running
 
 _SECRET = "the moon is made of cheese"
 
@@ -25,14 +25,14 @@ def _level(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_request_is_one_line_of_numbers(keyed: Running, caplog: pytest.LogCaptureFixture, stream: bool) -> None:
-    app = make_app(keyed.engine, keyed.runner, model_name="tiny", keys=Keys([KEY]))
+    app = make_app(keyed.engine, keyed.runner, model_name="tiny", keys=Keys([KEY], secret=SECRET))
     asked = {"model": "tiny", "prompt": _SECRET * 4, "max_tokens": 3, "temperature": 0, "stream": stream}
     for _ in range(2):
         answer = ask(app, "POST", "/v1/completions", key=KEY, json=asked, headers={"X-Request-ID": "abc-1.2"})
         assert answer.headers["x-request-id"] == "abc-1.2"
     line = _lines(caplog)[-1]
     assert len(_lines(caplog)) == 2
-    prefix = f"POST /v1/completions status=200 request=abc-1.2 tenant={tenant_of(KEY)[:8]} ms="
+    prefix = f"POST /v1/completions status=200 request=abc-1.2 tenant={tenant_of(KEY, SECRET)[:8]} ms="
     assert line.startswith(prefix)
     told = dict(word.split("=") for word in line.split()[2:])
     assert int(told["prompt"]) == len(_SECRET) * 4

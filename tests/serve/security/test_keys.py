@@ -11,7 +11,7 @@ from kvboost.serve import Keys
 from kvboost.serve.app import make_app
 from kvboost.serve.security.auth import tenant_named, tenant_of
 from tests.serve.asgi import ask
-from tests.serve.conftest import KEY, OTHER_KEY, Running
+from tests.serve.conftest import KEY, OTHER_KEY, SECRET, Running
 
 
 def _tenant(keys: Keys, key: str) -> str | None:
@@ -21,15 +21,18 @@ def _tenant(keys: Keys, key: str) -> str | None:
 
 def test_keys_of_one_name_are_one_tenant(tmp_path: Path) -> None:
     file = tmp_path / "keys"
+    file.touch(0o600)
     file.write_text(f"alice: {KEY}\n\n  alice:  {KEY}-2\nbob: {OTHER_KEY}\nkey:with:colons\n")
-    keys = Keys.from_files(file, None)
-    assert _tenant(keys, KEY) == _tenant(keys, f"{KEY}-2") == tenant_named("alice")
-    assert _tenant(keys, OTHER_KEY) == tenant_named("bob")
-    assert _tenant(keys, "key:with:colons") == tenant_of("key:with:colons"), "without a name it stays what it was"
+    (tmp_path / "secret").touch(0o600)
+    (tmp_path / "secret").write_bytes(SECRET)
+    keys = Keys.from_files(file, None, secret=tmp_path / "secret")
+    assert _tenant(keys, KEY) == _tenant(keys, f"{KEY}-2") == tenant_named("alice", SECRET)
+    assert _tenant(keys, OTHER_KEY) == tenant_named("bob", SECRET)
+    assert _tenant(keys, "key:with:colons") == tenant_of("key:with:colons", SECRET), "without a name it stays its own"
     assert len(keys.tenants) == 3
     callers = [keys.caller(f"Bearer {key}".encode()) for key in (KEY, f"{KEY}-2")]
     assert len({caller.key_id for caller in callers if caller is not None}) == 2, "each key has its own rate"
-    assert tenant_named("alice") != tenant_of("alice")
+    assert tenant_named("alice", SECRET) != tenant_of("alice", SECRET)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,7 @@ def test_keys_of_one_name_are_one_tenant(tmp_path: Path) -> None:
     ],
 )
 def test_a_line_that_is_no_key_is_said_without_showing_it(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "keys").touch(0o600)
     (tmp_path / "keys").write_text(text)
     with pytest.raises(ConfigError, match=message) as refused:
         Keys.from_files(tmp_path / "keys", None)
@@ -51,6 +55,7 @@ def test_a_line_that_is_no_key_is_said_without_showing_it(tmp_path: Path, text: 
 
 def test_keys_are_read_again_and_stay_if_they_cannot_be(keyed: Running, tmp_path: Path) -> None:
     file = tmp_path / "keys"
+    file.touch(0o600)
     file.write_text(KEY)
     keys = Keys.from_files(file, None)
     app = make_app(keyed.engine, keyed.runner, model_name="tiny", keys=keys)

@@ -79,7 +79,7 @@ class RequestLog:
             if started:
                 raise  # the server cuts the connection: the client must not take this for a whole answer
             failure = ApiError(500, "the server failed; its log says why")
-            await JSONResponse(failure.body(), failure.status)(scope, receive, named)
+            await JSONResponse(failure.body(scope["path"]), failure.status)(scope, receive, named)
         finally:
             _write(scope, note, status=status, seconds=time.monotonic() - began)
 

@@ -30,6 +30,7 @@ def total_stats(engine: KVBoost, *, ask_tiers: bool = True) -> CacheStats:
         total["cache_misses"] += stats["cache_misses"]
         total["evictions"] += stats["evictions"]
         total["leased_chunks"] += stats["leased_chunks"]
+        total["unsaved_chunks"] += stats["unsaved_chunks"]
         for tier, held in stats["bytes_by_tier"].items():
             by_tier[tier] = by_tier.get(tier, 0) + held  # each tenant counts its own, in every tier
     total["bytes_by_tier"] = by_tier
