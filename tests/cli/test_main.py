@@ -258,10 +258,13 @@ def test_warnings_are_log_lines_and_none_is_silenced(
             warnings.warn("the disk\nis full", RuntimeWarning, stacklevel=1)
             warnings.warn("use_cache will go", FutureWarning, stacklevel=1)
             logging.getLogger("kvboost.serve").info("a request")
+            logging.getLogger("kvboost.store").info("a detail")
         return capsys.readouterr().err.splitlines()
 
-    assert shown(None) == ["warning: the disk is full"]
-    assert shown("info") == ["warning: the disk is full", "info: use_cache will go", "info: a request"]
+    assert shown(None) == ["warning: the disk is full", "info: a request"]
+    everything = ["warning: the disk is full", "info: use_cache will go", "info: a request", "info: a detail"]
+    assert shown("info") == everything
+    assert shown("warning") == ["warning: the disk is full"]
     assert shown("error") == []
     assert not logging.getLogger("kvboost").handlers
     assert main(["run", "nowhere", "x", "--log-level", "loud"]) == 2

@@ -29,6 +29,7 @@ def test_a_served_model_answers_and_ends_when_told(folder: Path, tmp_path: Path)
             answer = client.completions.create(**asked)
             assert answer.usage is not None
             assert answer.usage.completion_tokens == 4
+            assert "info: POST /v1/completions status=200" in _until(process, "/v1/completions")
             with pytest.raises(BadRequestError, match="at most 5 tokens"):
                 client.completions.create(**{**asked, "max_tokens": 6})
             keys.write_text("alice: third-key\n")

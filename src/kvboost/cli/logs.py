@@ -22,6 +22,8 @@ from kvboost.errors import ConfigError
 
 _LEVELS = ("debug", "info", "warning", "error")
 _LOGGERS = ("kvboost", "py.warnings")
+_SHOWN = {"kvboost": logging.WARNING, "py.warnings": logging.WARNING, "kvboost.serve": logging.INFO}
+"""From which level on, unless somebody asks: a server writes a line for each request."""
 _FOR_DEVELOPERS = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
 
 
@@ -40,11 +42,11 @@ class _Handler(logging.Handler):
 def logging_to_stderr() -> Iterator[None]:
     """Show what is logged and warned of inside. What ``python -W`` and ``PYTHONWARNINGS`` say stays in force."""
     handler = _Handler()
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.addHandler(handler)
-        logger.setLevel(logging.WARNING)
+    before = {name: logging.getLogger(name).level for name in _SHOWN}
+    for name in _LOGGERS:
+        logging.getLogger(name).addHandler(handler)
+    for name, level in _SHOWN.items():
+        logging.getLogger(name).setLevel(level)
     try:
         with warnings.catch_warnings():
             if not sys.warnoptions:
@@ -52,9 +54,10 @@ def logging_to_stderr() -> Iterator[None]:
             warnings.showwarning = _show
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.removeHandler(handler)
-            logger.setLevel(level)
+        for name in _LOGGERS:
+            logging.getLogger(name).removeHandler(handler)
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def set_level(level: str | None) -> None:
@@ -63,7 +66,7 @@ def set_level(level: str | None) -> None:
         return
     if level.lower() not in _LEVELS:
         raise ConfigError(f"--log-level {level} is not known; use one of {', '.join(_LEVELS)}")
-    for name in _LOGGERS:
+    for name in _SHOWN:
         logging.getLogger(name).setLevel(level.upper())
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", level.lower())  # read when it is imported
 
@@ -74,7 +77,8 @@ LogLevel = Annotated[
         "--log-level",
         metavar="LEVEL",
         envvar="KVBOOST_LOG_LEVEL",
-        help=f"What goes to the error output beside answers: {', '.join(_LEVELS)}; warning by default.",
+        help=f"What goes to the error output beside answers: {', '.join(_LEVELS)}. By default warnings, and in a "
+        "server a line for each request.",
     ),
 ]
 
