@@ -24,6 +24,7 @@ from kvboost.scheduler.jobs import JobRunner
 from kvboost.serve.api import cache, health, messages, models, tokens
 from kvboost.serve.api.chat import chat_completions
 from kvboost.serve.api.completions import completions
+from kvboost.serve.api.headers import IGNORED
 from kvboost.serve.api.responses import responses
 from kvboost.serve.errors import ApiError, from_validation, speaks_anthropic
 from kvboost.serve.generation.service import Service
@@ -76,7 +77,7 @@ ACCESS: Mapping[tuple[str, str], Access] = {
 _CORS: Any = {
     "allow_methods": ["GET", "POST", "DELETE"],
     "allow_headers": ["*"],  # clients in browsers send headers of their own, such as x-stainless-lang
-    "expose_headers": ["x-request-id", "retry-after"]
+    "expose_headers": ["x-request-id", "retry-after", IGNORED]
     + [f"x-ratelimit-{what}-{name}" for what in ("limit", "remaining", "reset") for name in ("requests", "tokens")],
 }
 # Newer FastAPI opens spans of its own and hands bodies to their processors; prompts stay here. Older ones ignore it.

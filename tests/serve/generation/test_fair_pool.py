@@ -57,7 +57,7 @@ def test_what_waits_is_bounded_and_has_room_for_another_tenant() -> None:
         first = await _blocked(pool, work)
         tasks = _tasks(pool, work, "a1 a2 a3")
         await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="3 prompts wait") as refused:
+        with pytest.raises(ApiError, match="3 requests wait") as refused:
             await pool.run("a", work.note, "a4")
         assert refused.value.status == 429
         tasks += _tasks(pool, work, "b1")

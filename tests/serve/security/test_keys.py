@@ -58,6 +58,7 @@ def test_keys_are_read_again_and_stay_if_they_cannot_be(keyed: Running, tmp_path
     file.touch(0o600)
     file.write_text(KEY)
     keys = Keys.from_files(file, None)
+    tenant = _tenant(keys, KEY)
     app = make_app(keyed.engine, keyed.runner, model_name="tiny", keys=keys)
     file.write_text(OTHER_KEY)
     assert ask(app, "GET", "/v1/models", key=KEY).status_code == 200, "nobody has asked to read it again"
@@ -68,4 +69,19 @@ def test_keys_are_read_again_and_stay_if_they_cannot_be(keyed: Running, tmp_path
     with pytest.raises(ConfigError, match="holds no key"):
         keys.read_again()
     assert ask(app, "GET", "/v1/models", key=OTHER_KEY).status_code == 200
+    file.write_text(KEY)
+    keys.read_again()
+    assert _tenant(keys, KEY) == tenant
     Keys([KEY]).read_again()
+
+
+def test_tenants_keep_their_names_where_no_secret_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/proc/kvboost")
+    file = tmp_path / "keys"
+    file.touch(0o600)
+    file.write_text(KEY)
+    with pytest.warns(RuntimeWarning, match="give a secret_file"):
+        keys = Keys.from_files(file, None)
+    tenant = _tenant(keys, KEY)
+    keys.read_again()
+    assert _tenant(keys, KEY) == tenant

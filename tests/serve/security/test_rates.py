@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -90,3 +91,30 @@ def test_a_key_over_its_rate_is_told_when_to_come_back(
 def test_who_needs_no_key_shares_one_budget(keyed: Running) -> None:
     app = make_app(keyed.engine, keyed.runner, model_name="tiny", limits=Limits(max_requests_per_minute=1))
     assert [ask(app, "POST", "/tokenize", json={"prompt": "x"}).status_code for _ in range(2)] == [200, 429]
+
+
+def test_a_path_with_a_line_break_is_no_way_around_the_rate(keyed: Running) -> None:
+    app = make_app(
+        keyed.engine, keyed.runner, model_name="tiny", keys=Keys([KEY]), limits=Limits(max_requests_per_minute=1)
+    )
+    asked = {"model": "tiny", "prompt": "a", "max_tokens": 1}
+    assert ask(app, "POST", "/v1/completions", key=KEY, json=asked).status_code == 200
+    assert ask(app, "POST", "/v1/completions", key=KEY, json=asked).status_code == 429
+    assert ask(app, "POST", "/v1/completions%0A", key=KEY, json=asked).status_code == 404
+
+
+def test_tokens_of_an_answer_that_nobody_waits_for_are_counted(
+    start_server: Callable[..., Running], make_engine: Callable[..., KVBoost]
+) -> None:
+    running = start_server(make_engine(), keys=Keys([KEY]), limits=Limits(max_tokens_per_minute=300))
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "a b c", "max_tokens": 400, "stream": True}
+    with running.openai() as client, running.http() as http:
+        with client.completions.create(**asked, extra_body={"ignore_eos": True}) as stream:
+            for _ in range(100):
+                next(stream)
+        for _ in range(100):
+            left = int(http.post("/tokenize", json={"prompt": "a"}).headers["x-ratelimit-remaining-tokens"])
+            if left < 250:
+                break
+            time.sleep(0.1)
+    assert left < 250, "a hundred tokens were written; five come back each second"

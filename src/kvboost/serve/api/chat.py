@@ -5,7 +5,6 @@ Invariant: a stream and a whole answer come from the same events, so they say th
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -61,11 +60,11 @@ class _Chat:
             raise bad_request("stream_options needs stream", param="stream_options")
         if self.tools and self.constrained:
             raise bad_request("tools and a JSON format do not go together here", param="response_format")
-        grammar = await service.grammar(body.response_format, param="response_format")
+        grammar = await service.grammar(body.response_format, param="response_format", tenant=self.caller.tenant)
         if self.forced:
             if body.min_tokens:
                 raise bad_request("min_tokens and a forced call do not go together", param="min_tokens")
-            grammar = await asyncio.to_thread(service.grammars.compile_call, self.forced)
+            grammar = await service.call_grammar(self.forced, tenant=self.caller.tenant)
         self.prompt = await service.tokenizing.run(
             self.caller.tenant,
             encode_messages,

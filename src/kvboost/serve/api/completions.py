@@ -40,15 +40,15 @@ async def completions(service: AppService, body: CompletionRequest, request: Req
     prompts = _prompts(body.prompt)
     if len(prompts) * made > service.limits.max_prompts * service.limits.max_choices:
         raise bad_request("too many choices in all; ask for fewer prompts or choices", param="n")
-    grammar = await service.grammar(body.response_format, param="response_format")
     caller = caller_of(request)
+    grammar = await service.grammar(body.response_format, param="response_format", tenant=caller.tenant)
     encoded = [(await service.tokenizing.run(caller.tenant, service.encode, prompt), ()) for prompt in prompts]
     generation = GenerationRequest(
         endpoint="completions",
         prompts=encoded,
         caller=caller,
         max_new_tokens=body.max_tokens,
-        default_new_tokens=_DEFAULT_TOKENS,
+        default_new_tokens=max(_DEFAULT_TOKENS, body.min_tokens or 0),
         sampling=sampling,
         model=body.model,
         n=made,
@@ -58,7 +58,11 @@ async def completions(service: AppService, body: CompletionRequest, request: Req
         top_logprobs=0 if body.logprobs is None and made > (body.n or 1) else body.logprobs,
         grammar=grammar,
     )
-    writer = _Writer(service, body, generation, prompts)
+    echoed = [
+        prompt if isinstance(prompt, str) else await service.tokenizing.run(caller.tenant, service.chats.decode, prompt)
+        for prompt in (prompts if body.echo else ())
+    ]
+    writer = _Writer(service, body, generation, echoed)
     if body.stream:
         return with_ignored(EventStream(await chained(writer.stream())), body.ignored())
     return with_ignored(await while_connected(request, writer.whole()), body.ignored())
@@ -95,9 +99,10 @@ class _Writer:
         service: Service,
         body: CompletionRequest,
         generation: GenerationRequest,
-        prompts: Sequence[str | list[int]],
+        echoed: Sequence[str],
     ) -> None:
-        self._service, self._body, self._generation, self._prompts = service, body, generation, prompts
+        """``echoed`` are the texts of the prompts, if they are to be repeated."""
+        self._service, self._body, self._generation, self._echoed = service, body, generation, echoed
 
     async def whole(self) -> Response:
         """The answer as one object."""
@@ -129,7 +134,7 @@ class _Writer:
                 return {**answer.head("text_completion"), "choices": [choice], **usage}
 
             yield None  # the jobs were taken
-            for index in range(len(self._prompts) * self._generation.n if self._body.echo else 0):
+            for index in range(len(self._echoed) * self._generation.n):
                 yield chunk(index, self._before(index))
             async for event in answer.events():
                 if isinstance(event, Piece):
@@ -142,10 +147,7 @@ class _Writer:
 
     def _before(self, index: int) -> str:
         """The prompt of a choice, if it is to be repeated."""
-        if not self._body.echo:
-            return ""
-        prompt = self._prompts[index // self._generation.n]
-        return prompt if isinstance(prompt, str) else self._service.chats.decode(prompt)
+        return self._echoed[index // self._generation.n] if self._echoed else ""
 
     def _best(self, choices: list[dict[str, Any]], means: Mapping[int, float]) -> list[dict[str, Any]]:
         """Of each prompt's choices the ``n`` with the likeliest tokens, best first, numbered anew."""

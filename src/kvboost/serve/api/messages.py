@@ -5,7 +5,6 @@ Invariant: a whole answer is put together from the events of its stream, so both
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -42,7 +41,7 @@ async def messages(service: AppService, body: MessagesRequest, request: Request)
     if body.messages[-1].role == "assistant":
         raise bad_request("the last message is the assistant's, which this server does not continue; end with a user's")
     offer, prompt = await _read(service, body, caller)
-    grammar = await _grammar(service, body, offer)
+    grammar = await _grammar(service, body, offer, tenant=caller.tenant)
     parallel = body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use
     reader = service.answers.make(
         prompt=prompt.text,
@@ -120,17 +119,17 @@ def _as_function(name: str, description: str | None, schema: dict[str, Any]) -> 
     return {"type": "function", "function": {"name": name, **described, "parameters": schema}}
 
 
-async def _grammar(service: Service, body: MessagesRequest, offer: Offer) -> Any:
+async def _grammar(service: Service, body: MessagesRequest, offer: Offer, *, tenant: str) -> Any:
     wanted = body.output_config.format if body.output_config is not None else None
     wanted = wanted or body.output_format
     if offer.tools and wanted is not None:
         raise bad_request("tools and a JSON format do not go together here", param="output_config")
     if offer.forced:
-        return await asyncio.to_thread(service.grammars.compile_call, offer.forced)
+        return await service.call_grammar(offer.forced, tenant=tenant)
     if wanted is None:
         return None
     format_ = InlineSchemaFormat.model_validate({"type": "json_schema", "name": "answer", "schema": wanted.schema_})
-    return await service.grammar(format_, param="output_config")
+    return await service.grammar(format_, param="output_config", tenant=tenant)
 
 
 class _MessageWriter:

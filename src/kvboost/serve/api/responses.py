@@ -38,9 +38,9 @@ async def responses(service: AppService, body: ResponsesRequest, request: Reques
     wanted = body.text.format if body.text is not None else None
     if offer.tools and wanted is not None and wanted.type != "text":
         raise bad_request("tools and a JSON format do not go together here", param="text.format")
-    grammar = await service.grammar(wanted, param="text.format")
+    grammar = await service.grammar(wanted, param="text.format", tenant=caller.tenant)
     if offer.forced:
-        grammar = await asyncio.to_thread(service.grammars.compile_call, offer.forced)
+        grammar = await service.call_grammar(offer.forced, tenant=caller.tenant)
     turns = await asyncio.to_thread(_conversation, service, body, caller)
     variables = _variables(body)
 

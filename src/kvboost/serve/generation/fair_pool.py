@@ -40,7 +40,7 @@ class FairPool:
             if waiting >= self._max_waiting and len(self._waiting.get(tenant, ())) >= even_share:
                 raise ApiError(
                     429,
-                    f"{self._max_waiting} prompts wait to be tokenised, this server's limit; try again in a moment",
+                    f"{self._max_waiting} requests wait to be read, this server's limit; try again in a moment",
                     code="too_many_requests",
                     headers={"Retry-After": "1"},
                 )

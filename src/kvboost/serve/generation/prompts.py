@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvboost.errors import ConfigError
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.replies import ReplyMemory, TextBefore
 from kvboost.serve.schemas.base import Message
 
+_MAX_LOST = 32  # messages that are not in the text; then the rest is not searched for either
 _MIN_SPLICE = 4  # tokens of a reply's end; fewer are not worth a search
 
 
@@ -140,7 +140,7 @@ class ChatPrompts:
         ``template_kwargs`` are further variables of the template.
         """
         if getattr(self._tokenizer, "chat_template", None) is None:
-            raise ConfigError("this model has no chat template; use /v1/completions with the text you want")
+            raise bad_request("this model has no chat template; use /v1/completions with the text you want")
         extra = {**(template_kwargs or {}), **({"tools": tools} if tools else {})}
         text = self._render([turn.fields for turn in turns], extra=extra)
         splices, marks, ends = self._locate(turns, text, tenant=tenant, cache_key=cache_key)
@@ -232,7 +232,7 @@ class ChatPrompts:
         splices: list[tuple[int, list[int], int]] = []
         marks: list[int] = []
         ends: list[int] = []
-        position = 0
+        position = lost = 0
         before = TextBefore(text)
         for turn in turns:
             if turn.reasoning and (found := text.find(turn.reasoning, position)) >= 0:
@@ -253,6 +253,10 @@ class ChatPrompts:
                     position = found + length
                     ends.append(position)
                     continue
+            # A message that the template rewrites is searched for up to the end: many of them would take seconds.
+            lost += bool(content) and found < 0
+            if lost > _MAX_LOST:
+                break
             if found >= 0:
                 marks += [found + mark for mark in turn.marks]
                 position = found + len(content)

@@ -89,11 +89,16 @@ class Answer:
     request: GenerationRequest
     stream: TokenStream
     ended: list[Ended] = field(default_factory=list)
+    seen: Counter[int] = field(default_factory=Counter)
+    """Tokens of each choice so far: a client that goes away has had them."""
 
     async def events(self) -> AsyncIterator[Piece | Ended]:
         """Events until all choices have ended. Raises for one that failed."""
         async for event in self.stream.events():
+            if isinstance(event, Piece):
+                self.seen[event.index] += len(event.tokens)
             if isinstance(event, Ended):
+                self.seen[event.index] = len(event.token_ids)
                 self.ended.append(event)
                 if event.reason == "error":
                     _log.error("a job failed: %s", event.error)
@@ -113,8 +118,8 @@ class Answer:
 
     @property
     def new_tokens(self) -> int:
-        """New tokens of the choices that ended."""
-        return sum(len(ended.token_ids) for ended in self.ended)
+        """New tokens of all choices so far."""
+        return self.seen.total()
 
     def reuse(self) -> dict[str, Any]:
         """Where the prompts' KV came from: of the first choice of each, as the others reuse its KV."""
@@ -181,6 +186,8 @@ class Service:
         self.responses = ResponseMemory()
         self.streams = Streams(limits.max_streams)
         self.rates = Rates(limits)
+        # A schema can take seconds: one thread, in which the tenants take turns.
+        self.compiling = FairPool(1, max_waiting=limits.max_waiting_prompts, name="kvboost-grammar")
         self.tokenizing = FairPool(_TOKENIZERS, max_waiting=limits.max_waiting_prompts, name="kvboost-tokenize")
         self.kept = KeptStats(engine)
         self.metrics = Metrics(self.kept, runner)
@@ -193,6 +200,7 @@ class Service:
         """Stop what runs in the background. The engine and the runner are others'."""
         self.kept.close()
         self.tokenizing.close()
+        self.compiling.close()
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served here."""
@@ -241,10 +249,18 @@ class Service:
         await asyncio.to_thread(self.chats.remember, prompt, reply=ended.text, ids=ended.reply_ids, shown=shown)
 
     async def grammar(
-        self, wanted: ResponseFormat | InlineSchemaFormat | None, *, param: str
+        self, wanted: ResponseFormat | InlineSchemaFormat | None, *, param: str, tenant: str
     ) -> Callable[[], Callable[[list[int], Any], None]] | None:
         """What constrains answers to the format a client wants; None for free text."""
-        return await asyncio.to_thread(self.grammars.compile, wanted, limits=self.limits, param=param)
+        if wanted is None:
+            return None
+        return await self.compiling.run(tenant, self.grammars.compile, wanted, limits=self.limits, param=param)
+
+    async def call_grammar(
+        self, functions: Mapping[str, dict[str, Any] | None], *, tenant: str
+    ) -> Callable[[], Callable[[list[int], Any], None]]:
+        """What constrains answers to a call of one of these functions."""
+        return await self.compiling.run(tenant, self.grammars.compile_call, functions)
 
     @asynccontextmanager
     async def generating(self, generation: GenerationRequest, *, prefix: str) -> AsyncIterator[Answer]:

@@ -70,7 +70,8 @@ class Keys:
         :meth:`read_again` reads ``files``.
         """
         self._files = files
-        secret, named = secrets.token_bytes() if secret is None else secret, named or {}
+        self._secret = secret = secrets.token_bytes() if secret is None else secret
+        named = named or {}
         tenants = [(key, tenant_of(key, secret)) for key in api_keys]
         tenants += [(key, tenant_named(name, secret)) for name, keys in named.items() for key in keys]
         every = [key for key, _ in tenants]
@@ -98,26 +99,24 @@ class Keys:
 
         ``secret`` is a file too; None takes the installation's, which is made if there is none.
         """
-        admin, lines = read_keys(admin_key, name="admin_key_file"), read_keys(api_keys, name="api_key_file")
+        return cls._read(KeyFiles(api_keys, admin_key), _read_secret(secret) if api_keys is not None else None)
+
+    @classmethod
+    def _read(cls, files: KeyFiles, secret: bytes | None) -> Self:
+        admin, lines = read_keys(files.admin_key, name="admin_key_file"), read_keys(files.api_keys, name="api_key_file")
         if len(admin) > 1:
             raise ConfigError("the file for the admin key holds several lines; give one key")
         named: dict[str, list[str]] = {}
         for name, key in lines:
             if name is not None:
                 named.setdefault(name, []).append(key)
-        return cls(
-            [key for name, key in lines if name is None],
-            admin_key=admin[0][1] if admin else None,
-            named=named,
-            secret=_read_secret(secret) if lines else None,
-            files=KeyFiles(api_keys, admin_key, secret),
-        )
+        bare = [key for name, key in lines if name is None]
+        return cls(bare, admin_key=admin[0][1] if admin else None, named=named, secret=secret, files=files)
 
     def read_again(self) -> None:
-        """Use what the files hold now. Raises ConfigError, and then everything stays as it was."""
+        """Use what the files hold now: tenants keep their names. Raises ConfigError, and then everything stays."""
         if self._files is not None:
-            files = self._files
-            self._known = type(self).from_files(files.api_keys, files.admin_key, secret=files.secret)._known
+            self._known = self._read(self._files, self._secret)._known
 
     @property
     def tenants(self) -> list[str]:
@@ -247,7 +246,9 @@ class Gate:
         given = headers.get(b"authorization", b"Bearer " + headers.get(b"x-api-key", b""))
         caller = state["caller"] = self._keys.caller(given)
         path, method = scope["path"], scope["method"]
-        found = [(name, route, access) for name, route, pattern, access in self._routes if pattern.match(path)]
+        # The whole path: the pattern's own $ lets a newline pass, which limits by path would not know.
+        matching = (route for route in self._routes if route[2].fullmatch(path))
+        found = [(name, route, access) for name, route, _, access in matching]
         methods = {name: access for name, _, access in found}
         access = methods.get(method)
         state["route"] = found[0][1] if found else None  # for logs: the path itself is a client's text

@@ -18,7 +18,6 @@ class KeyFiles(NamedTuple):
 
     api_keys: str | Path | None
     admin_key: str | Path | None
-    secret: str | Path | None
 
 
 _LINE = re.compile(r"(?:([\w.@-]{1,64}):\s+)?(\S+)")
