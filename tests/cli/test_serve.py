@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,7 @@ def _until(process: subprocess.Popen[str], words: str) -> str:
         (["--draft", "prompt-lookup"], "draft"),
         (["--cors-origin", "https://a.example", "--cors-origin", "a.example"], "'a.example' is no origin"),
         (["--tls-cert-file", "KEYS", "--tls-key-file", "KEYS"], "PEM certificate"),
+        (["--port", "99999"], "port=99999 is no port"),
     ],
 )
 def test_a_mistake_is_one_line_before_the_model_is_loaded(
@@ -91,6 +93,14 @@ def test_a_mistake_is_one_line_before_the_model_is_loaded(
     words = [str(tmp_path / word) if word.isupper() else word for word in arguments]
     assert main(["serve", "no-such-model", *words]) == 2
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_port_in_use_is_said_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "no-such-model", "--port", str(taken.getsockname()[1])]) == 2
+    said = capsys.readouterr().err
+    assert "choose another port" in said
+    assert "loading" not in said
 
 
 def test_everything_set_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -291,6 +291,7 @@ _MESSAGES = [{"role": "user", "content": "Hi"}]
         (lambda engine: engine.chat(["Hi"]), "a chat is a list of messages"),
         (lambda engine: engine.chat(_MESSAGES[0]), "a chat is a list of messages"),
         (lambda engine: engine.join("abc"), "give it to generate"),
+        (lambda engine: engine.generate(None), "a prompt is text or a flat sequence"),
     ],
 )
 def test_a_prompt_for_another_method_says_which(engine: KVBoost, call: Any, message: str) -> None:

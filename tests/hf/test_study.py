@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -22,6 +23,7 @@ def test_a_bar_is_shown_once_it_takes_over_a_second(
         return probe(model)
 
     monkeypatch.setattr(study, "probe_model", slow)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     found = study.study_model(tiny_model("llama").eval(), numerics=None)
     assert found.identity.snapshot().fields["numerics"].endswith(found.numerics.spec)
     shown = capsys.readouterr().err

@@ -211,6 +211,8 @@ def purge(
         whose = f"of tenant {tenant!r} " if tenant is not None else ""
         records.confirm(f"Remove everything {whose}from {catalogue.place}?", yes)
         removed = catalogue.purge(tenant_digest(tenant)) if tenant is not None else catalogue.purge_all()
+    if tenant is not None and not removed:
+        note(f"nothing of a tenant {tenant!r} is here; tenants of a server have the names that GET /v1/cache lists")
     print(json.dumps({"removed": removed}) if as_json else f"{removed} records removed")
 
 

@@ -28,7 +28,7 @@ def serve(model: Model, *, settings: Settings) -> None:
     Ends at SIGTERM or Ctrl-C, once running requests are answered.
     """
     try:
-        from kvboost.serve.run import check_reach
+        from kvboost.serve.run import check_port, check_reach
         from kvboost.serve.run import serve as serve_engine
         from kvboost.serve.security.auth import Keys
     except ModuleNotFoundError as error:
@@ -47,6 +47,7 @@ def serve(model: Model, *, settings: Settings) -> None:
         engine_settings = {"shadow_share": _SHADOW_SHARE, **engine_settings}
     if "draft" in engine_settings:
         raise ConfigError("requests that run side by side are decoded without a draft; leave draft out of a server")
+    check_port(config)
     note(f"loading {model}")
     with (
         KVBoost.from_pretrained(model, **engine_settings) as engine,

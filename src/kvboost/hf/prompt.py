@@ -151,7 +151,7 @@ def _check_mask(mask: Any, tokens: int) -> None:
 
 
 def _as_ids(values: Sequence[Any]) -> list[int]:
-    if len(values) and isinstance(values[0], Mapping):
+    if isinstance(values, Sequence) and values and isinstance(values[0], Mapping):
         raise ConfigError("these are the messages of a chat; give them to chat()")
     try:
         return [operator.index(value) for value in values]

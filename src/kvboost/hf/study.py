@@ -29,7 +29,7 @@ class Study(NamedTuple):
 
 def study_model(model: Any, *, numerics: Numerics | None) -> Study:
     """Run ``model`` on short prompts and hash its weights. Raises UnsupportedModelError if it allows no reuse."""
-    hidden = not is_progress_bar_enabled()
+    hidden = None if is_progress_bar_enabled() else True  # None: also where nobody looks, as in a log file
     with tqdm(total=3, bar_format=_BAR, delay=1, mininterval=0, leave=False, disable=hidden) as bar:
         facts = probe_model(model)
         _begin(bar, "testing how its kernels round")

@@ -54,6 +54,8 @@ class ServerConfig:
         return [(name if path else "", path) for name, _, path in pairs]
 
     def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ConfigError(f"port={self.port} is no port; give a number up to 65535, or 0 for a free one")
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ConfigError("TLS needs a certificate and its key; give both tls_cert_file and tls_key_file")
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII):

@@ -105,11 +105,7 @@ def serve(
         root_path=config.root_path,
         adapters=[name for name, _ in config.adapters],
     )
-    try:
-        listening = _bind(config.host, config.port)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {config.host}:{config.port} ({error}); choose another port") from error
-    with listening:
+    with _listen(config) as listening:
         if ready is not None:
             ready(config.host, int(listening.getsockname()[1]))
         files = (config.tls_cert_file, config.tls_key_file) if config.tls_cert_file is not None else None
@@ -172,7 +168,19 @@ def _read_keys_again(keys: Keys) -> None:
     except ConfigError as error:
         _log.error("the keys stay as they were: %s", error)
     else:
-        _log.warning("the keys were read again: %d tenants", len(keys.tenants))
+        _log.info("the keys were read again: %d tenants", len(keys.tenants))
+
+
+def check_port(config: ServerConfig) -> None:
+    """Refuse a port that is in use now, before a model is loaded."""
+    _listen(config).close()
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    try:
+        return _bind(config.host, config.port)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {config.host}:{config.port} ({error}); choose another port") from error
 
 
 def _bind(host: str, port: int) -> socket.socket:
