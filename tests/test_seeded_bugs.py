@@ -134,7 +134,7 @@ def _weights_not_watched(patch: pytest.MonkeyPatch) -> None:
 
 
 def _adapters_not_watched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fingerprint, "adapter_layer", lambda path, module: None)
+    patch.setattr(fingerprint, "adapter_layers", lambda model: ())
 
 
 def _change_during_request_ignored(patch: pytest.MonkeyPatch) -> None:

@@ -166,7 +166,7 @@ def test_a_small_memory_store_caps_what_a_disk_brings(plain: KVBoost, tmp_path: 
         engine.warm(_PROMPT)
     with engine_of(disk_cache_dir=tmp_path, cache_bytes=8 * 16 * 256) as engine:  # of 24 chunks
         result = engine.generate(_PROMPT, **_GREEDY)
-        assert result.reuse.tiers == {"disk": 8 * 16}
+        assert result.reuse.tiers == {"disk": 6 * 16}, "a quarter of it is for what waits to be written"
         assert result.token_ids == plain.generate(_PROMPT, **_GREEDY).token_ids
         assert engine._store.stats().leased == 0
 
