@@ -363,14 +363,14 @@ _IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"messages": [{"role": "user", "content": [_IMAGE]}]}, "messages.0.content.0: .*images are not read"),
+        ({"messages": [{"role": "user", "content": [_IMAGE]}]}, "messages.0.content.0: .*text only; leave out image"),
         (
             {
                 "messages": [
                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [_IMAGE]}]}
                 ]
             },
-            "messages.0.content.0.content.0: .*images are not read",
+            "messages.0.content.0.content.0: .*text only; leave out image",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages.0.content.0: .*text or tool_use"),
         ({"messages": [{"role": "user", "content": [{"type": []}]}]}, "messages.0.content.0: .*text or tool_use"),

@@ -183,7 +183,7 @@ _IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo
 @pytest.mark.parametrize(
     ("changed", "param", "told"),
     [
-        ({"input": [{"role": "user", "content": [_IMAGE]}]}, "input.0.content.0", "images cannot be read"),
+        ({"input": [{"role": "user", "content": [_IMAGE]}]}, "input.0.content.0", "text only; leave out input_image"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "message or function_call"),
         ({"input": 3}, "input", "list"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),

@@ -16,7 +16,8 @@ from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.api.health import describe_tiers
 from kvboost.serve.api.sse import while_connected
 from kvboost.serve.errors import ApiError, bad_request
-from kvboost.serve.generation.service import Answer, GenerationRequest, Service
+from kvboost.serve.generation.requests import Answer, GenerationRequest
+from kvboost.serve.generation.service import Service
 from kvboost.serve.schemas.tokens import WarmRequest
 from kvboost.serve.security.auth import Caller
 

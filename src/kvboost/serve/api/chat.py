@@ -21,8 +21,9 @@ from kvboost.serve.generation.answers import AnswerReader
 from kvboost.serve.generation.offers import Offer, make_offer
 from kvboost.serve.generation.parts import CallOpened, Content, Part, Reasoning
 from kvboost.serve.generation.prompts import ChatPrompt, Turn, to_turn
+from kvboost.serve.generation.requests import GenerationRequest
 from kvboost.serve.generation.sampling import sampling_of
-from kvboost.serve.generation.service import GenerationRequest, Service
+from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Ended, Piece
 from kvboost.serve.schemas.base import Message, NamedChoice
 from kvboost.serve.schemas.chat import ChatRequest

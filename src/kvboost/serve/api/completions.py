@@ -13,8 +13,9 @@ from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.api.headers import with_ignored
 from kvboost.serve.api.sse import DONE, EventStream, chained, while_connected
 from kvboost.serve.errors import bad_request
+from kvboost.serve.generation.requests import GenerationRequest
 from kvboost.serve.generation.sampling import sampling_of
-from kvboost.serve.generation.service import GenerationRequest, Service
+from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Piece
 from kvboost.serve.schemas.completions import CompletionRequest
 from kvboost.serve.security.auth import caller_of

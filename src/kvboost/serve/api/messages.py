@@ -24,7 +24,8 @@ from kvboost.serve.generation.blocks import to_turns
 from kvboost.serve.generation.offers import Choice, Offer, make_offer
 from kvboost.serve.generation.parts import CallArguments, CallOpened, Part, Reasoning
 from kvboost.serve.generation.prompts import ChatPrompt
-from kvboost.serve.generation.service import Answer, GenerationRequest, Service
+from kvboost.serve.generation.requests import Answer, GenerationRequest
+from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Ended
 from kvboost.serve.schemas.messages import CountTokensRequest, MessagesRequest
 from kvboost.serve.schemas.responses import InlineSchemaFormat

@@ -24,7 +24,8 @@ from kvboost.serve.generation.answers import AnswerReader
 from kvboost.serve.generation.items import to_turns
 from kvboost.serve.generation.offers import Offer, make_offer
 from kvboost.serve.generation.prompts import ChatPrompt, Turn
-from kvboost.serve.generation.service import Answer, GenerationRequest, Service
+from kvboost.serve.generation.requests import Answer, GenerationRequest
+from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Ended
 from kvboost.serve.schemas.responses import FunctionTool, NamedTool, ResponsesRequest
 from kvboost.serve.security.auth import Caller, caller_of

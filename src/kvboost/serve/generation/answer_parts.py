@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 from kvboost.serve.generation.answers import AnswerReader
 from kvboost.serve.generation.parts import Part
-from kvboost.serve.generation.service import Answer
+from kvboost.serve.generation.requests import Answer
 from kvboost.serve.generation.token_stream import Ended
 
 

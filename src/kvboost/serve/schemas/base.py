@@ -8,7 +8,7 @@ million wrong entries would otherwise be a million errors, made on the event loo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -134,16 +134,24 @@ _IMAGES = {"image_url", "image", "input_image", "video_url", "video"}
 _OTHER_PARTS = _IMAGES | {"input_audio", "audio", "file", "input_file", "document"}
 
 
-def _text_only(value: Any) -> Any:
-    """Refuse by name what is no text."""
+def text_only(others: Collection[str]) -> BeforeValidator:
+    """Refuse by its name a part whose type is one of ``others``."""
+
+    def check(part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind in others:
+            raise PydanticCustomError("text_only", "this server takes text only; leave out {kind}", {"kind": kind})
+        return part
+
+    return BeforeValidator(check)
+
+
+def _is_part(value: Any) -> Any:
     if isinstance(value, TextPart):
         return value
     if not isinstance(value, dict):
         raise PydanticCustomError("no_part", "a part of content is an object; " + _EXPECTED)
-    kind = value.get("type")
-    if isinstance(kind, str) and kind in _OTHER_PARTS:
-        raise PydanticCustomError("text_only", "this server takes text only; leave out {kind}", {"kind": kind})
-    if kind not in ("text", "input_text", "output_text"):
+    if value.get("type") not in ("text", "input_text", "output_text"):
         raise PydanticCustomError("no_part", "a part of content has the type text; " + _EXPECTED)
     return value
 
@@ -152,7 +160,7 @@ def _kind_of_content(value: Any) -> str | None:
     return "Text" if isinstance(value, str) else "Parts" if isinstance(value, list) else None
 
 
-Part = Annotated[TextPart, BeforeValidator(_text_only)]
+Part = Annotated[TextPart, BeforeValidator(_is_part), text_only(_OTHER_PARTS)]
 MessageContent = Annotated[
     Annotated[Text, Tag("Text")] | Annotated[list[Part], Field(fail_fast=True), Tag("Parts")],
     Discriminator(

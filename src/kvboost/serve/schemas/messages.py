@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from kvboost.serve.schemas.base import Body, CacheControl, Inert, SamplingBody, Schema, Text, at_most
+from kvboost.serve.schemas.base import Body, CacheControl, Inert, SamplingBody, Schema, Text, at_most, text_only
 from kvboost.serve.security.bodies import limits_now
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-_UNREAD = {"image": "images", "document": "documents", "search_result": "search results"}
+_TEXT_ONLY = text_only(("image", "document", "search_result"))
 
 
 class TextBlock(Body):
@@ -49,14 +49,6 @@ class ToolUseBlock(Body):
     caller: Inert = None
 
 
-def _readable(block: Any) -> Any:
-    """Refuse by its name what this server cannot read."""
-    kind = block.get("type") if isinstance(block, dict) else None
-    if isinstance(kind, str) and kind in _UNREAD:
-        raise ValueError(f"{_UNREAD[kind]} are not read by this server; send text")
-    return block
-
-
 def _text_or_blocks(content: Any) -> str:
     return "str" if isinstance(content, str) else "list[block]"
 
@@ -64,7 +56,7 @@ def _text_or_blocks(content: Any) -> str:
 # The tags are what refusals leave out of a field's name, as no client has written them.
 OnlyText = Annotated[
     Annotated[Text, Tag("str")]
-    | Annotated[list[Annotated[TextBlock, BeforeValidator(_readable)]], Field(fail_fast=True), Tag("list[block]")],
+    | Annotated[list[Annotated[TextBlock, _TEXT_ONLY]], Field(fail_fast=True), Tag("list[block]")],
     Discriminator(_text_or_blocks),
 ]
 
@@ -103,7 +95,7 @@ Block = Annotated[
     Discriminator(
         _class_of, custom_error_type="block", custom_error_message=f"give a block of type {' or '.join(_CLASSES)}"
     ),
-    BeforeValidator(_readable),
+    _TEXT_ONLY,
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from kvboost.serve.schemas.base import (
     Body,
@@ -17,11 +17,12 @@ from kvboost.serve.schemas.base import (
     TextFormat,
     TextPart,
     at_most,
+    text_only,
 )
 
 Status = Literal["in_progress", "completed", "incomplete"]
 _Empty = Annotated[list[Any], Field(max_length=0)]
-_UNREAD = {"input_image": "images", "input_file": "files", "input_audio": "audio"}
+_TEXT_ONLY = text_only(("input_image", "input_file", "input_audio"))
 
 
 class ItemPart(TextPart):
@@ -31,14 +32,6 @@ class ItemPart(TextPart):
     logprobs: _Empty | None = None
 
 
-def _readable(part: Any) -> Any:
-    """Refuse by its name what this server cannot read."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind in _UNREAD:
-        raise ValueError(f"{_UNREAD[kind]} cannot be read by this server; send text")
-    return part
-
-
 def _text_or_parts(content: Any) -> str:
     return "str" if isinstance(content, str) else "list[part]"
 
@@ -46,7 +39,7 @@ def _text_or_parts(content: Any) -> str:
 # The tags are what refusals leave out of a field's name, as no client has written them.
 Parts = Annotated[
     Annotated[Text, Tag("str")]
-    | Annotated[list[Annotated[ItemPart, BeforeValidator(_readable)]], Field(fail_fast=True), Tag("list[part]")],
+    | Annotated[list[Annotated[ItemPart, _TEXT_ONLY]], Field(fail_fast=True), Tag("list[part]")],
     Discriminator(_text_or_parts),
 ]
 
