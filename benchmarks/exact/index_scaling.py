@@ -36,7 +36,7 @@ _REAL_DOCUMENTS = 2000
 _ROOT = hashlib.sha256(b"benchmarks.exact.index_scaling").digest()
 _UNLIMITED = 2**62
 _RSS_FROM = 100_000  # below, page granularity and Python's own arenas drown the answer
-_MEASURES = ("plan_ns", "hit_us", "bare_us", "miss_us", "put_us")
+_MEASURES = ("plan_ns", "hit_us", "bare_us", "release_us", "miss_us", "put_us")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,18 +68,22 @@ def _measure(size: int, idle: int, args: argparse.Namespace) -> dict[str, Any]:
     per_chunk = (memory_status("VmRSS") - idle - token_bytes) / size
     progress = Progress(f"{size} chunks, batches", 5 * args.repeat)
 
-    def batches(prepare: Callable[[int], Any], timed: Callable[[Any], Any]) -> list[float]:
-        """Seconds per prompt, a mean per batch. ``prepare(number)`` is not timed; the collector stays on."""
-        means, number = [], 0
-        for _ in range(args.repeat):
-            spent = 0.0
-            for _ in range(args.batch):
-                prepared = prepare(number)
-                start = time.perf_counter()
-                timed(prepared)
-                spent += time.perf_counter() - start
-                number += 1
-            means.append(spent / args.batch)
+    def batches(prepare: Callable[[int], Any], *timed: Callable[[Any], Any]) -> list[list[float]]:
+        """Seconds per prompt for each of ``timed``, which get each other's results: a mean per batch.
+
+        ``prepare(number)`` is not timed; the collector stays on.
+        """
+        means: list[list[float]] = [[] for _ in timed]
+        for batch in range(args.repeat):
+            spent = [0.0] * len(timed)
+            for number in range(batch * args.batch, (batch + 1) * args.batch):
+                value = prepare(number)
+                for index, step in enumerate(timed):
+                    start = time.perf_counter()
+                    value = step(value)
+                    spent[index] += time.perf_counter() - start
+            for mean, seconds in zip(means, spent, strict=True):
+                mean.append(seconds / args.batch)
             progress.step()
         return means
 
@@ -87,20 +91,20 @@ def _measure(size: int, idle: int, args: argparse.Namespace) -> dict[str, Any]:
     needed = args.repeat * args.batch
     order = [doc for _ in range(-(-needed // len(real))) for doc in rng.sample(real, len(real))]
     before = store.stats()
-    hit = batches(lambda number: _document(order[number]), lambda chunks: store.lease(chunks).release())
+    hit, release = batches(lambda number: _document(order[number]), store.lease, lambda lease: lease.release())
     middle = store.stats()
-    miss = batches(lambda number: _document(-1 - number), lambda chunks: store.lease(chunks).release())
+    [miss] = batches(lambda number: _document(-1 - number), lambda chunks: store.lease(chunks).release())
     after = store.stats()
     if middle.misses != before.misses or after.hits != middle.hits or after.rejected:
         raise BenchError("lookups that should hit missed, or the other way round: a defect of the store or this file")
     content = ContentChunker(_CHUNK)
-    plan = batches(lambda number: _tokens(-1 - number, _PROMPT).tolist(), lambda ids: _plan(content, ids))
-    put = batches(lambda number: _filler(10**12 + number), lambda blocks: _put(store, blocks))
+    [plan] = batches(lambda number: _tokens(-1 - number, _PROMPT).tolist(), lambda ids: _plan(content, ids))
+    [put] = batches(lambda number: _filler(10**12 + number), lambda blocks: _put(store, blocks))
     full = store.stats()
     if full.chunks != size:
         raise BenchError(f"the store holds {full.chunks} chunks instead of {size}: a defect of the store or this file")
     known = {_key(number): number for number in range(size)}
-    bare = batches(
+    [bare] = batches(
         lambda number: [_key(rng.randrange(size)) for _ in range(_CHAIN)], lambda keys: [known[key] for key in keys]
     )
     return {
@@ -108,6 +112,7 @@ def _measure(size: int, idle: int, args: argparse.Namespace) -> dict[str, Any]:
         "documents_looked_up": len(real),
         "plan_ns": [seconds * 1e9 / _PROMPT for seconds in plan],
         "hit_us": [seconds * 1e6 / _CHAIN for seconds in hit],
+        "release_us": [seconds * 1e6 / _CHAIN for seconds in release],
         "bare_us": [seconds * 1e6 / _CHAIN for seconds in bare],
         "miss_us": [seconds * 1e6 for seconds in miss],
         "put_us": [seconds * 1e6 / _CHAIN for seconds in put],
@@ -193,6 +198,7 @@ def _table(results: Sequence[dict[str, Any]]) -> Table:
             "plan ns/prompt token",
             "hit us/chunk",
             "bare dict us/key",
+            "release us/chunk",
             "miss us/prompt",
             "put+evict us/chunk",
             "index bytes/chunk",
@@ -210,9 +216,9 @@ def _table(results: Sequence[dict[str, Any]]) -> Table:
     table.add("largest / smallest", *(f"{value:.2f}" for value in flat), "-")
     table.notes.append(
         f"Cells are median [min max] of batch means. plan: token ids to chunks, keys and plan, prompts of {_PROMPT:,} "
-        f"tokens, content chunks of {_CHUNK}. hit: lease and release of {_CHAIN}-chunk documents in random order, keys "
-        "made anew. bare dict: as many lookups in a Python dict of as many keys, which shows what memory alone costs. "
-        "miss: lease of a document that is not there; it ends at the first chunk. put+evict: at a full "
+        f"tokens, content chunks of {_CHUNK}. hit: lookup of {_CHAIN}-chunk documents in random order, keys made "
+        "anew. bare dict: as many lookups in a Python dict of as many keys, which shows what memory alone costs. "
+        "release: their end, behind the answer, with what the eviction policy learns from them. miss: lease of a document that is not there; it ends at the first chunk. put+evict: at a full "
         "store, one chunk in, one out. index bytes: growth of the process' resident memory per chunk, without the "
         "512 bytes of token ids, which belong to the stored record (the filler shares one), and without KV."
     )
