@@ -1,4 +1,7 @@
-"""The public engine: its requests and measurements. Tenants and closing are in :mod:`kvboost.engine.tenants`."""
+"""The public engine: its requests and measurements.
+
+Tenants and closing are in :mod:`kvboost.engine.tenants`, the making of prompts in :mod:`kvboost.engine.prompts`.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from kvboost.engine.assembly import checked_config, split_settings
 from kvboost.engine.generation import Request, prefill_only, warm
 from kvboost.engine.memory import estimate_engine
 from kvboost.engine.parts import EngineParts
+from kvboost.engine.prompts import PromptView
 from kvboost.engine.stats import cache_stats, describe, verify
-from kvboost.engine.tenants import TenantView
 from kvboost.engine.text_stream import PieceStream, PieceStreamer
 from kvboost.engine.tier_states import TierState, tier_states
 from kvboost.errors import ConfigError
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 _REUSE = GenerationMode.CHUNK_KV_REUSE
 
 
-class KVBoost(TenantView):
+class KVBoost(PromptView):
     """A Transformers model with a KV cache that is reused across requests.
 
     Thread-safe: many threads may call one engine. Settings are keyword arguments, the
@@ -345,18 +348,6 @@ class KVBoost(TenantView):
         measured. ``kvboost doctor`` estimates without loading the model. A draft and its KV come on top.
         """
         return estimate_engine(self, context=context, batch=batch, stored_tokens=stored_tokens)
-
-    def encode(self, prompt: Prompt) -> list[int]:
-        """The validated token ids of ``prompt``."""
-        return self.parts.encoder.encode(prompt)
-
-    def join(self, parts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
-        """A prompt of these parts and where each but the last ends, to be given as ``boundaries``.
-
-        Each part has the same token ids in every prompt and in :meth:`warm_documents`, so it is found again at any
-        position.
-        """
-        return self.parts.encoder.join(parts)
 
     def cache_stats(self, *, ask_tiers: bool = True) -> CacheStats:
         """What the cache holds and how often it helped. Hits and misses count looked-up chunks.

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Generic, Self, TypeVar
 
 from kvboost.config import EngineConfig
+from kvboost.core.arrange import ServedPaths
 from kvboost.core.session import Session
 from kvboost.engine.parts import EngineParts
 from kvboost.errors import ConfigError
@@ -60,6 +61,7 @@ class TenantView:
         self.parts, self.session = parts, session
         """Internals, for the scheduler and the server: they may change with any version."""
         self._store: ChunkStore = session.store if session is not None else parts.given_store or MemoryStore(0)
+        self._served = ServedPaths()
         self._root = root
         """The engine that this tenant's view belongs to; None for the engine itself."""
         self._views: TenantViews[Self] = TenantViews()
@@ -122,6 +124,7 @@ class TenantView:
         if self._root is not None and not self.parts.owns_store:
             raise ConfigError("the store was given to the engine and is shared by all tenants; clear it there")
         self._store.clear()
+        self._served.clear()
         if self.session is not None:
             self.session.clear()
 
