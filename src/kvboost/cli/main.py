@@ -20,6 +20,7 @@ from kvboost.cli.bench import bench
 from kvboost.cli.calibrate import calibrate
 from kvboost.cli.chat import chat, run
 from kvboost.cli.doctor import doctor
+from kvboost.cli.explain import explain
 from kvboost.cli.logs import LogLevel, logging_to_stderr, set_level
 from kvboost.cli.serve import serve
 from kvboost.cli.warm import warm
@@ -60,6 +61,7 @@ app.command(epilog="Example:  kvboost warm ./model docs/ --quality high --disk-c
 app.command(epilog="Example:  kvboost doctor ./model --context 32768 --batch 4")(doctor)
 app.command(epilog="Example:  kvboost calibrate ./model --prompts traffic.jsonl --tolerated 0.05")(calibrate)
 app.command(epilog="Example:  kvboost bench ./model --tokens 4000")(bench)
+app.command(epilog="Example:  kvboost explain prompts.jsonl --model ./model --html explain.html")(explain)
 app.add_typer(cache.app, name="cache", epilog="Example:  kvboost cache stat ~/.cache/kvboost")
 
 

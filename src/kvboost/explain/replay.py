@@ -1,0 +1,106 @@
+"""Replays prompts against the engine's chunks and keys, with a store that keeps everything.
+
+Used by :mod:`kvboost.explain.explanation`. Invariant: a prompt finds earlier prompts only, never itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost.core.chunking import NaturalChunker
+from kvboost.core.keys import chunk_keys, tail_keys
+from kvboost.explain.align import common_prefix
+from kvboost.extend import TokenArray
+from kvboost.types import Chunk
+
+_ROOT = hashlib.sha256(b"kvboost.explain").digest()
+_KEPT = 4
+"""Earlier prompts that are remembered for a chunk: the latest ones."""
+_COMPARED = 2
+"""Earlier prompts that a prompt is compared with, of those with the same beginning and of those with the same text."""
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class LoggedPrompt:
+    """A prompt of the log, encoded."""
+
+    line: int
+    """Where it stands in the log."""
+    tokens: TokenArray
+    boundaries: Sequence[int] = ()
+    messages: tuple[bytes, ...] = ()
+    """A digest of each message of a chat; none for a text."""
+
+
+@dataclass(frozen=True, eq=False)
+class Replayed:
+    """What of a prompt an engine would have had."""
+
+    prompt: LoggedPrompt
+    exact: int
+    """Leading tokens that are reused exactly."""
+    known: Mask
+    """Of each token whether its chunk was seen at another position; False within the exact tokens."""
+    origins: dict[int, tuple[int, int]]
+    """Of the start of each such chunk: the prompt's index and the position where it was seen last."""
+    near: list[int]
+    """Indexes of the earlier prompts that have most in common with it."""
+    common: int
+    """Where the longest beginning that an earlier prompt shares ends."""
+
+
+@dataclass
+class Replay:
+    """The prompts so far, and their chunks."""
+
+    chunker: NaturalChunker
+    prompts: list[LoggedPrompt] = field(default_factory=list)
+    _prefixes: dict[bytes, deque[int]] = field(default_factory=dict, repr=False)
+    _contents: dict[bytes, deque[tuple[int, int]]] = field(default_factory=dict, repr=False)
+
+    def add(self, prompt: LoggedPrompt) -> Replayed:
+        """Look a prompt up, then store it."""
+        tokens = prompt.tokens
+        ends = self.chunker.cut(tokens, prompt.boundaries)
+        chunks = chunk_keys(_ROOT, tokens, ends if ends and ends[-1] == len(tokens) else [*ends, len(tokens)])
+        leading = [chunk for chunk in self._leading(chunks) if chunk.end < len(tokens)]
+        exact = self._with_tail(tokens, leading[-1] if leading else None)
+        known = np.zeros(len(tokens), dtype=np.bool_)
+        origins: dict[int, tuple[int, int]] = {}
+        votes: Counter[int] = Counter()
+        for chunk in chunks[len(leading) :]:
+            seen = self._contents.get(chunk.content_key)
+            if seen and chunk.end < len(tokens):
+                known[max(chunk.start, exact) : chunk.end] = True
+                origins[chunk.start] = seen[-1]
+                votes.update({index: chunk.end - chunk.start for index, _ in seen})
+        near = list(self._prefixes[leading[-1].prefix_key])[-_COMPARED:] if leading else []
+        near += [index for index, _ in votes.most_common(_COMPARED)]
+        near += range(max(0, len(self.prompts) - 1), len(self.prompts))
+        near = list(dict.fromkeys(near))
+        common = max((common_prefix(tokens, self.prompts[index].tokens) for index in near), default=0)
+        for chunk in chunks:
+            place = len(self.prompts), chunk.start
+            self._prefixes.setdefault(chunk.prefix_key, deque(maxlen=_KEPT)).append(place[0])
+            self._contents.setdefault(chunk.content_key, deque(maxlen=_KEPT)).append(place)
+        self.prompts.append(prompt)
+        return Replayed(prompt, exact, known, origins, near, common)
+
+    def _leading(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        missing = (number for number, chunk in enumerate(chunks) if chunk.prefix_key not in self._prefixes)
+        return list(chunks[: next(missing, len(chunks))])
+
+    def _with_tail(self, tokens: TokenArray, behind: Chunk | None) -> int:
+        """Where exact reuse ends: the end of an earlier prompt is stored too, though no chunk ends there."""
+        start = behind.end if behind is not None else 0
+        longest = min(start + self.chunker.max_tokens, len(tokens) - 1)
+        tails = tail_keys(_ROOT, tokens[start:longest], behind)
+        return next((tail.end for tail in reversed(tails) if tail.prefix_key in self._prefixes), start)
