@@ -22,6 +22,7 @@ from kvboost.approx.probe import probe_reposition
 from kvboost.approx.repair import _Selector
 from kvboost.approx.reposition import KeyRepositioner
 from kvboost.approx.select import STRATEGIES, Auto, CacheBlend, First, Query
+from kvboost.core.arrange import ServedPaths
 from kvboost.core.chunking import ContentChunker, FixedChunker, NaturalChunker, make_chunker
 from kvboost.core.keys import chunk_keys, token_array
 from kvboost.core.loader import KVLoader
@@ -65,6 +66,7 @@ __all__ = [
     "Query",
     "RaggedRunner",
     "RowBatch",
+    "ServedPaths",
     "SharedPrefix",
     "SlabCache",
     "TensorSpec",

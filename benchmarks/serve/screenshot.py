@@ -41,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     """Load, then the picture."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        raise BenchError("this needs a browser: apt-get install chromium")
+    chromium = find_browser()
     if args.model is None:
         raise BenchError("this benchmark needs a model; give its folder with --model FOLDER")
     command = [sys.executable, "-m", "kvboost", "serve", str(args.model), "--port", "0", "--quality", "fast"]
@@ -52,7 +50,7 @@ def run(args: argparse.Namespace) -> Report:
             address = _address(server)
             with OpenAI(base_url=f"{address}/v1", api_key="none", timeout=600) as client:
                 _load(client, args.model.name)
-            _take(chromium, address, args.out.expanduser().resolve(), dark=args.dark)
+            take(chromium, address, args.out.expanduser().resolve(), dark=args.dark)
             server.send_signal(signal.SIGTERM)
             server.communicate(timeout=60)
         finally:
@@ -90,9 +88,18 @@ def _load(client: OpenAI, model: str) -> None:
         ask([{"role": "user", "content": [*parts, {"type": "text", "text": "How long may I keep a book?"}]}])
 
 
-def _take(chromium: str, address: str, picture: Path, *, dark: bool) -> None:
+def find_browser() -> str:
+    """Chromium's program."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        raise BenchError("this needs a browser: apt-get install chromium")
+    return chromium
+
+
+def take(chromium: str, address: str, picture: Path, *, dark: bool, window: str = "1100,960") -> None:
+    """What the browser shows at an address."""
     with tempfile.TemporaryDirectory() as profile:
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1100,960"]
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={window}"]
         options += [f"--user-data-dir={profile}", "--virtual-time-budget=4000", "--lang=en-GB"]
         options += ["--blink-settings=preferredColorScheme=0"] if dark else []
         environment = {**os.environ, "TZ": "UTC", "LANG": "en_GB.UTF-8"}
