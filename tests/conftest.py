@@ -101,5 +101,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 
 @pytest.fixture
 def prices_as_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether moving pays is decided by the first guess: a busy machine must not decide a test."""
+    """Whether moving pays is decided by a guess under which it does: a busy machine must not decide a test."""
     monkeypatch.setattr(Prefiller, "_observe", lambda self, reading: None)
+    monkeypatch.setattr("kvboost.core.costs._DEFAULT_REPAIR_FACTOR", 0.5)

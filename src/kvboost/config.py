@@ -14,7 +14,7 @@ from kvboost.errors import ConfigError
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
-QUALITIES = ("exact", "high", "fast")
+QUALITIES = ("exact", "auto", "high", "fast")
 PROTECTIONS = ("none", "mac", "encrypt")
 AUTO = "auto"
 """A size that follows from the memory that is free when an engine is made."""
@@ -113,21 +113,23 @@ class EngineConfig:
     reuse_generated: bool = False
     """Also store KV made by decoding. Such a hit is not bitwise and is reported so."""
     quality: float | str = "exact"
-    """How far non-prefix reuse may go: ``"exact"``, ``"high"``, ``"fast"``, or the share of answers that may differ.
-    ``"exact"`` never uses it; ``"high"`` recomputes half of the reused tokens (at most 20 % of the answers may differ);
-    ``"fast"`` recomputes 15 % (50 % of the answers). An answer differs if one of its first eight tokens does.
-    The ratio a share needs depends on the model and the prompts. With a ``calibration``, the engine uses the smallest
-    ratio shown to stay within the share, and no non-prefix reuse if there is none. Without one it uses the ratio of
-    ``"high"``, and shadow checks stop non-prefix reuse once the share is proven to be exceeded."""
+    """How far non-prefix reuse may go: ``"exact"``, ``"auto"``, ``"high"``, ``"fast"``, or the share of answers that
+    may differ. ``"exact"`` never uses it. ``"auto"`` is exact until checks on this engine's own requests have shown
+    that at most 5 % of the answers would differ; the checks run while no request does, and go on afterwards
+    (``cache_stats()`` says where they stand). ``"high"`` recomputes half of the reused tokens (at most 20 % of the
+    answers may differ); ``"fast"`` recomputes 15 % (50 % of the answers). An answer differs if one of its first eight
+    tokens does. The ratio a share needs depends on the model and the prompts. With a ``calibration``, the engine uses
+    the smallest ratio shown to stay within the share, and no non-prefix reuse if there is none. Without one it uses the
+    ratio of ``"high"``, and shadow checks stop non-prefix reuse once the share is proven to be exceeded."""
     shadow_share: float | None = None
     """Share of the requests with non-prefix reuse that are also answered without it, in the background. Non-prefix
     reuse stops once too many answers differ (see ``cache_stats()["non_prefix_reuse"]``). The default is 0, or 2 % if
-    ``quality`` is a number."""
+    ``quality`` is a number; ``quality="auto"`` then checks while no request runs, and this share at once if given."""
     calibration: str | Path | None = None
     """File written by ``KVBoost.calibrate``: the ratio this model needs for each quality."""
     recompute_strategy: Any = None
     """Which tokens of non-prefix reuse are recomputed, instead of the quality's choice. ``"none"``, ``"selective"``,
-    ``"first"``, ``"cacheblend"``, ``"query"``, ``"auto"``, or in Python a RepairStrategy."""
+    ``"first"``, ``"even"``, ``"cacheblend"``, ``"query"``, ``"auto"``, or in Python a RepairStrategy."""
     recompute_ratio: float | None = None
     """Share of their tokens to recompute, instead of the quality's own."""
     recompute_overlap: int | None = None
@@ -185,7 +187,14 @@ class EngineConfig:
         """Share of the requests with non-prefix reuse that are answered both ways."""
         if self.shadow_share is not None:
             return self.shadow_share
+        if self.checks_when_idle:
+            return 1.0
         return 0.0 if isinstance(self.quality, str) else _CHECKED_BY_DEFAULT
+
+    @property
+    def checks_when_idle(self) -> bool:
+        """Whether requests are checked while no other runs, instead of at once."""
+        return self.quality == "auto" and self.shadow_share is None
 
     def __post_init__(self) -> None:
         if isinstance(self.quality, str) and self.quality not in QUALITIES:
@@ -239,7 +248,7 @@ class EngineConfig:
         if idle:
             raise ConfigError(
                 f"{' and '.join(idle)} set{'s' if len(idle) == 1 else ''} non-prefix reuse, which quality='exact' (the "
-                "default) never uses; add quality='high' or 'fast', or a share such as 0.02"
+                "default) never uses; add quality='auto', 'high' or 'fast', or a share such as 0.02"
             )
 
     def _check_protection(self) -> None:

@@ -303,7 +303,7 @@ def test_what_a_workspace_held_before_cannot_be_seen(
     strategy: str, rows_at_once: int, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows not computed yet are masked, but nothing times a masked NaN is still NaN."""
-    monkeypatch.setattr("kvboost.approx.recompute._MAX_POSITIONS", rows_at_once)
+    monkeypatch.setattr("kvboost.approx.recompute.MAX_POSITIONS", rows_at_once)
     engine = engine_for(tiny("llama"), recompute_strategy=strategy, recompute_ratio=0.3)
     assert engine.parts is not None
     warm(engine, HEAD, ONE, TWO)

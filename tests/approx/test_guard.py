@@ -258,3 +258,13 @@ def test_threads_lose_no_observation() -> None:
     for worker in workers:
         worker.join()
     assert (guard.bound.checked, guard.bound.disagreements) == (8000, 4000)
+
+
+@given(counts=counts, share=st.floats(0.001, 0.999), confidence=st.sampled_from([0.5, 0.95, 0.999]))
+def test_a_share_is_excluded_exactly_outside_the_bounds(
+    counts: tuple[int, int], share: float, confidence: float
+) -> None:
+    disagreed, checked = counts
+    bound = at(disagreed, checked, confidence)
+    if min(abs(share - bound.lower), abs(share - bound.upper)) > 1e-9:
+        assert bound.excludes(share) == (not bound.lower < share < bound.upper)

@@ -59,7 +59,7 @@ def test_only_the_chosen_rows_change(tiny: Callable[..., Any]) -> None:
 
 
 def test_many_rows_run_in_several_forwards(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvboost.approx.recompute._MAX_POSITIONS", 16)
+    monkeypatch.setattr("kvboost.approx.recompute.MAX_POSITIONS", 16)
     model = tiny("llama")
     engine = _engine(model)
     whole, broken = engine.prefill(_TEXT), engine.prefill(_TEXT[::-1])

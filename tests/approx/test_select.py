@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from kvboost.approx.levels import choose_repair
+from kvboost.approx.levels import choose_repairs
 from kvboost.approx.select import STRATEGIES, CacheBlend, Selective, make_strategy
 from kvboost.config import EngineConfig
 from kvboost.errors import ConfigError
@@ -96,8 +96,7 @@ def test_a_strategy_is_found_by_name_or_taken_as_it_is() -> None:
     ],
 )
 def test_settings_become_a_way_of_repairing(settings: dict[str, Any], name: str | None, ratio: float | None) -> None:
-    repair = choose_repair(EngineConfig(**{"quality": "high", **settings}))
-    assert repair is not None
+    [repair] = choose_repairs(EngineConfig(**{"quality": "high", **settings}))
     assert name is None or repair.strategy.name == name
     assert ratio is None or repair.ratio == ratio
     assert 0.0 < repair.ratio <= 1.0
@@ -106,11 +105,18 @@ def test_settings_become_a_way_of_repairing(settings: dict[str, Any], name: str 
 
 
 def test_exact_means_nothing_moves_and_high_repairs_more_than_fast() -> None:
-    assert choose_repair(EngineConfig(quality="exact")) is None
-    assert choose_repair(EngineConfig(quality=0)) is None
-    high, fast = (choose_repair(EngineConfig(quality=level)) for level in ("high", "fast"))
-    assert high is not None
-    assert fast is not None
+    assert choose_repairs(EngineConfig(quality="exact")) == ()
+    assert choose_repairs(EngineConfig(quality=0)) == ()
+    [high], [fast] = (choose_repairs(EngineConfig(quality=level)) for level in ("high", "fast"))
     assert high.ratio > fast.ratio
     with pytest.raises(ConfigError, match="recompute_overlap belongs to"):
-        choose_repair(EngineConfig(quality="high", recompute_overlap=4))
+        choose_repairs(EngineConfig(quality="high", recompute_overlap=4))
+
+
+@given(length=st.integers(1, 300), ratio=st.floats(0.0, 1.0))
+def test_an_even_sample_has_even_distances_and_the_whole_budget(length: int, ratio: float) -> None:
+    given_situation = situation([length], ratio=ratio)
+    chosen = STRATEGIES["even"].choose(given_situation)
+    assert len(chosen) == given_situation.budget
+    distances = chosen.diff()
+    assert len(distances) == 0 or int(distances.max() - distances.min()) <= 1

@@ -63,7 +63,7 @@ def test_a_bad_repair_switches_itself_off_and_says_so(tiny: Tiny) -> None:
 
 
 def test_a_full_repair_stays_on_and_its_bound_sinks(tiny: Tiny) -> None:
-    engine = engine_for(tiny("llama"), recompute_ratio=1.0, quality=0.05, shadow_share=1.0)
+    engine = engine_for(tiny("llama"), recompute_ratio=1.0, force_approx=True, quality=0.05, shadow_share=1.0)
     warm(engine, HEAD, ONE, TWO)
     assert engine.parts.shadow is not None
     bounds = []
@@ -79,7 +79,7 @@ def test_a_full_repair_stays_on_and_its_bound_sinks(tiny: Tiny) -> None:
 
 
 def test_checks_store_nothing_and_exact_requests_are_not_checked(tiny: Tiny) -> None:
-    engine = engine_for(tiny("llama"), recompute_ratio=1.0, shadow_share=1.0)
+    engine = engine_for(tiny("llama"), recompute_ratio=1.0, force_approx=True, shadow_share=1.0)
     warm(engine, HEAD, ONE, TWO)
     assert engine.parts.shadow is not None
     _ask(engine, HEAD, ONE, QUESTION)  # a plain prefix
@@ -158,7 +158,7 @@ def test_about_the_asked_share_is_checked() -> None:
 
 
 def test_what_stands_behind_the_end_of_an_answer_is_not_compared(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_for(tiny("llama"), recompute_ratio=1.0, shadow_share=1.0)
+    engine = engine_for(tiny("llama"), recompute_ratio=1.0, force_approx=True, shadow_share=1.0)
     warm(engine, HEAD, ONE, TWO)
     kept: list[int] = []
     likeliest = engine.parts.runner.next_tokens

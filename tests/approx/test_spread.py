@@ -88,7 +88,7 @@ def test_many_rows_in_several_forwards_spread_each_once(
         made.append((begin, end, rows.tolist()))
         return Spread(repositioner, rows, span_ids=_span_ids((0, 120)), begin=begin, end=end)
 
-    monkeypatch.setattr("kvboost.approx.recompute._MAX_POSITIONS", 3)
+    monkeypatch.setattr("kvboost.approx.recompute.MAX_POSITIONS", 3)
     runner.recompute_positions(_TEXT, cache, [10, 20, 30, 60, 70, 80, 119], spread=spread)
     assert made == [(0, 60, [10, 20, 30]), (60, 119, [60, 70, 80]), (119, 120, [119])]
 

@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 
 from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.levels import Repair
+from kvboost.approx.pace import RepairTooSlow
 from kvboost.approx.probe import probe_reposition
 from kvboost.approx.recompute import RecomputeRunner, probe_recompute
 from kvboost.approx.repair import Repairer, slab_cache
 from kvboost.approx.reposition import KeyRepositioner, Move
+from kvboost.approx.trust import EarnedTrust
 from kvboost.core.backend import Codec
 from kvboost.core.costs import CostModel
 from kvboost.core.guarded import GuardedStore, loads_of
@@ -81,10 +83,10 @@ class ApproxModel:
         self.recompute.close()
 
 
-def probe_approx(runner: ModelRunner, layout: KVLayout, codec: Codec, repair: Repair) -> ApproxModel:
-    """Test what ``repair`` needs. Raises UnsupportedModelError with the reason if the model does not support it."""
+def probe_approx(runner: ModelRunner, layout: KVLayout, codec: Codec, repairs: Sequence[Repair]) -> ApproxModel:
+    """Test what the repairs need. Raises UnsupportedModelError with the reason if the model does not support it."""
     repositioner = probe_reposition(runner.model, layout)
-    layers = repair.strategy.attention_layers(len(layout.slots) // 2)
+    layers = max((repair.strategy.attention_layers(len(layout.slots) // 2) for repair in repairs), key=len)
     return ApproxModel(repositioner, probe_recompute(runner, layout, attention_layers=layers), codec)
 
 
@@ -96,28 +98,31 @@ class ApproxReuse:
         store: GuardedStore,
         *,
         model: ApproxModel,
-        repair: Repair,
+        repairs: Sequence[Repair],
+        guard: ReuseGuard | EarnedTrust,
         costs: CostModel | None = None,
-        guard: ReuseGuard | None = None,
         force: bool = False,
     ) -> None:
-        """``force`` repositions even where computing is expected to be faster, for measurements."""
-        self._store, self._model, self._repair, self._force = store, model, repair, force
-        self._repairer = Repairer(repositioner=model.repositioner, recompute=model.recompute, repair=repair)
+        """``guard`` says which of ``repairs`` is used; ``force`` also repositions where computing is faster."""
+        self._store, self._model, self._repairs, self._force = store, model, tuple(repairs), force
+        self._repairers = [
+            Repairer(repositioner=model.repositioner, recompute=model.recompute, repair=repair) for repair in repairs
+        ]
         self._prefixes = ApproxPrefixes()
         self.costs = costs or CostModel()
-        self.guard = guard or ReuseGuard(repair.tolerated_share)
+        self.guard = guard
         self.repositioned_chunks = 0
         self.failures = 0
 
     def over(self, store: GuardedStore, repair: Repair) -> ApproxReuse:
         """The same model with another store and other repair settings, at any cost: for measurements."""
-        return ApproxReuse(store, model=self._model, repair=repair, force=True)
+        guard = ReuseGuard(repair.tolerated_share)
+        return ApproxReuse(store, model=self._model, repairs=[repair], guard=guard, force=True)
 
     def for_tenant(self, store: GuardedStore) -> ApproxReuse:
         """The same for another tenant's store, with its own counters and the same guard."""
         return ApproxReuse(
-            store, model=self._model, repair=self._repair, costs=self.costs, guard=self.guard, force=self._force
+            store, model=self._model, repairs=self._repairs, guard=self.guard, costs=self.costs, force=self._force
         )
 
     def forget(self) -> None:
@@ -145,25 +150,30 @@ class ApproxReuse:
 
     def describe(self) -> str:
         """One line: on or off, with the settings or the reason."""
-        if not self.guard.allowed:
-            return f"off: {self.guard.reason}"
-        return f"on: {self._repair.strategy.name}, {self._repair.ratio:.0%} of the positions recomputed"
+        if (reason := self.guard.reason) is not None:
+            return reason if self.guard.on_trial else f"off: {reason}"
+        return f"on: {self.repair_settings}"
 
     @property
     def repair_settings(self) -> Repair:
         """How repositioned chunks are repaired."""
-        return self._repair
+        return self._repairs[self.guard.rung]
+
+    @property
+    def _repairer(self) -> Repairer:
+        return self._repairers[self.guard.rung]
 
     @property
     def reason(self) -> str | None:
-        """Why the guard stopped reuse; None while it is allowed."""
+        """Why the guard does not allow reuse; None while it does."""
         return self.guard.reason
 
     def find(
         self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int
     ) -> tuple[ApproxSpans | None, str | None]:
         """The chunks after the first ``available`` that are worth repositioning, or None and the reason."""
-        if not self.guard.allowed:
+        allowed, trying = self.guard.allowed, self.guard.on_trial
+        if not allowed and not trying:
             return None, self.guard.reason
         # A prefix that was approximate before is computed now and exact afterwards. Otherwise a repeated prompt or a
         # growing chat would be repaired every time.
@@ -183,12 +193,14 @@ class ApproxReuse:
         if not isinstance(found, ApproxSpans):
             lease.release()
             return None, found
+        if trying:
+            return replace(found, on_trial=True), self.guard.reason
         self.repositioned_chunks += len(found.blocks)
         return found, None
 
     def replay(self, blocks: Mapping[int, KVBlock]) -> ApproxSpans:
         """The spans of a prompt that was prefilled with these blocks before."""
-        return ApproxSpans(self._repair.strategy.name, dict(blocks))
+        return ApproxSpans(self.repair_settings.strategy.name, dict(blocks))
 
     def _worth_it(
         self, lease: ContentLease, chunks: Sequence[Chunk], *, first: int, prompt_tokens: int
@@ -209,21 +221,25 @@ class ApproxReuse:
             )
         begin, end = chunks[first].start, chunks[-1].end
         found = sum(chunks[i].end - chunks[i].start for i in blocks)
-        recomputed = end - begin - found + self._repair.ratio * found
+        recomputed = end - begin - found + self.repair_settings.ratio * found
         expected = self.costs.prefill_seconds(forwards=1, tokens=recomputed) if recomputed else 0.0
         if self._repairer.needs_attention:
             expected += self.costs.prefill_seconds(forwards=1, tokens=prompt_tokens - end)
-        compute = self.costs.prefill_seconds(forwards=len(chunks) - first, tokens=end - begin)
+        compute = self.costs.prefill_seconds(forwards=1, tokens=end - begin)  # in one step, if memory allows
         cost = (self.costs.reposition_seconds(found) + self.costs.repair_factor * expected) / compute
         if cost > _MAX_COST and not self._force:
             self.costs.repair_refused()
             return f"{found} tokens could be repositioned here, at {cost:.2f} of the time to compute them"
-        return ApproxSpans(
-            self._repair.strategy.name, blocks, lease, expected_seconds=expected if self.costs.in_seconds else 0.0
-        )
+        spans = ApproxSpans(self.repair_settings.strategy.name, blocks, lease)
+        if not self.costs.in_seconds:
+            return spans
+        return replace(spans, expected_seconds=expected, compute_seconds=0.0 if self._force else compute)
 
     def failed(self, error: Exception) -> str:
         """Count an error of placing or repairing, warn once, and return the reason for the report."""
+        if isinstance(error, RepairTooSlow):
+            self.costs.observe_repair(expected=error.expected, seconds=error.seconds)
+            return str(error)
         self.failures += 1
         reason = f"repositioning chunks failed, so this prompt was computed: {error!r}"
         if self.failures == 1:

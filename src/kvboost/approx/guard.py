@@ -64,8 +64,13 @@ class DisagreementBound:
             return 0.0
         return self._edge(outside=0.0)
 
-    def _edge(self, *, outside: float) -> float:
-        """Where the interval ends between the observed share and ``outside``, which is excluded."""
+    def excludes(self, share: float) -> bool:
+        """Whether ``share`` (above 0 and below 1) lies outside the interval. Cheaper than either bound."""
+        agreements = self.checked - self.disagreements
+        return self.disagreements * math.log(share) + agreements * math.log1p(-share) <= self._limit()
+
+    def _limit(self) -> float:
+        """The log-likelihood at and below which a share is excluded."""
         agreements = self.checked - self.disagreements
         # B(s + 1/2, f + 1/2) / B(1/2, 1/2): the averaged likelihood. B(1/2, 1/2) is pi.
         averaged = (
@@ -74,16 +79,19 @@ class DisagreementBound:
             - math.lgamma(self.checked + 1.0)
             - math.log(math.pi)
         )
-        limit = averaged + math.log(1.0 - self.confidence)  # excluded: a likelihood at most this
+        return averaged + math.log(1.0 - self.confidence)
+
+    def _edge(self, *, outside: float) -> float:
+        """Where the interval ends between the observed share and ``outside``, which is excluded."""
         inside = self.disagreements / self.checked  # never excluded: an average is at most the largest likelihood
         for _ in range(_HALVINGS):
             middle = (inside + outside) / 2
             if middle in (inside, outside):
                 break
-            if self.disagreements * math.log(middle) + agreements * math.log1p(-middle) > limit:
-                inside = middle
-            else:
+            if self.excludes(middle):
                 outside = middle
+            else:
+                inside = middle
         return outside  # the excluded end: rounding may widen the interval, never narrow it
 
 
@@ -107,6 +115,10 @@ class ReuseGuard:
     _bound: DisagreementBound = field(init=False, repr=False)
     _reason: str | None = field(init=False, repr=False, default=None)
     _lock: threading.Lock = field(init=False, repr=False, compare=False, default_factory=threading.Lock)
+    rung = 0
+    """It has one repair."""
+    on_trial = False
+    """It allows reuse until it is proven bad."""
 
     def __post_init__(self) -> None:
         _check_share("tolerated", self.tolerated)

@@ -26,19 +26,40 @@ class Repair:
     tolerated_share: float
     """Largest share of answers that may differ from a full prefill's; shadow checks enforce it."""
 
+    def __str__(self) -> str:
+        return f"{self.strategy.name}, {self.ratio:.0%} of the positions recomputed"
+
 
 _RATIO = {"high": 0.5, "fast": 0.15}
 # Of the error estimate: slightly above what 95 % of ordinary prompts had with 15 % recomputed, so that unusual
 # requests get more.
 _TOLERATED = {"high": 0.03, "fast": 0.05}
 # Of answers whose first tokens may differ before shadow checks stop non-prefix reuse.
-_SHARE = {"high": 0.2, "fast": 0.5}
+_SHARE = {"auto": 0.05, "high": 0.2, "fast": 0.5}
 
 
-def choose_repair(config: EngineConfig, calibration: Calibration | None = None) -> Repair | None:
-    """The repair for these settings and this model's calibration; None if non-prefix reuse is off."""
+def choose_repairs(config: EngineConfig, calibration: Calibration | None = None) -> tuple[Repair, ...]:
+    """The repairs for these settings and this model's calibration; none if non-prefix reuse is off.
+
+    Only a quality that must be earned has several: they are tried in this order, cheapest first.
+    """
     if config.quality == "exact" or config.quality == 0.0:
-        return None
+        return ()
+    if not must_be_earned(config) or config.recompute_strategy is not None or config.recompute_ratio is not None:
+        repair = _choose_repair(config, calibration)
+        return (repair,) if repair is not None else ()
+    share = tolerated_share(config)
+    nothing = Repair(make_strategy("none"), 0.0, math.inf, share)
+    auto = make_strategy("auto")
+    return nothing, *(Repair(auto, _RATIO[level], _TOLERATED[level], share) for level in ("fast", "high"))
+
+
+def must_be_earned(config: EngineConfig) -> bool:
+    """Whether non-prefix reuse stays off until checks on this engine's own requests have proven it."""
+    return config.quality == "auto" and config.calibration is None
+
+
+def _choose_repair(config: EngineConfig, calibration: Calibration | None) -> Repair | None:
     if calibration is not None:
         row = calibration.choose(tolerated_share(config))
         if row is None:
@@ -53,7 +74,8 @@ def choose_repair(config: EngineConfig, calibration: Calibration | None = None) 
                 f'recompute_overlap belongs to recompute_strategy="selective", not to {strategy.name!r}; leave it out'
             )
         strategy = replace(strategy, overlap=config.recompute_overlap)
-    level = config.quality if isinstance(config.quality, str) else "high"
+    level = config.quality if config.quality in _RATIO else "high"
+    assert isinstance(level, str)
     ratio = config.recompute_ratio if config.recompute_ratio is not None else _RATIO[level]
     if strategy.name == "none":
         ratio = 0.0

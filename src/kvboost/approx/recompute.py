@@ -27,7 +27,7 @@ from kvboost.hf.runner import ModelRunner
 
 _PROBE_TOKENS = 12
 _PREFIX_REUSE_ONLY = "Only exact prefix reuse is available for it."
-_MAX_POSITIONS = 2048  # per forward: bounds the mask, [positions, keys]
+MAX_POSITIONS = 2048  # per forward: bounds the mask, [positions, keys]
 
 
 class SpreadMaker(Protocol):
@@ -121,7 +121,7 @@ class RecomputeRunner:
         ids = torch.as_tensor(token_ids)
         last: torch.Tensor | None = None
         layer_positions = 0
-        parts = torch.split(wanted, _MAX_POSITIONS)
+        parts = torch.split(wanted, MAX_POSITIONS)
         for index, part in enumerate(parts):
             begin = int(part[0]) if index else 0
             end = int(parts[index + 1][0]) if index + 1 < len(parts) else length

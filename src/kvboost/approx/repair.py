@@ -13,7 +13,8 @@ from functools import partial
 import torch
 
 from kvboost.approx.levels import Repair
-from kvboost.approx.recompute import RecomputeRunner
+from kvboost.approx.pace import Paced
+from kvboost.approx.recompute import PositionSelector, RecomputeRunner
 from kvboost.approx.reposition import KeyRepositioner
 from kvboost.approx.spread import Spread
 from kvboost.core.prefill import PrefillState, RepairOutcome
@@ -51,14 +52,18 @@ class Repairer:
         selector = _Selector(self._strategy, self._recompute.layer_count, region, attention, self._ratio)
         selector.use_error_layers(self._layers)
         span_ids = region.span_ids
-        recomputed = self._compute(state, region, selector.initial_positions(), selector, span_ids)
+        positions = selector.initial_positions()
+        choose: PositionSelector = selector
+        if state.spans.compute_seconds:
+            choose = Paced(selector, state.spans, layers=self._recompute.layer_count, positions=len(positions))
+        recomputed = self._compute(state, region, positions, choose, span_ids, watch=selector.watched)
         estimate = selector.remaining_error()
         if estimate is not None and estimate > self._tolerated and selector.another_round_pays:
             # Recomputed positions are as right as they can be: the spread must leave them alone.
             span_ids[region.begin :][selector.computed] = -1
             more = selector.more_positions()
             span_ids[more] = region.span_ids[more]
-            recomputed += self._compute(state, region, more, selector, span_ids)
+            recomputed += self._compute(state, region, more, selector, span_ids, watch=selector.watched)
             estimate = selector.remaining_error()
         if estimate is not None and estimate > self._tolerated:
             recomputed += self._compute(state, region, torch.arange(begin, end), None, None)
@@ -81,8 +86,10 @@ class Repairer:
         state: PrefillState,
         region: _Region,
         positions: torch.Tensor,
-        selector: _Selector | None,
+        choose: PositionSelector | None,
         span_ids: torch.Tensor | None,
+        *,
+        watch: Sequence[int] = (),
     ) -> float:
         """Run ``positions`` through the model, fewer from layer to layer where the selector drops some.
 
@@ -99,8 +106,8 @@ class Repairer:
             slab_cache(state),
             positions,
             logits=False,
-            choose=selector,
-            watch=selector.watched if selector is not None else (),
+            choose=choose,
+            watch=watch,
             spread=spread,
         )
         return layer_positions / self._recompute.layer_count - int(

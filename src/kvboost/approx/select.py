@@ -74,6 +74,19 @@ class First(Nothing):
 
 
 @dataclass(frozen=True)
+class Even(Nothing):
+    """Positions at even distances, whatever the model: it trusts no attention over stale keys."""
+
+    name = "even"
+
+    def choose(self, situation: RepairSituation) -> torch.Tensor:
+        """As many as the budget, at even distances."""
+        count = len(situation.positions)
+        place = torch.arange(count) * min(situation.budget, count) // max(1, count)
+        return _marked(place.diff(prepend=torch.tensor([-1])) > 0) if situation.budget else place[:0]
+
+
+@dataclass(frozen=True)
 class CacheBlend(Nothing):
     """The positions whose values changed most in an early layer, which all of them run through."""
 
@@ -141,7 +154,7 @@ def _smoothed(values: torch.Tensor, width: int) -> torch.Tensor:
 
 
 STRATEGIES: dict[str, RepairStrategy] = {
-    s.name: s for s in (Nothing(), Selective(), First(), CacheBlend(), Query(), Auto())
+    s.name: s for s in (Nothing(), Selective(), First(), Even(), CacheBlend(), Query(), Auto())
 }
 
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from kvboost.approx.calibration import Calibration
 from kvboost.approx.find import ApproxReuse, probe_approx
-from kvboost.approx.levels import Repair, choose_repair, tolerated_share
+from kvboost.approx.guard import ReuseGuard
+from kvboost.approx.levels import Repair, choose_repairs, must_be_earned, tolerated_share
+from kvboost.approx.trust import EarnedTrust
 from kvboost.config import EngineConfig
 from kvboost.core.backend import NoApprox, NonPrefixReuse
 from kvboost.core.prefiller import Prefiller
@@ -20,40 +22,46 @@ from kvboost.hf.runner import ModelRunner
 
 def check_approx_settings(config: EngineConfig) -> None:
     """Raise ConfigError for settings that cannot work with any model."""
-    choose_repair(config, Calibration.load(config.calibration) if config.calibration is not None else None)
+    choose_repairs(config, Calibration.load(config.calibration) if config.calibration is not None else None)
 
 
 @dataclass(frozen=True)
 class ApproxSettings:
     """How repositioned chunks are repaired."""
 
-    repair: Repair | None
-    """None if non-prefix reuse is off."""
+    repairs: tuple[Repair, ...]
+    """In the order they are tried; none if non-prefix reuse is off."""
     refusal: str | None = None
     """Why it is off although the settings allow it."""
+    earned: bool = True
+    """Whether it may be used at once."""
 
     @property
     def recomputed_share(self) -> float:
         """The share of repositioned tokens that is recomputed."""
-        return self.repair.ratio if self.repair is not None else 0.0
+        return self.repairs[0].ratio if self.repairs else 0.0
 
     def reuse(self, prefiller: Prefiller, runner: ModelRunner, layout: KVLayout, *, force: bool) -> NonPrefixReuse:
         """Non-prefix reuse over the store of ``prefiller``; a NoApprox with the reason if there is none."""
-        if self.repair is None:
+        if not self.repairs:
             return NoApprox(self.refusal)
         try:
-            model = probe_approx(runner, layout, prefiller.codec, self.repair)
+            model = probe_approx(runner, layout, prefiller.codec, self.repairs)
         except UnsupportedModelError as error:
             return NoApprox(str(error))
         except Exception as error:  # noqa: BLE001 - exact reuse works and continues, whatever fails here
             return NoApprox(f"testing whether this model's keys can be repositioned failed: {error!r}")
-        return ApproxReuse(prefiller.store, model=model, repair=self.repair, costs=prefiller.costs, force=force)
+        share = self.repairs[0].tolerated_share
+        guard = ReuseGuard(share) if self.earned else EarnedTrust(share, repairs=[str(one) for one in self.repairs])
+        return ApproxReuse(
+            prefiller.store, model=model, repairs=self.repairs, guard=guard, costs=prefiller.costs, force=force
+        )
 
 
 def approx_settings(config: EngineConfig, *, weights: str, conditions: str) -> ApproxSettings:
     """The settings for a model with these weights, codec and chunking."""
     if config.calibration is None:
-        return ApproxSettings(choose_repair(config))
+        return ApproxSettings(choose_repairs(config), earned=not must_be_earned(config))
     calibration = Calibration.load(config.calibration)
     if calibration.weights != weights:
         raise ConfigError(
@@ -65,11 +73,11 @@ def approx_settings(config: EngineConfig, *, weights: str, conditions: str) -> A
             f"calibration={str(config.calibration)!r} was made for {calibration.conditions!r}, and these settings are "
             f"{conditions!r}; calibrate again with them, or leave calibration out"
         )
-    repair = choose_repair(config, calibration)
-    if repair is not None or config.quality == "exact":
-        return ApproxSettings(repair)
+    repairs = choose_repairs(config, calibration)
+    if repairs or config.quality == "exact":
+        return ApproxSettings(repairs)
     return ApproxSettings(
-        None,
+        (),
         f"the calibration shows no ratio that changes at most {tolerated_share(config):.3g} of the answers "
         f"(the best is {calibration.best_share:.3g})",
     )

@@ -1,15 +1,18 @@
-"""Answers a share of approximate requests both ways, in the background, and counts how often the answers differ.
+"""Answers requests both ways, in the background, and counts how often the answers differ.
 
-Made by the engine if ``shadow_share`` is above zero. Invariants: no request waits for a check, though a check uses the
-same device; a check stores nothing; checks that cannot keep up are dropped. The counts feed an always-valid bound
-(:mod:`kvboost.approx.guard`). Non-prefix reuse switches off when the bound proves that too many answers differ.
+Made by the engine if ``shadow_share`` is above zero: it then checks that share of the approximate requests. Made also
+for reuse that must be earned: it then checks, while no request runs, those that could have been approximate.
+Invariants: no request waits for a check, though a check uses the same device; checks that cannot keep up are dropped.
+The counts feed an always-valid bound (:mod:`kvboost.approx.guard`), which switches non-prefix reuse off or on.
 """
 
 from __future__ import annotations
 
+import logging
 import queue
 import random
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -19,6 +22,7 @@ import torch
 
 from kvboost.approx.find import ApproxReuse
 from kvboost.approx.guard import ReuseGuard
+from kvboost.approx.trust import EarnedTrust
 from kvboost.core.prefill import ChunkedPrompt
 from kvboost.core.prefiller import Prefiller
 from kvboost.hf.adapters import AS_SET, AdapterName
@@ -27,11 +31,14 @@ from kvboost.types import KVBlock
 
 FIRST_TOKENS = 8  # compared per answer: enough to diverge, few enough to be cheap
 _MAX_QUEUED = 2  # each holds its blocks, outside the store's budget
+_LOOK_S = 0.05  # how often a check that waits for an idle moment looks for one
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ServedRequest:
-    """A finished request that used repositioned chunks."""
+    """A finished request that used repositioned chunks, or could have."""
 
     prompt: ChunkedPrompt
     blocks: Mapping[int, KVBlock]
@@ -44,10 +51,13 @@ class ServedRequest:
     """The adapter it ran with."""
 
 
-def answers_differ(runner: ModelRunner, request: ServedRequest) -> bool | None:
-    """Whether the most likely token differs from a cold prefill's at any of the first generated tokens.
+def answers_differ(
+    runner: ModelRunner, request: ServedRequest, *, idle: Callable[[], bool] | None = None
+) -> bool | None:
+    """Whether the most likely token differs from a full prefill's at any of the first generated tokens.
 
-    Both runs prefill the prompt and the same generated tokens. None if the chunks could not be placed again.
+    Both runs prefill the prompt and the same generated tokens. None if the chunks could not be placed again. With
+    ``idle``, the full prefill is stored, so that the prompt is exact next time; None if a request came meanwhile.
     """
     prefiller, prompt = request.prefiller, request.prompt
     if not prefiller.keys.is_current(prompt.snapshot):
@@ -56,19 +66,31 @@ def answers_differ(runner: ModelRunner, request: ServedRequest) -> bool | None:
     generated = request.produced[: count - 1]
     preferred = []
     for using in (request.blocks, None):
+        if idle is not None and not idle():
+            return None
         with prefiller.open(prompt.tokens, boundaries=prompt.boundaries, new_tokens=count, using=using) as state:
             prefiller.advance_to_last_step(state)
             if using is not None and state.spans is None:
                 return None
-            rest = [*prompt.tokens[state.last_step :], *generated]
+            if using is None and idle is not None:
+                prefiller.advance(state, to=max(state.last_step, len(prompt.tokens) - 1))
+                prefiller.commit(state)
+            rest = [*prompt.tokens[state.num_computed :], *generated]
             preferred.append(runner.next_tokens(rest, state.cache, keep=count))
     return not torch.equal(*preferred)
 
 
 def shadow_checks(
-    prefiller: Prefiller, *, share: float, running: Callable[[AdapterName], AbstractContextManager[None]]
+    prefiller: Prefiller,
+    *,
+    share: float,
+    running: Callable[[AdapterName], AbstractContextManager[None]],
+    idle: Callable[[], bool] | None,
 ) -> ShadowChecks | None:
-    """Checks for ``prefiller`` and those of other tenants; None without non-prefix reuse."""
+    """Checks for ``prefiller`` and those of other tenants, with ``idle`` only while it says so.
+
+    None without non-prefix reuse.
+    """
     approx, runner = prefiller.approx, prefiller.runner
     if not isinstance(approx, ApproxReuse):
         return None
@@ -76,17 +98,25 @@ def shadow_checks(
 
     def check(request: ServedRequest) -> bool | None:  # holds no engine reference, so a dropped engine can be freed
         with running(request.adapter):
-            return answers_differ(runner, request)
+            return answers_differ(runner, request, idle=idle)
 
-    return ShadowChecks(check, share=share, guard=approx.guard)
+    return ShadowChecks(check, share=share, guard=approx.guard, idle=idle)
 
 
 class ShadowChecks:
     """Runs checks in a background thread."""
 
-    def __init__(self, check: Callable[[ServedRequest], bool | None], *, share: float, guard: ReuseGuard) -> None:
+    def __init__(
+        self,
+        check: Callable[[ServedRequest], bool | None],
+        *,
+        share: float,
+        guard: ReuseGuard | EarnedTrust,
+        idle: Callable[[], bool] | None = None,
+    ) -> None:
         """``check`` returns whether the answers differ, None if unknown; ``guard`` counts."""
         self._check, self._share, self._guard = check, share, guard
+        self._idle = idle or (lambda: True)
         self._random = random.Random()
         self._closed = False
         self._queued: queue.Queue[ServedRequest | None] = queue.Queue(maxsize=_MAX_QUEUED)
@@ -96,7 +126,8 @@ class ShadowChecks:
 
     def offer(self, request: ServedRequest) -> None:
         """Queue this request for a check, with probability ``share``."""
-        if self._closed or not request.produced or not self._guard.allowed or self._random.random() >= self._share:
+        wanted = self._guard.allowed or self._guard.on_trial
+        if self._closed or not request.produced or not wanted or self._random.random() >= self._share:
             return
         try:
             self._queued.put_nowait(request)
@@ -129,7 +160,10 @@ class ShadowChecks:
             try:
                 if request is None:
                     return
-                self._judge(request)
+                while not self._idle() and not self._closed:
+                    time.sleep(_LOOK_S)
+                if not self._closed:
+                    self._judge(request)
             except Warning:
                 pass  # the user turned warnings into errors; cache_stats() has the same information
             finally:
@@ -141,8 +175,11 @@ class ShadowChecks:
         except Exception as error:  # noqa: BLE001 - a failed check must not end the thread
             warnings.warn(f"a shadow check failed and does not count: {error!r}", RuntimeWarning, stacklevel=1)
             return
-        if differ is None or not self._guard.allowed:
+        before = self._guard.allowed
+        if differ is None or not (before or self._guard.on_trial):
             return
         self._guard.observe(differ)
-        if (reason := self._guard.reason) is not None:
+        if before and (reason := self._guard.reason) is not None:
             warnings.warn(f"non-prefix reuse is now off: {reason}", RuntimeWarning, stacklevel=1)
+        elif not before and self._guard.allowed:
+            logger.info("non-prefix reuse is now on: checks have shown that it changes few enough answers")

@@ -43,7 +43,7 @@ def serve(model: Model, *, settings: Settings) -> None:
     check_reach(config, keys)
     scheme = "http" if config.tls_cert_file is None else "https"
     engine_settings = settings.engine()
-    if engine_settings.get("quality", "exact") != "exact":
+    if engine_settings.get("quality", "exact") not in ("exact", "auto"):
         engine_settings = {"shadow_share": _SHADOW_SHARE, **engine_settings}
     if "draft" in engine_settings:
         raise ConfigError("requests that run side by side are decoded without a draft; leave draft out of a server")

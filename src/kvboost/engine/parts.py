@@ -22,6 +22,7 @@ from kvboost.core.backend import NoApprox
 from kvboost.core.chunking import FixedChunker
 from kvboost.core.prefill import PrefillState
 from kvboost.core.prefiller import Prefiller
+from kvboost.engine.activity import Activity
 from kvboost.engine.assembly import Assembly, assemble
 from kvboost.engine.generation import Generator
 from kvboost.errors import ClosedError, ConfigError, UnsupportedModelError
@@ -61,14 +62,16 @@ class EngineParts:
         lock: AbstractContextManager[Any] = threading.RLock() if exclusive else nullcontext()
         devices = {tensor.device for tensor in model.parameters()}
         self.adapters = Adapters(model, self.assembly.identity) if self.assembly is not None else None
-        self.running: Callable[..., AbstractContextManager[None]] = partial(_running, self.adapters, lock, devices)
+        self._activity = Activity()
+        uncounted = partial(_running, self.adapters, lock, devices)
+        self.running: Callable[..., AbstractContextManager[None]] = partial(_counted, self._activity, uncounted)
         """``with running(adapter)``: the model uses this adapter until the end of the block."""
         self.encoder = PromptEncoder(
             tokenizer,
             max_tokens=facts.max_positions if facts is not None else None,
             vocab_size=model.get_input_embeddings().weight.shape[0],
         )
-        self.shadow = self._shadow_checks()
+        self.shadow = self._shadow_checks(uncounted)
         self.generator = Generator(
             model,
             encoder=self.encoder,
@@ -91,7 +94,7 @@ class EngineParts:
             warnings.warn(f"running without reuse: {error}", stacklevel=4)
             return None, str(error)
 
-    def _shadow_checks(self) -> ShadowChecks | None:
+    def _shadow_checks(self, running: Callable[..., AbstractContextManager[None]]) -> ShadowChecks | None:
         if self.config.checked_share <= 0.0 or self.assembly is None:
             return None
         prefiller = self.assembly.session.prefiller
@@ -99,7 +102,8 @@ class EngineParts:
             return None
         from kvboost.approx.shadow import shadow_checks
 
-        shadow = shadow_checks(prefiller, share=self.config.checked_share, running=self.running)
+        idle = self._activity.idle if self.config.checks_when_idle else None
+        shadow = shadow_checks(prefiller, share=self.config.checked_share, running=running, idle=idle)
         if shadow is not None:
             weakref.finalize(self, shadow.stop)
         return shadow
@@ -139,11 +143,12 @@ class EngineParts:
         self, prefiller: Prefiller, state: PrefillState, produced: Sequence[int], adapter: AdapterName = AS_SET
     ) -> None:
         """Offer a finished request for a shadow check."""
-        if self.shadow is None or state.spans is None or not state.is_repaired:
+        blocks = state.spans.blocks if state.spans is not None and state.is_repaired else state.trial
+        if self.shadow is None or blocks is None:
             return
         from kvboost.approx.shadow import ServedRequest
 
-        self.shadow.offer(ServedRequest(state.prompt, state.spans.blocks, list(produced), prefiller, adapter))
+        self.shadow.offer(ServedRequest(state.prompt, blocks, list(produced), prefiller, adapter))
 
     @property
     def owns_store(self) -> bool:
@@ -179,6 +184,14 @@ class EngineParts:
             self.shadow.close()
         if self.assembly is not None:
             self.assembly.close()
+
+
+@contextmanager
+def _counted(
+    activity: Activity, running: Callable[[AdapterName], AbstractContextManager[None]], adapter: AdapterName = AS_SET
+) -> Iterator[None]:
+    with activity, running(adapter):
+        yield
 
 
 @contextmanager

@@ -1,0 +1,67 @@
+"""A repair that turns out slower than computing is stopped early, and the prompt is computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost.approx.find import ApproxReuse
+from kvboost.approx.pace import Paced, RepairTooSlow
+from kvboost.approx.repair import _Selector
+from kvboost.core.prefill import ApproxSpans
+from tests.approx.test_find import HEAD, ONE, QUESTION, TWO, engine_for, read, warm
+
+Tiny = Callable[..., Any]
+
+
+def _layers(paced: Paced, count: int, *, seconds: float) -> None:
+    for layer in range(count):
+        paced(layer, torch.arange(3), None)
+        time.sleep(seconds)
+
+
+def test_it_is_stopped_after_the_layer_that_shows_it_and_not_before() -> None:
+    seen: list[int] = []
+    spans = ApproxSpans("none", {}, expected_seconds=0.1, compute_seconds=0.2)
+    paced = Paced(lambda layer, *rest: seen.append(layer), spans, layers=20, positions=3)
+    with pytest.raises(RepairTooSlow, match=r"would have taken \d") as raised:
+        _layers(paced, 20, seconds=0.03)
+    assert len(seen) == 1
+    assert raised.value.seconds > 0.5
+
+
+def test_one_that_is_fast_enough_runs_to_its_end() -> None:
+    seen: list[int] = []
+    spans = ApproxSpans("none", {}, expected_seconds=0.1, compute_seconds=5.0)
+    _layers(Paced(lambda layer, *rest: seen.append(layer), spans, layers=20, positions=3), 20, seconds=0.001)
+    assert len(seen) == 20
+
+
+def test_a_stopped_repair_is_computed_exactly_and_said(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(tiny("llama"), recompute_ratio=0.3)
+    warm(engine, HEAD, ONE, TWO)
+    approx = engine.session.prefiller.approx
+    assert isinstance(approx, ApproxReuse)
+    found = ApproxReuse._worth_it
+
+    def hurried(self: ApproxReuse, *args: Any, **kwargs: Any) -> Any:
+        spans = found(self, *args, **kwargs)
+        return replace(spans, expected_seconds=1e-6, compute_seconds=1e-6) if isinstance(spans, ApproxSpans) else spans
+
+    monkeypatch.setattr(ApproxReuse, "_worth_it", hurried)
+    slow = _Selector.__call__
+    monkeypatch.setattr(_Selector, "__call__", lambda self, *args: (time.sleep(0.01), slow(self, *args))[1])
+    factor = approx.costs.repair_factor
+    result = read(engine, HEAD, TWO, ONE, QUESTION)
+    assert (result.reuse.moved_tokens, result.reuse.bitwise) == (0, True)
+    assert result.reuse.reason is not None
+    assert result.reuse.reason.startswith("the repair was stopped")
+    assert approx.failures == 0
+    assert approx.costs.repair_factor > factor
+    cold = read(engine_for(tiny("llama"), quality="exact"), HEAD, TWO, ONE, QUESTION)
+    assert torch.equal(result.logits, cold.logits)
