@@ -24,6 +24,9 @@ def test_a_served_model_answers_and_ends_when_told(folder: Path, tmp_path: Path)
     command += ["--max-new-tokens", "5"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
+            _until(process, "loading")
+            process.send_signal(signal.SIGHUP)
+            assert "the keys were read again: 2 tenants" in _until(process, "read again"), "also while it loads"
             address = _address(process)
             client = OpenAI(base_url=f"{address}/v1", api_key="second-key", max_retries=0)
             asked = {"model": folder.name, "prompt": "once upon a time", "max_tokens": 4, "temperature": 0}
@@ -35,7 +38,7 @@ def test_a_served_model_answers_and_ends_when_told(folder: Path, tmp_path: Path)
                 client.completions.create(**{**asked, "max_tokens": 6})
             keys.write_text("alice: third-key\n")
             process.send_signal(signal.SIGHUP)
-            assert "the keys were read again: 1 tenants" in _until(process, "read again")
+            assert "the keys were read again: 1 tenant\n" in _until(process, "read again")
             with pytest.raises(AuthenticationError):
                 client.completions.create(**asked)
             client.with_options(api_key="third-key").completions.create(**asked)
@@ -70,7 +73,7 @@ def _until(process: subprocess.Popen[str], words: str) -> str:
         (["--host", "0.0.0.0"], "key"),
         (["--api-key-file", "absent"], "cannot be read"),
         (["--api-key-file", "EMPTY"], "holds no key"),
-        (["--api-key-file", "SHORT"], "8 or more"),
+        (["--api-key-file", "SHORT"], "SHORT needs 8 or more"),
         (["--api-key-file", "OPEN"], "is open to other users; run: chmod 600"),
         (["--api-key-file", "KEYS", "--secret-file", "SHORT"], "neither 32 bytes nor 64 hex digits"),
         (["--api-key-file", "KEYS", "--admin-key-file", "KEYS"], "several lines"),
@@ -80,6 +83,10 @@ def _until(process: subprocess.Popen[str], words: str) -> str:
         (["--cors-origin", "https://a.example", "--cors-origin", "a.example"], "'a.example' is no origin"),
         (["--tls-cert-file", "KEYS", "--tls-key-file", "KEYS"], "PEM certificate"),
         (["--port", "99999"], "port=99999 is no port"),
+        (["--port", "0", "--disk-cache-dir", "KEYS"], "is no directory"),
+        (["--port", "0", "--disk-cache-dir", "SHARED"], "is open to other users; run: chmod 700"),
+        (["--adapter", "poet=./no/such"], "adapter 'poet': there is no folder ./no/such; check the path"),
+        (["--adapter", "poet=FOLDER"], "holds no adapter_config.json"),
     ],
 )
 def test_a_mistake_is_one_line_before_the_model_is_loaded(
@@ -90,7 +97,10 @@ def test_a_mistake_is_one_line_before_the_model_is_loaded(
         (tmp_path / name).chmod(0o600)
     (tmp_path / "OPEN").write_text("first-key\n")
     (tmp_path / "OPEN").chmod(0o644)
+    (tmp_path / "SHARED").mkdir()
+    (tmp_path / "SHARED").chmod(0o755)
     words = [str(tmp_path / word) if word.isupper() else word for word in arguments]
+    words = [word.replace("FOLDER", str(tmp_path)) for word in words]
     assert main(["serve", "no-such-model", *words]) == 2
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
 

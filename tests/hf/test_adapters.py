@@ -137,8 +137,12 @@ def test_what_cannot_work_says_what_to_do(model: Any, saved: Callable[[str], str
         adapters.digest("first")
     with pytest.raises(ConfigError, match="load_adapter"):
         adapters.load("first", saved("first"), replace=True)
-    with pytest.raises(ConfigError, match="cannot load"):
+    with pytest.raises(ConfigError, match="holds no adapter_config.json; give the folder"):
         adapters.load("first", str(tmp_path))
+    with pytest.raises(ConfigError, match="there is no folder .*gone; check the path"):
+        adapters.load("first", str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match=r"cannot load adapter 'first' from a/b \(no folder here\) on the hub"):
+        adapters.load("first", "a/b")
     adapters.load("first", saved("first"))
     with pytest.raises(ConfigError, match="replace=True"):
         adapters.load("first", saved("second"))

@@ -7,8 +7,13 @@ on the machine; what cannot work is said before the model is loaded.
 from __future__ import annotations
 
 import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from kvboost.cli.flags import Model, with_settings
 from kvboost.cli.output import note
@@ -27,20 +32,41 @@ def serve(model: Model, *, settings: Settings) -> None:
 
     Ends at SIGTERM or Ctrl-C, once running requests are answered.
     """
+    with _at_hangup(signal.SIG_IGN):  # until there are keys to read again
+        _serve(model, settings)
+
+
+@contextmanager
+def _at_hangup(do: Any) -> Iterator[None]:
+    """What SIGHUP does inside. By itself it would end the process."""
+    if not hasattr(signal, "SIGHUP") or threading.current_thread() is not threading.main_thread():  # Windows has none
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, do)
     try:
-        from kvboost.serve.run import check_port, check_reach
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _serve(model: str, settings: Settings) -> None:
+    try:
+        from kvboost.serve.run import check_port, check_reach, read_keys_again
         from kvboost.serve.run import serve as serve_engine
         from kvboost.serve.security.auth import Keys
     except ModuleNotFoundError as error:
         raise ConfigError(f'{error.name} is missing; install it with pip install "kvboost[serve]"') from error
     from kvboost.engine import KVBoost
     from kvboost.engine.memory import memory_shortfall
+    from kvboost.hf.adapters import check_adapter
     from kvboost.scheduler.runner import BatchRunner
 
     config, limits = settings.of(ServerConfig), settings.of(Limits)
     config = replace(config, served_model_name=config.served_model_name or model_name(model))
     keys = Keys.from_files(config.api_key_file, config.admin_key_file, secret=config.secret_file)
     check_reach(config, keys)
+    for name, path in config.adapters:
+        check_adapter(name, path)
     scheme = "http" if config.tls_cert_file is None else "https"
     engine_settings = settings.engine()
     if engine_settings.get("quality", "exact") not in ("exact", "auto"):
@@ -48,24 +74,25 @@ def serve(model: Model, *, settings: Settings) -> None:
     if "draft" in engine_settings:
         raise ConfigError("requests that run side by side are decoded without a draft; leave draft out of a server")
     check_port(config)
-    note(f"loading {model}")
-    with (
-        KVBoost.from_pretrained(model, **engine_settings) as engine,
-        BatchRunner(engine, **asdict(settings.of(RunnerConfig))) as runner,
-    ):
-        if (short := memory_shortfall(engine, kv_bytes=runner.kv_bytes)) is not None:
-            note(short)
-        serve_engine(
-            engine,
-            runner,
-            config,
-            keys=keys,
-            limits=limits,
-            ready=lambda host, port: note(
-                f"serving on {scheme}://{host}:{port}{config.root_path} "
-                f"(a page to look at; OpenAI clients: /v1, model {config.served_model_name})"
-            ),
-        )
+    with _at_hangup(lambda *_: read_keys_again(keys)):
+        note(f"loading {model}")
+        with (
+            KVBoost.from_pretrained(model, **engine_settings) as engine,
+            BatchRunner(engine, **asdict(settings.of(RunnerConfig))) as runner,
+        ):
+            if (short := memory_shortfall(engine, kv_bytes=runner.kv_bytes)) is not None:
+                note(short)
+            serve_engine(
+                engine,
+                runner,
+                config,
+                keys=keys,
+                limits=limits,
+                ready=lambda host, port: note(
+                    f"serving on {scheme}://{host}:{port}{config.root_path} "
+                    f"(a page to look at; OpenAI clients: /v1, model {config.served_model_name})"
+                ),
+            )
 
 
 def model_name(model: str) -> str:

@@ -32,7 +32,7 @@ from kvboost.hf.fingerprint import ModelIdentity
 from kvboost.hf.probe import ModelFacts
 from kvboost.hf.runner import ModelRunner
 from kvboost.hf.study import study_model
-from kvboost.store import read_key
+from kvboost.store import check_directory, read_key
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ def split_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
     make_chunker(config.chunking, size=config.chunk_tokens)
     if config.record_key_file is not None:
         read_key(config.record_key_file)
+    if config.disk_cache_dir is not None:
+        check_directory(config.disk_cache_dir)
     optional.check_approx_settings(config)
     return settings, others
 

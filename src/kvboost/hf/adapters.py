@@ -8,11 +8,13 @@ the model while a request runs; afterwards the model uses the adapters it used b
 from __future__ import annotations
 
 import enum
+import re
 import threading
 import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from kvboost.errors import ConfigError
@@ -29,6 +31,20 @@ class AsSet(enum.Enum):
 AS_SET: Final = AsSet.AS_SET
 AdapterName = str | None | Literal[AsSet.AS_SET]
 """An adapter's name, None for the base model, or ``AS_SET`` for what :meth:`Adapters.use` or the user has set."""
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def check_adapter(name: str, path_or_id: str, *, subfolder: str | None = None) -> None:
+    """Raise ConfigError if this is no adapter's folder and no name on the hub. Needs no model."""
+    folder = Path(path_or_id)
+    if not folder.exists():
+        if _HUB_NAME.fullmatch(path_or_id) is None:
+            raise ConfigError(f"adapter {name!r}: there is no folder {path_or_id}; check the path")
+    elif not (folder / (subfolder or "") / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"adapter {name!r}: {path_or_id} holds no adapter_config.json; give the folder that PEFT's save_pretrained "
+            "wrote"
+        )
 
 
 class Adapters:
@@ -77,6 +93,7 @@ class Adapters:
                 raise ConfigError(f"an adapter {name!r} is loaded; give another name, or replace=True to overwrite it")
             if replace:
                 self._check_known(name)
+            check_adapter(name, str(path_or_id), subfolder=load_kwargs.get("subfolder"))
             refuse_merged(self._model)
             before, active = AdapterChoice(self._model), self.active
             try:
@@ -86,9 +103,10 @@ class Adapters:
             except (OSError, ValueError, RuntimeError) as error:
                 if not replace and name in self.names:
                     self._model.delete_adapter(name)  # half of it would answer as if it were whole
+                where = str(path_or_id) if Path(path_or_id).exists() else f"{path_or_id} (no folder here) on the hub"
                 raise ConfigError(
-                    f"cannot load adapter {name!r} from {str(path_or_id)!r}: {error}; check the path, and that the "
-                    "adapter was made for this model"
+                    f"cannot load adapter {name!r} from {where}: {error}; check the path, and that the adapter was "
+                    "made for this model"
                 ) from error
             finally:
                 # Even a partly loaded adapter has changed tensors. Overwritten ones keep their versions and addresses.

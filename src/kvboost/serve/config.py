@@ -5,6 +5,7 @@ Given to :func:`kvboost.serve.serve`, and made from flags, environment and file 
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,8 @@ class ServerConfig:
     def adapters(self) -> list[tuple[str, str]]:
         """The name and the path of each adapter."""
         pairs = [given.partition("=") for given in self.adapter]
-        return [(name if path else "", path) for name, _, path in pairs]
+        # Shells leave ~ as it is behind a =.
+        return [(name if path else "", os.path.expanduser(path)) for name, _, path in pairs]
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:

@@ -14,8 +14,10 @@ import signal
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -34,11 +36,30 @@ _log = logging.getLogger("kvboost.serve")
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server; a signal is the end of it, not of the process."""
+    """uvicorn's server; a signal is the end of it, not of the process.
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    uvicorn itself stops listening at once. This one listens as long as requests run, to say that it takes no more.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service, *, drain_seconds: float) -> None:
         super().__init__(config)
-        self._service = service
+        self._service, self._drain_seconds = service, drain_seconds
+        self._deadline: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to drain. Another signal stops listening now, a second Ctrl-C everything."""
+        if self._deadline is None:
+            self._service.draining = True
+            self._deadline = time.monotonic() + self._drain_seconds
+            return
+        self.should_exit = True
+        super().handle_exit(sig, frame)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second: whether to stop."""
+        if self._deadline is not None and (not self._service.streams.running or time.monotonic() >= self._deadline):
+            self.should_exit = True
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -50,7 +71,7 @@ class _Server(uvicorn.Server):
         before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGTERM, signal.SIGINT)}
         if hasattr(signal, "SIGHUP"):  # Windows has none
             before[signal.SIGHUP] = signal.signal(
-                signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(_read_keys_again, self._service.keys)
+                signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(read_keys_again, self._service.keys)
             )
         try:
             yield
@@ -59,8 +80,10 @@ class _Server(uvicorn.Server):
                 signal.signal(sig, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take nothing new, let what runs finish."""
+        """Take nothing new, let what runs finish in the time that is left."""
         self._service.draining = True
+        if self._deadline is not None:
+            self.config.timeout_graceful_shutdown = max(0, round(self._deadline - time.monotonic()))
         await super().shutdown(sockets)
 
 
@@ -110,7 +133,7 @@ def serve(
             ready(config.host, int(listening.getsockname()[1]))
         files = (config.tls_cert_file, config.tls_key_file) if config.tls_cert_file is not None else None
         http = http_config(app, limits=limits, drain_seconds=config.drain_seconds, tls=files)
-        server = _Server(http, app.state.service)
+        server = _Server(http, app.state.service, drain_seconds=config.drain_seconds)
         # Imports leave some 400,000 objects. A collection that walks over them stops every request for 0.3 seconds.
         gc.collect()
         gc.freeze()
@@ -162,13 +185,15 @@ def http_config(
     )
 
 
-def _read_keys_again(keys: Keys) -> None:
+def read_keys_again(keys: Keys) -> None:
+    """What SIGHUP asks for; the log says how it went."""
     try:
         keys.read_again()
     except ConfigError as error:
         _log.error("the keys stay as they were: %s", error)
     else:
-        _log.info("the keys were read again: %d tenants", len(keys.tenants))
+        count = len(keys.tenants)
+        _log.info("the keys were read again: %d tenant%s", count, "" if count == 1 else "s")
 
 
 def check_port(config: ServerConfig) -> None:

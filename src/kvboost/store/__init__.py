@@ -5,6 +5,7 @@ from kvboost.store.memory import MemoryStore
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.protection import read_key, record_format
 from kvboost.store.tiered import LoadRules, TieredStore
+from kvboost.store.tiers.disk.directory import check_directory
 from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.store.tiers.host import HostTier
 from kvboost.store.tiers.redis.tier import RedisTier
@@ -21,6 +22,7 @@ __all__ = [
     "RecordFormat",
     "RedisTier",
     "TieredStore",
+    "check_directory",
     "read_key",
     "record_format",
 ]

@@ -281,7 +281,7 @@ def test_sigterm_lets_running_answers_finish_and_exits_with_0(drain: int) -> Non
         assert process.stdout is not None
         port = int(process.stdout.readline())
         url = f"http://127.0.0.1:{port}"
-        assert _until(lambda: _answers(url), seconds=20)
+        assert _until(lambda: _status(url) == 200, seconds=20)
         got: list[str] = []
 
         def ask() -> None:
@@ -297,7 +297,8 @@ def test_sigterm_lets_running_answers_finish_and_exits_with_0(drain: int) -> Non
         asking.start()
         assert _until(lambda: len(got) > 4, seconds=20)
         process.send_signal(signal.SIGTERM)
-        assert _until(lambda: not _answers(url)), "nothing new is taken"
+        assert _until(lambda: _status(url) == 503), "it says that nothing new is taken, as long as an answer runs"
+        assert httpx.post(url + "/v1/completions", json=_ASKED).status_code == 503
         asking.join(30)
         out, err = process.communicate(timeout=30)
         assert process.returncode == 0, err
@@ -311,11 +312,11 @@ def test_sigterm_lets_running_answers_finish_and_exits_with_0(drain: int) -> Non
         process.communicate()
 
 
-def _answers(url: str) -> bool:
+def _status(url: str) -> int | None:
     try:
-        return httpx.get(url + "/ready", timeout=5).status_code == 200
+        return httpx.get(url + "/ready", timeout=5).status_code
     except httpx.TransportError:
-        return False
+        return None
 
 
 def test_what_clients_held_comes_back_when_they_go_at_any_moment(

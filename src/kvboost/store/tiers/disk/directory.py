@@ -12,6 +12,7 @@ import sqlite3
 import stat
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from kvboost.config import DEFAULT_PLACE_BYTES
@@ -150,6 +151,12 @@ class Directory:
     def _make(self, path: Path) -> ChunkIndex:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its other files the same permissions
         return ChunkIndex.open(path, space=self._records.space, namespace=self._records.namespace)
+
+
+def check_directory(directory: str | os.PathLike[str]) -> None:
+    """Raise ConfigError for a directory that a tier would refuse: cheap enough to know before a model is loaded."""
+    with suppress(OSError):  # a tier goes on without such a directory, and warns
+        claim(Layout(Path(directory).expanduser().absolute()))
 
 
 def claim(layout: Layout) -> None:
