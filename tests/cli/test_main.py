@@ -62,7 +62,8 @@ def test_calibrate_writes_a_file_an_engine_takes(
         (["doctor", "nowhere-at-all"], "nowhere-at-all"),
         (["calibrate"], "Missing argument 'MODEL'. Try 'kvboost calibrate --help'."),
         (["doctor", "MODEL", "--fast"], "No such option: --fast"),
-        (["nothing"], "No such command 'nothing'"),
+        (["nothing"], "No such command 'nothing'. Try 'kvboost --help'."),
+        (["serv"], "Did you mean 'serve'? Try 'kvboost --help'."),
         (["cache"], "Missing command. Try 'kvboost cache --help'."),
         (["cache", "ls", "absent"], "there is no directory absent"),
         (["cache", "ls", "EMPTY"], "no directory"),
@@ -73,7 +74,9 @@ def test_calibrate_writes_a_file_an_engine_takes(
         (["run", "MODEL", "hello", "--quality", "best"], "quality='best' is not known"),
         (["run", "MODEL", "hello", "--kv-cache-bits", "5"], "use 16, 8 or 4"),
         (["run", "MODEL", "hello", "--max-new-tokens", "0"], "max_new_tokens=0 gives no answer"),
-        (["run", "MODEL", "hello", "--config", "absent.toml"], "cannot be read as TOML"),
+        (["run", "MODEL", "hello", "--config", "absent.toml"], "there is no absent.toml; give a TOML file"),
+        (["run", "no-such-model", "hello", "--disk-cache-dir", "TEXT"], "is no directory"),
+        (["chat", "no-such-model", "--disk-cache-dir", "TEXT"], "is no directory"),
         (["run", "MODEL", "hello", "--raw", "--system", "x"], "--raw has no system message"),
     ],
 )
@@ -269,6 +272,15 @@ def test_warnings_are_log_lines_and_none_is_silenced(
     assert not logging.getLogger("kvboost").handlers
     assert main(["run", "nowhere", "x", "--log-level", "loud"]) == 2
     assert "--log-level loud is not known; use one of debug, info" in capsys.readouterr().err
+
+
+def test_other_libraries_details_are_for_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+    for level, others in (("info", "warning"), ("debug", "debug"), ("error", "error")):
+        monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "")
+        monkeypatch.delenv("TRANSFORMERS_VERBOSITY")
+        with logging_to_stderr():
+            set_level(level)
+        assert os.environ["TRANSFORMERS_VERBOSITY"] == others
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,6 +119,9 @@ def test_lists_come_from_flags_words_and_files(monkeypatch: pytest.MonkeyPatch, 
         ("[serve]\nmax_tool = 1", "did you mean max_tools"),
         ("[server]\nport = 1", "did you mean serve"),
         ("serve = 1", "serve in "),
+        ("port = 1", r"port in .* is not in its place; write it under \[serve\]"),
+        ("max_new_tokens = 1", r"write it under \[chat\] or under \[serve\]"),
+        ('[serve]\ntenant = "x"', "tenant in .*; write it before all tables"),
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path: Path, content: str, message: str) -> None:
@@ -136,6 +139,7 @@ def test_a_mistake_in_the_file_is_named(tmp_path: Path, content: str, message: s
         ("KVBOOST_CACHE_DIR", "x", "did you mean KVBOOST_DISK_CACHE_DIR"),
         ("KVBOOST_SERVE_PROT", "1", "did you mean KVBOOST_SERVE_PORT"),
         ("KVBOOST_SERVE_COLOUR", "1", "KVBOOST_SERVE_COLOUR is not a setting"),
+        ("KVBOOST_SERVE_STRICT", "1", "did you mean KVBOOST_STRICT"),
     ],
 )
 def test_a_mistake_in_the_environment_is_named(

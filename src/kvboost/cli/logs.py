@@ -61,14 +61,18 @@ def logging_to_stderr() -> Iterator[None]:
 
 
 def set_level(level: str | None) -> None:
-    """Show what is of this level or above, in Transformers too. None changes nothing. Raises ConfigError."""
+    """Show what is of this level or above; of Transformers' ``info``, which is long, nothing before ``debug``.
+
+    None changes nothing. Raises ConfigError.
+    """
     if level is None:
         return
     if level.lower() not in _LEVELS:
         raise ConfigError(f"--log-level {level} is not known; use one of {', '.join(_LEVELS)}")
     for name in _SHOWN:
         logging.getLogger(name).setLevel(level.upper())
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", level.lower())  # read when it is imported
+    others = "warning" if level.lower() == "info" else level.lower()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", others)  # read when it is imported
 
 
 LogLevel = Annotated[

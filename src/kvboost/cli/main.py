@@ -74,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = group.main(args=given, prog_name="kvboost", standalone_mode=False)
     except typer.TyperException as error:
         name = _command_name(group, given)
-        return _fail(name, f"{error.format_message().rstrip('.')}. Try '{name} --help'.")
+        said = error.format_message().rstrip(".")
+        return _fail(name, f"{said}{'' if said.endswith('?') else '.'} Try '{name} --help'.")
     except (KVBoostError, OSError) as error:
         return _fail(_command_name(group, given), str(error))
     except (typer.Abort, KeyboardInterrupt):

@@ -119,7 +119,11 @@ def _checked(file: Path | None) -> Path | None:
         return None
     try:
         tomllib.loads(file.expanduser().read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no {file}; give a TOML file with --config") from error
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror}); give another file with --config") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{file} cannot be read as TOML ({error}); give another file with --config") from error
     return file.expanduser()
 
@@ -143,6 +147,8 @@ def _config_error(
     in_environment = name in _table(environment, section)
     where = "_".join(filter(None, ("KVBOOST", section, name))).upper() if in_environment else f"{name} in {file}"
     if found["type"] == "extra_forbidden":
+        if elsewhere := [setting for setting in SETTINGS if setting.name == name]:
+            return ConfigError(f"{where} is not in its place; {_right_place(elsewhere, in_environment)}")
         near = difflib.get_close_matches(name, [*known, *([] if section else SECTIONS)], n=1)
         hint = f"did you mean {near[0]}?" if near else "run with --show-config to see all"
         return ConfigError(f"{where} is not a setting; {hint}")
@@ -150,3 +156,10 @@ def _config_error(
         where = known[name].flag
     wanted = found["msg"].replace("Input should be", "give", 1).partition(",")[0]
     return ConfigError(f"{where} is {without_password(found['input'])!r}; {wanted}")
+
+
+def _right_place(settings: list[Setting], in_environment: bool) -> str:
+    if in_environment:
+        return "did you mean " + " or ".join(setting.variable for setting in settings) + "?"
+    tables = [f"under [{setting.section}]" if setting.section else "before all tables" for setting in settings]
+    return "write it " + " or ".join(tables)

@@ -25,12 +25,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvboost.errors import ConfigError
 from kvboost.private import make_secret, read_secret
 from kvboost.serve.errors import ApiError
-from kvboost.serve.security.key_files import KeyFiles, read_keys
+from kvboost.serve.security.key_files import KeyFiles, check_key, read_keys
 from kvboost.serve.security.limits import Limits
 
 _TENANT_PURPOSE = b"kvboost tenant v2:"
 _NAME_PURPOSE = b"kvboost named tenant v2:"
-_MIN_KEY_LENGTH = 8
 
 
 class Access(enum.Enum):
@@ -76,11 +75,7 @@ class Keys:
         tenants += [(key, tenant_named(name, secret)) for name, keys in named.items() for key in keys]
         every = [key for key, _ in tenants]
         for key in (*every, *([admin_key] if admin_key is not None else [])):
-            if len(key) < _MIN_KEY_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
-                raise ConfigError(
-                    f"a key needs {_MIN_KEY_LENGTH} or more printable ASCII characters without spaces; "
-                    "make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
-                )
+            check_key(key)
         if admin_key is not None and admin_key in every:
             raise ConfigError("the admin key is also an API key; give the admin one of its own")
         if admin_key is not None and not every:

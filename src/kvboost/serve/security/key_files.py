@@ -1,6 +1,6 @@
 """Reads files of keys. A line is a key, or ``NAME: KEY``; keys have no spaces, so nothing else looks like it.
 
-Used by :class:`kvboost.serve.security.auth.Keys`, which checks the keys themselves. Invariant: no message holds a key.
+Used by :class:`kvboost.serve.security.auth.Keys`. Invariant: no message holds a key.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ class KeyFiles(NamedTuple):
     admin_key: str | Path | None
 
 
+_MIN_LENGTH = 8
 _LINE = re.compile(r"(?:([\w.@-]{1,64}):\s+)?(\S+)")
 
 
@@ -39,7 +40,17 @@ def read_keys(file: str | Path | None, *, name: str) -> list[tuple[str | None, s
         found = _LINE.fullmatch(line.strip())
         if found is None:
             raise ConfigError(f"line {number} of {file} is neither a key nor 'NAME: KEY'; write one key per line")
+        check_key(found[2], called=f"the key in line {number} of {file}")
         keys.append((found[1], found[2]))
     if not keys:
         raise ConfigError(f"{file} holds no key; write one per line, for example from `openssl rand -hex 32`")
     return keys
+
+
+def check_key(key: str, *, called: str = "a key") -> None:
+    """Refuse one that can be guessed, or that no header carries. ``called`` says which it is."""
+    if len(key) < _MIN_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(
+            f"{called} needs {_MIN_LENGTH} or more printable ASCII characters without spaces; "
+            "make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+        )
