@@ -52,6 +52,37 @@ def bad_request(message: str, *, param: str | None = None, code: str | None = No
 UNKNOWN_FIELD = "unknown_field"
 """The type of the error of a field that is in no schema; its context has the ``field`` and which may be ``meant``."""
 _NO_OBJECT = "the body is not a JSON object; send one, with the header Content-Type: application/json"
+_WHOLE, _NUMBER, _TRUTH, _OBJECT = "give a whole number", "give a number", "give true or false", "give an object"
+_TO_DO = {
+    "missing": "this field is required; give it",
+    "none_required": "leave it out",
+    "string_type": "give a text",
+    "string_too_short": "give {min_length} or more characters",
+    "string_too_long": "give {max_length} or fewer characters",
+    "string_pattern_mismatch": "give a text that fits {pattern}",
+    "int_type": _WHOLE,
+    "int_parsing": _WHOLE,
+    "int_parsing_size": "give a smaller number",
+    "int_from_float": _WHOLE,
+    "float_type": _NUMBER,
+    "float_parsing": _NUMBER,
+    "finite_number": _NUMBER,
+    "bool_type": _TRUTH,
+    "bool_parsing": _TRUTH,
+    "list_type": "give a list",
+    "dict_type": _OBJECT,
+    "model_type": _OBJECT,
+    "model_attributes_type": _OBJECT,
+    "literal_error": "give {expected}",
+    "union_tag_invalid": "give {discriminator} as one of {expected_tags}",
+    "union_tag_not_found": "give an object with {discriminator}",
+    "greater_than_equal": "give {ge} or more",
+    "less_than_equal": "give {le} or less",
+    "too_short": "give {min_length} or more entries",
+    "too_long": "give {max_length} or fewer entries",
+}
+"""What to do about each kind of error that pydantic itself finds; those of our own checks say it themselves."""
+_AS_JSON = {"True": "true", "False": "false", "None": "null"}
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
@@ -73,7 +104,15 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if not path:
         return bad_request(_NO_OBJECT, code="invalid_value")
     param = ".".join(path)
-    return bad_request(f"{param}: {first['msg'].removeprefix('Value error, ')}", param=param, code="invalid_value")
+    return bad_request(f"{param}: {_to_do(first, context)}", param=param, code="invalid_value")
+
+
+def _to_do(error: Mapping[str, Any], context: Mapping[str, Any]) -> str:
+    is_text = context.get("field_type") == "Value"  # pydantic's word for a text that a check of ours has seen
+    known = _TO_DO.get(f"string_{error['type']}" if is_text else error["type"])
+    if known is None:
+        return str(error["msg"]).removeprefix("Value error, ")
+    return known.format_map({name: _AS_JSON.get(str(value), value) for name, value in context.items()})
 
 
 def _is_branch(part: Any) -> bool:

@@ -172,6 +172,39 @@ def test_what_is_no_text_is_refused_by_its_name(keyed: Running, content: Any, pl
 
 
 @pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"model": 3}, "model: give a text"),
+        ({"messages": "hello"}, "messages: give a list"),
+        ({"messages": ["hello"]}, "messages.0: give an object"),
+        ({"messages": []}, "messages: give 1 or more entries"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role: this field is required; give it"),
+        ({"messages": [{**_USER, "role": "king"}]}, "messages.0.role: give 'system', 'developer', 'user', "),
+        ({"messages": [{**_USER, "name": "a b"}]}, "messages.0.name: give a text that fits "),
+        ({"temperature": "hot"}, "temperature: give a number"),
+        ({"temperature": 3}, "temperature: give 2.0 or less"),
+        ({"max_tokens": 0}, "max_tokens: give 1 or more"),
+        ({"max_tokens": 1.5}, "max_tokens: give a whole number"),
+        ({"stream": "maybe"}, "stream: give true or false"),
+        ({"stop": 5}, "stop: give a text"),
+        ({"modalities": ["text", "text"]}, "modalities: give 1 or fewer entries"),
+        ({"prompt_cache_key": "x" * 257}, "prompt_cache_key: give 256 or fewer characters"),
+        ({"tool_choice": "perhaps"}, "tool_choice: give 'none', 'auto' or 'required'"),
+        ({"logit_bias": []}, "logit_bias: give an object"),
+        ({"response_format": {"type": "moon"}}, "response_format: give 'type' as one of 'text', 'json_object', "),
+        ({"response_format": {}}, "response_format: give an object with 'type'"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_wrong_value_is_told_what_to_give(keyed: Running, changed: dict[str, Any], told: str) -> None:
+    with keyed.http() as http:
+        answer = http.post("/v1/chat/completions", json={**_CHAT, **changed})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(told)
+    assert "moon" not in answer.text, "what a client sent is not repeated"
+
+
+@pytest.mark.parametrize(
     ("body", "told"),
     [
         (b'{"model": tiny}', "not valid JSON: Expecting value at character 10;"),

@@ -380,9 +380,10 @@ _IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png
             "messages.0: .*user holds no block of type thinking",
         ),
         ({"messages": [_USER, {"role": "assistant", "content": "{"}]}, "does not continue; end with a user's"),
-        ({"messages": []}, "messages: .*at least 1"),
-        ({"max_tokens": None}, "max_tokens: "),
+        ({"messages": []}, "messages: give 1 or more entries"),
+        ({"max_tokens": None}, "max_tokens: give a whole number"),
         ({"max_tokenz": 3}, "max_tokenz is not supported"),
+        ({"stop": ["x"]}, "did you mean stop_sequences"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools.0.type: .*custom"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice: .*name"),
@@ -442,7 +443,7 @@ def test_anthropics_header_carries_a_key(keyed: Running) -> None:
         assert http.post("/v1/messages", json=_GREEDY, headers={"x-api-key": KEY}).status_code == 200
 
 
-def test_fields_without_effect_are_taken(http: httpx.Client) -> None:
+def test_fields_without_effect_are_taken_and_named(http: httpx.Client) -> None:
     inert = {
         "metadata": {"user_id": "somebody"},
         "service_tier": "auto",
@@ -454,4 +455,25 @@ def test_fields_without_effect_are_taken(http: httpx.Client) -> None:
     }
     assert _ask(http, **inert)["content"] == _ask(http)["content"]
     told = http.post("/v1/messages", json={**_GREEDY, **inert}).headers["x-kvboost-ignored"]
-    assert set(told.split(", ")) == {"metadata", "service_tier", "thinking", "context_management"}
+    fields = {"metadata", "service_tier", "thinking", "context_management", "cache_control"}
+    assert set(told.split(", ")) == fields
+    call = {"type": "tool_use", "id": "c", "name": "clock", "input": {}, "caller": {"type": "direct"}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "noon", "is_error": False}
+    nested = {
+        "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"},
+        "system": [{"type": "text", "text": _SYSTEM, "cache_control": _MARK}],
+        "tools": [{**_CLOCK, "cache_control": _MARK, "eager_input_streaming": True, "strict": True}] * 2,
+        "messages": [_USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result] * 2}, _USER],
+    }
+    told = http.post("/v1/messages", json={**_GREEDY, **nested}).headers["x-kvboost-ignored"]
+    assert sorted(told.split(", ")) == [
+        "messages.content.caller",
+        "messages.content.is_error",
+        "system.cache_control.ttl",
+        "thinking",
+        "thinking.budget_tokens",
+        "thinking.display",
+        "tools.cache_control",
+        "tools.eager_input_streaming",
+        "tools.strict",
+    ]

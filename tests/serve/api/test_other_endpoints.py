@@ -93,7 +93,13 @@ def test_tokens_there_and_back(keyed: Running) -> None:
         chat = http.post("/tokenize", json={"messages": [{"role": "user", "content": "x"}]}).json()
         text = http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
         assert text == "<user>x\n<assistant>"
-        assert http.post("/detokenize", json={"tokens": [260]}).status_code == 400
+        parts = [answer["tokens"][:2], answer["tokens"][2:], []]
+        assert http.post("/detokenize", json={"tokens": parts}).json() == {"prompt": ["Gr", "üße", ""]}
+        assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+        for wrong in ([260], [[1], [260]], [[1]] * 1025, [1, [1]], ["x"]):
+            refused = http.post("/detokenize", json={"tokens": wrong})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"].startswith("tokens")
         assert http.post("/tokenize", json={}).status_code == 400
         assert http.post("/tokenize", json={"prompt": "x", "model": "other"}).status_code == 404
 

@@ -35,6 +35,7 @@ def running(start_server: Callable[..., Running], make_engine: Callable[..., KVB
     engine = make_engine()
     engine.tokenizer = byte_tokenizer()
     engine.tokenizer.chat_template = (
+        "{% if messages[-1].content == 'fail' %}{{ raise_exception('no') }}{% endif %}"
         "{# <tool_call> #}{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>"
         "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ '\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -131,19 +132,36 @@ def _turn(text: str) -> Turn:
 
 def test_the_memory_of_responses_is_bounded_for_each_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(items, "_MAX_RESPONSES", 3)
-    monkeypatch.setattr(items, "_MAX_CHARACTERS", 1000)
-    memory = ResponseMemory()
+    monkeypatch.setattr(items, "_MAX_BYTES", 3000)
+    memory = ResponseMemory(10**6)
     memory.remember("other", [_turn("x")], tenant="b")
     for number in range(5):
         memory.remember(f"r{number}", [_turn("x")], tenant="a")
     assert [number for number in range(5) if memory.find(f"r{number}", tenant="a") is not None] == [2, 3, 4]
-    memory.remember("large", [_turn("x" * 950)], tenant="a")
+    memory.remember("large", [_turn("x" * 2450)], tenant="a")
     assert memory.find("large", tenant="a") is not None
     assert memory.find("r4", tenant="a") is None
-    memory.remember("too large", [_turn("x" * 1000)], tenant="a")
+    memory.remember("too large", [_turn("x" * 2500)], tenant="a")
     assert memory.find("too large", tenant="a") is None
     assert memory.find("other", tenant="b") is not None
     assert memory.find("other", tenant="a") is None
+
+
+def test_the_memory_of_responses_is_bounded_for_all_tenants_together() -> None:
+    memory = ResponseMemory(5000)
+    memory.remember("small", [_turn("x")], tenant="a")
+    memory.remember("first", [_turn("\u00e4" * 700)], tenant="b")
+    memory.remember("second", [_turn("x" * 1400)], tenant="b")
+    assert memory.find("first", tenant="b") is not None
+    memory.remember("other", [_turn("x" * 600)], tenant="c")
+    assert memory.find("first", tenant="b") is None, "the oldest of who has most"
+    for tenant, kept in (("a", "small"), ("b", "second"), ("c", "other")):
+        assert memory.find(kept, tenant=tenant) is not None, kept
+    memory.remember("too large", [_turn("x" * 5000)], tenant="a")
+    assert memory.find("too large", tenant="a") is None
+    memory.clear()
+    memory.remember("again", [_turn("x" * 3000)], tenant="b")
+    assert memory.find("again", tenant="b") is not None
 
 
 def test_items_become_turns() -> None:
@@ -177,6 +195,7 @@ def test_items_become_turns() -> None:
     ]
 
 
+_CALL = {"type": "function_call", "call_id": "c", "name": "paint", "arguments": "{}"}
 _IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}
 
 
@@ -189,7 +208,13 @@ _IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"truncation": "auto"}, "truncation", "disabled"),
-        ({"background": True}, "background", "False"),
+        ({"background": True}, "background", "give false"),
+        ({"max_tokens": 5}, "max_tokens", "did you mean max_output_tokens?"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens", "did you mean max_output_tokens?"),
+        ({"messages": []}, "messages", "did you mean input?"),
+        ({"input": [_CALL | {"arguments": "{"}]}, "input", "are no JSON"),
+        ({"input": [_CALL | {"arguments": "[]"}]}, "input", "are no JSON object"),
+        ({"input": [{"role": "user", "content": "fail"}]}, "input", "chat template does not take these messages"),
         ({"conversation": "conv_1"}, "conversation", "not supported"),
         ({"tools": [_TOOL], "text": {"format": {"type": "json_object"}}}, "text.format", "do not go together"),
     ],
@@ -202,21 +227,29 @@ def test_what_is_not_served_is_refused_by_name(running: Running, changed: Any, p
     assert told in answer.json()["error"]["message"]
 
 
-def test_fields_without_effect_are_taken(client: openai.OpenAI) -> None:
-    plain = client.responses.create(**_GREEDY, input=_TEXT)
+def test_fields_without_effect_are_taken_and_named(client: openai.OpenAI) -> None:
+    plain = client.responses.with_raw_response.create(**_GREEDY, input=_TEXT, truncation="disabled", store=True)
+    assert "x-kvboost-ignored" not in plain.headers, "these say what is done anyway"
     inert: dict[str, Any] = {
         "metadata": {"a": "b"},
         "user": "somebody",
-        "truncation": "disabled",
-        "parallel_tool_calls": True,
-        "reasoning": {"effort": "low"},
+        "reasoning": {"effort": "low", "summary": "auto"},
         "include": ["reasoning.encrypted_content"],
         "service_tier": "auto",
         "safety_identifier": "x",
+        "prompt_cache_retention": "24h",
+        "max_tool_calls": 3,
+        "text": {"verbosity": "low"},
     }
-    answer = client.responses.create(**_GREEDY, **inert, input=_TEXT)
-    assert answer.output_text == plain.output_text
+    told = client.responses.with_raw_response.create(**_GREEDY, **inert, input=_TEXT, parallel_tool_calls=True)
+    answer = told.parse()
+    assert answer.output_text == plain.parse().output_text
     assert answer.metadata == {"a": "b"}
+    nested = {"reasoning.effort", "reasoning.summary", "text.verbosity"}
+    assert set(told.headers["x-kvboost-ignored"].split(", ")) == inert.keys() - {"reasoning", "text"} | nested
+    options: Any = {"stream": True, "stream_options": {"include_obfuscation": False}}
+    with client.responses.with_streaming_response.create(**_GREEDY, input=_TEXT, **options) as stream:
+        assert stream.headers["x-kvboost-ignored"] == "stream_options.include_obfuscation"
 
 
 def test_a_response_without_any_item_gets_an_empty_message() -> None:

@@ -152,6 +152,14 @@ def test_a_prompt_sent_from_the_page_is_coloured_by_what_was_reused(
         assert (exact, fresh, again + rest) == ("exact", "fresh", text + "Second?")
         assert len(again) >= len(text) - 40
         assert f"{len(again)} of {len(text) + 7} prompt tokens reused" in run("$('outcome').textContent")
+        asked = "performance.getEntriesByType('resource').filter(entry => entry.name.endsWith('/detokenize')).length"
+        assert run(asked) == 2, "one request for all segments of a prompt"
+        assert "not coloured" in run("drawAsked('abcdef', [['exact', 2]])"), "more segments than the server names"
+        assert run("[...$('asked').children].map(run => [run.className, run.textContent])") == [
+            ["exact", "ab"],
+            ["", "cdef"],
+        ]
+        assert run("$('length').labels[0].textContent.trim()") == "New tokens, at most"
         run("$('length').value = 0; $('ask').requestSubmit()")
         _until(lambda: "max_tokens" in run("$('outcome').textContent") or not run("$('ask').checkValidity()"))
         for width in (1400, 390):

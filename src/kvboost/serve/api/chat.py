@@ -14,13 +14,13 @@ from starlette.responses import JSONResponse, Response
 
 from kvboost.scheduler.jobs import NewToken
 from kvboost.serve.api.dependencies import AppService
-from kvboost.serve.api.headers import with_ignored
+from kvboost.serve.api.headers import unread, with_ignored
 from kvboost.serve.api.sse import DONE, EventStream, chained, while_connected
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.answers import AnswerReader
-from kvboost.serve.generation.offers import Offer, make_offer
+from kvboost.serve.generation.offers import Offer, as_function, make_offer
 from kvboost.serve.generation.parts import CallOpened, Content, Part, Reasoning
-from kvboost.serve.generation.prompts import ChatPrompt, Turn, to_turn
+from kvboost.serve.generation.prompts import ChatPrompt, Turn, effort_variables, to_turn
 from kvboost.serve.generation.requests import GenerationRequest
 from kvboost.serve.generation.sampling import sampling_of
 from kvboost.serve.generation.service import Service
@@ -118,15 +118,9 @@ class _Chat:
         given = self.body.chat_template_kwargs or {}
         check_json(given, limits=self.service.limits, param="chat_template_kwargs")
         self.service.chats.check_kwargs(given, param="chat_template_kwargs")
-        effort: dict[str, Any] = {}
-        if self.body.reasoning_effort is not None:
-            effort["reasoning_effort"] = self.body.reasoning_effort
-        if self.body.reasoning_effort == "none":  # the same for templates that know only on and off
-            effort["enable_thinking"] = False
-        reads = self.service.chats.reads
-        if effort and not any(reads(name) for name in effort):
-            self.ignored.append("reasoning_effort")
-        self.ignored += [f"chat_template_kwargs.{name}" for name in given if not reads(name)]
+        effort = effort_variables(self.body.reasoning_effort)
+        fields = {f"chat_template_kwargs.{name}": {name: value} for name, value in given.items()}
+        self.ignored += unread(self.service.chats, {"reasoning_effort": effort, **fields})
         return {**effort, **given}
 
 
@@ -264,7 +258,12 @@ def encode_turns(
     """The same for a chat that is in turns already."""
     service.check_characters(sum(len(turn.content) + len(turn.reasoning) for turn in turns), param=param)
     prompt = service.chats.encode(
-        turns, tenant=caller.tenant, cache_key=cache_key or "", tools=tools, template_kwargs=template_kwargs
+        turns,
+        tenant=caller.tenant,
+        cache_key=cache_key or "",
+        tools=tools,
+        template_kwargs=template_kwargs,
+        param=param,
     )
     return replace(prompt, token_ids=service.encode(prompt.token_ids, param=param))
 
@@ -285,11 +284,10 @@ def _offered(service: Service, body: ChatRequest) -> Offer:
     """The tools of a chat."""
     if not body.tools and body.tool_choice not in (None, "none"):
         raise bad_request("tool_choice needs tools", param="tool_choice")
-    # Before they are copied: that goes as deep as they do.
-    check_json([tool.function.parameters for tool in body.tools or []], limits=service.limits, param="tools")
+    functions = [tool.function for tool in body.tools or []]
     named = body.tool_choice if isinstance(body.tool_choice, NamedChoice) else None
     return make_offer(
-        [tool.model_dump(exclude_none=True) for tool in body.tools or []],
+        [as_function(f.name, description=f.description, parameters=f.parameters, strict=f.strict) for f in functions],
         choice="auto" if body.tool_choice is None or isinstance(body.tool_choice, NamedChoice) else body.tool_choice,
         named=named.function.name if named is not None else None,
         chats=service.chats,

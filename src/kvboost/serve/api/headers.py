@@ -22,4 +22,4 @@ def with_ignored(response: Response, fields: Sequence[str]) -> Response:
 
 def unread(chats: ChatPrompts, fields: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Of ``fields``, each with the variables it sets, those of which the chat template reads no variable."""
-    return [name for name, variables in fields.items() if not any(map(chats.reads, variables))]
+    return [name for name, variables in fields.items() if variables and not any(map(chats.reads, variables))]

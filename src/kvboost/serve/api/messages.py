@@ -21,9 +21,9 @@ from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.answer_parts import answer_parts
 from kvboost.serve.generation.answers import AnswerReader
 from kvboost.serve.generation.blocks import to_turns
-from kvboost.serve.generation.offers import Choice, Offer, make_offer
+from kvboost.serve.generation.offers import Choice, Offer, as_function, make_offer
 from kvboost.serve.generation.parts import CallArguments, CallOpened, Part, Reasoning
-from kvboost.serve.generation.prompts import ChatPrompt
+from kvboost.serve.generation.prompts import ChatPrompt, effort_variables
 from kvboost.serve.generation.requests import Answer, GenerationRequest
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Ended
@@ -86,7 +86,7 @@ async def _read(service: Service, body: CountTokensRequest, caller: Caller) -> t
     service.check_model(body.model)
     choice = body.tool_choice
     offer = make_offer(
-        [_as_function(tool.name, tool.description, tool.input_schema) for tool in body.tools or []],
+        [as_function(t.name, description=t.description, parameters=t.input_schema) for t in body.tools or []],
         choice=_CHOICES[choice.type] if choice is not None else "auto",
         named=choice.name if choice is not None else None,
         chats=service.chats,
@@ -109,15 +109,9 @@ def _variables(body: CountTokensRequest) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     if body.thinking is not None:
         found["thinking"] = {"enable_thinking": body.thinking.type != "disabled"}
-    if body.output_config is not None and body.output_config.effort is not None:
-        found["output_config.effort"] = {"reasoning_effort": body.output_config.effort}
+    if body.output_config is not None:
+        found["output_config.effort"] = effort_variables(body.output_config.effort)
     return found
-
-
-def _as_function(name: str, description: str | None, schema: dict[str, Any]) -> dict[str, Any]:
-    """A tool as templates take it."""
-    described = {"description": description} if description is not None else {}
-    return {"type": "function", "function": {"name": name, **described, "parameters": schema}}
 
 
 async def _grammar(service: Service, body: MessagesRequest, offer: Offer, *, tenant: str) -> Any:

@@ -22,8 +22,8 @@ from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.answer_parts import answer_parts
 from kvboost.serve.generation.answers import AnswerReader
 from kvboost.serve.generation.items import to_turns
-from kvboost.serve.generation.offers import Offer, make_offer
-from kvboost.serve.generation.prompts import ChatPrompt, Turn
+from kvboost.serve.generation.offers import Offer, as_function, make_offer
+from kvboost.serve.generation.prompts import ChatPrompt, Turn, effort_variables
 from kvboost.serve.generation.requests import Answer, GenerationRequest
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Ended
@@ -43,7 +43,7 @@ async def responses(service: AppService, body: ResponsesRequest, request: Reques
     if offer.forced:
         grammar = await service.call_grammar(offer.forced, tenant=caller.tenant)
     turns = await asyncio.to_thread(_conversation, service, body, caller)
-    variables = _variables(body)
+    variables = effort_variables(body.reasoning.effort if body.reasoning is not None else None)
 
     def encode() -> ChatPrompt:
         system = [Turn({"role": "system", "content": body.instructions})] if body.instructions is not None else []
@@ -74,19 +74,10 @@ async def responses(service: AppService, body: ResponsesRequest, request: Reques
         special=grammar is None and service.answers.needs_special(tools=bool(offer.tools)),
     )
     writing = _ResponseWriter(service, body, reader, prompt, turns)
-    ignored = [*body.ignored(), *unread(service.chats, {"reasoning.effort": variables} if variables else {})]
+    ignored = [*body.ignored(), *unread(service.chats, {"reasoning.effort": variables})]
     if not body.stream:
         return with_ignored(await while_connected(request, writing.whole(generation)), ignored)
     return with_ignored(EventStream(await chained(writing.stream(generation))), ignored)
-
-
-def _variables(body: ResponsesRequest) -> dict[str, Any]:
-    """What ``reasoning.effort`` sets in the chat template."""
-    effort = body.reasoning.effort if body.reasoning is not None else None
-    if effort is None:
-        return {}
-    # The second is for templates that know only on and off.
-    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
 
 
 def _conversation(service: Service, body: ResponsesRequest, caller: Caller) -> list[Turn]:
@@ -108,18 +99,15 @@ def _conversation(service: Service, body: ResponsesRequest, caller: Caller) -> l
 def _offered(service: Service, body: ResponsesRequest) -> Offer:
     choice = body.tool_choice
     return make_offer(
-        [_as_function(tool) for tool in body.tools or []],
+        [
+            as_function(tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
+            for tool in body.tools or []
+        ],
         choice="required" if isinstance(choice, NamedTool) else choice or "auto",
         named=choice.name if isinstance(choice, NamedTool) else None,
         chats=service.chats,
         limits=service.limits,
     )
-
-
-def _as_function(tool: FunctionTool) -> dict[str, Any]:
-    """A tool as templates take it."""
-    given = {"name": tool.name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
-    return {"type": "function", "function": {name: value for name, value in given.items() if value is not None}}
 
 
 class _ResponseWriter:

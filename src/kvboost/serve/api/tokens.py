@@ -22,8 +22,11 @@ async def tokenize(service: AppService, body: TokenizeRequest, request: Request)
 
 
 async def detokenize(service: AppService, body: DetokenizeRequest) -> Response:
-    """The text of token ids, with special tokens written out."""
+    """The text of token ids, with special tokens written out; of several lists of them, the text of each."""
     service.check_model(body.model)
-    if any(token >= service.vocab_size for token in body.tokens):
+    several = [run for run in body.tokens if isinstance(run, list)]
+    runs = several or [[token for token in body.tokens if isinstance(token, int)]]
+    if any(token >= service.vocab_size for run in runs for token in run):
         raise bad_request(f"this model has {service.vocab_size} tokens", param="tokens")
-    return JSONResponse({"prompt": await asyncio.to_thread(service.chats.decode, body.tokens, special=True)})
+    texts = await asyncio.to_thread(lambda: [service.chats.decode(run, special=True) for run in runs])
+    return JSONResponse({"prompt": texts if several else texts[0]})

@@ -1,7 +1,7 @@
 """Items of /v1/responses as turns that chat templates take, and the responses that are remembered.
 
-Invariant of :class:`ResponseMemory`: a tenant finds its own responses only, and none has more than a bounded number of
-responses and characters.
+Invariant of :class:`ResponseMemory`: a tenant finds its own responses only; each tenant has a bounded number of
+responses, and each and all together have a bounded number of bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from kvboost.serve.schemas.responses import (
 )
 
 _MAX_RESPONSES = 1024
-_MAX_CHARACTERS = 16 * 2**20
+_MAX_BYTES = 16 * 2**20
 """Of one tenant. A conversation counts with each of its responses, though they share most of their memory."""
+_TURN_BYTES = 512  # of a turn beside its text; without it many short ones would take ten times the bound
 
 
 def to_turns(items: str | Iterable[InputItem]) -> list[Turn]:
@@ -56,7 +57,7 @@ def _of_assistant(items: Iterable[InputItem]) -> Turn:
             calls.append(ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments)))
         elif isinstance(item, InputMessage):
             texts += [item.content] if isinstance(item.content, str) else [part.text for part in item.content]
-    turn = to_turn(Message(role="assistant", content="\n".join(texts), tool_calls=calls or None))
+    turn = to_turn(Message(role="assistant", content="\n".join(texts), tool_calls=calls or None), param="input")
     return Turn({**turn.fields, "reasoning_content": "\n".join(thoughts)}) if thoughts else turn
 
 
@@ -74,20 +75,25 @@ def _content(parts: str | Sequence[Any]) -> Any:
 class ResponseMemory:
     """The conversations that ended with a response, by tenant and id; drops the oldest. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int) -> None:
+        """``max_bytes`` are for all tenants together; beyond them, who has most loses the oldest."""
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._tenants: defaultdict[str, _Kept] = defaultdict(_Kept)
 
     def remember(self, response: str, turns: Sequence[Turn], *, tenant: str) -> None:
         """Keep the conversation up to this response, the response included."""
-        size = sum(len(json.dumps(turn.fields)) for turn in turns)
+        size = sum(
+            _TURN_BYTES + len(json.dumps(turn.fields, ensure_ascii=False).encode(errors="replace")) for turn in turns
+        )
         with self._lock:
             kept = self._tenants[tenant]
             kept.conversations[response] = (tuple(turns), size)
-            kept.characters += size
-            while len(kept.conversations) > _MAX_RESPONSES or kept.characters > _MAX_CHARACTERS:
-                _, (_, gone) = kept.conversations.popitem(last=False)
-                kept.characters -= gone
+            kept.bytes += size
+            while len(kept.conversations) > _MAX_RESPONSES or kept.bytes > _MAX_BYTES:
+                kept.drop_oldest()
+            while sum(other.bytes for other in self._tenants.values()) > self._max_bytes:
+                max(self._tenants.values(), key=lambda other: other.bytes).drop_oldest()
 
     def find(self, response: str, *, tenant: str) -> Sequence[Turn] | None:
         """The conversation that ended with this response; None if it is not remembered."""
@@ -106,4 +112,9 @@ class _Kept:
 
     def __init__(self) -> None:
         self.conversations: OrderedDict[str, tuple[Sequence[Turn], int]] = OrderedDict()
-        self.characters = 0
+        self.bytes = 0
+
+    def drop_oldest(self) -> None:
+        """Forget one."""
+        _, (_, size) = self.conversations.popitem(last=False)
+        self.bytes -= size

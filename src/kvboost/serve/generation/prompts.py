@@ -56,8 +56,8 @@ class ChatPrompt:
     """Ids up to the last place that the client marked with ``cache_control``."""
 
 
-def to_turn(message: Message) -> Turn:
-    """A client's message as templates take it."""
+def to_turn(message: Message, *, param: str = "messages") -> Turn:
+    """A client's message as templates take it; ``param`` is the field it came in."""
     marks: list[int] = []
     if isinstance(message.content, list):
         content = ""
@@ -80,23 +80,30 @@ def to_turn(message: Message) -> Turn:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, param=param)},
             }
             for call in message.tool_calls
         ]
     return Turn(fields, tuple(marks))
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def _arguments(text: str, *, param: str) -> dict[str, Any]:
     """Templates write arguments from an object; clients send them as text."""
     try:
         value = json.loads(text or "{}")  # what some clients send for no arguments
         json.dumps(value, ensure_ascii=False).encode()  # halves of surrogate pairs are no text
     except (ValueError, RecursionError) as error:
-        raise bad_request("the arguments of an earlier tool call are no JSON", param="messages") from error
+        raise bad_request("the arguments of an earlier tool call are no JSON", param=param) from error
     if not isinstance(value, dict):
-        raise bad_request("the arguments of an earlier tool call are no JSON object", param="messages")
+        raise bad_request("the arguments of an earlier tool call are no JSON object", param=param)
     return value
+
+
+def effort_variables(effort: str | None) -> dict[str, Any]:
+    """What an effort of reasoning sets in a chat template; the second is for templates that know only on and off."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, **({"enable_thinking": False} if effort == "none" else {})}
 
 
 _KWARG = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
@@ -134,15 +141,16 @@ class ChatPrompts:
         cache_key: str,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        param: str = "messages",
     ) -> ChatPrompt:
         """The chat's text, its ids and where to cut: at the ends of messages and where the client marked it.
 
-        ``template_kwargs`` are further variables of the template.
+        ``template_kwargs`` are further variables of the template, ``param`` is the field the chat came in.
         """
         if getattr(self._tokenizer, "chat_template", None) is None:
             raise bad_request("this model has no chat template; use /v1/completions with the text you want")
         extra = {**(template_kwargs or {}), **({"tools": tools} if tools else {})}
-        text = self._render([turn.fields for turn in turns], extra=extra)
+        text = self._render([turn.fields for turn in turns], extra=extra, param=param)
         splices, marks, ends = self._locate(turns, text, tenant=tenant, cache_key=cache_key)
         pieces = _Pieces(self._tokenize)
         with self.lock:
@@ -207,7 +215,7 @@ class ChatPrompts:
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return [int(i) for i in encoded["input_ids"]], [end for _, end in encoded["offset_mapping"]]
 
-    def _render(self, messages: list[dict[str, Any]], *, extra: Mapping[str, Any]) -> str:
+    def _render(self, messages: list[dict[str, Any]], *, extra: Mapping[str, Any], param: str) -> str:
         from jinja2 import TemplateError
 
         try:
@@ -217,9 +225,8 @@ class ChatPrompts:
             text.encode()  # arguments of earlier calls can hold half of a surrogate pair, which no tokenizer reads
             return text
         except (TemplateError, TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
-            raise bad_request(
-                f"this model's chat template does not take these messages: {error}", param="messages"
-            ) from error
+            message = f"this model's chat template does not take these messages: {error}"
+            raise bad_request(message, param=param) from error
 
     def _locate(
         self, turns: Sequence[Turn], text: str, *, tenant: str, cache_key: str

@@ -76,7 +76,7 @@ class Service:
         self.max_positions = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
         self.token_bytes = token_bytes(engine.tokenizer)
         self.grammars = Grammars(engine.tokenizer, vocab_size=self.vocab_size, end_token_ids=self.end_token_ids)
-        self.responses = ResponseMemory()
+        self.responses = ResponseMemory(limits.max_remembered_bytes)
         self.streams = Streams(limits.max_streams)
         self.rates = Rates(limits)
         # A schema can take seconds: one thread, in which the tenants take turns.

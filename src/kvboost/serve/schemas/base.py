@@ -50,6 +50,17 @@ def at_most(param: str, limit: Callable[[Limits], int]) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def at_most_lists(param: str, limit: Callable[[Limits], int]) -> BeforeValidator:
+    """The same for a list of lists: token ids are one entry, however many. Anything else in a list is one each."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list) and value and not isinstance(value[0], int):
+            check_count(len(value), limit(limits_now()), param=param)
+        return value
+
+    return BeforeValidator(check)
+
+
 def unsupported(why: str) -> BeforeValidator:
     """Refuse a known field that would change the answer, with what to do; null is what clients send by default."""
 
@@ -63,7 +74,9 @@ def unsupported(why: str) -> BeforeValidator:
 
 
 _INERT = "has no effect on the answer here"
-Inert = Annotated[Any, Field(description=_INERT)]
+NO_EFFECT: Any = Field(description=_INERT)
+"""Marks a field whose value is checked and has no effect here."""
+Inert = Annotated[Any, NO_EFFECT]
 """A field that clients of other servers send and that has no effect here, whatever it says."""
 Text = Annotated[str, AfterValidator(_no_half_surrogates)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**31)]], Field(fail_fast=True)]
@@ -93,19 +106,31 @@ class Body(BaseModel):
         return value
 
     def ignored(self) -> list[str]:
-        """The fields that the client sent and that have no effect here."""
-        return [
-            name
-            for name, field in type(self).model_fields.items()
-            if field.description == _INERT and getattr(self, name) is not None
-        ]
+        """The fields that the client sent and that have no effect here, also those of objects in fields."""
+        found: list[str] = []
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if field.description == _INERT and value is not None:
+                found.append(name)
+            elif isinstance(value, Body):
+                found += [f"{name}.{inner}" for inner in value.ignored()]
+        return found
 
 
 _MAX_NAME = 64  # characters of a field's name; a longer one is nobody's typing error
+_SAME = (
+    ("max_completion_tokens", "max_tokens", "max_output_tokens"),
+    ("messages", "input", "prompt"),
+    ("stop", "stop_sequences"),
+    ("instructions", "system"),
+)
+"""What the endpoints call differently."""
 
 
 def _unknown(name: str, known: frozenset[str]) -> PydanticCustomError:
-    meant = get_close_matches(name, known, n=1, cutoff=0.75) if len(name) <= _MAX_NAME else []
+    meant = [other for names in _SAME if name in names for other in names if other in known]
+    if not meant and len(name) <= _MAX_NAME:
+        meant = get_close_matches(name, known, n=1, cutoff=0.75)
     shown = name[:_MAX_NAME].encode(errors="replace").decode()
     return PydanticCustomError(
         UNKNOWN_FIELD, "this field is not known", {"field": shown, "meant": meant[0] if meant else ""}
@@ -116,9 +141,10 @@ class CacheControl(Body):
     """Marks the end of a part as a place to cut, as Anthropic's clients write it."""
 
     type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-    scope: Annotated[str, Field(max_length=64)] | None = None
-    """Neither has an effect: what stays is decided by use, and each key has a cache of its own."""
+    ttl: Annotated[Literal["5m", "1h"] | None, NO_EFFECT] = None
+    """What stays is decided by use."""
+    scope: Annotated[Annotated[str, Field(max_length=64)] | None, NO_EFFECT] = None
+    """Each key has a cache of its own."""
 
 
 class TextPart(Body):

@@ -6,8 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from kvboost.serve.schemas.base import Inert, Messages, NamedChoice, Tool, at_most, unsupported
+from kvboost.serve.schemas.base import NO_EFFECT, Inert, Messages, NamedChoice, Tool, at_most, unsupported
 from kvboost.serve.schemas.choices import Choices
+
+_TextOnly = Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=1)]
 
 
 class ChatRequest(Choices):
@@ -27,7 +29,7 @@ class ChatRequest(Choices):
     """Given to the chat template."""
     chat_template_kwargs: dict[str, Any] | None = None
     """More for the chat template."""
-    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=1)] | None = None
+    modalities: Annotated[_TextOnly | None, NO_EFFECT] = None
     verbosity: Inert = None
     prediction: Inert = None
     functions: Annotated[None, unsupported("give tools")] = None
@@ -35,7 +37,3 @@ class ChatRequest(Choices):
     audio: Annotated[None, unsupported("it takes and writes text only; leave it out")] = None
     web_search_options: Annotated[None, unsupported("it does not search; leave it out")] = None
     moderation: Annotated[None, unsupported("it does not moderate; leave it out")] = None
-
-    def ignored(self) -> list[str]:
-        """The fields that the client sent and that have no effect here."""
-        return [*super().ignored(), *(["modalities"] if self.modalities is not None else [])]

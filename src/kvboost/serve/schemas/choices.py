@@ -64,11 +64,6 @@ class Choices(SamplingBody):
     prompt_cache_retention: Inert = None
     prompt_cache_options: Inert = None
 
-    def ignored(self) -> list[str]:
-        """The fields that the client sent and that have no effect here."""
-        below = self.stream_options.ignored() if self.stream_options is not None else []
-        return [*super().ignored(), *(f"stream_options.{name}" for name in below)]
-
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with what it cost."""

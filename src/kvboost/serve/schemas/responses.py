@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from kvboost.serve.schemas.base import (
+    NO_EFFECT,
     Body,
     Inert,
     JsonObjectFormat,
@@ -134,8 +135,7 @@ class TextSettings(Body):
     """How the text of a response is written."""
 
     format: Annotated[TextFormat | JsonObjectFormat | InlineSchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
-    """Without effect here."""
+    verbosity: Annotated[Literal["low", "medium", "high"] | None, NO_EFFECT] = None
 
 
 class FunctionTool(Body):
@@ -159,13 +159,14 @@ class Reasoning(Body):
     """How much to reason."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
+    summary: Annotated[Literal["auto", "concise", "detailed"] | None, NO_EFFECT] = None
+    """Reasoning is given as it is."""
 
 
 class ResponsesStreamOptions(Body):
     """How to stream."""
 
-    include_obfuscation: bool | None = None
+    include_obfuscation: Annotated[bool | None, NO_EFFECT] = None
 
 
 class ResponsesRequest(SamplingBody):
@@ -193,12 +194,12 @@ class ResponsesRequest(SamplingBody):
     background: Literal[False] | None = None
     top_logprobs: Literal[0] | None = None
     reasoning: Reasoning | None = None
-    metadata: Annotated[dict[str, Text], Field(max_length=16)] | None = None
-    user: Text | None = None
+    metadata: Annotated[Annotated[dict[str, Text], Field(max_length=16)] | None, NO_EFFECT] = None
+    user: Annotated[Text | None, NO_EFFECT] = None
+    max_tool_calls: Annotated[int | None, NO_EFFECT] = None
+    """These three come back in the response."""
     safety_identifier: Inert = None
     service_tier: Inert = None
     prompt_cache_retention: Inert = None
-    max_tool_calls: int | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: Annotated[list[Literal["reasoning.encrypted_content"]] | None, NO_EFFECT] = None
     stream_options: ResponsesStreamOptions | None = None
-    """The others have no effect here; some come back in the response."""

@@ -6,7 +6,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvboost.serve.schemas.base import Body, Messages, Text, TokenIds
+from kvboost.serve.schemas.base import Body, Messages, Text, TokenIds, at_most_lists
+
+_MAX_LISTS = 1024  # more than an answer names segments
 
 
 class TokenizeRequest(Body):
@@ -18,10 +20,13 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    """POST /detokenize."""
+    """POST /detokenize: token ids, or several lists of them."""
 
     model: Text | None = None
-    tokens: TokenIds
+    tokens: Annotated[
+        TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
+        at_most_lists("tokens", lambda limits: _MAX_LISTS),
+    ]
 
 
 class WarmRequest(Body):

@@ -39,6 +39,8 @@ class Limits:
     """Prompts that wait to be tokenised; more are a 429, unless their key has less than an even share."""
     max_total_body_bytes: int = 256 * 2**20
     """Bytes of the bodies of all requests under way; more are a 429, unless their key has less than an even share."""
+    max_remembered_bytes: int = 256 * 2**20
+    """Bytes of the conversations kept for ``previous_response_id``; beyond them the key with most loses its oldest."""
     max_requests_per_minute: int | None = None
     """Requests of one key per minute; more are a 429. If left out, any number."""
     max_tokens_per_minute: int | None = None
