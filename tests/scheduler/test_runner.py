@@ -446,7 +446,7 @@ def test_slower_tiers_load_while_a_job_waits(tiny: Callable[..., Any], tmp_path:
     assert report.exact_tokens == 64
 
 
-def test_an_error_ends_its_own_job_only(tiny: Callable[..., Any]) -> None:
+def test_an_error_ends_its_own_job_only(tiny: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_of(tiny("llama"))
 
     def breaks(tokens: list[int], logits: torch.Tensor) -> None:
@@ -462,6 +462,8 @@ def test_an_error_ends_its_own_job_only(tiny: Callable[..., Any]) -> None:
         assert settled(engine, runner)
     assert [end(events).reason for events in found] == ["length", "error", "length", "error"]
     assert end(found[1]).error == "RuntimeError: a grammar that went wrong"
+    assert "a job failed: RuntimeError at scheduler/test_runner.py:" in caplog.text
+    assert "went wrong" not in caplog.text, "its words may be a client's"
     assert len(ids(found[1])) == 3
     assert end(found[1]).report is not None
     assert end(found[3]).report is None

@@ -18,6 +18,7 @@ import torch
 
 from kvboost.core.session import Session
 from kvboost.errors import ClosedError, ConfigError
+from kvboost.failures import log_failure
 from kvboost.hf.adapters import AS_SET
 from kvboost.hf.rows import RowBatch
 from kvboost.scheduler.admission import checked_engine, checked_job
@@ -387,6 +388,7 @@ class BatchRunner:
             self._end(number, reason)
 
     def _failed(self, number: int, error: Exception) -> None:
+        log_failure(_log, error, "a job failed")
         self._end(number, "error", error=f"{type(error).__name__}: {error}")
 
     def _end(self, number: int, reason: str, *, error: str | None = None) -> None:
@@ -399,7 +401,7 @@ class BatchRunner:
         last: Finished = job.finished(reason, error=error)
         try:
             job.close()
-        except Exception:  # noqa: BLE001 - the job's result is unaffected, and so are other jobs
-            _log.exception("a job that ended (%s) could not release its resources", reason)
+        except Exception as failure:  # noqa: BLE001 - the job's result is unaffected, and so are other jobs
+            log_failure(_log, failure, "a job that ended (%s) could not release its resources", reason)
         finally:
             job.ticket.put(last)

@@ -1,15 +1,26 @@
 from __future__ import annotations
 
+import json
 import logging
 import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvboost import KVBoost
+from kvboost.cli.main import main
+from kvboost.failures import log_failure
+from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve import Keys
 from kvboost.serve.app import make_app
+from kvboost.serve.observability.requests import CutOffError, RequestLog
 from kvboost.serve.security.auth import tenant_of
+from kvboost.types import tenant_digest
 from tests.serve.asgi import ask
-from tests.serve.conftest import KEY, SECRET, Running
+from tests.serve.conftest import ADMIN_KEY, KEY, SECRET, Running
 
 _SECRET = "the moon is made of cheese"
 
@@ -32,7 +43,9 @@ def test_a_request_is_one_line_of_numbers(keyed: Running, caplog: pytest.LogCapt
         assert answer.headers["x-request-id"] == "abc-1.2"
     line = _lines(caplog)[-1]
     assert len(_lines(caplog)) == 2
-    prefix = f"POST /v1/completions status=200 request=abc-1.2 tenant={tenant_of(KEY, SECRET)[:8]} ms="
+    prefix = (
+        f"POST /v1/completions status=200 request=abc-1.2 tenant={tenant_digest(tenant_of(KEY, SECRET)).hex()[:8]} ms="
+    )
     assert line.startswith(prefix)
     told = dict(word.split("=") for word in line.split()[2:])
     assert int(told["prompt"]) == len(_SECRET) * 4
@@ -82,7 +95,7 @@ def test_a_failure_is_answered_counted_and_logged_with_its_id(
     keyed: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(name: str | None) -> None:
-        raise KeyError("a bug")
+        raise KeyError(_SECRET)
 
     monkeypatch.setattr(keyed.service, "check_model", fail)
     answer = ask(keyed.app, "GET", "/v1/models/tiny", key=KEY, headers={"x-request-id": "the-one"})
@@ -90,6 +103,78 @@ def test_a_failure_is_answered_counted_and_logged_with_its_id(
     assert answer.json()["error"]["type"] == "server_error"
     assert answer.headers["x-request-id"] == "the-one"
     failed, line = _lines(caplog)
-    assert failed == "request=the-one failed"
+    assert failed.startswith("request=the-one failed: KeyError at observability/test_requests.py:")
+    assert " in fail < api/models.py:" in failed
+    assert "moon" not in caplog.text, "what it says may be a client's"
     assert "status=500 request=the-one" in line
     assert b'kvboost_http_responses_total{status="500"}' in keyed.service.metrics.text()
+
+
+def test_what_fails_behind_the_headers_tells_the_web_server_nothing(
+    keyed: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def begun_and_failed(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise KeyError(_SECRET)
+
+    with pytest.raises(CutOffError) as told:
+        ask(RequestLog(begun_and_failed), "GET", "/", headers={"x-request-id": "the-one"})
+    assert "moon" not in "".join(traceback.format_exception(told.value)) + caplog.text
+    assert "request=the-one failed: KeyError at" in caplog.text
+
+
+def test_a_message_is_logged_where_everything_is(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("kvboost.serve")
+    try:
+        try:
+            raise KeyError(_SECRET)
+        except KeyError as error:
+            raise RuntimeError(_SECRET) from error
+    except RuntimeError as error:
+        log_failure(log, error, "it failed")
+        assert "it failed: RuntimeError at observability/" in caplog.text
+        assert ", from KeyError at observability/" in caplog.text
+        assert "moon" not in caplog.text
+        with caplog.at_level(logging.DEBUG, logger="kvboost.serve"):
+            log_failure(log, error, "it failed")
+        assert "moon" in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_job_that_fails_is_logged_without_its_message(
+    keyed: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ValueError(_SECRET)
+
+    monkeypatch.setattr(keyed.service.chats, "decode", fail)
+    asked = {"model": "tiny", "prompt": "x", "max_tokens": 3, "stream": stream}
+    with keyed.http() as http:
+        answer = http.post("/v1/completions", json=asked)
+    assert "its log says why" in answer.text or "the server's log says why" in answer.text
+    assert "an answer could not be read: ValueError at observability/test_requests.py:" in caplog.text
+    assert "failed in its job" in caplog.text
+    assert "moon" not in caplog.text
+
+
+def test_tenants_and_models_are_called_as_kvboost_cache_calls_them(
+    make_engine: Callable[..., KVBoost], tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Any
+) -> None:
+    engine = make_engine(disk_cache_dir=tmp_path / "kv")
+    keys = Keys([KEY], admin_key=ADMIN_KEY, secret=SECRET)
+    with engine, BatchRunner(engine) as runner:
+        app = make_app(engine, runner, model_name="tiny", keys=keys)
+        asked = {"model": "tiny", "prompt": _SECRET * 4, "max_tokens": 1}
+        assert ask(app, "POST", "/v1/completions", key=KEY, json=asked).status_code == 200
+        spaces = ask(app, "GET", "/v1/cache", key=ADMIN_KEY).json()["spaces"]
+        app.state.service.close()
+        engine.flush()
+    assert main(["cache", "stat", str(tmp_path / "kv"), "--json"]) == 0
+    [stored] = json.loads(capsys.readouterr().out)["spaces"]
+    [told] = [space for space in spaces if space["tenant"] == keys.tenants[0]]
+    assert (told["id"], told["model"]) == (stored["tenant"][:8], stored["model"][:12])
+    assert f" tenant={told['id']} " in caplog.text
+    assert main(["cache", "stat", str(tmp_path / "kv")]) == 0
+    shown = capsys.readouterr().out
+    assert told["id"] in shown
+    assert told["model"] in shown

@@ -37,6 +37,7 @@ async def show(service: AppService) -> Response:
             "load": {"running": load.running, "waiting": load.waiting, "kv_bytes": load.cached_bytes},
             "streams": service.streams.running,
             "tenants": service.keys.tenants,
+            "spaces": await asyncio.to_thread(service.spaces.listed),
             "pins": [asdict(pin) for pin in service.pins.listed()],
             "hottest": [
                 {

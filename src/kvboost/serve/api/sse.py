@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvboost.failures import log_failure
 from kvboost.serve.errors import ApiError
 
 _log = logging.getLogger("kvboost.serve")
@@ -63,8 +64,8 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": _written(event), "more_body": True})
         except ApiError as error:  # too late for a status
             await send({"type": "http.response.body", "body": _written(self._failure(error)), "more_body": True})
-        except Exception:  # noqa: BLE001 - logged; the headers are gone, so the stream itself has to say it
-            _log.exception("a stream failed")
+        except Exception as error:  # noqa: BLE001 - logged; the headers are gone, so the stream itself has to say it
+            log_failure(_log, error, "a stream failed")
             failure = ApiError(500, "the server failed; its log says why")
             await send({"type": "http.response.body", "body": _written(self._failure(failure)), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -71,7 +71,8 @@ class Answer:
                 self.seen[event.index] = len(event.token_ids)
                 self.ended.append(event)
                 if event.reason == "error":
-                    _log.error("a job failed: %s", event.error)
+                    _log.error("answer=%s failed in its job", self.id)  # whose log line says where
+                    _log.debug("answer=%s: %s", self.id, event.error)
                     raise ApiError(500, "the model could not answer this request; the server's log says why")
                 if event.reason == "cancelled":
                     raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})

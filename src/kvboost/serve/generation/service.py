@@ -33,6 +33,7 @@ from kvboost.serve.observability.kept import KeptStats
 from kvboost.serve.observability.metrics import Metrics
 from kvboost.serve.observability.recent import RecentRequests, RequestRecord
 from kvboost.serve.observability.requests import current_request
+from kvboost.serve.observability.spaces import Spaces
 from kvboost.serve.observability.tracing import RequestSpan, current_span
 from kvboost.serve.schemas.base import ResponseFormat
 from kvboost.serve.schemas.responses import InlineSchemaFormat
@@ -83,6 +84,7 @@ class Service:
         self.compiling = FairPool(1, max_waiting=limits.max_waiting_prompts, name="kvboost-grammar")
         self.tokenizing = FairPool(_TOKENIZERS, max_waiting=limits.max_waiting_prompts, name="kvboost-tokenize")
         self.kept = KeptStats(engine)
+        self.spaces = Spaces(engine)
         self.metrics = Metrics(self.kept, runner)
         self.recent = RecentRequests()
         self.pins = Pins(engine)
@@ -203,7 +205,7 @@ class Service:
         except BusyError as error:
             raise ApiError(429, str(error), code="server_busy", headers={"Retry-After": "1"}) from error
         except ClosedError as error:
-            _log.error("a request was refused: %s", error)
+            _log.error("a request was refused: the runner was closed or has failed")
             raise ApiError(503, "the server takes no more requests; restart it") from error
         except ConfigError as error:
             raise bad_request(str(error)) from error

@@ -7,6 +7,7 @@ Used by every endpoint that generates. Each job has a thread that waits for its 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
@@ -14,9 +15,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from kvboost.failures import log_failure
 from kvboost.scheduler.jobs import Finished, NewToken, Ticket
 from kvboost.serve.generation.text import Detokenizer, StopCutter
 from kvboost.types import ReuseReport
+
+_log = logging.getLogger("kvboost.serve")
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,7 @@ class TokenStream:
             for event in follow(ticket, index=index, **self._arguments):  # type: ignore[arg-type]
                 self._put(event)
         except Exception as error:  # noqa: BLE001 - a thread has nobody to raise to: the client is told
+            log_failure(_log, error, "an answer could not be read")
             ticket.cancel()
             self._put(Ended(index, "error", "", (), (), None, None, error=repr(error)))
 

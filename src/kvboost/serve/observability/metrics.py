@@ -48,7 +48,8 @@ class _Live(Collector):
         yield CounterMetricFamily(
             "kvboost_jobs_preempted", "Running jobs moved back to the queue.", value=load.preempted
         )
-        by_tier = GaugeMetricFamily("kvboost_store_bytes", "KV kept for later, by tier.", labels=["tier"])
+        kept = "KV kept for later, by tier, of the tenants that were here since the start; others may have more there."
+        by_tier = GaugeMetricFamily("kvboost_store_bytes", kept, labels=["tier"])
         for tier, held in stats["bytes_by_tier"].items():
             by_tier.add_metric([tier], held)
         yield by_tier

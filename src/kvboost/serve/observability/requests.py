@@ -18,17 +18,22 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvboost.failures import log_failure
 from kvboost.serve.errors import ApiError
 from kvboost.serve.observability.recent import RequestRecord
+from kvboost.serve.observability.spaces import stored_tenant
 
 REQUEST_ID = "x-request-id"
 _GIVEN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _METHODS = frozenset(("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"))
 _PROBES = ("/health", "/ready", "/metrics")
 _CLIENT_GONE = 499  # no response was begun, as its reader had gone
-_SHORT = 8  # digits of a tenant's id
 
 _log = logging.getLogger("kvboost.serve")
+
+
+class CutOffError(Exception):
+    """A response that was begun and failed; the log says how."""
 
 
 @dataclass
@@ -74,10 +79,11 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, named)
-        except Exception as error:
-            _log.error("request=%s failed", note.id, exc_info=error)
+        except Exception as error:  # noqa: BLE001 - logged, and answered with a 500 or by cutting the connection
+            log_failure(_log, error, "request=%s failed", note.id)
             if started:
-                raise  # the server cuts the connection: the client must not take this for a whole answer
+                # The server logs this and cuts the connection: the client must not take it for a whole answer.
+                raise CutOffError(f"request={note.id} was cut off") from None
             failure = ApiError(500, "the server failed; its log says why")
             await JSONResponse(failure.body(scope["path"]), failure.status)(scope, receive, named)
         finally:
@@ -98,7 +104,7 @@ def _write(scope: Scope, note: RequestNote, *, status: int, seconds: float) -> N
     method = scope["method"] if scope["method"] in _METHODS else "-"
     words = [
         f"{method} {route or '-'} status={status} request={note.id}",
-        f"tenant={caller.tenant[:_SHORT] or '-' if caller is not None else '-'}",
+        f"tenant={stored_tenant(caller.tenant) if caller is not None else '-'}",
         f"ms={seconds * 1000:.1f}",
     ]
     if record is not None:
