@@ -35,7 +35,11 @@ def test_the_readme_runs(smollm2_path: str, tmp_path: Path, monkeypatch: pytest.
     code = "\n".join(blocks).replace(_MODEL, smollm2_path)
     names: dict[str, Any] = {}
     exec(compile(code, "README.md", "exec"), names)
-    assert len(capsys.readouterr().out) > 20
+    said = capsys.readouterr().out
+    assert len(said) > 20
+    for promised in re.findall(r"^# (.* moved, .*)$", code, re.MULTILINE):
+        assert promised in said
+    assert names["answer"].reuse.moved_tokens > 100
     assert names["r"].cached_tokens > 100
     assert names["r"].reuse.bitwise
 
