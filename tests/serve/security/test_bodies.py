@@ -55,7 +55,8 @@ _WRONG = {
         _fields('{"model":"tiny","messages":[{"role":"user",', "}]}"),
     ),
     "input": ("/v1/responses", "input", _filled('{"model":"tiny","input":[', "0", "]}")),
-    "tokens": ("/detokenize", "tokens.0", _filled('{"tokens":[', "{}", "]}")),
+    "tokens": ("/detokenize", "tokens.1", _filled('{"tokens":[1,', "{}", "]}")),
+    "lists of tokens": ("/detokenize", "tokens", _filled('{"tokens":[', "{}", "]}")),
     "warm": ("/v1/cache/warm", "messages", _filled('{"messages":[', "0", "]}")),
 }
 
