@@ -18,10 +18,12 @@ import torch
 
 from kvboost.approx.calibrate import approx_over
 from kvboost.approx.find import ApproxReuse
+from kvboost.approx.levels import Repair, choose_repair
 from kvboost.approx.probe import probe_reposition
 from kvboost.approx.repair import _Selector
-from kvboost.approx.reposition import KeyRepositioner
-from kvboost.approx.select import STRATEGIES, Auto, CacheBlend, First, Query
+from kvboost.approx.reposition import KeyRepositioner, Move
+from kvboost.approx.select import STRATEGIES, Auto, CacheBlend, First, Nothing, Query
+from kvboost.config import EngineConfig
 from kvboost.core.arrange import ServedPaths
 from kvboost.core.chunking import ContentChunker, FixedChunker, NaturalChunker, make_chunker
 from kvboost.core.keys import chunk_keys, token_array
@@ -30,6 +32,7 @@ from kvboost.core.plan import plan_reuse, reusable_chunks
 from kvboost.core.session import Session
 from kvboost.engine import KVBoost
 from kvboost.engine.memory import workload
+from kvboost.extend import RepairStrategy
 from kvboost.hf.breaks import break_table
 from kvboost.hf.cache import KVLayout, SlabCache, SlabLayer, TensorSpec, stock_cache
 from kvboost.hf.codec import KVCodec, codec_for
@@ -44,7 +47,7 @@ from kvboost.scheduler.jobs import Finished, Job, NewToken
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.store import MemoryStore, RedisTier
 from kvboost.store.tiers.redis import server as redis_server
-from kvboost.types import KVBlock
+from kvboost.types import Chunk, KVBlock
 
 __all__ = [
     "STRATEGIES",
@@ -63,8 +66,10 @@ __all__ = [
     "ModelSource",
     "NaturalChunker",
     "NewToken",
+    "Nothing",
     "Query",
     "RaggedRunner",
+    "Repair",
     "RowBatch",
     "ServedPaths",
     "SharedPrefix",
@@ -97,11 +102,66 @@ def forget_requests(engine: KVBoost) -> None:
     _session(engine).prefiller.approx.forget()
 
 
+def _approx(engine: KVBoost) -> ApproxReuse:
+    """The engine's non-prefix reuse, which its settings must allow."""
+    approx = _session(engine).prefiller.approx
+    assert isinstance(approx, ApproxReuse), approx.reason
+    return approx
+
+
+def why_no_approx(engine: KVBoost) -> str | None:
+    """Why this engine has no non-prefix reuse; None if it has."""
+    approx = _session(engine).prefiller.approx
+    return None if isinstance(approx, ApproxReuse) else str(approx.reason)
+
+
+def repair_with(strategy: RepairStrategy, ratio: float) -> Repair:
+    """A repair that recomputes this share whatever its estimate says."""
+    return Repair(strategy, ratio, tolerated_error=math.inf, tolerated_share=1.0)
+
+
+def level_repair(quality: str) -> Repair:
+    """The repair of a ``quality``, for a model without a calibration."""
+    repair = choose_repair(EngineConfig(quality=quality))
+    assert repair is not None
+    return repair
+
+
+@contextmanager
+def repairing(engine: KVBoost, repair: Repair) -> Iterator[None]:
+    """While this lasts, the engine reuses chunks from anywhere, at any cost, and repairs them like this.
+
+    An engine for every repair would each add hooks to the model's layers, which all of them run through.
+    """
+    session = _session(engine)
+    again = _approx(engine).over(session.prefiller.store, repair)
+    engine.session = replace(session, prefiller=approx_over(session.prefiller, again))
+    try:
+        yield
+    finally:
+        engine.session = session
+
+
+def prompt_chunks(engine: KVBoost, tokens: Sequence[int], boundaries: Sequence[int]) -> list[Chunk]:
+    """The chunks that a prompt is cut into."""
+    return _session(engine).prefiller.chunk(list(tokens), boundaries).chunks
+
+
+def place_blocks(engine: KVBoost, cache: SlabCache, blocks: Sequence[tuple[KVBlock, int]]) -> None:
+    """Copy stored blocks to these positions of ``cache``, ascending, their keys re-rotated."""
+    model = _approx(engine)._model
+    moves = (Move(model.codec.unpack(block.tensors), block.start, position) for block, position in blocks)
+    model.repositioner.place(cache, moves)
+
+
+def recompute_at(engine: KVBoost, cache: SlabCache, tokens: Sequence[int], positions: torch.Tensor) -> None:
+    """Recompute these positions of a cache that holds exactly ``tokens``."""
+    _approx(engine)._model.recompute.recompute_positions(tokens, cache, positions, logits=False)
+
+
 def allow_second_round(engine: KVBoost) -> None:
     """Let the engine recompute a second time where the error estimate is above its tolerance."""
-    session = _session(engine)
-    approx = session.prefiller.approx
-    assert isinstance(approx, ApproxReuse)
+    session, approx = _session(engine), _approx(engine)
     again = approx.over(session.prefiller.store, replace(approx.repair_settings, tolerated_error=1.0))
     engine.session = replace(session, prefiller=approx_over(session.prefiller, again))
 

@@ -111,10 +111,10 @@ def test_a_bad_setting_is_named(bad: dict[str, Any]) -> None:
     ids=lambda idle: "-".join(idle),
 )
 def test_settings_of_non_prefix_reuse_need_a_quality(idle: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="never uses; add quality='high'") as error:
+    with pytest.raises(ConfigError, match="never uses; add quality='auto'") as error:
         EngineConfig(**idle)
     assert all(name in str(error.value) for name in idle)
-    for quality in ("high", "fast", 0.02):
+    for quality in ("auto", "high", "fast", 0.02):
         assert EngineConfig(quality=quality, **idle).quality == quality
 
 

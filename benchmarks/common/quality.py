@@ -44,7 +44,24 @@ class Reference:
             answer.append(int(logits[-1].argmax()))
             if len(answer) == self._tokens or answer[-1] in self._ends:
                 return answer, torch.stack(logits)
-            logits.append(_forward(model, answer[-1:], read.cache)[0])
+            logits.append(forward(model, answer[-1:], read.cache)[0])
+
+    def answer_after(self, model: Any, logits: torch.Tensor, cache: Any) -> list[int]:
+        """The greedy answer of a reading that was fed this one's answer and gave ``logits`` [tokens, vocab] for it.
+
+        ``cache`` ends with this answer but its last token. Up to the first other choice nothing needs to be computed.
+        """
+        best = logits.argmax(dim=-1).tolist()
+        pairs = zip(best, self.answer, strict=True)
+        same = next((place for place, (own, full) in enumerate(pairs) if own != full), len(best))
+        if same == len(best):
+            return list(self.answer)
+        if surplus := len(best) - 1 - same:
+            cache.crop(-surplus)
+        answer = [*self.answer[:same], best[same]]
+        while len(answer) < self._tokens and answer[-1] not in self._ends:
+            answer.append(int(forward(model, answer[-1:], cache)[0].argmax()))
+        return answer
 
     def text(self, answer: Sequence[int]) -> str:
         """What an answer says."""
@@ -64,7 +81,7 @@ def end_tokens(model: Any) -> set[int]:
 
 
 @torch.no_grad()
-def _forward(model: Any, tokens: Sequence[int], cache: Any) -> torch.Tensor:
+def forward(model: Any, tokens: Sequence[int], cache: Any) -> torch.Tensor:
     """The logits [tokens, vocab] of these tokens behind ``cache``, which grows by them."""
     ids = torch.tensor([list(tokens)], device=model.get_input_embeddings().weight.device)  # [1, tokens]
     logits: torch.Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
@@ -81,7 +98,7 @@ def compare(engine: KVBoost, prompt: rag.RagPrompt, reference: Reference, *, f1:
     logits = read.logits.view(1, -1)
     forced = reference.answer[:-1]
     if forced:
-        logits = torch.cat([logits, _forward(engine.model, forced, read.cache)])
+        logits = torch.cat([logits, forward(engine.model, forced, read.cache)])
     sample: dict[str, Any] = {
         "reused": True,
         "moved_tokens": read.reuse.moved_tokens,
@@ -110,6 +127,26 @@ def agreement(full: torch.Tensor, other: torch.Tensor) -> dict[str, float]:
         "first_kl": float(divergence[0]),
         "top1": float(same.mean()),
         "all_top1": float(same.min()),
+    }
+
+
+def harm(full: torch.Tensor, other: torch.Tensor, *, margin: float = 0.5) -> dict[str, float]:
+    """What the other best tokens cost, both [tokens, vocab]: regret, and decisive flips.
+
+    Regret is the log-probability of the full reading's best token less that of the other's best, under the full
+    reading, as a mean. A flip is decisive where the full reading's best token leads by more than ``margin`` nats.
+    """
+    p = torch.log_softmax(full.double(), dim=-1)
+    best, second = p.topk(2, dim=-1).values.unbind(-1)  # [tokens] each
+    chosen = other.argmax(dim=-1)
+    regret = best - p.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+    clear = best - second > margin
+    flips = clear & (chosen != full.argmax(dim=-1))
+    return {
+        "regret": float(regret.mean()),
+        "decisive": int(clear.sum()),
+        "decisive_flips": int(flips.sum()),
+        "decisive_share": float(flips.double().mean()),
     }
 
 

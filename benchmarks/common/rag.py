@@ -14,6 +14,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,19 @@ def prefill_before(engine: KVBoost, prompt: RagPrompt, history: str) -> None:
     engine.clear()
     engine.warm(list(prompt.head), boundaries=[len(prompt.head)])
     (HISTORIES | CONTEXTS)[history](engine, prompt)
+
+
+def add_variants(engine: KVBoost, prompt: RagPrompt, history: str) -> None:
+    """Prefill the passages in three more contexts of the kind that ``unrelated`` or ``reordered`` has."""
+    if history == "reordered":
+        CONTEXTS["reordered-4"](engine, prompt)  # the first of these orders is the one that is there
+    elif history == "unrelated":
+        others = [pair for pair in permutations(range(len(prompt.unrelated)), 2) if pair != (0, 1)]
+        for pair in random.Random(prompt.question).sample(others, min(3, len(others))):
+            for passage in prompt.passages:
+                _warm(engine, [prompt.head, *(prompt.unrelated[index] for index in pair)], passage)
+    else:
+        raise ValueError(f"{history} has no other contexts")
 
 
 def passages_reused(prompt: RagPrompt, reuse: ReuseReport) -> bool:

@@ -92,4 +92,4 @@ def test_progress_is_silent_at_first_and_speaks_on_stderr(
     progress.step(2)
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == "things: 3 of 10, 2 s\n"
+    assert err == "things: 3 of 10, 2 s, about 5 s left\n"

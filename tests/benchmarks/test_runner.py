@@ -20,6 +20,7 @@ NEED_A_MODEL = (
     "exactness",
     "fidelity",
     "recompute",
+    "yardstick",
     "nonprefix_ttft",
     "stripped_thinking",
     "restart",
@@ -100,7 +101,7 @@ def test_the_list_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> N
     assert {"exactness", "recompute", "disk_tier", "soak", "kv_paging"} <= set(listed)
 
 
-@pytest.mark.parametrize("name", ["ttft", "recompute", "hit_rate", "eviction", "chunk_resync", "batching"])
+@pytest.mark.parametrize("name", ["ttft", "recompute", "yardstick", "hit_rate", "eviction", "chunk_resync", "batching"])
 def test_a_short_form_needs_nothing_from_outside(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", name]) == 0
     assert "| " in capsys.readouterr().out

@@ -194,7 +194,9 @@ class Progress:
         now = time.perf_counter()
         if now - self._said >= _SILENT_SECONDS:
             self._said = now
-            say(f"{self._label}: {self._done} of {self._total}, {now - self._start:.0f} s")
+            took = now - self._start
+            left = took * (self._total - self._done) / self._done
+            say(f"{self._label}: {self._done} of {self._total}, {took:.0f} s, about {left:.0f} s left")
 
 
 def say(text: str) -> None:

@@ -1,0 +1,105 @@
+"""The file of samples: one JSON object a line, appended as they come, so that a run of hours can be continued.
+
+Invariants: the first line has the settings, and a run with others is refused; a sample is in the file before the next
+one is measured; a line that an interrupted run left unfinished is dropped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any, Self
+
+from kvboost.bench.report import BenchError, Machine, say
+
+_FORMAT = 1
+_OTHER_FILE = "continue it with the options it was begun with, or give another --out"
+
+
+class Journal:
+    """Samples by prompt, history and strategy. Without a file they are kept in memory only."""
+
+    def __init__(self, file: Path | None, settings: Mapping[str, Any], machine: Machine) -> None:
+        header = {"yardstick": _FORMAT, "settings": dict(settings), "machine": asdict(machine)}
+        self.header: dict[str, Any] = header
+        self.samples: list[dict[str, Any]] = []
+        self._keys: set[tuple[int, str, str]] = set()
+        self._stream: IO[str] | None = None
+        if file is None:
+            return
+        if file.exists() and file.stat().st_size:
+            self.header, self.samples, end = _read(file)
+            self._keys = {_key(sample) for sample in self.samples}
+            _check_same(file, self.header["settings"], header["settings"])
+            with file.open("r+b") as whole:
+                whole.truncate(end)
+            say(f"{file.name} has {len(self.samples)} samples; they are not measured again")
+        try:
+            self._stream = file.open("a", encoding="utf-8")
+        except OSError as error:
+            raise BenchError(f"cannot write {file.name}: {error.strerror}; give another --out") from error
+        if self._stream.tell() == 0:
+            self._write(header)
+
+    def __contains__(self, key: tuple[int, str, str]) -> bool:
+        """Whether the sample of this prompt, history and strategy is there."""
+        return key in self._keys
+
+    def add(self, sample: dict[str, Any]) -> None:
+        """Keep a sample."""
+        self.samples.append(sample)
+        self._keys.add(_key(sample))
+        self._write(sample)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        if self._stream is not None:
+            self._stream.write(json.dumps(line) + "\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._stream is not None:
+            self._stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _key(sample: Mapping[str, Any]) -> tuple[int, str, str]:
+    return sample["prompt"], sample["history"], sample["strategy"]
+
+
+def load(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The header and the samples of a file."""
+    header, samples, _ = _read(file)
+    return header, samples
+
+
+def _read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
+    """The header, the samples, and where the last whole line ends."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise BenchError(f"cannot read {file}: {error.strerror}; give files that `--out` wrote") from error
+    end = data.rfind(b"\n") + 1
+    records = []
+    for number, line in enumerate(data[:end].splitlines(), 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise BenchError(f"line {number} of {file.name} is not JSON; take it out, or give another file") from error
+    if not records or not isinstance(records[0], dict) or records[0].get("yardstick") != _FORMAT:
+        raise BenchError(f"{file.name} does not begin as a file of this version of the yardstick; give another file")
+    return records[0], records[1:], end
+
+
+def _check_same(file: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    other = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    if other:
+        differences = ", ".join(f"{name} {before.get(name)!r} instead of {now.get(name)!r}" for name in other)
+        raise BenchError(f"{file.name} was begun with {differences}; {_OTHER_FILE}")
