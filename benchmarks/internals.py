@@ -117,7 +117,7 @@ def why_no_approx(engine: KVBoost) -> str | None:
 
 def repair_with(strategy: RepairStrategy, ratio: float) -> Repair:
     """A repair that recomputes this share whatever its estimate says."""
-    return Repair(strategy, ratio, tolerated_error=math.inf, tolerated_share=1.0)
+    return Repair(strategy, ratio, tolerated_error=math.inf, tolerated_share=0.0)
 
 
 def level_repair(quality: str) -> Repair:

@@ -148,10 +148,10 @@ class _Yard:
     def _impossible(self, history: str, label: str) -> bool:
         return history == "alone" and label.startswith("variants")  # alone a passage has one variant
 
-    def _case(self, number: int, prompt: rag.RagPrompt, *, known: int | None = None) -> Case:
+    def _case(self, number: int, prompt: rag.RagPrompt, *, known: Sequence[bool] | None = None) -> Case:
         if number not in self._references:
             self._references[number] = Reference(self._engine, prompt, tokens=self._args.tokens)
-        return Case(prompt, self._references[number], prompt.passage_tokens if known is None else known)
+        return Case(prompt, self._references[number], known or [True] * len(prompt.passages))
 
     def _add(self, number: int, history: str, label: str, sample: dict[str, Any]) -> None:
         self._journal.add({"prompt": number, "history": history, "strategy": label, **sample})
@@ -186,7 +186,7 @@ class _Yard:
         for number in group:
             missing = {label for _, _, label in self._missing([number], "traffic")}
             if missing:
-                case = self._case(number, prompts[number], known=stream.known_tokens(prompts[number]))
+                case = self._case(number, prompts[number], known=stream.known(prompts[number]))
                 self._measure_settings(number, "traffic", case, self._settings, missing)
             self._store.frozen = False
             stream.ask(prompts[number])
@@ -218,9 +218,9 @@ def _floor_engines(engine: KVBoost, args: argparse.Namespace) -> dict[str, KVBoo
         floors[f"{other} instead of {args.dtype}"] = load_engine(args, dtype=other, store=MemoryStore(0))
     if "int8" in args.floors:
         say("making an engine with KV in 8 bits")
-        floors["KV in 8 bits"] = KVBoost(
-            engine.model, engine.tokenizer, quality="exact", kv_cache_bits=8, store=MemoryStore(_STORE_BYTES)
-        )
+        # Without workspaces: a cache that is still there has all its bits.
+        settings: dict[str, Any] = {"quality": "exact", "kv_cache_bits": 8, "workspace_bytes": 0}
+        floors["KV in 8 bits"] = KVBoost(engine.model, engine.tokenizer, store=MemoryStore(_STORE_BYTES), **settings)
     if "exact" in args.floors:
         floors["exact reuse"] = engine
     return floors

@@ -32,7 +32,11 @@ Tiny = Callable[..., Any]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("yard")
-    make_questions(place)
+    file = make_questions(place)
+    records = json.loads(file.read_text())
+    for passage in (passage for record in records for passage in record["ctxs"]):
+        passage["text"] = passage["text"][:200]  # every byte is a token
+    file.write_text(json.dumps(records))
     return make_model(place)
 
 
@@ -54,11 +58,11 @@ def test_every_history_is_compared_with_a_full_reading(folder: Path, tmp_path: P
         assert by[history, "none"]["kl"] > 0.0
         assert by[history, "auto=0.3"]["recomputed"] == pytest.approx(0.3, abs=0.02)
         # All positions recomputed are the full reading.
-        assert by[history, "even=1"]["kl"] < 1e-6
+        assert by[history, "even=1"]["kl"] < 1e-9
         assert by[history, "even=1"]["same_answer"]
         assert by[history, "even=1"]["f1"] == by[history, "even=1"]["full_f1"]
-    assert by["floor", "exact reuse"]["kl"] < 1e-6 < by["floor", "KV in 8 bits"]["kl"]
-    assert by["floor", "bfloat16 instead of float32"]["kl"] > 1e-6
+    assert by["floor", "exact reuse"]["kl"] < 1e-9 < by["floor", "KV in 8 bits"]["kl"]
+    assert by["floor", "bfloat16 instead of float32"]["kl"] > 1e-9
     assert ("alone", "variants-mean=0.3") not in by  # alone, a passage has one variant
     assert by["unrelated", "variants-fit=0.3"]["variants"] == [2, 2]  # two unrelated passages have two orders
     kls = {by["unrelated", name]["kl"] for name in ("none", "variants-mean=0.3", "variants-fit=0.3")}
@@ -269,6 +273,6 @@ def test_the_traffic_before_a_question_is_other_questions_and_other_orders(folde
     engine = KVBoost(tiny("llama", vocab_size=300, max_position_embeddings=8192), byte_tokenizer(), quality="high")
     stream = Stream(engine, prompts[:2])
     seen = {passage for visit in first_visits(prompts[:2]) for passage in visit.passages}
-    assert stream.known_tokens(prompts[0]) == sum(len(p) for p in prompts[0].passages if p in seen)
+    assert stream.known(prompts[0]) == [passage in seen for passage in prompts[0].passages]
     stream.ask(prompts[0])
-    assert stream.known_tokens(prompts[0]) == prompts[0].passage_tokens
+    assert all(stream.known(prompts[0]))

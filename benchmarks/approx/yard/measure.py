@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.approx.yard import variants
@@ -29,10 +31,13 @@ _FITS = {
 
 
 class Case:
-    """A prompt and its full reading, of which a part was seen before."""
+    """A prompt, its full reading, and which of its passages were seen before."""
 
-    def __init__(self, prompt: RagPrompt, reference: Reference, known_tokens: int) -> None:
-        self.prompt, self.reference, self._known = prompt, reference, known_tokens
+    def __init__(self, prompt: RagPrompt, reference: Reference, known: Sequence[bool]) -> None:
+        self.prompt, self.reference = prompt, reference
+        self._known = np.zeros(len(prompt.tokens), dtype=bool)  # tokens of passages that were seen before
+        for (start, end), seen in zip(pairwise(prompt.boundaries), known, strict=True):
+            self._known[start:end] = seen
 
     def measure(self, engine: KVBoost, repair: Repair) -> dict[str, Any]:
         """Reuse whatever is found and repair it like this."""
@@ -107,10 +112,11 @@ class Case:
 
     def _reuse(self, reuse: ReuseReport) -> dict[str, Any]:
         """What was found of the passages seen before, and what of it was computed again."""
-        exact = max(0, reuse.exact_tokens - len(self.prompt.head))
+        kinds, lengths = zip(*reuse.segments, strict=True)
+        reused = np.repeat([kind != "fresh" for kind in kinds], lengths)
         found: dict[str, Any] = {
             "reused": reuse.moved_tokens > 0,
-            "found": (exact + reuse.moved_tokens) / self._known if self._known else 0.0,
+            "found": float(reused[self._known].mean()) if self._known.any() else 0.0,
             "exact_tokens": reuse.exact_tokens,
             "moved_tokens": reuse.moved_tokens,
             "recomputed": reuse.recomputed_tokens / reuse.moved_tokens if reuse.moved_tokens else 0.0,

@@ -1,9 +1,9 @@
 """The history of traffic: a stream of questions over a pool of passages, everything kept as the engine keeps it.
 
-Questions come in groups. Before any question of a group is measured, each of them has been asked once with other
-passages: most of its own and some of the others', in an order of its own. Each measured one is asked for good before
-the next. Nobody repairs anything meanwhile, so that what is stored does not depend on the strategies measured.
-Invariant: the same group gives the same stream.
+Questions come in groups. Before any question of a group is measured, there was one request for each of them: behind
+most of its passages and some of the others', in an order of its own, without the question itself. Each measured one is
+asked for good before the next. Nobody repairs anything meanwhile, so that what is stored does not depend on the
+strategies measured. Invariant: the same group gives the same stream.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Stream:
     """What the questions of one group have left in a store."""
 
     def __init__(self, engine: KVBoost, group: Sequence[RagPrompt]) -> None:
-        """Clear the store and ask every question once, with other passages."""
+        """Clear the store and make the first visits."""
         self._engine = engine
         self._seen: set[Ids] = set()
         engine.clear()
@@ -37,13 +37,13 @@ class Stream:
             self._engine.prefill(prompt.tokens, boundaries=prompt.boundaries)
         self._seen.update(prompt.passages)
 
-    def known_tokens(self, prompt: RagPrompt) -> int:
-        """Tokens of the passages that were asked before."""
-        return sum(len(passage) for passage in prompt.passages if passage in self._seen)
+    def known(self, prompt: RagPrompt) -> list[bool]:
+        """Which passages of a prompt came before."""
+        return [passage in self._seen for passage in prompt.passages]
 
 
 def first_visits(group: Sequence[RagPrompt]) -> list[RagPrompt]:
-    """Every question once, in another order, behind most of its own passages and some of the others'."""
+    """A request for every question, behind most of its passages and some of the others'."""
     rng = random.Random(group[0].question)
     visits = []
     for prompt in rng.sample(group, len(group)):
@@ -51,5 +51,6 @@ def first_visits(group: Sequence[RagPrompt]) -> list[RagPrompt]:
         own = max(1, round(_OWN * len(prompt.passages)))
         passages = rng.sample(prompt.passages, own)
         passages += rng.sample(pool, min(len(pool), len(prompt.passages) - own))
-        visits.append(replace(prompt, passages=tuple(rng.sample(passages, len(passages)))))
+        # Another question would do; this one's own would be found again, and it is not what is measured.
+        visits.append(replace(prompt, passages=tuple(rng.sample(passages, len(passages))), tail=prompt.line_break))
     return visits
