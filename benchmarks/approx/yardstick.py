@@ -33,9 +33,10 @@ from kvboost.store import MemoryStore
 HISTORIES = ("alone", "unrelated", "reordered", "traffic")
 FLOORS = ("dtype", "int8", "exact")
 QUICK = {
-    "prompts": 2,
+    "prompts": 1,
     "passages": 3,
     "tokens": 4,
+    "floors": ["int8", "exact"],
     "strategies": [parse_strategy(text) for text in ("auto=0.15", "variants-mean", "variants-fit=0.15")],
 }
 _SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "musique_150.json"

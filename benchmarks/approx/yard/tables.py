@@ -43,7 +43,7 @@ _NOTE = (
     "under the full reading. `decisive flips`: of all answer tokens, those whose best token changed although the full "
     "reading's led by more than 0.5 nat. `same answer`: greedy. `F1` against the gold answers; differences are paired "
     "by prompt. `recomputed`: of the reused tokens. `found`: of the passages' tokens that had been seen. `prompts`: "
-    "those in which something was reused."
+    f"those in which something was reused. `{_SPEED}` (with --time): TTFT from the call, median [min max] of pairs."
 )
 _SIDE_BY_SIDE: dict[str, Callable[[Samples], str]] = {
     "KL": lambda samples: mean_cell(samples, "kl", digits=3),
@@ -63,6 +63,7 @@ def report_of(files: Sequence[tuple[dict[str, Any], Samples]]) -> Report:
                 report.tables.append(_table(header, samples, history))
     if len(files) > 1:
         report.tables += _side_by_side(files)
+    report.tables[-1].notes.append(_NOTE)
     return report
 
 
@@ -111,9 +112,6 @@ def _table(header: dict[str, Any], samples: Samples, history: str) -> Table:
             _difference([s["f1"] - s["full_f1"] for s in reused], digits=3),
             *([_speed(reused)] if timed else []),
         )
-    table.notes.append(_NOTE)
-    if timed:
-        table.notes.append(f"`{_SPEED}`: TTFT from the call, median [min max] of pairs on the same prompt.")
     return table
 
 
