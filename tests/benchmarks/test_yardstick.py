@@ -107,7 +107,7 @@ def test_times_are_taken_in_pairs(folder: Path, tmp_path: Path, capsys: pytest.C
     (sample,) = measure(folder, tmp_path / "o.jsonl", *options)
     assert sample["ttft_ms"] > 0
     assert sample["plain_ms"] > 0
-    assert "plain / this" in capsys.readouterr().out
+    assert "plain / this |" in capsys.readouterr().out
 
 
 def test_tables_of_several_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,6 +169,7 @@ def test_an_answer_is_continued_where_it_differs(tiny: Tiny) -> None:
         fed = forward(engine.model, reference.answer[:-1], read.cache)
         logits = torch.cat([read.logits.view(1, -1), fed])
         assert reference.answer_after(engine.model, logits, read.cache) == own
+        assert read.cache.get_seq_length() == len(other.tokens) + len(own) - 1  # what was fed and not chosen is gone
 
 
 def test_labels_name_a_strategy_its_ratio_and_its_spread() -> None:
