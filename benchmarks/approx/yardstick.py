@@ -34,9 +34,9 @@ HISTORIES = ("alone", "unrelated", "reordered", "traffic")
 FLOORS = ("dtype", "int8", "exact")
 QUICK = {
     "prompts": 1,
-    "passages": 3,
+    "passages": 2,
     "tokens": 4,
-    "floors": ["int8", "exact"],
+    "floors": ["exact"],
     "strategies": [parse_strategy(text) for text in ("auto=0.15", "variants-mean", "variants-fit=0.15")],
 }
 _SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "musique_150.json"
