@@ -102,11 +102,14 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _prompts(engine: KVBoost, data: Path | None, args: argparse.Namespace) -> list[rag.RagPrompt]:
-    """The questions, behind the begin token where the model has one and no chat template puts it there."""
-    tokenizer = engine.tokenizer
-    prompts = rag.load_prompts(
-        tokenizer, data, count=args.prompts, passages=args.passages, whole_passages=args.whole_passages
-    )
+    """The questions in whole groups, behind the begin token where the model has one and no chat template puts it there.
+
+    Whole groups, so that a run with more prompts continues the same traffic.
+    """
+    tokenizer, count = engine.tokenizer, args.prompts
+    if data is not None:
+        count = max(count, min(-(-count // GROUP) * GROUP, len(rag.read_questions(data.expanduser()))))
+    prompts = rag.load_prompts(tokenizer, data, count=count, passages=args.passages, whole_passages=args.whole_passages)
     begin = getattr(tokenizer, "bos_token_id", None)
     if begin is None or getattr(tokenizer, "chat_template", None) is not None or prompts[0].head[0] == begin:
         return prompts
@@ -123,10 +126,11 @@ class _Yard:
         self._references: dict[int, Reference] = {}
 
     def measure(self, prompts: Sequence[rag.RagPrompt]) -> None:
-        """Everything that is not in the journal yet."""
-        self._progress = Progress("samples", max(1, sum(1 for _ in self._missing(range(len(prompts))))))
-        for first in range(0, len(prompts), GROUP):
-            group = range(first, min(first + GROUP, len(prompts)))
+        """Everything that is not in the journal yet, of the first prompts."""
+        count: int = self._args.prompts
+        self._progress = Progress("samples", max(1, sum(1 for _ in self._missing(range(count)))))
+        for first in range(0, count, GROUP):
+            group = range(first, min(first + GROUP, count))
             self._references.clear()
             for number in group:
                 self._measure_floors(number, prompts[number])
@@ -183,7 +187,7 @@ class _Yard:
         if not any(self._missing(group, "traffic")):
             return
         self._store.frozen = False
-        stream = Stream(self._engine, [prompts[number] for number in group])
+        stream = Stream(self._engine, prompts[group[0] : group[0] + GROUP])
         for number in group:
             missing = {label for _, _, label in self._missing([number], "traffic")}
             if missing:
