@@ -18,11 +18,11 @@ import torch
 
 from kvboost.approx.calibrate import approx_over
 from kvboost.approx.find import ApproxReuse
-from kvboost.approx.levels import Repair, choose_repair
+from kvboost.approx.levels import Repair, choose_repairs
 from kvboost.approx.probe import probe_reposition
 from kvboost.approx.repair import _Selector
 from kvboost.approx.reposition import KeyRepositioner, Move
-from kvboost.approx.select import STRATEGIES, Auto, CacheBlend, First, Nothing, Query
+from kvboost.approx.select import STRATEGIES, Auto, CacheBlend, Even, First, Nothing, Query
 from kvboost.config import EngineConfig
 from kvboost.core.arrange import ServedPaths
 from kvboost.core.chunking import ContentChunker, FixedChunker, NaturalChunker, make_chunker
@@ -55,6 +55,7 @@ __all__ = [
     "BatchRunner",
     "CacheBlend",
     "ContentChunker",
+    "Even",
     "Finished",
     "First",
     "FixedChunker",
@@ -122,9 +123,7 @@ def repair_with(strategy: RepairStrategy, ratio: float) -> Repair:
 
 def level_repair(quality: str) -> Repair:
     """The repair of a ``quality``, for a model without a calibration."""
-    repair = choose_repair(EngineConfig(quality=quality))
-    assert repair is not None
-    return repair
+    return choose_repairs(EngineConfig(quality=quality))[0]
 
 
 @contextmanager

@@ -218,7 +218,8 @@ def _table(results: Sequence[dict[str, Any]]) -> Table:
         f"Cells are median [min max] of batch means. plan: token ids to chunks, keys and plan, prompts of {_PROMPT:,} "
         f"tokens, content chunks of {_CHUNK}. hit: lookup of {_CHAIN}-chunk documents in random order, keys made "
         "anew. bare dict: as many lookups in a Python dict of as many keys, which shows what memory alone costs. "
-        "release: their end, behind the answer, with what the eviction policy learns from them. miss: lease of a document that is not there; it ends at the first chunk. put+evict: at a full "
+        "release: their end, behind the answer, with what the eviction policy learns from them. miss: lease of a "
+        "document that is not there; it ends at the first chunk. put+evict: at a full "
         "store, one chunk in, one out. index bytes: growth of the process' resident memory per chunk, without the "
         "512 bytes of token ids, which belong to the stored record (the filler shares one), and without KV."
     )

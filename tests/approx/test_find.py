@@ -241,11 +241,22 @@ def test_where_computing_is_cheaper_nothing_moves(tiny: Tiny, monkeypatch: pytes
     assert engine.parts is not None
     moving = engine.session.prefiller.approx
     assert isinstance(moving, ApproxReuse)
+    assert read(engine, HEAD, ONE[:32], TWO, QUESTION).reuse.moved_tokens > 0
     for _ in range(200):  # a machine on which a forward costs much and a row nothing
         moving.costs.observe_prefill(forwards=1, tokens=100, seconds=1.0)
         moving.costs.observe_prefill(forwards=8, tokens=50, seconds=8.0)
-    few = read(engine, HEAD, ONE[:32], TWO, QUESTION)
-    assert few.reuse.moved_tokens > 0  # two forwards instead of five
+        moving.costs.observe_repair(expected=1.0, seconds=1.0)
+    declined = read(engine, HEAD, TWO, ONE, QUESTION).reuse  # two forwards instead of one
+    assert declined.moved_tokens == 0
+    assert declined.reason is not None
+    assert "of the time to compute" in declined.reason
+
+
+def test_where_repositioning_is_slow_nothing_moves(tiny: Tiny) -> None:
+    engine = engine_for(tiny("llama"))
+    warm(engine, HEAD, ONE, TWO)
+    moving = engine.session.prefiller.approx
+    assert isinstance(moving, ApproxReuse)
     moving.costs.observe_reposition(tokens=1, seconds=100.0)
     assert read(engine, HEAD, TWO, ONE, QUESTION).reuse.moved_tokens == 0
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.internals import STRATEGIES, Nothing, Repair, level_repair, repair_with
+from benchmarks.internals import STRATEGIES, Even, Nothing, Repair, level_repair, repair_with
 from kvboost.extend import RepairSituation, RepairStrategy
 
 LEVELS = ("high", "fast")
@@ -22,19 +22,6 @@ _WITHOUT_RATIO = {NONE: 0.0, "selective": 0.15}  # they choose their tokens with
 # Of up to four variants of each passage. Those with a sample take a ratio.
 PLAIN_VARIANTS = ("variants-nearest", "variants-mean")
 SAMPLED_VARIANTS = ("variants-nearest", "variants-mean", "variants-fit", "variants-fit-kept", "variants-fit-passage")
-
-
-@dataclass(frozen=True)
-class Even(Nothing):
-    """Positions at equal distances, as many as the budget has."""
-
-    name = "even"
-
-    def choose(self, situation: RepairSituation) -> torch.Tensor:
-        """The first of every few."""
-        count = len(situation.positions)
-        budget = min(situation.budget, count)
-        return torch.arange(budget) * count // max(1, budget)
 
 
 @dataclass(frozen=True)
@@ -75,11 +62,9 @@ class Noting(Even):
         return chosen
 
 
-KNOWN: dict[str, RepairStrategy] = {Even.name: Even(), **STRATEGIES}
-
 # Every strategy the engine knows at every ratio, and beside them what costs as much or less.
 DEFAULT = (
-    *KNOWN,
+    *STRATEGIES,
     "even+spread=0.15",
     "query+spread=0.15",
     "auto-spread=0.15",
@@ -113,8 +98,8 @@ class Setting:
 def _strategy(name: str) -> RepairStrategy:
     for ending, spreads in _SPREAD.items():
         if name.endswith(ending):
-            return Respread(KNOWN[name.removesuffix(ending)], spreads)
-    return KNOWN[name]
+            return Respread(STRATEGIES[name.removesuffix(ending)], spreads)
+    return STRATEGIES[name]
 
 
 @dataclass(frozen=True)
@@ -129,9 +114,9 @@ def parse_strategy(text: str) -> Asked:
     """An argparse type: ``NAME``, ``NAME=RATIO``, with ``+spread`` or ``-spread`` behind an engine strategy's name."""
     name, given, ratio = text.partition("=")
     bare = next((name.removesuffix(ending) for ending in _SPREAD if name.endswith(ending)), name)
-    known = bare in KNOWN or (bare == name and name in (*LEVELS, *SAMPLED_VARIANTS))
+    known = bare in STRATEGIES or (bare == name and name in (*LEVELS, *SAMPLED_VARIANTS))
     if not known:
-        names = [*sorted(KNOWN), *LEVELS, *SAMPLED_VARIANTS]
+        names = [*sorted(STRATEGIES), *LEVELS, *SAMPLED_VARIANTS]
         raise argparse.ArgumentTypeError(f"{name} is not known; use one of {', '.join(names)}")
     wanted = share(ratio) if given else None
     if name in SAMPLED_VARIANTS and wanted == 1.0:

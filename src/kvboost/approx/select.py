@@ -80,10 +80,10 @@ class Even(Nothing):
     name = "even"
 
     def choose(self, situation: RepairSituation) -> torch.Tensor:
-        """As many as the budget, at even distances."""
+        """The first of every few, as many as the budget has."""
         count = len(situation.positions)
-        place = torch.arange(count) * min(situation.budget, count) // max(1, count)
-        return _marked(place.diff(prepend=torch.tensor([-1])) > 0) if situation.budget else place[:0]
+        budget = min(situation.budget, count)
+        return torch.arange(budget) * count // max(1, budget)
 
 
 @dataclass(frozen=True)
