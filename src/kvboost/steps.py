@@ -54,6 +54,14 @@ class StepRule:
             return True
         return start % self.grid == 0 and end - start == self.grid
 
+    def count(self, tokens: int) -> int:
+        """How many steps compute a prompt of this length."""
+        steps = end = 0
+        while end < tokens:
+            end = self.step_end(end, tokens)
+            steps += 1
+        return steps
+
     def last_step(self, start: int, end: int) -> int:
         """Where the last of the steps from ``start`` to ``end`` begins."""
         following = self.step_end(start, end)

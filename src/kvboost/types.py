@@ -9,7 +9,13 @@ import enum
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
+
+from kvboost.results import GenerationResult as GenerationResult
+from kvboost.results import PrefillResult as PrefillResult
+from kvboost.results import ReuseReport as ReuseReport
+from kvboost.results import Speculation as Speculation
+from kvboost.results import StreamPiece as StreamPiece
 
 if TYPE_CHECKING:
     import torch
@@ -211,130 +217,6 @@ class LoadReport:
 
 NOTHING_LOADED = LoadReport()
 """The report of a lookup served from memory, or of a store without tiers."""
-
-
-@dataclass(frozen=True)
-class ReuseReport:
-    """What was reused for one request, and where its time went."""
-
-    exact_tokens: int
-    moved_tokens: int
-    recomputed_tokens: int
-    fresh_tokens: int
-    bitwise: bool
-    """True if a cold run of the same call gives the same bits. Approximate reuse is always False."""
-    timings_ms: Mapping[str, float] = field(default_factory=dict)
-    """Milliseconds by stage: encode, plan, lease, place, prefill, first_token, ..."""
-    reason: str | None = None
-    """Why something was not reused, or why the engine's draft was not used; None if there is no such reason."""
-    approximate: str | None = None
-    """The repair strategy of non-prefix reuse: the answer may differ from a full prefill's. None without it."""
-    error_estimate: float | None = None
-    """Estimated remaining error: attention times relative change of positions not recomputed. None if unknown."""
-    tiers: Mapping[str, int] = field(default_factory=dict)
-    """Cached tokens by the tier they came from: ``"memory"``, ``"disk"``, ``"redis"``, ..."""
-    declined_tokens: int = 0
-    """Tokens of a tier that were computed, because loading them was expected to take longer."""
-    declined: tuple[DeclinedLoad, ...] = ()
-    """Which tiers had them, and what loading and computing were expected to take."""
-    segments: tuple[tuple[str, int], ...] = ()
-    """The prompt from its beginning, as runs of ``exact``, ``moved`` or ``fresh`` tokens and their lengths."""
-    paged: bool = False
-    """Whether the KV exceeded ``kv_bytes`` and was paged: equal up to rounding, so not bitwise."""
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens whose KV came from the cache."""
-        return self.exact_tokens + self.moved_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Speculation:
-    """How much a draft helped one generation."""
-
-    passes: int
-    """Forwards of the model, and so passes over its weights, from the prompt's last step on."""
-    proposed: int
-    """Tokens the draft proposed."""
-    accepted: int
-    """Proposed tokens that the model accepted. Every pass adds one token of the model's own."""
-
-    @property
-    def accepted_per_pass(self) -> float:
-        """Accepted tokens per pass."""
-        return self.accepted / self.passes if self.passes else 0.0
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    """A finished generation. Times count from the moment ``generate`` was entered."""
-
-    output_text: str
-    token_ids: tuple[int, ...]
-    """The new tokens only."""
-    prompt_token_ids: tuple[int, ...]
-    finish_reason: str
-    """``stop`` (end token, stop string or stopping criterion), ``length`` or ``cancelled``."""
-    ttft_ms: float
-    total_ms: float
-    reuse: ReuseReport
-    raw: Any = field(default=None, repr=False, compare=False)
-    """What ``model.generate`` returned: a tensor, or its output object with ``return_dict_in_generate=True``.
-
-    With beams or several return sequences, ``token_ids`` is the first one and the others are here. In a
-    batch it is the output of the whole batch.
-    """
-    speculation: Speculation | None = None
-    """How much the draft helped, if one was used."""
-
-    def __str__(self) -> str:
-        """The text, and what it took."""
-        kind = "approximate" if self.reuse.approximate is not None else "exact"
-        reused = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens reused"
-        return (
-            f"{self.output_text}\n[{reused}{f' ({kind})' if self.cached_tokens else ''}; first token after "
-            f"{self.ttft_ms:.0f} ms, {len(self.token_ids)} tokens after {self.total_ms:.0f} ms]"
-        )
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of the prompt in tokens."""
-        return len(self.prompt_token_ids)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens whose KV came from the cache; part of the repositioned ones was recomputed, see ``reuse``."""
-        return self.reuse.cached_tokens
-
-    @property
-    def kv_reuse_ratio(self) -> float:
-        """Share of the prompt that came from the cache, 0 to 1."""
-        return self.cached_tokens / self.prompt_tokens
-
-    @property
-    def tokens_per_sec(self) -> float:
-        """New tokens per second over the whole call, prompt included."""
-        return len(self.token_ids) / (self.total_ms / 1000.0)
-
-
-@dataclass(frozen=True)
-class PrefillResult:
-    """A prefilled prompt, ready to continue from."""
-
-    logits: torch.Tensor
-    """Logits of the last prompt token, [vocab]."""
-    cache: Any
-    """A ``transformers.Cache`` that belongs to the caller: changing it cannot touch the store."""
-    reuse: ReuseReport
-
-
-@dataclass(frozen=True)
-class StreamPiece:
-    """A piece of streamed text. The last piece carries the finished result."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    result: GenerationResult | None = None
 
 
 @dataclass(frozen=True)

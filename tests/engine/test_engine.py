@@ -301,9 +301,12 @@ def test_a_prompt_for_another_method_says_which(engine: KVBoost, call: Any, mess
 
 def test_results_and_engines_are_printed_for_people(engine: KVBoost) -> None:
     result = engine.generate(_TEXT, max_new_tokens=2, temperature=0)
-    assert str(result).startswith(f"{result.output_text}\n[0 of {len(_TEXT)} prompt tokens reused; first token after ")
+    assert str(result).startswith(f"{result.output_text}\n[{result.reuse}; first token after ")
+    assert str(result.reuse).startswith(f"0 of {len(_TEXT)} tokens reused, ")
     again = engine.generate(_TEXT, max_new_tokens=2, temperature=0)
-    assert f"[{again.cached_tokens} of {len(_TEXT)} prompt tokens reused (exact); first" in str(again)
+    assert str(again.reuse).startswith(f"{again.cached_tokens} of {len(_TEXT)} tokens reused (exact), ")
+    assert "s instead of about" in str(again.reuse)
+    assert (again.reuse.prefill_ms or 0.0) <= again.ttft_ms
     chunks = engine.cache_stats()["hot_chunks"]
     assert repr(engine).startswith(f"<KVBoost llama, torch.float32, quality='exact': {chunks} chunks, ")
 

@@ -120,10 +120,14 @@ class PrefillState:
         clock: StageClock,
         pool: WorkspacePool | None = None,
         paged: bool = False,
+        plain_ms: float | None = None,
     ) -> None:
-        """The cache holds the chunks of ``hits``. It goes back to ``pool`` at the end; without one it is not kept."""
+        """The cache holds the chunks of ``hits``. It goes back to ``pool`` at the end; without one it is not kept.
+
+        ``plain_ms`` is how long computing the whole prompt should take, for the report.
+        """
         self.prompt, self.hits, self.rule, self.clock, self.paged = prompt, hits, rule, clock, paged
-        self._cache, self._pool = cache, pool
+        self._cache, self._pool, self._plain_ms = cache, pool, plain_ms
         self._plan = self._exact_plan()
         self._num_computed = self._num_exact = self._plan.exact_tokens
         self._num_committed = min(hits.own_tokens, self._plan.exact_tokens)
@@ -316,7 +320,8 @@ class PrefillState:
         return ReuseReport(
             exact_tokens=exact,
             moved_tokens=moved,
-            recomputed_tokens=self._repair.recomputed_tokens if self._repair else 0,
+            # A repair may go over some positions twice.
+            recomputed_tokens=min(moved, self._repair.recomputed_tokens) if self._repair else 0,
             fresh_tokens=len(self.tokens) - exact - moved,
             bitwise=self.bitwise,
             timings_ms=self.clock.stages(),
@@ -328,6 +333,7 @@ class PrefillState:
             declined=declined,
             segments=self._plan.runs(),
             paged=self.paged,
+            plain_ms=self._plain_ms,
         )
 
     def _exact_plan(self) -> ReusePlan:

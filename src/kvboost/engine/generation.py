@@ -305,7 +305,7 @@ class Generator:
                 if joint is None:
                     joint = SlabCache(state.cache.layout, capacity=longest + ahead, batch=len(prompts))
                 joint.place(longest - len(tokens), state.cache.span(0, known), row=index)
-                reports.append(replace(state.report(), timings_ms={}))
+                reports.append(replace(state.report(), timings_ms={}, plain_ms=None))
                 if state.spans is not None:  # the others' caches need not be kept
                     checked[index] = state
         assert joint is not None

@@ -179,7 +179,7 @@ class _MessageWriter:
     def _usage(self, answer: Answer) -> dict[str, Any]:
         """Anthropic counts each token of a prompt once: read from the cache, written to it, or neither."""
         reuse = answer.reuse()
-        read = reuse["exact_tokens"] + reuse["moved_tokens"]
+        read = reuse["cached_tokens"]
         written = max(0, self._prompt.marked_tokens - read) if answer.ended else 0
         return {
             "input_tokens": answer.prompt_tokens - read - written,

@@ -101,6 +101,7 @@ class Answer:
         for report in reports:
             tiers.update(report.tiers)
         return {
+            "cached_tokens": sum(report.cached_tokens for report in reports),
             "exact_tokens": sum(report.exact_tokens for report in reports),
             "moved_tokens": sum(report.moved_tokens for report in reports),
             "recomputed_tokens": sum(report.recomputed_tokens for report in reports),
@@ -119,6 +120,6 @@ class Answer:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.new_tokens,
             "total_tokens": self.prompt_tokens + self.new_tokens,
-            "prompt_tokens_details": {"cached_tokens": reuse["exact_tokens"] + reuse["moved_tokens"]},
+            "prompt_tokens_details": {"cached_tokens": reuse["cached_tokens"]},
             "kvboost": reuse,
         }

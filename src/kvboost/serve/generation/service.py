@@ -271,8 +271,9 @@ class Service:
     def _saved_seconds(self, reuse: Mapping[str, Any]) -> float:
         """What computing the reused tokens would have taken, as far as the engine knows yet."""
         costs = self.engine.session.prefiller.costs if self.engine.session is not None else None
-        tokens = reuse["exact_tokens"] + reuse["moved_tokens"] - reuse["recomputed_tokens"]
-        return costs.prefill_seconds(forwards=0, tokens=tokens) if costs is not None and costs.in_seconds else 0.0
+        if costs is None or not costs.in_seconds:
+            return 0.0
+        return costs.prefill_seconds(forwards=0, tokens=reuse["cached_tokens"])
 
     def _count(self, answer: Answer, *, seconds: float, span: RequestSpan | None) -> None:
         reuse = answer.reuse()

@@ -118,8 +118,10 @@ class Metrics:
     def count(self, record: RequestRecord) -> None:
         """One answer that ended."""
         self._requests.labels(record.endpoint, record.finish).inc()
-        for source in ("exact", "moved", "recomputed", "fresh"):
-            self._prompt.labels(source).inc(getattr(record, source))
+        moved = record.moved - record.recomputed  # each token of a prompt counts once
+        sources = {"exact": record.exact, "moved": moved, "recomputed": record.recomputed, "fresh": record.fresh}
+        for source, tokens in sources.items():
+            self._prompt.labels(source).inc(tokens)
         self._new.inc(record.new)
         self._saved.inc(record.saved_ms / 1000)
         self._total.observe(record.total_ms / 1000)

@@ -20,6 +20,7 @@ class RequestRecord:
     """Seconds since 1970, when it ended."""
     exact: int
     moved: int
+    """The recomputed ones included."""
     recomputed: int
     fresh: int
     new: int
