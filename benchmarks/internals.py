@@ -20,6 +20,7 @@ from kvboost.approx.calibrate import approx_over
 from kvboost.approx.find import ApproxReuse
 from kvboost.approx.levels import Repair, choose_repairs
 from kvboost.approx.probe import probe_reposition
+from kvboost.approx.registry import DocumentRegistry
 from kvboost.approx.repair import _Selector
 from kvboost.approx.reposition import KeyRepositioner, Move
 from kvboost.approx.select import STRATEGIES, Auto, CacheBlend, Even, First, Nothing, Query
@@ -38,6 +39,7 @@ from kvboost.hf.cache import KVLayout, SlabCache, SlabLayer, TensorSpec, stock_c
 from kvboost.hf.codec import KVCodec, codec_for
 from kvboost.hf.loading import ModelSource
 from kvboost.hf.probe import probe_model
+from kvboost.hf.prompt import PromptEncoder
 from kvboost.hf.ragged import RaggedRunner, SharedPrefix
 from kvboost.hf.rows import RowBatch
 from kvboost.hf.runner import ModelRunner
@@ -55,6 +57,7 @@ __all__ = [
     "BatchRunner",
     "CacheBlend",
     "ContentChunker",
+    "DocumentRegistry",
     "Even",
     "Finished",
     "First",
@@ -68,6 +71,7 @@ __all__ = [
     "NaturalChunker",
     "NewToken",
     "Nothing",
+    "PromptEncoder",
     "Query",
     "RaggedRunner",
     "Repair",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -86,6 +87,23 @@ def test_all_rows_repaired_equal_a_full_prefill(family: str, strategy: str, tiny
     end = len(HEAD + TWO + ONE + QUESTION)
     for one, other in zip(found.cache.extract(0, end), full.cache.extract(0, end), strict=True):
         assert (one - other).abs().max() <= 3e-5 * other.abs().max()
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_recomputed_tokens_do_not_count_as_cached(tiny: Tiny, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even where a repair goes over positions again, because the estimated error is too large."""
+    if rounds > 1:
+        monkeypatch.setattr("kvboost.approx.repair._Selector.remaining_error", lambda selector: math.inf)
+    engine = engine_for(tiny("llama"), quality="fast", force_approx=True)
+    warm(engine, HEAD, ONE, TWO)
+    tokens, ends = joined(HEAD, TWO, ONE, QUESTION)
+    result = engine.generate(tokens, boundaries=ends, max_new_tokens=1)
+    reuse = result.reuse
+    assert reuse.moved_tokens == len(ONE + TWO)
+    computed = reuse.moved_tokens if rounds > 1 else round(0.15 * reuse.moved_tokens)
+    assert reuse.recomputed_tokens == pytest.approx(computed, abs=2)
+    assert result.cached_tokens == len(tokens) - reuse.fresh_tokens - reuse.recomputed_tokens
+    assert result.kv_reuse_ratio == result.cached_tokens / len(tokens)
 
 
 def test_repair_brings_the_answer_closer(tiny: Tiny) -> None:
@@ -258,7 +276,10 @@ def test_where_repositioning_is_slow_nothing_moves(tiny: Tiny) -> None:
     moving = engine.session.prefiller.approx
     assert isinstance(moving, ApproxReuse)
     moving.costs.observe_reposition(tokens=1, seconds=100.0)
-    assert read(engine, HEAD, TWO, ONE, QUESTION).reuse.moved_tokens == 0
+    refused = read(engine, HEAD, TWO, ONE, QUESTION).reuse
+    assert refused.moved_tokens == 0
+    assert f"{len(ONE + TWO)} tokens could be repositioned, at " in str(refused)
+    assert "(limit 0.75); lower recompute_ratio (now 0.5;" in str(refused), "the threshold and the remedy"
 
 
 def test_text_computed_before_a_moved_chunk_leaves_it_alone(tiny: Tiny) -> None:

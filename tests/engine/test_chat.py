@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from kvboost import ConfigError, KVBoost
+from kvboost.cli.conversation import Conversation
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 
@@ -30,11 +31,42 @@ def test_the_next_turn_reuses_everything_up_to_the_last_message(engine: KVBoost)
     assert second.cached_tokens == len(first.prompt_token_ids), "the reply and the new question are all that is left"
 
 
+@pytest.mark.parametrize("reuse_generated", [False, True])
+def test_a_chat_finds_as_much_as_a_conversation_that_keeps_its_ids(reuse_generated: bool) -> None:
+    settings: dict[str, Any] = {"chunk_size": 32, "quality": "exact", "reuse_generated": reuse_generated}
+    model = tiny_model("llama", vocab_size=260)
+    one, other = (KVBoost(model, byte_tokenizer(), **settings) for _ in range(2))
+    conversation, messages = Conversation(other.tokenizer), []
+    no_text = [0, 1, 2, *range(97, 260)]  # all but printable bytes: replies must be tokenised as they were generated
+    options: dict[str, Any] = {"max_new_tokens": 10, "temperature": 0, "suppress_tokens": no_text}
+    for question in ("Why?", "And then, after all of that, what else?", "No."):
+        messages.append({"role": "user", "content": question})
+        chat = one.chat(messages, **options)
+        kept = other.generate(conversation.ask(question), boundaries=conversation.boundaries, **options)
+        assert chat.prompt_token_ids == kept.prompt_token_ids
+        assert chat.cached_tokens >= kept.cached_tokens
+        messages.append({"role": "assistant", "content": conversation.answered(kept.token_ids)})
+    assert chat.cached_tokens > chat.prompt_tokens / 2
+
+
 def test_messages_become_boundaries_only_where_they_are_long_enough(engine: KVBoost) -> None:
     short = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 10
     _, boundaries = engine.parts.encoder.encode_chat(short, min_gap=12, template_kwargs={})
     assert boundaries
     assert all(b - a >= 12 for a, b in zip([0, *boundaries], boundaries, strict=False))
+
+
+def test_the_ends_of_parts_are_boundaries(engine: KVBoost) -> None:
+    parts = [{"type": "text", "text": text} for text in ("first passage, ", "second passage.", "why is that so?")]
+    tokens, boundaries = engine.parts.encoder.encode_chat(
+        [_SYSTEM, {"role": "user", "content": parts}], min_gap=4, template_kwargs={}
+    )
+    text = engine.tokenizer.decode(tokens)
+    assert "<user>first passage, \nsecond passage.\nwhy is that so?\n" in text
+    ends = [engine.tokenizer.decode(tokens[:end])[-8:] for end in boundaries]
+    assert [end.strip() for end in ends] == ["answer.", "passage,", "passage.", "that so?"]
+    with pytest.raises(ConfigError, match="a part of a message is text"):
+        engine.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
 
 
 def test_a_template_that_rewrites_earlier_turns_still_works(engine: KVBoost) -> None:

@@ -46,7 +46,7 @@ def test_many_threads_move_the_same_documents(tiny: Callable[..., Any]) -> None:
     documents = [text(40 + i, 70) for i in range(5)]
     settings = {"quality": "high", "recompute_ratio": 1.0, "force_approx": True, "shadow_share": 0.5}
     engine = engine_for(model, max_chunks=40, **settings)
-    engine.warm_documents(documents, head=HEAD, progress=False)
+    engine.add_documents(documents, head=HEAD, progress=False)
     exact = engine_for(model, quality="exact")
     orders = [[documents[(i * k) % 5] for k in range(1, 4)] for i in range(1, 5)]
 

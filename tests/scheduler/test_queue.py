@@ -278,3 +278,13 @@ def test_a_job_that_must_grow_preempts_the_last_to_arrive() -> None:
     scheduler.remove(third)
     assert scheduler.admit() == second
     assert scheduler.reserved_bytes == 70
+
+
+def test_a_job_that_was_cut_finer_than_at_its_submission_holds_nobody_up() -> None:
+    """A document that became known meanwhile adds cuts: more chunks are available than its chain has."""
+    scheduler = Scheduler(limits())
+    first = scheduler.add(tenant="one", nbytes=1, chain=[b"a", b"b"])
+    assert scheduler.admit() == first
+    scheduler.opened(first, available=2, will_provide=4, steps=[8, 8])
+    second = scheduler.add(tenant="one", nbytes=1, chain=[b"a", b"b", b"c", b"d"])
+    assert scheduler.admit() == second

@@ -1,44 +1,65 @@
-"""Prefills documents behind other documents, so that their KV can be reused anywhere in later prompts.
+"""Prefills documents behind other documents, and has later prompts searched for them.
 
-Called by :meth:`KVBoost.warm_documents`. The KV of a document prefilled behind the head and a few others is far
+Called by :meth:`KVBoost.add_documents`. The KV of a document prefilled behind the head and a few others is far
 closer to what a later prompt needs than that of one prefilled alone (docs/results/recompute.md). Each group of
-documents is one prompt. Its context documents are prefilled and stored again in it.
+documents is one prompt. Its context documents are prefilled and stored again in it. Invariant: a document is
+registered before it is prefilled, so that it is cut in its own prompt as in every later one.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
+from kvboost.approx.find import ApproxReuse
+from kvboost.approx.registry import DocumentRegistry
+from kvboost.core.keys import token_array
 from kvboost.core.session import Session
+from kvboost.extend import Chunker
 
 _MAX_GROUP_TOKENS = 2048  # prefilled as one prompt
 
 
-def warm_documents(
-    documents: Sequence[list[int]],
+@dataclass(frozen=True)
+class Document:
+    """A document to be found."""
+
+    name: Hashable
+    tokens: list[int]
+    edges: Sequence[int] = ()
+    """The first and the last place from which on, and up to which, its tokens do not depend on its neighbours."""
+
+
+def add_documents(
+    documents: Sequence[Document],
+    session: Session,
     *,
+    chunker: Chunker,
     head: list[int],
     context_documents: int,
-    session: Session,
     warm: Callable[[list[int], list[int]], int],
     progress: bool,
 ) -> int:
-    """Prefill the documents that are not stored yet, each behind others. Returns the number of new chunks.
+    """Register the documents and prefill those not stored yet, each behind others. Returns the number of new chunks.
 
     ``warm`` prefills the given tokens with the given boundaries.
     """
     limits = [limit for limit in (session.limits.max_positions, session.limits.exact_limit) if limit is not None]
     max_tokens = min(limits, default=None)
-    fitting = [tokens for tokens in documents if max_tokens is None or len(head) + len(tokens) <= max_tokens]
-    if len(fitting) < len(documents):
+    known = [document for document in documents if max_tokens is None or len(head + document.tokens) <= max_tokens]
+    if len(known) < len(documents):
         warnings.warn(
-            f"{len(documents) - len(fitting)} of {len(documents)} documents do not fit behind the head into the "
+            f"{len(documents) - len(known)} of {len(documents)} documents do not fit behind the head into the "
             f"{max_tokens} tokens this model accepts; they are skipped: split them",
             stacklevel=3,
         )
+    for document in known:
+        cuts = chunker.cut(token_array(document.tokens), [*document.edges, len(document.tokens)])
+        registry_of(session).add(document.name, document.tokens, cuts)
+    fitting = [document.tokens for document in known]
     missing = [not session.prefiller.knows(tokens) for tokens in fitting]
     limit = _MAX_GROUP_TOKENS if max_tokens is None else min(_MAX_GROUP_TOKENS, max_tokens)
     new = 0
@@ -49,6 +70,13 @@ def warm_documents(
             new += warm(tokens, boundaries)
             bar.update(count)
     return new
+
+
+def registry_of(session: Session) -> DocumentRegistry:
+    """The documents of one tenant."""
+    approx = session.prefiller.approx
+    assert isinstance(approx, ApproxReuse)
+    return approx.documents
 
 
 def group_documents(

@@ -18,6 +18,7 @@ from kvboost.approx.levels import Repair
 from kvboost.approx.pace import RepairTooSlow
 from kvboost.approx.probe import probe_reposition
 from kvboost.approx.recompute import RecomputeRunner, probe_recompute
+from kvboost.approx.registry import DocumentRegistry
 from kvboost.approx.repair import Repairer, slab_cache
 from kvboost.approx.reposition import KeyRepositioner, Move
 from kvboost.approx.trust import EarnedTrust
@@ -29,7 +30,7 @@ from kvboost.core.prefill import ApproxSpans, PrefillState
 from kvboost.extend import ContentLease
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.runner import ModelRunner
-from kvboost.types import TOKEN_BYTES, Chunk, KVBlock, NonPrefixReuseStats, PutOutcome, context_before
+from kvboost.types import TOKEN_BYTES, Chunk, KVBlock, LoadReport, NonPrefixReuseStats, PutOutcome, context_before
 
 # Reposition only below this share of the time to compute: estimates have errors, and KV behind repositioned text is not
 # stored as exact, so a repeated prefix has to be computed later.
@@ -109,6 +110,8 @@ class ApproxReuse:
             Repairer(repositioner=model.repositioner, recompute=model.recompute, repair=repair) for repair in repairs
         ]
         self._prefixes = ApproxPrefixes()
+        self.documents = DocumentRegistry()
+        """What prompts are searched for. Each tenant has its own."""
         self.costs = costs or CostModel()
         self.guard = guard
         self.repositioned_chunks = 0
@@ -126,8 +129,9 @@ class ApproxReuse:
         )
 
     def forget(self) -> None:
-        """Drop remembered prefixes: the store was cleared."""
+        """Drop remembered prefixes and documents: the store was cleared."""
         self._prefixes.clear()
+        self.documents.clear()
 
     def close(self) -> None:
         """Remove the hooks from the model."""
@@ -167,6 +171,10 @@ class ApproxReuse:
     def reason(self) -> str | None:
         """Why the guard does not allow reuse; None while it does."""
         return self.guard.reason
+
+    def boundaries(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Where the documents in a prompt are cut. While the guard has stopped reuse too: keys must stay the same."""
+        return self.documents.boundaries(tokens)
 
     def find(
         self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int
@@ -213,12 +221,7 @@ class ApproxReuse:
             and self._model.repositioner.can_reposition(block.start + len(block.tokens) // TOKEN_BYTES)
         }
         if not blocks:
-            declined = sum(loads_of(lease).declined_at.values())
-            return (
-                f"{declined} tokens could be loaded and repositioned, but computing them is faster"
-                if declined
-                else None
-            )
+            return _declined(loads_of(lease))
         begin, end = chunks[first].start, chunks[-1].end
         found = sum(chunks[i].end - chunks[i].start for i in blocks)
         recomputed = end - begin - found + self.repair_settings.ratio * found
@@ -229,7 +232,10 @@ class ApproxReuse:
         cost = (self.costs.reposition_seconds(found) + self.costs.repair_factor * expected) / compute
         if cost > _MAX_COST and not self._force:
             self.costs.repair_refused()
-            return f"{found} tokens could be repositioned here, at {cost:.2f} of the time to compute them"
+            return (
+                f"{found} tokens could be repositioned, at {cost:.2f} of the time to compute them (limit {_MAX_COST}); "
+                f"{_remedy(self.repair_settings.ratio)}"
+            )
         spans = ApproxSpans(self.repair_settings.strategy.name, blocks, lease)
         if not self.costs.in_seconds:
             return spans
@@ -293,3 +299,20 @@ class ApproxReuse:
             return replace(made, parent_key=None, approx_depth=depth)
 
         return self._store.keep(block) is PutOutcome.STORED
+
+
+def _remedy(ratio: float) -> str:
+    """What to change where a repair that recomputes this share is too expensive."""
+    less = f"lower recompute_ratio (now {ratio:.2g}; quality='fast' has less), or " if ratio else ""
+    return f"{less}set force_approx to reposition at any cost"
+
+
+def _declined(loads: LoadReport) -> str | None:
+    """Why stored chunks were not loaded; None if there were none."""
+    if not (tokens := sum(loads.declined_at.values())):
+        return None
+    took, limit = (sum(getattr(load, name) for load in loads.declined) for name in ("load_seconds", "compute_seconds"))
+    return (
+        f"{tokens} tokens could be loaded and repositioned, in about {took:.2g} s where computing them takes "
+        f"{limit:.2g} s; a faster tier or more cache_bytes would keep them nearer"
+    )

@@ -50,22 +50,23 @@ def warm(
     note(f"loading {model}")
     with KVBoost.from_pretrained(model, **settings.engine()) as engine:
         first = engine.encode(beginning) if beginning is not None else []
-        encoded: list[list[int]] = []
+        texts: list[str] = []
+        tokens = 0
         for path, text in documents:
             ids = [int(i) for i in engine.tokenizer(text, add_special_tokens=False)["input_ids"]]
             try:
-                if ids:
+                if text.strip():
                     engine.encode([*first, *ids])
-                    encoded.append(ids)
+                    texts.append(text)
+                    tokens += len(ids)
             except CapacityError as error:
                 note(f"left out {path}: {error}")
-        new = engine.warm_documents(encoded, head=beginning, context_documents=context_documents)
+        new = engine.add_documents(texts, head=beginning, context_documents=context_documents)
         engine.flush()
         unsaved = engine.cache_stats()["unsaved_chunks"]
     if unsaved:
         raise PlaceError(f"{unsaved} of {new} new chunks were not stored; see the warnings above and warm again")
-    tokens = sum(map(len, encoded))
-    print(f"{len(encoded)} documents with {tokens} tokens are stored; {new} chunks were new.")
+    print(f"{len(texts)} documents with {tokens} tokens are stored; {new} chunks were new.")
 
 
 def _check_places(settings: Settings) -> None:

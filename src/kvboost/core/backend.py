@@ -110,6 +110,10 @@ class NonPrefixReuse(Protocol):
         """Why there is no non-prefix reuse; None if there is."""
         ...
 
+    def boundaries(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Where documents that it was told of are cut in a prompt."""
+        ...
+
     def find(
         self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int
     ) -> tuple[ApproxSpans | None, str | None]:
@@ -178,6 +182,10 @@ class NoApprox:
     def __init__(self, reason: str | None = None) -> None:
         """``reason`` is why, if the settings would allow non-prefix reuse."""
         self.reason = reason
+
+    def boundaries(self, tokens: Sequence[int]) -> Sequence[int]:
+        """None."""
+        return ()
 
     def find(
         self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int

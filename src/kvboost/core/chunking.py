@@ -18,7 +18,7 @@ from kvboost.errors import ConfigError
 from kvboost.extend import Chunker, TokenArray
 from kvboost.types import Break
 
-_HASH_WINDOW = 8  # tokens; wider windows re-synchronise later after an edit, narrower ones follow common phrases
+HASH_WINDOW = 8  # tokens; wider windows re-synchronise later after an edit, narrower ones follow common phrases
 _ROTATED = 7  # bits for each token further back
 _SIZES = (16, 64)  # tokens of a chunk whose size follows from the model
 _RECORD_BYTES = (2**18, 2**21)  # of its KV: less is mostly overhead, more is slow to load for the sake of a few tokens
@@ -95,7 +95,7 @@ class ContentChunker:
     @property
     def spec(self) -> str:
         """Names the rule and its parameters."""
-        return f"content:{self.size}:{self.min_tokens}:{self.max_tokens}:w{_HASH_WINDOW}:v1"
+        return f"content:{self.size}:{self.min_tokens}:{self.max_tokens}:w{HASH_WINDOW}:v1"
 
     @property
     def min_tokens(self) -> int:
@@ -110,7 +110,7 @@ class ContentChunker:
     def cut(self, tokens: TokenArray, boundaries: Sequence[int] = ()) -> list[int]:
         """Ends of the complete chunks."""
         threshold = np.uint64(2**64 // max(2, self.size - self.min_tokens))
-        candidates = np.flatnonzero(_window_hashes(tokens) < threshold) + 1
+        candidates = np.flatnonzero(window_hashes(tokens) < threshold) + 1
         stops = [*_check_boundaries(boundaries, len(tokens)), len(tokens) + 1]  # the sentinel ends the loop
         ends: list[int] = []
         start = 0
@@ -149,7 +149,7 @@ class NaturalChunker:
     def spec(self) -> str:
         """Names the rule and its parameters, the table included: keys depend on it."""
         table = "none" if self.breaks is None else hashlib.sha256(self.breaks.astype(np.uint8).tobytes()).hexdigest()
-        return f"natural:{self.size}:{self.min_tokens}:{self.max_tokens}:w{_HASH_WINDOW}:{table[:32]}:v1"
+        return f"natural:{self.size}:{self.min_tokens}:{self.max_tokens}:w{HASH_WINDOW}:{table[:32]}:v1"
 
     @property
     def min_tokens(self) -> int:
@@ -182,7 +182,7 @@ class NaturalChunker:
     def _needed(self, tokens: TokenArray) -> npt.NDArray[np.uint32]:
         """For each token the length from which on a chunk ends behind it; 0 where only a full chunk does."""
         half = max(1, self.size // 2)
-        by_hash = _window_hashes(tokens) < np.uint64(2**64 // max(2, half))
+        by_hash = window_hashes(tokens) < np.uint64(2**64 // max(2, half))
         # Natural places are to win where there are any, so the hash begins later than they do.
         needed = by_hash.astype(np.uint32) * np.uint32(half if self.breaks is None else max(1, self.size * 3 // 4))
         if self.breaks is None or not len(self.breaks) or not len(tokens):
@@ -215,13 +215,13 @@ def make_chunker(chunking: str | Chunker, *, size: int, breaks: BreakTable | Non
     return chunking
 
 
-def _window_hashes(tokens: TokenArray) -> npt.NDArray[np.uint64]:
+def window_hashes(tokens: TokenArray) -> npt.NDArray[np.uint64]:
     """A hash of each token and the few before it. The text's start is padded with zeros."""
     combined = tokens.astype(np.uint64)
     scratch = np.empty_like(combined)  # fresh memory for every step would take longer than the arithmetic
     _mix(combined, scratch)
     back = 1
-    while back < min(_HASH_WINDOW, len(tokens)):
+    while back < min(HASH_WINDOW, len(tokens)):
         # Each round doubles the window. Rotation makes the hash depend on order; the shift keeps position t blind to
         # tokens after it.
         np.left_shift(combined, np.uint64(back * _ROTATED), out=scratch)

@@ -54,7 +54,10 @@ class Prefiller:
         return replace(self, store=store, pool=self.pool.for_tenant(), costs=CostModel(), approx=NoApprox())
 
     def chunk(self, tokens: list[int], boundaries: Sequence[int]) -> ChunkedPrompt:
-        """Cut the prompt into chunks, keyed by the model's current state."""
+        """Cut the prompt into chunks, at documents that are known too, keyed by the model's current state."""
+        return self._cut(tokens, sorted({*boundaries, *self.approx.boundaries(tokens)}))
+
+    def _cut(self, tokens: list[int], boundaries: Sequence[int]) -> ChunkedPrompt:
         snapshot = self.keys.snapshot()
         boundaries = self._with_grid(boundaries, len(tokens))
         chunks, tail = self.keys.chunks_and_tail(snapshot.root, tokens, boundaries)
@@ -83,7 +86,8 @@ class Prefiller:
         index instead, to prefill a prompt as it was prefilled before.
         """
         clock = clock or StageClock()
-        prompt = self.chunk(tokens, boundaries)
+        # Replayed blocks fit the chunks of that time: documents that became known since must not cut them.
+        prompt = self.chunk(tokens, boundaries) if using is None else self._cut(tokens, boundaries)
         clock.lap("plan")
         lookup = prompt.lookup
         loader = KVLoader(lookup, tokens=len(tokens) + new_tokens, codec=self.codec, pool=self.pool)
@@ -153,9 +157,16 @@ class Prefiller:
             lease=lease,
             tiers=tokens_by_tier(blocks, loads_of(lease), limit=reused),
         )
-        state = PrefillState(prompt, cache, hits=hits, rule=self.rule, clock=clock, pool=self.pool)
+        plain_ms = self._plain_ms(len(prompt.tokens))
+        state = PrefillState(prompt, cache, hits=hits, rule=self.rule, clock=clock, pool=self.pool, plain_ms=plain_ms)
         cache.set_length(state.num_computed)
         return state
+
+    def _plain_ms(self, tokens: int) -> float | None:
+        """How long computing a whole prompt should take; None before anything was observed."""
+        if not self.costs.in_seconds:
+            return None
+        return 1000.0 * self.costs.prefill_seconds(forwards=self.rule.count(tokens), tokens=tokens)
 
     def knows(self, tokens: list[int]) -> bool:
         """Whether every chunk of this text, cut on its own, is stored somewhere."""

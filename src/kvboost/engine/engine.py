@@ -131,35 +131,52 @@ class KVBoost(PromptView):
                 return self.parts.generator.prefill_plain(self.session, tokens, clock, reason=reason)
             return prefill_only(session, tokens, boundaries=boundaries, clock=clock, approx=mode is _REUSE)
 
-    def warm_documents(
+    # Documents
+
+    def add_documents(
         self,
-        documents: Iterable[Prompt],
+        texts: Iterable[Prompt],
         *,
+        ids: Iterable[str] | None = None,
         head: Prompt | None = None,
         context_documents: int = 2,
         key: Callable[[Prompt], Any] | None = None,
         progress: bool = True,
     ) -> int:
-        """Prefill documents for reuse anywhere in later prompts. Returns the number of new chunks.
+        """Prefill documents, and find them in any later text or chat, whatever stands around them.
 
         Each is prefilled behind ``head`` (the prefix your prompts share, such as the system prompt) and
         ``context_documents`` other documents: its neighbours, or with ``key`` those whose keys sort next to its own.
-        Documents whose text is already stored are skipped, so an interrupted run resumes where it stopped.
+        What is stored already is not prefilled again, so an interrupted run resumes where it stopped. Returns the
+        number of new chunks. ``ids`` name the documents, and a name that is known is replaced; without them a text is
+        its own name. Each tenant has its own documents, four million tokens of them at most. They are known to this
+        engine object only: add them wherever they are to be found. Raises ConfigError with ``quality="exact"``, where
+        only prefixes are reused.
         """
-        session = self._session_with_approx(
-            "documents are prefilled for non-prefix reuse, which this engine does not do"
-        )
-        from kvboost.approx.documents import warm_documents
+        session = self._session_with_approx("documents are for non-prefix reuse, which this engine does not do")
+        from kvboost.approx.documents import add_documents
+        from kvboost.engine.documents import named_documents
 
-        encoder, ordered = self.parts.encoder, documents if key is None else sorted(documents, key=key)
-        return warm_documents(
-            [encoder.encode_part(document) for document in ordered],
-            head=encoder.encode(head) if head is not None else [],
+        return add_documents(
+            named_documents(self.parts.encoder, texts, ids=ids, key=key),
+            session,
+            chunker=self.parts.chunker,
+            head=self.encode(head) if head is not None else [],
             context_documents=context_documents,
-            session=session,
             warm=lambda tokens, ends: self.warm(tokens, boundaries=ends),
             progress=progress,
         )
+
+    def remove_documents(self, ids: Iterable[Prompt]) -> int:
+        """Look for these documents no more, by their names. Returns how many there were.
+
+        Their KV stays until it is evicted: it is found as that of any other text.
+        """
+        session = self._session_with_approx("this engine knows no documents, as it does no non-prefix reuse")
+        from kvboost.approx.documents import registry_of
+        from kvboost.engine.documents import document_names
+
+        return registry_of(session).remove(document_names(self.parts.encoder, ids))
 
     # Generating
 

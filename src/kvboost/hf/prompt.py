@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvboost.errors import CapacityError, ConfigError
+from kvboost.hf.edges import edge_tokens
 
 # Tokenizer outputs that no model takes.
 _BOOKKEEPING = ("length", "offset_mapping", "special_tokens_mask")
@@ -64,6 +65,17 @@ class PromptEncoder:
             return self._checked([int(i) for i in ids])
         return self.encode(part)
 
+    def encode_document(self, document: Prompt) -> tuple[list[int], list[int]]:
+        """Token ids of a document, and the first and last cut between which they are the same beside any text."""
+        if isinstance(document, str) and not document.strip():
+            raise ConfigError("a document is empty; leave it out")
+        tokens = self.encode_part(document)
+        if not isinstance(document, str):
+            return tokens, []
+        tokenizer = self._need_tokenizer()
+        first, last = edge_tokens(document, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tokens, [first, len(tokens) - last] if first + last < len(tokens) else []
+
     def join(self, parts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
         """Token ids of a prompt of these parts, and where each but the last ends."""
         if isinstance(parts, str):
@@ -80,7 +92,7 @@ class PromptEncoder:
     def encode_chat(
         self, messages: Messages, *, min_gap: int, template_kwargs: Mapping[str, Any]
     ) -> tuple[list[int], list[int]]:
-        """Token ids of a chat ready for the reply, and the ends of its messages, ``min_gap`` tokens apart."""
+        """Token ids of a chat ready for the reply, and the ends of its messages and their parts, ``min_gap`` apart."""
         tokenizer = self._need_tokenizer()
         if isinstance(messages, str | Mapping) or not all(isinstance(message, Mapping) for message in messages):
             raise ConfigError(
@@ -91,6 +103,8 @@ class PromptEncoder:
         if getattr(tokenizer, "chat_template", None) is None:
             raise ConfigError("this tokenizer has no chat template; use generate() with the text you want")
 
+        messages, parts = _flattened(messages)
+
         def render(part: Messages, **kwargs: Any) -> str:
             return str(tokenizer.apply_chat_template(list(part), tokenize=False, **{**template_kwargs, **kwargs}))
 
@@ -99,15 +113,15 @@ class PromptEncoder:
             return self._checked(tokenizer(text, add_special_tokens=False)["input_ids"]), []
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         token_ends = [end for _, end in encoded["offset_mapping"]]
-        boundaries: list[int] = []
+        ends = _part_ends(text, parts)
         for count in range(1, len(messages) + 1):
             head = _head_of(render, messages[:count])
-            if head is None or not text.startswith(head):
-                continue  # a template that rewrites earlier turns: content boundaries still apply
-            index = bisect_left(token_ends, len(head))
-            on_token_end = index < len(token_ends) and token_ends[index] == len(head)
-            previous = boundaries[-1] if boundaries else 0
-            if on_token_end and index + 1 - previous >= min_gap:
+            if head is not None and text.startswith(head):  # else it rewrites earlier turns: content is still found
+                ends.append(len(head))
+        boundaries: list[int] = []
+        for end in sorted(ends):
+            index = bisect_left(token_ends, end)  # a token that goes on behind the end belongs to what it ends
+            if index < len(token_ends) and index + 1 - (boundaries[-1] if boundaries else 0) >= min_gap:
                 boundaries.append(index + 1)
         return self._checked([int(i) for i in encoded["input_ids"]]), boundaries
 
@@ -159,6 +173,36 @@ def _as_ids(values: Sequence[Any]) -> list[int]:
         raise ConfigError(
             "a prompt is text or a flat sequence of integer token ids; for several prompts use generate_batch"
         ) from error
+
+
+def _flattened(messages: Messages) -> tuple[Messages, list[str]]:
+    """The messages with texts for contents, as every template takes them, and the parts that contents consisted of."""
+    flat, parts = [], []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            texts = [_text_of(part) for part in content]
+            message = {**message, "content": "\n".join(texts)}  # as the server joins them
+            parts += texts
+        flat.append(message)
+    return flat, parts
+
+
+def _text_of(part: Any) -> str:
+    if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        raise ConfigError('a part of a message is text, such as {"type": "text", "text": "Hi"}; leave others out')
+    return str(part["text"])
+
+
+def _part_ends(text: str, parts: Sequence[str]) -> list[int]:
+    """Where the parts end in a rendered chat. Those that the template has changed are not found."""
+    ends, position = [], 0
+    for part in parts:
+        words = part.strip()
+        if words and (found := text.find(words, position)) >= 0:
+            position = found + len(words)
+            ends.append(position)
+    return ends
 
 
 def _head_of(render: Any, messages: Messages) -> str | None:

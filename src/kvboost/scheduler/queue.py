@@ -265,7 +265,7 @@ class Scheduler:
         for other in self._running.values():
             # Until it is opened, a job may be about to prefill anything. A prefix key covers everything before it.
             begin, end = (other.available, other.will_provide) if other.opened else (0, len(other.chain))
-            if begin < min(end, len(entry.chain)) and entry.chain[begin] == other.chain[begin]:
+            if begin < min(end, len(entry.chain), len(other.chain)) and entry.chain[begin] == other.chain[begin]:
                 return True
         return False
 

@@ -26,10 +26,11 @@ _MIN_SPLICE = 4  # tokens of a reply's end; fewer are not worth a search
 
 @dataclass(frozen=True)
 class Turn:
-    """A message as templates take it, and where its parts mark a cut (characters of its content)."""
+    """A message as templates take it, and where its parts mark a cut or end (characters of its content)."""
 
     fields: dict[str, Any]
     marks: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
 
     @property
     def content(self) -> str:
@@ -59,10 +60,12 @@ class ChatPrompt:
 def to_turn(message: Message, *, param: str = "messages") -> Turn:
     """A client's message as templates take it; ``param`` is the field it came in."""
     marks: list[int] = []
+    ends: list[int] = []
     if isinstance(message.content, list):
         content = ""
         for index, part in enumerate(message.content):
             content += part.text if index == 0 else "\n" + part.text
+            ends.append(len(content))
             if part.cache_control is not None:
                 marks.append(len(content))
     else:
@@ -84,7 +87,7 @@ def to_turn(message: Message, *, param: str = "messages") -> Turn:
             }
             for call in message.tool_calls
         ]
-    return Turn(fields, tuple(marks))
+    return Turn(fields, tuple(marks), tuple(ends))
 
 
 def _arguments(text: str, *, param: str) -> dict[str, Any]:
@@ -143,7 +146,7 @@ class ChatPrompts:
         template_kwargs: Mapping[str, Any] | None = None,
         param: str = "messages",
     ) -> ChatPrompt:
-        """The chat's text, its ids and where to cut: at the ends of messages and where the client marked it.
+        """The chat's text, its ids and where to cut: at the ends of messages and parts, and where the client marked it.
 
         ``template_kwargs`` are further variables of the template, ``param`` is the field the chat came in.
         """
@@ -267,7 +270,7 @@ class ChatPrompts:
             if found >= 0:
                 marks += [found + mark for mark in turn.marks]
                 position = found + len(content)
-                ends.append(position)
+                ends += [*(found + end for end in turn.ends), position]
         return splices, marks, ends
 
     def _longest_suffix(self, ids: list[int], text: str, position: int) -> tuple[int, list[int] | None]:
@@ -316,21 +319,29 @@ class _Pieces:
             self._ends.append(self._characters)
             self._counts.append(len(self.ids))
 
+    def ids_over(self, character: int) -> int | None:
+        """How many ids it takes to write the first ``character`` characters; None if there are fewer."""
+        index = self._last(character)
+        return self._counts[index] if index < len(self._ends) else None
+
     def ids_up_to(self, character: int) -> int | None:
         """How many ids are exactly the first ``character`` characters; None where an id crosses that border."""
+        index = self._last(character)
+        return self._counts[index] if index < len(self._ends) and self._ends[index] == character else None
+
+    def _last(self, character: int) -> int:
+        """The last id that ends there, else the first that ends later."""
         index = bisect_left(self._ends, character)
         while index + 1 < len(self._ends) and self._ends[index + 1] == character:
             index += 1
-        if index == len(self._ends) or self._ends[index] != character:
-            return None
-        return self._counts[index]
+        return index
 
 
 def _spaced(pieces: _Pieces, wanted: Sequence[tuple[int, int]]) -> list[int]:
     """Positions in ids of the wanted cuts (characters, minimum distance to the one before), ascending."""
     chosen: list[int] = []
     for character, gap in sorted(wanted):
-        count = pieces.ids_up_to(character)
+        count = pieces.ids_over(character)
         if count is not None and count > 0 and count - (chosen[-1] if chosen else 0) >= gap:
             chosen.append(count)
     return chosen
