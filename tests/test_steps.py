@@ -23,6 +23,8 @@ def test_steps_cover_a_prompt_and_the_last_one_is_found(rule: StepRule, known: i
         ends.append(rule.step_end(ends[-1], end))
         assert ends[-2] < ends[-1] <= ends[-2] + rule.max_tokens
     assert rule.last_step(start, end) == ends[-2]
+    if start == 0:
+        assert rule.count(end) == len(ends) - 1
 
 
 @given(st.integers(1, 50), st.integers(0, 500))
