@@ -97,7 +97,7 @@ _WORDS = ("the cache", "keeps", "what", "a model", "has read", "and gives", "it"
 
 def _texts(seed: int, count: int) -> list[str]:
     rng = random.Random(seed)
-    return [" ".join(rng.choice(_WORDS) for _ in range(60)).capitalize() + "." for _ in range(count)]
+    return [" ".join(rng.choice(_WORDS) for _ in range(60)) for _ in range(count)]
 
 
 _TOKENIZER = word_tokenizer(_texts(0, 20), vocab_size=400)
