@@ -39,7 +39,7 @@ class PromptView(TenantView):
     def join(self, parts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
         """A prompt of these parts and where each but the last ends, to be given as ``boundaries``.
 
-        Each part has the same token ids in every prompt and in :meth:`warm_documents`, so it is found again at any
+        Each part has the same token ids in every prompt and in :meth:`add_documents`, so it is found again at any
         position.
         """
         return self.parts.encoder.join(parts)
