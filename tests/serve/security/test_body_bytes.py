@@ -10,6 +10,7 @@ import pytest
 from kvboost.serve import Limits
 from kvboost.serve.security.auth import Caller
 from kvboost.serve.security.bodies import BodyLimit
+from kvboost.serve.security.fair_pool import FairPool
 from tests.serve.asgi import ask
 from tests.serve.conftest import KEY, Running
 
@@ -24,7 +25,8 @@ def test_a_key_that_fills_the_memory_is_refused_and_another_is_not() -> None:
             await go.wait()
             await send({"type": "http.response.start", "status": 200, "headers": []})
 
-        limited = BodyLimit(app, limits=Limits(max_total_body_bytes=100))
+        pool = FairPool(1, max_waiting=8, name="test")
+        limited = BodyLimit(app, limits=Limits(max_total_body_bytes=100), pool=pool)
 
         async def request(tenant: str, size: int) -> int:
             statuses: list[int] = []

@@ -56,14 +56,12 @@ async def show(service: AppService) -> Response:
 
 async def warm(service: AppService, body: WarmRequest, request: Request) -> Response:
     """Prefill a prompt for one tenant."""
-    generation = await _generation(service, body)
-    return await while_connected(request, _warm(service, generation))
+    return await while_connected(request, _warm(service, body))
 
 
 async def pin(service: AppService, body: WarmRequest, request: Request) -> Response:
     """Prefill a prompt and hold it against eviction."""
-    generation = await _generation(service, body)
-    return await while_connected(request, _pin(service, generation))
+    return await while_connected(request, _pin(service, body))
 
 
 async def unpin(service: AppService, pin: str) -> Response:
@@ -87,12 +85,13 @@ async def _prefill(service: Service, generation: GenerationRequest) -> Answer:
     return answer
 
 
-async def _warm(service: Service, generation: GenerationRequest) -> Response:
-    answer = await _prefill(service, generation)
+async def _warm(service: Service, body: WarmRequest) -> Response:
+    answer = await _prefill(service, await _generation(service, body))
     return JSONResponse({"object": "kvboost.warm", "prompt_tokens": answer.prompt_tokens, **answer.reuse()})
 
 
-async def _pin(service: Service, generation: GenerationRequest) -> Response:
+async def _pin(service: Service, body: WarmRequest) -> Response:
+    generation = await _generation(service, body)
     await _prefill(service, generation)
     ((ids, boundaries),) = generation.prompts
     try:

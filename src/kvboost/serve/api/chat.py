@@ -126,11 +126,14 @@ class _Chat:
 
 async def chat_completions(service: AppService, body: ChatRequest, request: Request) -> Response:
     """Answer a chat, whole or as a stream."""
-    chat = _Chat(service, body, caller_of(request))
+    return await while_connected(request, _answered(_Chat(service, body, caller_of(request))))
+
+
+async def _answered(chat: _Chat) -> Response:
     generation = await chat.ask()
-    if body.stream:
+    if chat.body.stream:
         return with_ignored(EventStream(await chained(_stream(chat, generation))), chat.ignored)
-    return with_ignored(await while_connected(request, _whole(chat, generation)), chat.ignored)
+    return with_ignored(await _whole(chat, generation), chat.ignored)
 
 
 async def _whole(chat: _Chat, generation: GenerationRequest) -> Response:

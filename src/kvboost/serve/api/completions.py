@@ -18,13 +18,17 @@ from kvboost.serve.generation.sampling import sampling_of
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Piece
 from kvboost.serve.schemas.completions import CompletionRequest
-from kvboost.serve.security.auth import caller_of
+from kvboost.serve.security.auth import Caller, caller_of
 
 _DEFAULT_TOKENS = 16  # OpenAI's
 
 
 async def completions(service: AppService, body: CompletionRequest, request: Request) -> Response:
     """Continue prompts, whole or as a stream."""
+    return await while_connected(request, _answered(service, body, caller_of(request)))
+
+
+async def _answered(service: Service, body: CompletionRequest, caller: Caller) -> Response:
     service.check_model(body.model)
     sampling, stops = sampling_of(
         body, limits=service.limits, vocab_size=service.vocab_size, max_new_tokens=body.max_tokens
@@ -41,7 +45,6 @@ async def completions(service: AppService, body: CompletionRequest, request: Req
     prompts = _prompts(body.prompt)
     if len(prompts) * made > service.limits.max_prompts * service.limits.max_choices:
         raise bad_request("too many choices in all; ask for fewer prompts or choices", param="n")
-    caller = caller_of(request)
     grammar = await service.grammar(body.response_format, param="response_format", tenant=caller.tenant)
     encoded = [(await service.tokenizing.run(caller.tenant, service.encode, prompt), ()) for prompt in prompts]
     generation = GenerationRequest(
@@ -66,7 +69,7 @@ async def completions(service: AppService, body: CompletionRequest, request: Req
     writer = _Writer(service, body, generation, echoed)
     if body.stream:
         return with_ignored(EventStream(await chained(writer.stream())), body.ignored())
-    return with_ignored(await while_connected(request, writer.whole()), body.ignored())
+    return with_ignored(await writer.whole(), body.ignored())
 
 
 def _choices_made(body: CompletionRequest, *, max_choices: int) -> int:

@@ -38,7 +38,10 @@ _Event = tuple[str, dict[str, Any]]
 
 async def messages(service: AppService, body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation, whole or as a stream."""
-    caller = caller_of(request)
+    return await while_connected(request, _answered(service, body, caller_of(request)))
+
+
+async def _answered(service: Service, body: MessagesRequest, caller: Caller) -> Response:
     if body.messages[-1].role == "assistant":
         raise bad_request("the last message is the assistant's, which this server does not continue; end with a user's")
     offer, prompt = await _read(service, body, caller)
@@ -71,13 +74,17 @@ async def messages(service: AppService, body: MessagesRequest, request: Request)
     writing = _MessageWriter(service, prompt, reader)
     ignored = [*body.ignored(), *unread(service.chats, _variables(body))]
     if not body.stream:
-        return with_ignored(await while_connected(request, writing.whole(generation)), ignored)
+        return with_ignored(await writing.whole(generation), ignored)
     return with_ignored(EventStream(await chained(writing.stream(generation)), failure=_failure), ignored)
 
 
 async def count_tokens(service: AppService, body: CountTokensRequest, request: Request) -> Response:
     """How many tokens a conversation has."""
-    _, prompt = await _read(service, body, caller_of(request))
+    return await while_connected(request, _counted(service, body, caller_of(request)))
+
+
+async def _counted(service: Service, body: CountTokensRequest, caller: Caller) -> Response:
+    _, prompt = await _read(service, body, caller)
     return JSONResponse({"input_tokens": len(prompt.token_ids)})
 
 

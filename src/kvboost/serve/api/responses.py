@@ -5,7 +5,6 @@ Invariant: a whole response is the last event of its stream, so both say the sam
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -33,8 +32,11 @@ from kvboost.serve.security.auth import Caller, caller_of
 
 async def responses(service: AppService, body: ResponsesRequest, request: Request) -> Response:
     """Answer, whole or as a stream of events."""
+    return await while_connected(request, _answered(service, body, caller_of(request)))
+
+
+async def _answered(service: Service, body: ResponsesRequest, caller: Caller) -> Response:
     service.check_model(body.model)
-    caller = caller_of(request)
     offer = _offered(service, body)
     wanted = body.text.format if body.text is not None else None
     if offer.tools and wanted is not None and wanted.type != "text":
@@ -42,7 +44,7 @@ async def responses(service: AppService, body: ResponsesRequest, request: Reques
     grammar = await service.grammar(wanted, param="text.format", tenant=caller.tenant)
     if offer.forced:
         grammar = await service.call_grammar(offer.forced, tenant=caller.tenant)
-    turns = await asyncio.to_thread(_conversation, service, body, caller)
+    turns = await service.tokenizing.run(caller.tenant, _conversation, service, body, caller)
     variables = effort_variables(body.reasoning.effort if body.reasoning is not None else None)
 
     def encode() -> ChatPrompt:
@@ -76,7 +78,7 @@ async def responses(service: AppService, body: ResponsesRequest, request: Reques
     writing = _ResponseWriter(service, body, reader, prompt, turns)
     ignored = [*body.ignored(), *unread(service.chats, {"reasoning.effort": variables})]
     if not body.stream:
-        return with_ignored(await while_connected(request, writing.whole(generation)), ignored)
+        return with_ignored(await writing.whole(generation), ignored)
     return with_ignored(EventStream(await chained(writing.stream(generation))), ignored)
 
 
@@ -148,8 +150,8 @@ class _ResponseWriter:
                     yield event
         if self._body.store is not False:
             said = [*self._turns, *to_turns(self._items.as_input())]
-            tenant = generation.caller.tenant
-            await asyncio.to_thread(self._service.responses.remember, answer.id, said, tenant=tenant)
+            tenant, remember = generation.caller.tenant, self._service.responses.remember
+            await self._service.tokenizing.finish(tenant, remember, answer.id, said, tenant=tenant)
         end = self._object(answer)
         yield f"response.{end['status']}", {"response": end}
 

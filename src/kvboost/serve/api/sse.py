@@ -1,7 +1,7 @@
 """Server-sent events, and answers that stop when nobody waits for them any more.
 
-Used by every endpoint that generates. Invariant: when the client goes away, the code that makes the answer is
-cancelled at once, also while it waits for its first token.
+Used by every endpoint that generates or tokenises. Invariant: when the client goes away, the code that makes the
+answer is cancelled at once, also while its prompt waits to be tokenised or it waits for its first token.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from kvboost.hf.generate import end_token_ids
 from kvboost.scheduler.jobs import Job, JobRunner, Ticket
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.answers import AnswerReaders
-from kvboost.serve.generation.fair_pool import FairPool
 from kvboost.serve.generation.items import ResponseMemory
 from kvboost.serve.generation.prompts import ChatPrompt, ChatPrompts
 from kvboost.serve.generation.requests import Answer, GenerationRequest
@@ -38,6 +37,7 @@ from kvboost.serve.observability.tracing import RequestSpan, current_span
 from kvboost.serve.schemas.base import ResponseFormat
 from kvboost.serve.schemas.responses import InlineSchemaFormat
 from kvboost.serve.security.auth import Keys
+from kvboost.serve.security.fair_pool import FairPool
 from kvboost.serve.security.limits import Limits, Streams
 from kvboost.serve.security.rates import Rates
 
@@ -82,6 +82,8 @@ class Service:
         self.rates = Rates(limits)
         # A schema can take seconds: one thread, in which the tenants take turns.
         self.compiling = FairPool(1, max_waiting=limits.max_waiting_prompts, name="kvboost-grammar")
+        # Counting the values of large bodies: one thread, as the interpreter runs one at a time.
+        self.reading = FairPool(1, max_waiting=limits.max_waiting_prompts, name="kvboost-bodies")
         self.tokenizing = FairPool(_TOKENIZERS, max_waiting=limits.max_waiting_prompts, name="kvboost-tokenize")
         self.kept = KeptStats(engine)
         self.spaces = Spaces(engine)
@@ -94,6 +96,7 @@ class Service:
     def close(self) -> None:
         """Stop what runs in the background. The engine and the runner are others'."""
         self.kept.close()
+        self.reading.close()
         self.tokenizing.close()
         self.compiling.close()
 
@@ -141,7 +144,8 @@ class Service:
 
     async def remember(self, prompt: ChatPrompt, ended: Ended, *, shown: Sequence[str] = ()) -> None:
         """Keep the ids of a reply, and of the parts of it that were ``shown``, to use them when the chat goes on."""
-        await asyncio.to_thread(self.chats.remember, prompt, reply=ended.text, ids=ended.reply_ids, shown=shown)
+        reply = {"reply": ended.text, "ids": ended.reply_ids, "shown": shown}
+        await self.tokenizing.finish(prompt.tenant, self.chats.remember, prompt, **reply)
 
     async def grammar(
         self, wanted: ResponseFormat | InlineSchemaFormat | None, *, param: str, tenant: str

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost.serve.errors import ApiError
+from kvboost.serve.security.fair_pool import FairPool
 from kvboost.serve.security.json_size import has_more_values
 from kvboost.serve.security.limits import Limits, Shares
 
@@ -28,23 +29,24 @@ class _Held:
     """What one request holds of the bytes that all may."""
 
     def __init__(self, shares: Shares, tenant: str) -> None:
-        self._shares, self._tenant, self._bytes = shares, tenant, 0
+        self._shares, self.tenant, self._bytes = shares, tenant, 0
 
     def take(self, nbytes: int) -> None:
         """So many more. Raises a 429."""
-        self._shares.take(self._tenant, nbytes)
+        self._shares.take(self.tenant, nbytes)
         self._bytes += nbytes
 
     def release(self) -> None:
         """All of it."""
-        self._shares.give_back(self._tenant, self._bytes)
+        self._shares.give_back(self.tenant, self._bytes)
 
 
 class BodyLimit:
     """Hands requests on whose bodies are small and whole; answers the others."""
 
-    def __init__(self, app: ASGIApp, *, limits: Limits) -> None:
-        self._app, self._limits = app, limits
+    def __init__(self, app: ASGIApp, *, limits: Limits, pool: FairPool) -> None:
+        """``pool`` looks at large bodies."""
+        self._app, self._limits, self._pool = app, limits, pool
         refusal = f"the requests under way have {limits.max_total_body_bytes} bytes"
         self._bytes = Shares(limits.max_total_body_bytes, refusal=refusal)
 
@@ -65,7 +67,7 @@ class BodyLimit:
             async with asyncio.timeout(self._limits.body_seconds):
                 body = await self._body(scope, receive, held)
             if body is not None and len(body) > _SMALL_BYTES:
-                await self._check_values(body)
+                await self._check_values(body, held.tenant)
         except (ApiError, TimeoutError) as error:
             late = f"the body took longer than {self._limits.body_seconds:g} seconds"
             refusal = error if isinstance(error, ApiError) else ApiError(408, late, code="too_slow")
@@ -86,9 +88,9 @@ class BodyLimit:
         _limits.set(self._limits)
         await self._app(scope, replay, send)
 
-    async def _check_values(self, body: bytes) -> None:
+    async def _check_values(self, body: bytes, tenant: str) -> None:
         limit = self._limits.max_json_values
-        if await asyncio.to_thread(has_more_values, body, limit):
+        if await self._pool.run(tenant, has_more_values, body, limit):
             raise ApiError(413, f"the body has more than {limit} values, this server's limit", code="too_many_values")
 
     async def _body(self, scope: Scope, receive: Receive, held: _Held) -> bytes | None:

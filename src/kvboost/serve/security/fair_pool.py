@@ -2,7 +2,7 @@
 
 Used for tokenising, which takes a second for a few megabytes: a tenant with a hundred such prompts makes another wait
 for one of them, not for all. Invariants: what waits is bounded, and never more than an even share of it is one
-tenant's once it is full; work that nobody waits for any more is not begun.
+tenant's once it is full; work that nobody waits for any more is dropped unless it was begun.
 """
 
 from __future__ import annotations
@@ -31,9 +31,14 @@ class FairPool:
         self._started = 0
         self._closed = False
 
+    @property
+    def waiting(self) -> int:
+        """Work that has not begun."""
+        with self._changed:
+            return sum(map(len, self._waiting.values()))
+
     async def run(self, tenant: str, work: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
         """What ``work`` returns or raises. Raises a 429 if too many wait, of which the tenant has its even share."""
-        future: Future[T] = Future()
         with self._changed:
             waiting = sum(map(len, self._waiting.values()))
             even_share = max(1, self._max_waiting // len({*self._waiting, tenant}))
@@ -44,12 +49,32 @@ class FairPool:
                     code="too_many_requests",
                     headers={"Retry-After": "1"},
                 )
-            self._waiting.setdefault(tenant, deque()).append((future, partial(work, *arguments, **keywords)))
+        return await self.finish(tenant, work, *arguments, **keywords)
+
+    async def finish(self, tenant: str, work: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
+        """The same for the end of an answer. It is never refused: answers are bounded in number themselves."""
+        future: Future[T] = Future()
+        entry = (future, partial(work, *arguments, **keywords))
+        with self._changed:
+            self._waiting.setdefault(tenant, deque()).append(entry)
             if self._started < self._threads:
                 self._started += 1
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
             self._changed.notify()
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._drop(tenant, entry)
+            raise
+
+    def _drop(self, tenant: str, entry: tuple[Future[Any], Callable[[], Any]]) -> None:
+        """Take work out of the queue, so that it holds neither its prompt nor another's place."""
+        with self._changed:
+            own = self._waiting.get(tenant, deque())
+            if entry in own:
+                own.remove(entry)
+                if not own:
+                    del self._waiting[tenant]
 
     def close(self) -> None:
         """Begin nothing more."""

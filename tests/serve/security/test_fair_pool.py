@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from kvboost.serve.errors import ApiError
-from kvboost.serve.generation.fair_pool import FairPool
+from kvboost.serve.security.fair_pool import FairPool
 
 
 class _Work:
@@ -84,6 +84,40 @@ def test_what_nobody_waits_for_is_not_begun() -> None:
         return work.done
 
     assert asyncio.run(scenario()) == ["a2"]
+
+
+def test_what_nobody_waits_for_takes_no_place_in_the_queue() -> None:
+    async def scenario() -> None:
+        pool, work = FairPool(1, max_waiting=1, name="test"), _Work()
+        first = await _blocked(pool, work)
+        (gone,) = _tasks(pool, work, "a1")
+        await asyncio.sleep(0)
+        assert pool.waiting == 1
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        assert pool.waiting == 0
+        (taken,) = _tasks(pool, work, "a2")
+        await asyncio.sleep(0)
+        work.go.set()
+        assert await asyncio.gather(first, taken) == [None, "a2"]
+        pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_end_of_an_answer_is_never_refused() -> None:
+    async def scenario() -> None:
+        pool, work = FairPool(1, max_waiting=1, name="test"), _Work()
+        first = await _blocked(pool, work)
+        tasks = _tasks(pool, work, "a1")
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(pool.finish("a", work.note, "a2")))
+        await asyncio.sleep(0)
+        work.go.set()
+        assert await asyncio.gather(first, *tasks) == [None, "a1", "a2"]
+        pool.close()
+
+    asyncio.run(scenario())
 
 
 def test_an_error_is_raised_where_the_result_is_waited_for() -> None:
