@@ -7,6 +7,7 @@ directory; engines may use it meanwhile.
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ from kvboost.store.tiers.disk.capacity import read_capacity, write_capacity
 from kvboost.store.tiers.disk.database import IndexUnavailableError, IndexView, is_damaged
 from kvboost.store.tiers.disk.directory import claim
 from kvboost.store.tiers.disk.files import Files, Layout, Presence
-from kvboost.store.tiers.disk.index import ChunkIndex, Room
+from kvboost.store.tiers.disk.index import BETWEEN_STEPS_S, ChunkIndex, Room
 from kvboost.store.tiers.disk.recovery import index_lock
 from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.types import Namespace
@@ -188,6 +189,7 @@ class DiskCatalogue:
                 while room is Room.NOT_YET:
                     room, evicted = index.trim(limit, lambda place: self._files.remove(self._layout.record(*place)))
                     yield evicted
+                    time.sleep(BETWEEN_STEPS_S)
             finally:
                 index.close()
         except (OSError, sqlite3.Error) as error:

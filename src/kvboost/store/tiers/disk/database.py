@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from kvboost.types import Namespace
 
 _TIMEOUT_S = 2.0  # for another process's transaction; they take a millisecond
+_LOOK_MS = 4  # SQLite's own waits grow to 100 ms, and miss every gap between the steps of an eviction
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 _SCHEMA = """
@@ -72,6 +74,7 @@ class Database:
         self._write = _connect(path)
         try:
             self._write.executescript(_SCHEMA)
+            self._write.execute(f"PRAGMA busy_timeout = {_LOOK_MS}")
             self._read = _connect(path)
         except sqlite3.Error:
             self._write.close()
@@ -105,7 +108,7 @@ class Database:
             if durable:
                 self._write.execute("PRAGMA synchronous = FULL")
             try:
-                self._write.execute("BEGIN IMMEDIATE")
+                self._begin()
                 yield self._write
                 if self._write.in_transaction:
                     self._write.execute("COMMIT")
@@ -114,6 +117,17 @@ class Database:
                     self._write.execute("ROLLBACK")
                 if durable:
                     self._write.execute("PRAGMA synchronous = NORMAL")
+
+    def _begin(self) -> None:
+        """Wait for other processes' transactions, and look often."""
+        end = time.monotonic() + _TIMEOUT_S
+        while True:
+            try:
+                self._write.execute("BEGIN IMMEDIATE")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+                    raise
 
     def space_id(self, space: bytes, namespace: Namespace) -> int:
         """The number of a space, entered if it is new."""

@@ -25,6 +25,8 @@ _PLACES = "SELECT c.id, s.space, c.key FROM chunks c JOIN spaces s ON s.id = c.s
 _SIZES = "SELECT c.id, s.space, c.key, c.size FROM chunks c JOIN spaces s ON s.id = c.space"
 EVICTED_AT_ONCE = 64
 """Chunks evicted in one transaction: others must get their turn."""
+BETWEEN_STEPS_S = 0.005
+"""Time between two such transactions: whoever waits looks more often than that."""
 _MAX_ANCESTORS = 10_000  # that are counted
 
 

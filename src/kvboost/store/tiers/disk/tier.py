@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,7 +25,7 @@ from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.base import MAX_VARIANTS, Backend, Place, RecordTier, Unwritten, in_order, info_of
 from kvboost.store.tiers.disk.directory import FAILURES, Directory
 from kvboost.store.tiers.disk.files import Files, Layout
-from kvboost.store.tiers.disk.index import ChunkIndex, Limits, NewEntry, Room
+from kvboost.store.tiers.disk.index import BETWEEN_STEPS_S, ChunkIndex, Limits, NewEntry, Room
 from kvboost.store.tiers.disk.recovery import charge, is_recorded
 from kvboost.types import BlockInfo, KVBlock, PutOutcome
 
@@ -180,6 +181,8 @@ class DiskTier(RecordTier[_DiskBackend]):
                 self._counters.evictions += evicted
             if room is Room.MADE:
                 return self._write(block, path, temporary, index, writer)
+            if room is Room.NOT_YET:
+                time.sleep(BETWEEN_STEPS_S)
             if room is Room.NONE:
                 if recovered:
                     break
@@ -288,7 +291,7 @@ class DiskTier(RecordTier[_DiskBackend]):
 
     def _drop(self, index: ChunkIndex, spaces: Sequence[bytes]) -> None:
         while index.drop(spaces, _DROPPED_AT_ONCE, self._remove_file):
-            pass
+            time.sleep(BETWEEN_STEPS_S)
         for space in spaces:  # also what the index has lost sight of
             for first in range(256):
                 entered = index.keys_in(space, first)
