@@ -1,13 +1,15 @@
-"""Soak: mixed load on `kvboost serve` with a Redis that fails again and again; nothing may grow.
+"""Soak: mixed load on `kvboost serve`, a Redis that fails again and again, a hostile key; nothing may grow.
 
 A real server in a process of its own, over a tiny model, so that many requests pass in little time. Clients send
-chats that go on, completions, streams, structured answers and broken requests, and go away at random moments. The
-Redis behind the cache is killed, unreachable, silent, slow or talks nonsense every other quarter of a minute. The
-cache's capacity is small, so that it is full before the warm-up is over (the first fifth). Then the load pauses, what
-is open is counted, and it goes on.
+chats that go on, completions, streams, structured answers and broken requests, of the model or of an adapter of it,
+and go away at random moments. Another key attacks all the time (`benchmarks/common/hostile.py`). The Redis behind the
+cache is killed, unreachable, silent, slow or talks nonsense every other quarter of a minute. The cache's capacity is
+small, so that it is full before the warm-up is over (the first quarter). Then the load pauses, what is open is
+counted, and it goes on.
 
-Passes if memory after the warm-up grows by at most 20 MB (medians of the first and the last tenth of the samples), and
-if in the pause at the end no lease, job or stream is left and no more threads and files are open than in the first one.
+Passes if memory after the warm-up grows by at most 10 MB per hour, or 20 MB if that is less than an hour (medians of
+the first and the last tenth of the samples), and if in the pause at the end no lease, job or stream is left and no
+more threads and files are open than in the first one.
 """
 
 from __future__ import annotations
@@ -29,20 +31,21 @@ from typing import Any
 
 import httpx
 
-from benchmarks.common.faults import Fault, FaultyProxy
+from benchmarks.common.flapping import FlappingRedis
+from benchmarks.common.hostile import Seen, hostile
 from benchmarks.common.measure import positive
 from benchmarks.common.plot import Panel, Point, save
-from benchmarks.common.servers import free_port, redis_server
 from kvboost.bench.report import Report, say
-from tests.helpers.serving import ServeProcess, kvboost_serve, tiny_folder
+from tests.helpers.serving import ServeProcess, key_files, kvboost_serve, tiny_adapter, tiny_folder
 
-QUICK = {"minutes": 0.4, "clients": 4, "every": 1.0}
-_WARM_UP = 0.2
-_MAX_GROWTH_MB = 20.0
+QUICK = {"minutes": 0.4, "clients": 4, "hostile": 2, "every": 1.0}
+_WARM_UP = 0.25
+_MAX_GROWTH_MB = 20.0  # in less than an hour
+_MAX_HOURLY_MB = 10.0
 _MIN_MINUTES = 4.0  # in less, pools of threads and connections are still filling after the warm-up
-_FAULT_SECONDS = 15.0
 _SETTLE_SECONDS = 5.0
-_FAULTS = (Fault.REFUSED, Fault.BLACK_HOLE, Fault.SLOW, Fault.RESET, Fault.GARBAGE, Fault.LATE, Fault.TRUNCATED)
+_MODELS = ("model", "model", "model", "poet")
+_CHARACTERS = 60_000  # of a prompt that this model's server tokenises before it refuses it
 _WORDS = ("stone", "river", "seven", "green", "north", "paper", "cloud", "ninth", "glass", "amber", "quiet", "round")
 _SETTINGS = {"cache_bytes": "8MiB", "remote_cache_bytes": "16MiB", "workspace_bytes": "16MiB"}
 _BAD: tuple[tuple[str, bytes], ...] = (
@@ -73,13 +76,15 @@ class Sample:
 class Load:
     """Clients that can be told to pause."""
 
-    def __init__(self, server: ServeProcess, clients: int) -> None:
-        self._server = server
+    def __init__(self, server: ServeProcess, clients: int, key: str) -> None:
+        self._server, self._key = server, key
         self._over = threading.Event()
         self._go = threading.Event()
         self._lock = threading.Lock()
         self._busy = 0
         self.counts: Counter[str] = Counter()
+        self.adapted = 0
+        """Answers of the adapter."""
         self.unexpected: Counter[str] = Counter()
         self._threads = [threading.Thread(target=self._client, args=(number,)) for number in range(clients)]
         for thread in self._threads:
@@ -116,7 +121,8 @@ class Load:
                 self._busy += 1
             kind = rng.choice(kinds)
             try:
-                with httpx.Client(base_url=self._server.url, timeout=120) as client:  # connections come and go as well
+                headers = {"Authorization": f"Bearer {self._key}"}  # connections come and go as well
+                with httpx.Client(base_url=self._server.url, headers=headers, timeout=120) as client:
                     for _ in range(rng.randint(1, 4)):
                         kind(client, rng)
                         with self._lock:
@@ -131,30 +137,33 @@ class Load:
         with self._lock:
             self.unexpected[what[:120]] += 1
 
-    def _post(self, client: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
-        answer = client.post(path, json={"model": "model", **body})
+    def _post(self, client: httpx.Client, path: str, body: dict[str, Any], model: str = "model") -> httpx.Response:
+        answer = client.post(path, json={"model": model, **body})
+        if model != "model":
+            with self._lock:
+                self.adapted += 1
         if answer.status_code not in (200, 429):
             self._strange(f"{path}: {answer.status_code} {answer.text[:80]}")
         return answer
 
     def _chat(self, client: httpx.Client, rng: random.Random) -> None:
         """A chat of up to three turns whose replies come back."""
-        messages = [{"role": "system", "content": _text(rng, shared=True)}]
+        messages, model = [{"role": "system", "content": _text(rng, shared=True)}], rng.choice(_MODELS)
         for _ in range(rng.randint(1, 3)):
             messages.append({"role": "user", "content": _text(rng)})
             body = {"messages": messages, "max_tokens": rng.randint(1, 16), "temperature": 0.8}
-            answer = self._post(client, "/v1/chat/completions", body)
+            answer = self._post(client, "/v1/chat/completions", body, model)
             if answer.status_code == 200:
                 messages.append(answer.json()["choices"][0]["message"])
                 messages[-1].pop("refusal", None)
 
     def _completion(self, client: httpx.Client, rng: random.Random) -> None:
         body = {"prompt": _text(rng, shared=True), "max_tokens": 8, "n": rng.randint(1, 2), "logprobs": 2}
-        self._post(client, "/v1/completions", body)
+        self._post(client, "/v1/completions", body, rng.choice(_MODELS))
 
     def _stream(self, client: httpx.Client, rng: random.Random) -> None:
         body = {"prompt": _text(rng, shared=True) + _text(rng), "max_tokens": 16, "stream": True, "stop": ["zz"]}
-        self._post(client, "/v1/completions", body)
+        self._post(client, "/v1/completions", body, rng.choice(_MODELS))
 
     def _structured(self, client: httpx.Client, rng: random.Random) -> None:
         names = rng.sample(_WORDS, 2)  # a schema is seldom the same twice
@@ -169,6 +178,7 @@ class Load:
         asked = {"model": "model", "prompt": _text(rng, shared=True), "max_tokens": 32, "stream": rng.random() < 0.7}
         body = json.dumps(asked).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Authorization: Bearer {self._key}\r\n"
         sent = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
         with socket.create_connection(("127.0.0.1", self._server.port), timeout=60) as connection:
             phase = rng.random()
@@ -197,58 +207,6 @@ def _text(rng: random.Random, *, shared: bool = False) -> str:
     return (
         f"Beginning {chosen}. " + " ".join(_WORDS[(chosen + i) % len(_WORDS)] for i in range(40 + chosen)) + " " + own
     )
-
-
-class FlappingRedis:
-    """A redis-server behind a proxy; every other period something is wrong with one of them."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._port = free_port()
-        self._server = ExitStack()
-        self._server.enter_context(redis_server(port=self._port))
-        stack.callback(self._server.close)
-        self._proxy = stack.enter_context(FaultyProxy(self._port))
-        self._steady = threading.Event()
-        self._over = threading.Event()
-        self.faults: Counter[str] = Counter()
-        self._thread = threading.Thread(target=self._flap)
-        self._thread.start()
-
-    @property
-    def url(self) -> str:
-        """Where the server under test finds it."""
-        return f"redis://127.0.0.1:{self._proxy.port}/0"
-
-    def steady(self, steady: bool) -> None:
-        """Whether nothing goes wrong for a while."""
-        if steady:
-            self._steady.set()
-            while self._proxy.fault is not Fault.NONE:
-                time.sleep(0.05)
-        else:
-            self._steady.clear()
-
-    def end(self) -> None:
-        """No more faults."""
-        self._over.set()
-        self._steady.set()
-        self._thread.join()
-
-    def _flap(self) -> None:
-        number = 0
-        while not self._over.wait(_FAULT_SECONDS):
-            if self._steady.is_set():
-                continue
-            fault = _FAULTS[number % len(_FAULTS)]
-            number += 1
-            self.faults[fault.value] += 1
-            self._proxy.fault = fault
-            if fault is Fault.REFUSED:  # and all it held is gone
-                self._server.close()
-            self._steady.wait(_FAULT_SECONDS)
-            if fault is Fault.REFUSED:
-                self._server.enter_context(redis_server(port=self._port))
-            self._proxy.fault = Fault.NONE
 
 
 def sample(server: ServeProcess, began: float) -> Sample:
@@ -281,6 +239,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.add_argument("--minutes", type=float, default=30.0, help="default: 30")
     parser.add_argument("--clients", type=positive, default=12, help="default: 12")
+    parser.add_argument("--hostile", type=positive, default=8, help="connections of the hostile key (default 8)")
     parser.add_argument("--every", type=float, default=3.0, help="seconds between samples (default 3)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the curves to FILE")
     parser.add_argument("--log", type=Path, help="what the server says")
@@ -289,22 +248,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Warm up, rest, load, rest."""
     samples: list[Sample] = []
+    attacked: list[Seen] = []
     with ExitStack() as stack:
-        folder = tiny_folder(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder, keys = tiny_folder(scratch / "tiny-llama"), key_files(scratch)
         redis = FlappingRedis(stack)
         stack.callback(redis.end)
+        options = [*keys.options, "--remote-url", redis.url, "--adapter", f"poet={tiny_adapter(scratch / 'poet')}"]
         server = stack.enter_context(
-            kvboost_serve(folder, ["--remote-url", redis.url], settings=_SETTINGS, log=args.log)
+            kvboost_serve(folder, options, settings=_SETTINGS, log=args.log, admin_key=keys.admin)
         )
-        load = Load(server, args.clients)
+        load = Load(server, args.clients, keys.second)
         stack.callback(load.end)
         began = time.monotonic()
 
         def run_until(minute: float) -> None:
             load.resume()
-            while time.monotonic() - began < minute * 60:
-                samples.append(sample(server, began))
-                time.sleep(args.every)
+            seconds = began + minute * 60 - time.monotonic()
+            mix = {"model": "model", "characters": _CHARACTERS, "connections": args.hostile, "seconds": seconds}
+            with hostile(server.port, keys.first, **mix) as attacker:
+                while time.monotonic() - began < minute * 60:
+                    samples.append(sample(server, began))
+                    time.sleep(args.every)
+                attacked.append(attacker.seen())
 
         run_until(args.minutes * _WARM_UP)
         first, _ = at_rest(server, load, redis, began)
@@ -317,6 +283,9 @@ def run(args: argparse.Namespace) -> Report:
     beginning = statistics.median(s.anonymous for s in samples[after : after + tenth])
     under_load = statistics.median(s.anonymous for s in samples[-tenth:]) - beginning
     resting = last.anonymous - first.anonymous
+    hours = (last.minutes - first.minutes) / 60
+    allowed = _MAX_HOURLY_MB * hours if hours >= 1 else _MAX_GROWTH_MB
+    failures = [seen.failures for seen in attacked if seen.failures]
     report = Report("soak", raw={"samples": [asdict(s) for s in samples]})
     names = ("minutes", "rss", "anonymous", "kept", "threads", "files", "leases", "running")
     columns = ("minute", "RSS, MB", "anonymous, MB", "KV kept, MB", "threads", "files", "leases", "jobs")
@@ -325,17 +294,22 @@ def run(args: argparse.Namespace) -> Report:
         table.add(*(f"{getattr(s, name):.1f}" for name in names))
     rest = [f"{s.anonymous:.1f} MB, {s.threads:g} threads, {s.files:g} files, {s.leases} leases" for s in (first, last)]
     table.notes += [
-        f"{sum(load.counts.values()):,} requests: {dict(load.counts)}; faults of Redis: {dict(redis.faults)}; "
+        f"{sum(load.counts.values()):,} requests: {dict(load.counts)}; {load.adapted:,} answers of the adapter; "
+        f"faults of Redis: {dict(redis.faults)}; "
         f"unexpected answers: {dict(load.unexpected) or 'none'}.",
         f"At rest after the warm-up: {rest[0]}; at the end: {rest[1]}.",
-        f"Growth after the warm-up: {under_load:+.1f} MB under load, {resting:+.1f} MB at rest.",
+        f"Growth after the warm-up: {under_load:+.1f} MB under load, {resting:+.1f} MB at rest, in {hours:.2f} hours: "
+        f"{under_load / hours:+.1f} and {resting / hours:+.1f} MB per hour.",
+        f"The hostile key: {dict(sum((seen.by_status for seen in attacked), start=Counter[str]()))}; 5xx other than "
+        f"503, or no answer: {failures or 'none'}.",
     ]
     report.failed = not (
-        max(under_load, resting) <= _MAX_GROWTH_MB
+        max(under_load, resting) <= allowed
         and idle
         and last.leases == 0
         and (args.minutes < _MIN_MINUTES or (last.threads <= first.threads and last.files <= first.files))
         and not load.unexpected
+        and not failures
         and server.code == 0
     )
     if args.plot is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,9 @@ _START_S = 120.0
 class ServeProcess:
     """A running server. ``code`` is its exit code once the block is left."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], port: int, *, admin_key: str | None = None) -> None:
         self.process, self.port = process, port
+        self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self.code: int | None = None
 
     @property
@@ -35,7 +38,7 @@ class ServeProcess:
 
     def cache(self) -> dict[str, Any]:
         """GET /v1/cache."""
-        told: dict[str, Any] = httpx.get(self.url + "/v1/cache", timeout=60).json()
+        told: dict[str, Any] = httpx.get(self.url + "/v1/cache", headers=self._headers, timeout=60).json()
         return told
 
     def idle(self) -> bool:
@@ -55,6 +58,34 @@ class ServeProcess:
             "files": len(os.listdir(f"/proc/{self.process.pid}/fd")),
         }
 
+    def cpu_seconds(self) -> float:
+        """Time of a processor that it has used so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class KeyFiles:
+    """Keys of two users and of the admin, in files that a server reads."""
+
+    first: str
+    second: str
+    admin: str
+    options: tuple[str, ...]
+    """Of ``kvboost serve``."""
+
+
+def key_files(folder: Path) -> KeyFiles:
+    """New keys, and a secret of their own."""
+    first, second, admin, secret = (secrets.token_hex(32) for _ in range(4))
+    options: list[str] = []
+    for flag, lines in (("api-key", f"{first}\n{second}"), ("admin-key", admin), ("secret", secret)):
+        file = folder / flag
+        file.touch(mode=0o600)
+        file.write_text(lines + "\n")
+        options += [f"--{flag}-file", str(file)]
+    return KeyFiles(first, second, admin, tuple(options))
+
 
 def tiny_folder(folder: Path, *, family: str = "llama", **overrides: Any) -> Path:
     """A tiny model with a tokenizer of bytes, as a folder that any server can load."""
@@ -64,9 +95,23 @@ def tiny_folder(folder: Path, *, family: str = "llama", **overrides: Any) -> Pat
     return folder
 
 
+def tiny_adapter(folder: Path) -> Path:
+    """A LoRA adapter of the tiny model, as a folder."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    get_peft_model(tiny_model("llama", vocab_size=260, max_position_embeddings=2048), config).save_pretrained(folder)
+    return folder
+
+
 @contextmanager
 def kvboost_serve(
-    model: Path, options: Sequence[str] = (), *, settings: Mapping[str, str] | None = None, log: Path | None = None
+    model: Path,
+    options: Sequence[str] = (),
+    *,
+    settings: Mapping[str, str] | None = None,
+    log: Path | None = None,
+    admin_key: str | None = None,
 ) -> Iterator[ServeProcess]:
     """The server for one ``with`` block; ended with SIGTERM. ``settings`` are those that have no flag."""
     port = free_port()
@@ -86,7 +131,7 @@ def kvboost_serve(
     environment |= {f"KVBOOST_{name.upper()}": value for name, value in (settings or {}).items()}
     with open(log or os.devnull, "wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    running = ServeProcess(process, port)
+    running = ServeProcess(process, port, admin_key=admin_key)
     try:
         _wait_for(running)
         yield running
