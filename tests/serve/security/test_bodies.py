@@ -64,8 +64,8 @@ _WRONG = {
 @pytest.fixture(scope="module")
 def any_number(start_server: Callable[..., Running], keyed: Running) -> Running:
     """A server that takes bodies of any number of values."""
-    keys = Keys([KEY], admin_key=ADMIN_KEY)
-    return start_server(keyed.engine, runner=keyed.runner, keys=keys, limits=Limits(max_json_values=10**7))
+    keys, limits = Keys([KEY], admin_key=ADMIN_KEY), Limits(max_json_values=10**7, max_json_objects=10**7)
+    return start_server(keyed.engine, runner=keyed.runner, keys=keys, limits=limits)
 
 
 @pytest.mark.parametrize("name", _WRONG)
@@ -105,6 +105,24 @@ def test_a_body_of_millions_of_values_is_not_parsed(
     )
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "too_many_values"
+
+
+def test_a_body_of_many_objects_is_not_parsed(keyed: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a message, a part or a call: 90,000 parts took the event loop a second."""
+
+    def fail(*arguments: Any, **keywords: Any) -> None:
+        raise AssertionError("parsed")
+
+    monkeypatch.setattr("starlette.requests.Request.json", fail)
+    parts = [{"type": "text", "text": "{" * 9}] * 9000
+    body = {"model": "tiny", "messages": [{"role": "user", "content": parts}]}
+    answer = ask(keyed.app, "POST", "/v1/chat/completions", key=KEY, json=body)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "too_many_objects"
+    monkeypatch.undo()
+    body["messages"][0]["content"] = "{" * 90_000
+    answer = ask(keyed.app, "POST", "/v1/chat/completions", key=KEY, json=body)
+    assert answer.json()["error"]["code"] == "context_length_exceeded", "braces in a text are no objects"
 
 
 def test_long_texts_and_many_tokens_are_few_values(keyed: Running) -> None:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost.serve.errors import ApiError
 from kvboost.serve.security.fair_pool import FairPool
-from kvboost.serve.security.json_size import has_more_values
+from kvboost.serve.security.json_size import has_more_objects, has_more_values
 from kvboost.serve.security.limits import Limits, Shares
 
 _SMALL_BYTES = 64 * 2**10  # parsed in a millisecond or two, whatever is in them
@@ -89,9 +89,11 @@ class BodyLimit:
         await self._app(scope, replay, send)
 
     async def _check_values(self, body: bytes, tenant: str) -> None:
-        limit = self._limits.max_json_values
-        if await self._pool.run(tenant, has_more_values, body, limit):
-            raise ApiError(413, f"the body has more than {limit} values, this server's limit", code="too_many_values")
+        values, objects = self._limits.max_json_values, self._limits.max_json_objects
+        for has_more, limit, what in ((has_more_values, values, "values"), (has_more_objects, objects, "objects")):
+            if await self._pool.run(tenant, has_more, body, limit):
+                message = f"the body has more than {limit} {what}, this server's limit"
+                raise ApiError(413, message, code=f"too_many_{what}")
 
     async def _body(self, scope: Scope, receive: Receive, held: _Held) -> bytes | None:
         limit = self._limits.max_body_bytes

@@ -1,4 +1,4 @@
-"""Counts the values of a JSON text without parsing it.
+"""Counts the values, or the objects, of a JSON text without parsing it.
 
 Used by :class:`kvboost.serve.security.bodies.BodyLimit`, in a worker thread. A parser holds the interpreter until it is
 done, so a body of a million empty lists stops every other request, whichever thread parses it. Invariant: this takes
@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import re
 
-_STRING_OR_MARK = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([,\[{])', re.DOTALL)  # possessive: it never goes back
+_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?'  # possessive: it never goes back
 
 
 def has_more_values(text: bytes, limit: int) -> bool:
     """Whether there are more than ``limit`` lists, objects and commas outside of strings. Broken JSON is no error."""
-    if sum(map(text.count, (b",", b"[", b"{"))) <= limit:
+    return _has_more(text, b",[{", limit)
+
+
+def has_more_objects(text: bytes, limit: int) -> bool:
+    """The same for objects alone: each costs its reader as much as many values."""
+    return _has_more(text, b"{", limit)
+
+
+def _has_more(text: bytes, marks: bytes, limit: int) -> bool:
+    if sum(text.count(mark) for mark in marks) <= limit:
         return False  # most bodies, at once
     count = 0
-    for match in _STRING_OR_MARK.finditer(text):
+    for match in re.finditer(_STRING + b"|([" + re.escape(marks) + b"])", text, re.DOTALL):
         if match.lastindex is not None:
             count += 1
             if count > limit:
