@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -163,15 +162,6 @@ def test_answers_without_a_number_get_what_there_is_room_for(
     assert [e["param"] for e in errors] == ["max_tokens", "prompt", "max_output_tokens", "max_output_tokens", "input"]
     assert "lower max_output_tokens" in errors[2]["message"]
     assert not any("kv_bytes" in e["message"] for e in errors)
-
-
-def test_texts_and_chats_take_turns_with_the_tokenizer(keyed: Running) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        with keyed.service.chats.lock:
-            encoding = pool.submit(keyed.service.encode, "x")
-            with pytest.raises(TimeoutError):
-                encoding.result(0.2)
-        assert len(encoding.result(10)) == 1
 
 
 def test_metrics_count_what_happened(keyed: Running, client: openai.OpenAI) -> None:

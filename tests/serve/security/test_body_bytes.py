@@ -79,3 +79,27 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised(
     answer = ask(keyed.app, "POST", path, key=KEY, json={"model": "tiny", **body})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_one_keys_many_bodies_do_not_come_before_anothers_one() -> None:
+    async def scenario() -> list[str]:
+        ended: list[str] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            ended.append(scope["state"]["caller"].tenant)
+
+        limited = BodyLimit(app, limits=Limits(), pool=FairPool(1, max_waiting=8, name="test"))
+
+        async def request(tenant: str) -> None:
+            pieces = iter(range(9, -1, -1))
+
+            async def receive() -> dict[str, Any]:
+                return {"type": "http.request", "body": b"x" * 1000, "more_body": next(pieces) > 0}
+
+            scope = {"type": "http", "path": "/", "headers": [], "state": {"caller": Caller(tenant, admin=False)}}
+            await limited(scope, receive, receive)
+
+        await asyncio.gather(*(request(tenant) for tenant in "aaaaab"))
+        return ended
+
+    assert asyncio.run(scenario()) == ["b", "a", "a", "a", "a", "a"]

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 
 from kvboost import KVBoost
 from kvboost.serve import Keys
+from kvboost.serve.generation.prompts import ChatPrompts, Turn
+from tests.helpers.tokenizer import byte_tokenizer
 from tests.serve.conftest import KEY, OTHER_KEY, SECRET, Running
 
 _CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
@@ -35,16 +38,21 @@ def running(start_server: Callable[..., Running], make_engine: Callable[..., KVB
 
 
 @pytest.fixture
-def held(running: Running) -> Iterator[Running]:
-    """A server whose tokenizer is in use for as long as the test lasts."""
-    pool, meet = running.service.tokenizing, threading.Barrier(2)
+def hold(running: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Prompts of so many tokens are not tokenised until the test is over."""
+    go, service = threading.Event(), running.service
+    encode = service.encode
 
-    async def both_idle() -> None:  # not at the end of what another test has left them
-        await asyncio.gather(*(pool.run("", meet.wait, 10) for _ in range(2)))
+    def hold(*, at_least: int) -> None:
+        def wait(prompt: str | list[int], **more: Any) -> list[int]:
+            assert len(prompt) < at_least or go.wait(30)
+            return encode(prompt, **more)
 
-    asyncio.run(both_idle())
-    with running.service.chats.lock:
-        yield running
+        monkeypatch.setattr(service, "encode", wait)
+
+    yield hold
+    go.set()
+    asyncio.run(service.tokenizing.run("", lambda: None))  # its thread has nothing left of this test
 
 
 def _until(condition: Callable[[], bool], *, seconds: float = 3.0) -> bool:
@@ -56,13 +64,13 @@ def _until(condition: Callable[[], bool], *, seconds: float = 3.0) -> bool:
     return False
 
 
-def _sent(running: Running, path: str) -> socket.socket:
-    body = json.dumps(_ASKED[path]).encode()
+def _sent(running: Running, path: str, body: dict[str, Any] | None = None) -> socket.socket:
+    content = json.dumps(body or _ASKED[path]).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
     )
     connection = socket.create_connection(("127.0.0.1", running.port))
-    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
     return connection
 
 
@@ -73,15 +81,29 @@ def _left(running: Running) -> int:
 
 
 @pytest.mark.parametrize("path", _ASKED)
-def test_a_client_that_goes_away_ends_the_wait_of_its_prompt(held: Running, path: str) -> None:
-    before, jobs = _left(held), len(held.runner.jobs)
+def test_a_client_that_goes_away_ends_the_wait_of_its_prompt(
+    running: Running, hold: Callable[..., None], path: str
+) -> None:
+    hold(at_least=0)
+    before, jobs = _left(running), len(running.runner.jobs)
     with ExitStack() as stack:
-        for _ in range(3):  # two are being tokenised, by as many threads; the third waits
-            stack.enter_context(_sent(held, path))
-        assert _until(lambda: held.service.tokenizing.waiting == 1)
-    assert _until(lambda: _left(held) == before + 3), "the requests ended although the tokenizer is still in use"
-    assert held.service.tokenizing.waiting == 0, "nobody waits for the third prompt, so it has left the queue"
-    assert len(held.runner.jobs) == jobs
+        for _ in range(2):  # one is being tokenised, the other waits
+            stack.enter_context(_sent(running, path))
+        assert _until(lambda: running.service.tokenizing.waiting == 1)
+    assert _until(lambda: _left(running) == before + 2), (
+        "the requests ended, though the first prompt is still being tokenised"
+    )
+    assert running.service.tokenizing.waiting == 0, "nobody waits for the second prompt, so it has left the queue"
+    assert len(running.runner.jobs) == jobs
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(running: Running, hold: Callable[..., None]) -> None:
+    hold(at_least=1000)
+    long = {"model": "tiny", "prompt": "x" * 20_000}
+    with _sent(running, "/tokenize", long), _sent(running, "/tokenize", long), running.http() as http:
+        assert _until(lambda: running.service.tokenizing.waiting == 1), "of the long ones; the other is being tokenised"
+        answer = http.post("/tokenize", json=_ASKED["/tokenize"], timeout=5)
+    assert answer.status_code == 200
 
 
 def test_replies_are_remembered_by_the_threads_that_tokenise(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,3 +122,41 @@ def test_replies_are_remembered_by_the_threads_that_tokenise(running: Running, m
         for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
             assert http.post(path, json=_ASKED[path]).status_code == 200
     assert threads == {"kvboost-tokenize"}
+
+
+class _NotAtOnce:
+    """A tokenizer that is not fast, and sees whether two threads use it."""
+
+    is_fast = False
+
+    def __init__(self) -> None:
+        self._inner, self._free = byte_tokenizer(), threading.Lock()
+        self.at_once = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self, *given: Any, **more: Any) -> Any:
+        if not self._free.acquire(blocking=False):
+            self.at_once += 1
+            return self._inner(*given, **more)
+        try:
+            time.sleep(0.001)
+            return self._inner(*given, **more)
+        finally:
+            self._free.release()
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_tokenizer_is_used_by_several_threads_only_if_it_can_be(fast: bool) -> None:
+    tokenizer = byte_tokenizer() if fast else _NotAtOnce()
+    chats = ChatPrompts(tokenizer, min_gap=4)
+
+    def encode(number: int) -> list[int]:
+        turns = [Turn({"role": "user", "content": f"{number} " * 200})]
+        return chats.encode(turns, tenant="", cache_key="").token_ids
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(encode, range(40)))
+    assert found == [encode(number) for number in range(40)]
+    assert fast or tokenizer.at_once == 0

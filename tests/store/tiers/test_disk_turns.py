@@ -15,7 +15,7 @@ from kvboost.testing.blocks import namespace
 from kvboost.types import BlockInfo
 
 SPACE = b"s" * 16
-_STEPS = 40
+_STEPS = 20
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import threading
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,11 +120,15 @@ class ChatPrompts:
         self._tokenizer = tokenizer
         self._min_gap = min_gap
         self.replies = ReplyMemory()
-        self.lock = threading.Lock()
-        """Held while tokenising: a fast tokenizer cannot be set up by two threads at once."""
+        self._lock = threading.Lock()
+        self._is_shared = _can_be_shared(tokenizer)
         template = getattr(tokenizer, "chat_template", None)
         self._written = json.dumps(template) if template is not None else ""
         self.takes_tools = self.reads("tools")
+
+    def in_use(self) -> AbstractContextManager[Any]:
+        """Held while tokenising: some tokenizers can be used by one thread at a time only."""
+        return nullcontext() if self._is_shared else self._lock
 
     def reads(self, variable: str) -> bool:
         """Whether the template mentions a variable."""
@@ -156,7 +161,7 @@ class ChatPrompts:
         text = self._render([turn.fields for turn in turns], extra=extra, param=param)
         splices, marks, ends = self._locate(turns, text, tenant=tenant, cache_key=cache_key)
         pieces = _Pieces(self._tokenize)
-        with self.lock:
+        with self.in_use():
             start, cuts = 0, deque(marks)
             for found, ids, length in [*splices, (len(text), [], 0)]:
                 while cuts and cuts[0] < found:
@@ -181,12 +186,11 @@ class ChatPrompts:
         ``shown`` are the parts of it that the client was given, and will send back: their ids are kept, too.
         """
         kept: list[tuple[str, Sequence[int]]] = [(reply, ids)]
-        with self.lock:
-            if self._decode(ids) != reply:
-                return
-            for part in shown:
-                if part not in ("", reply) and (own := self._ids_of(part, reply, ids)):
-                    kept.append((part, own))
+        if self._decode(ids) != reply:
+            return
+        for part in shown:
+            if part not in ("", reply) and (own := self._ids_of(part, reply, ids)):
+                kept.append((part, own))
         for text, own in kept:
             self.replies.remember(
                 tenant=prompt.tenant, cache_key=prompt.cache_key, before=prompt.text, reply=text, ids=own
@@ -285,6 +289,18 @@ class ChatPrompts:
             else:
                 low = middle + 1
         return text.find(self._decode(ids[high:]), position), ids[high:]
+
+
+def _can_be_shared(tokenizer: Any) -> bool:
+    """Whether threads may tokenise at once: with a fast tokenizer that calls as ours are leave as it is.
+
+    A call that has to change how it pads or truncates cannot run beside another one.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        return False
+    tokenizer("x", add_special_tokens=False)  # the first one changes it, if any does
+    inner = tokenizer.backend_tokenizer
+    return inner.truncation is None and inner.padding is None
 
 
 class _Pieces:

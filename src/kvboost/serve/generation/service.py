@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from kvboost.serve.generation.requests import Answer, GenerationRequest
 from kvboost.serve.generation.structured import Grammars
 from kvboost.serve.generation.text import token_bytes
 from kvboost.serve.generation.token_stream import Ended, TokenStream, milliseconds, seconds_per_token
+from kvboost.serve.generation.tokenizing import Tokenizing
 from kvboost.serve.observability.kept import KeptStats
 from kvboost.serve.observability.metrics import Metrics
 from kvboost.serve.observability.recent import RecentRequests, RequestRecord
@@ -42,7 +43,6 @@ from kvboost.serve.security.limits import Limits, Streams
 from kvboost.serve.security.rates import Rates
 
 _log = logging.getLogger("kvboost.serve")
-_TOKENIZERS = 2  # threads; the tokenizer itself is used by one at a time
 _CHARACTERS_PER_TOKEN = 32  # far more than any text has on average: beyond it a prompt need not be tokenised
 _NEW_TOKENS = 4096  # of an answer of a model that says nothing about its positions
 
@@ -84,7 +84,7 @@ class Service:
         self.compiling = FairPool(1, max_waiting=limits.max_waiting_prompts, name="kvboost-grammar")
         # Counting the values of large bodies: one thread, as the interpreter runs one at a time.
         self.reading = FairPool(1, max_waiting=limits.max_waiting_prompts, name="kvboost-bodies")
-        self.tokenizing = FairPool(_TOKENIZERS, max_waiting=limits.max_waiting_prompts, name="kvboost-tokenize")
+        self.tokenizing = Tokenizing(max_waiting=limits.max_waiting_prompts)
         self.kept = KeptStats(engine)
         self.spaces = Spaces(engine)
         self.metrics = Metrics(self.kept, runner)
@@ -113,10 +113,11 @@ class Service:
 
     def encode(self, prompt: str | Sequence[int], *, param: str = "prompt") -> list[int]:
         """Token ids of a prompt, checked; ``param`` is the field it came in. For worker threads."""
-        if isinstance(prompt, str):
+        is_text = isinstance(prompt, str)
+        if is_text:
             self.check_characters(len(prompt), param=param)
         try:
-            with self.chats.lock:
+            with self.chats.in_use() if is_text else nullcontext():
                 ids = self.engine.encode(prompt)
         except CapacityError as error:
             raise bad_request(str(error), param=param, code="context_length_exceeded") from error

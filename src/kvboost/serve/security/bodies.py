@@ -1,11 +1,13 @@
 """Bounds a request's body in bytes and in time, whatever its headers say. Runs before the app's routing.
 
-While a body is parsed, :func:`limits_now` says what the server takes: pydantic has no other way to know.
+While a body is parsed, :func:`limits_now` says what the server takes: pydantic has no other way to know. From then on
+:func:`body_bytes_now` says how large it was.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextvars import ContextVar
 
 from starlette.responses import JSONResponse
@@ -17,12 +19,21 @@ from kvboost.serve.security.json_size import has_more_objects, has_more_values
 from kvboost.serve.security.limits import Limits, Shares
 
 _SMALL_BYTES = 64 * 2**10  # parsed in a millisecond or two, whatever is in them
+_PAUSE_S = 0.001  # before the next piece of a body (64 KiB or more), for each other body of its tenant that comes
 _limits: ContextVar[Limits | None] = ContextVar("limits of this request's server", default=None)
 
 
 def limits_now() -> Limits:
     """Of the server that parses a body now; the defaults outside of any."""
     return _limits.get() or Limits()
+
+
+_body_bytes: ContextVar[int] = ContextVar("bytes of this request's body", default=0)
+
+
+def body_bytes_now() -> int:
+    """Of the request that is being answered; 0 outside of any."""
+    return _body_bytes.get()
 
 
 class _Held:
@@ -49,6 +60,8 @@ class BodyLimit:
         self._app, self._limits, self._pool = app, limits, pool
         refusal = f"the requests under way have {limits.max_total_body_bytes} bytes"
         self._bytes = Shares(limits.max_total_body_bytes, refusal=refusal)
+        self._coming: Counter[str] = Counter()
+        """Bodies that are being received, by tenant."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Receive the whole body first: only then is it known to be small enough."""
@@ -64,8 +77,13 @@ class BodyLimit:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, held: _Held) -> None:
         try:
-            async with asyncio.timeout(self._limits.body_seconds):
-                body = await self._body(scope, receive, held)
+            self._coming[held.tenant] += 1
+            try:
+                async with asyncio.timeout(self._limits.body_seconds):
+                    body = await self._body(scope, receive, held)
+            finally:
+                self._coming[held.tenant] -= 1
+                self._coming += Counter()  # keeps those that have any
             if body is not None and len(body) > _SMALL_BYTES:
                 await self._check_values(body, held.tenant)
         except (ApiError, TimeoutError) as error:
@@ -86,6 +104,7 @@ class BodyLimit:
             return await receive()
 
         _limits.set(self._limits)
+        _body_bytes.set(len(body))
         await self._app(scope, replay, send)
 
     async def _check_values(self, body: bytes, tenant: str) -> None:
@@ -114,3 +133,6 @@ class BodyLimit:
             held.take(len(parts[-1]))
             if not message.get("more_body", False):
                 return b"".join(parts)
+            # Receiving a body keeps the event loop busy: one tenant's 64 would come before every other request. What is
+            # not asked for stays with the client.
+            await asyncio.sleep(_PAUSE_S * (self._coming[held.tenant] - 1))

@@ -37,7 +37,7 @@ class FairPool:
         with self._changed:
             return sum(map(len, self._waiting.values()))
 
-    async def run(self, tenant: str, work: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
+    async def run(self, tenant: str, work: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
         """What ``work`` returns or raises. Raises a 429 if too many wait, of which the tenant has its even share."""
         with self._changed:
             waiting = sum(map(len, self._waiting.values()))
@@ -51,7 +51,7 @@ class FairPool:
                 )
         return await self.finish(tenant, work, *arguments, **keywords)
 
-    async def finish(self, tenant: str, work: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
+    async def finish(self, tenant: str, work: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
         """The same for the end of an answer. It is never refused: answers are bounded in number themselves."""
         future: Future[T] = Future()
         entry = (future, partial(work, *arguments, **keywords))

@@ -1,0 +1,44 @@
+"""Tokenises prompts in threads of their own: one for those of large bodies, one for all others.
+
+Used by the endpoints. Invariant: a short prompt never waits for a long one to be tokenised, and in each thread the
+tenants take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvboost.serve.security.bodies import body_bytes_now
+from kvboost.serve.security.fair_pool import FairPool
+
+_LARGE_BYTES = 16 * 2**10  # a text of as many characters is tokenised in some 10 ms
+
+T = TypeVar("T")
+
+
+class Tokenizing:
+    """Runs what tokenises. Raises what a :class:`FairPool` raises."""
+
+    def __init__(self, *, max_waiting: int) -> None:
+        self._short = FairPool(1, max_waiting=max_waiting, name="kvboost-tokenize")
+        self._long = FairPool(1, max_waiting=max_waiting, name="kvboost-tokenize-long")
+
+    @property
+    def waiting(self) -> int:
+        """Work that has not begun."""
+        return self._short.waiting + self._long.waiting
+
+    async def run(self, tenant: str, work: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
+        """What ``work`` returns or raises. Raises a 429 if too many wait."""
+        pool = self._long if body_bytes_now() > _LARGE_BYTES else self._short
+        return await pool.run(tenant, work, *arguments, **keywords)
+
+    async def finish(self, tenant: str, work: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
+        """The same for the end of an answer, which is short and never refused."""
+        return await self._short.finish(tenant, work, *arguments, **keywords)
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._short.close()
+        self._long.close()
