@@ -1,12 +1,31 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from kvboost import ConfigError, KVBoost
+from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve import Keys, ServerConfig, serve
+
+
+def test_threads_hand_over_the_interpreter_often_while_it_serves(
+    make_engine: Callable[..., KVBoost], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float] = []
+
+    def run(serving: Coroutine[Any, Any, None]) -> None:
+        serving.close()
+        seen.append(sys.getswitchinterval())
+
+    monkeypatch.setattr("kvboost.serve.run.asyncio.run", run)
+    before = sys.getswitchinterval()
+    with make_engine() as engine, BatchRunner(engine) as runner:
+        serve(engine, runner, ServerConfig(served_model_name="tiny", port=0))
+    assert seen == [pytest.approx(0.001)]
+    assert sys.getswitchinterval() == before
 
 
 @pytest.mark.parametrize(

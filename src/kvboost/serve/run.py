@@ -13,6 +13,7 @@ import logging
 import signal
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,9 @@ from kvboost.serve.security.connection import bounded_connection
 from kvboost.serve.security.limits import Limits
 
 _log = logging.getLogger("kvboost.serve")
+_SWITCH_S = (
+    0.001  # a busy thread hands the interpreter over after so long; the event loop and the model ask for it often
+)
 
 
 class _Server(uvicorn.Server):
@@ -137,9 +141,12 @@ def serve(
         # Imports leave some 400,000 objects. A collection that walks over them stops every request for 0.3 seconds.
         gc.collect()
         gc.freeze()
+        switch = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
         try:
             asyncio.run(server.serve(sockets=[listening]))
         finally:
+            sys.setswitchinterval(switch)
             gc.unfreeze()
             app.state.service.close()
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 
-_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?'  # possessive: it never goes back
+_STRINGS = re.compile(rb'"[^"]*+"?')
+_WINDOW = 64 * 2**10  # bytes that are looked at in one call, which lets nobody else run
 
 
 def has_more_values(text: bytes, limit: int) -> bool:
@@ -25,10 +26,13 @@ def has_more_objects(text: bytes, limit: int) -> bool:
 def _has_more(text: bytes, marks: bytes, limit: int) -> bool:
     if sum(text.count(mark) for mark in marks) <= limit:
         return False  # most bodies, at once
-    count = 0
-    for match in re.finditer(_STRING + b"|([" + re.escape(marks) + b"])", text, re.DOTALL):
-        if match.lastindex is not None:
-            count += 1
-            if count > limit:
-                return True
+    others = bytes(set(range(256)).difference(marks, b'"'))
+    text = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of quotes begins or ends a string
+    count, opened = 0, b""
+    for begin in range(0, len(text), _WINDOW):
+        window = opened + text[begin : begin + _WINDOW].translate(None, others)
+        opened = b'"' if window.count(b'"') % 2 else b""
+        count += len(_STRINGS.sub(b"", window))
+        if count > limit:
+            return True
     return False
