@@ -146,6 +146,8 @@ def characters_of(server: ServeProcess, key: str) -> int:
 
 def quantile(samples: Sequence[float], percent: int) -> float:
     """Of at least two samples."""
+    if len(samples) < 2:
+        raise BenchError("a phase had fewer than two answers; give more --seconds, on a machine that has time for them")
     return statistics.quantiles(samples, n=100, method="inclusive")[percent - 1]
 
 

@@ -20,7 +20,7 @@ from benchmarks.common.servers import free_port
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 
-_START_S = 120.0
+_START_S = 300.0
 
 
 class ServeProcess:

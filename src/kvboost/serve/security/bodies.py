@@ -19,7 +19,7 @@ from kvboost.serve.security.json_size import has_more_objects, has_more_values
 from kvboost.serve.security.limits import Limits, Shares
 
 _SMALL_BYTES = 64 * 2**10  # parsed in a millisecond or two, whatever is in them
-_PAUSE_S = 0.001  # before the next piece of a body (64 KiB or more), for each other body of its tenant that comes
+_PAUSE_S = 0.002  # before the next piece of a body (64 KiB or more), for each other body of its tenant that comes
 _limits: ContextVar[Limits | None] = ContextVar("limits of this request's server", default=None)
 
 
