@@ -25,21 +25,52 @@ def _layers(paced: Paced, count: int, *, seconds: float) -> None:
         time.sleep(seconds)
 
 
+SPANS = ApproxSpans("none", {}, expected_seconds=0.1, compute_seconds=0.2)
+
+
+def _paced(seen: list[int], *, decided: int = 0, positions: int = 3) -> Paced:
+    return Paced(lambda layer, *rest: seen.append(layer), SPANS, layers=20, positions=positions, decided=decided)
+
+
 def test_it_is_stopped_after_the_layer_that_shows_it_and_not_before() -> None:
     seen: list[int] = []
-    spans = ApproxSpans("none", {}, expected_seconds=0.1, compute_seconds=0.2)
-    paced = Paced(lambda layer, *rest: seen.append(layer), spans, layers=20, positions=3)
     with pytest.raises(RepairTooSlow, match=r"would have taken \d") as raised:
-        _layers(paced, 20, seconds=0.03)
+        _layers(_paced(seen), 20, seconds=0.03)
     assert len(seen) == 1
     assert raised.value.seconds > 0.5
 
 
 def test_one_that_is_fast_enough_runs_to_its_end() -> None:
     seen: list[int] = []
-    spans = ApproxSpans("none", {}, expected_seconds=0.1, compute_seconds=5.0)
-    _layers(Paced(lambda layer, *rest: seen.append(layer), spans, layers=20, positions=3), 20, seconds=0.001)
+    _layers(_paced(seen), 20, seconds=0.0005)
     assert len(seen) == 20
+
+
+def test_one_that_slows_down_later_is_not_thrown_away() -> None:
+    seen: list[int] = []
+    paced = _paced(seen)
+    _layers(paced, 4, seconds=0.0005)
+    for layer in range(4, 20):
+        paced(layer, torch.arange(3), None)
+        time.sleep(0.02)
+    assert len(seen) == 20
+
+
+def test_layers_before_the_choice_are_not_judged() -> None:
+    """All positions run through them; few are left behind."""
+    seen: list[int] = []
+    paced = _paced(seen, decided=2)
+    for layer in range(20):
+        paced(layer, torch.arange(3), None)
+        time.sleep(0.05 if layer < 2 else 0.0005)
+    assert len(seen) == 20
+
+
+def test_the_forwards_that_follow_count_as_well() -> None:
+    seen: list[int] = []
+    _layers(_paced(seen), 20, seconds=0.002)  # 20 layers, about 0.05 s
+    with pytest.raises(RepairTooSlow):
+        _layers(_paced([], positions=20 * 2048), 20, seconds=0.002)
 
 
 def test_a_stopped_repair_is_computed_exactly_and_said(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from kvboost.core.costs import CostModel
 from kvboost.core.guarded import GuardedStore, loads_of
 from kvboost.core.keys import variant_key
 from kvboost.core.prefill import ApproxSpans, PrefillState
+from kvboost.core.prefiller import Prefiller
 from kvboost.extend import ContentLease
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.runner import ModelRunner
@@ -110,6 +111,9 @@ class ApproxReuse:
             Repairer(repositioner=model.repositioner, recompute=model.recompute, repair=repair) for repair in repairs
         ]
         self._prefixes = ApproxPrefixes()
+        self._clearing = threading.Lock()
+        self.cleared = 0
+        """How often the store was cleared: what was computed before that is not stored afterwards."""
         self.documents = DocumentRegistry()
         """What prompts are searched for. Each tenant has its own."""
         self.costs = costs or CostModel()
@@ -129,9 +133,17 @@ class ApproxReuse:
         )
 
     def forget(self) -> None:
-        """Drop remembered prefixes and documents: the store was cleared."""
+        """Drop remembered prefixes and documents: the store is being cleared."""
+        with self._clearing:
+            self.cleared += 1
         self._prefixes.clear()
         self.documents.clear()
+
+    def commit_unless_cleared(self, prefiller: Prefiller, state: PrefillState, *, cleared: int) -> None:
+        """Store a prefill that no request waits for, unless the store was cleared since ``cleared`` was read."""
+        with self._clearing:
+            if self.cleared == cleared:
+                prefiller.commit(state)
 
     def close(self) -> None:
         """Remove the hooks from the model."""
@@ -155,17 +167,13 @@ class ApproxReuse:
     def describe(self) -> str:
         """One line: on or off, with the settings or the reason."""
         if (reason := self.guard.reason) is not None:
-            return reason if self.guard.on_trial else f"off: {reason}"
+            return reason if self.guard.standing.trying else f"off: {reason}"
         return f"on: {self.repair_settings}"
 
     @property
     def repair_settings(self) -> Repair:
         """How repositioned chunks are repaired."""
-        return self._repairs[self.guard.rung]
-
-    @property
-    def _repairer(self) -> Repairer:
-        return self._repairers[self.guard.rung]
+        return self._repairs[self.guard.standing.rung]
 
     @property
     def reason(self) -> str | None:
@@ -180,8 +188,8 @@ class ApproxReuse:
         self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int
     ) -> tuple[ApproxSpans | None, str | None]:
         """The chunks after the first ``available`` that are worth repositioning, or None and the reason."""
-        allowed, trying = self.guard.allowed, self.guard.on_trial
-        if not allowed and not trying:
+        allowed, trying, rung = self.guard.standing
+        if not allowed and not (trying and isinstance(self.guard, EarnedTrust) and self.guard.has_place()):
             return None, self.guard.reason
         # A prefix that was approximate before is computed now and exact afterwards. Otherwise a repeated prompt or a
         # growing chat would be repaired every time.
@@ -194,24 +202,25 @@ class ApproxReuse:
             return None, None
         lease = self._store.lease_content(chunks, after=first)
         try:
-            found = self._worth_it(lease, chunks, first=first, prompt_tokens=prompt_tokens)
+            found = self._worth_it(lease, chunks, first=first, prompt_tokens=prompt_tokens, rung=rung)
         except BaseException:
             lease.release()
             raise
         if not isinstance(found, ApproxSpans):
             lease.release()
             return None, found
-        if trying:
+        if not allowed:
             return replace(found, on_trial=True), self.guard.reason
         self.repositioned_chunks += len(found.blocks)
         return found, None
 
     def replay(self, blocks: Mapping[int, KVBlock]) -> ApproxSpans:
         """The spans of a prompt that was prefilled with these blocks before."""
-        return ApproxSpans(self.repair_settings.strategy.name, dict(blocks))
+        rung = self.guard.standing.rung
+        return ApproxSpans(self._repairs[rung].strategy.name, dict(blocks), rung=rung)
 
     def _worth_it(
-        self, lease: ContentLease, chunks: Sequence[Chunk], *, first: int, prompt_tokens: int
+        self, lease: ContentLease, chunks: Sequence[Chunk], *, first: int, prompt_tokens: int, rung: int
     ) -> ApproxSpans | str | None:
         """The blocks of ``lease`` as spans, or the reason why they are not used."""
         blocks = {
@@ -224,9 +233,10 @@ class ApproxReuse:
             return _declined(loads_of(lease))
         begin, end = chunks[first].start, chunks[-1].end
         found = sum(chunks[i].end - chunks[i].start for i in blocks)
-        recomputed = end - begin - found + self.repair_settings.ratio * found
+        repair = self._repairs[rung]
+        recomputed = end - begin - found + repair.ratio * found
         expected = self.costs.prefill_seconds(forwards=1, tokens=recomputed) if recomputed else 0.0
-        if self._repairer.needs_attention:
+        if self._repairers[rung].needs_attention:
             expected += self.costs.prefill_seconds(forwards=1, tokens=prompt_tokens - end)
         compute = self.costs.prefill_seconds(forwards=1, tokens=end - begin)  # in one step, if memory allows
         cost = (self.costs.reposition_seconds(found) + self.costs.repair_factor * expected) / compute
@@ -234,9 +244,9 @@ class ApproxReuse:
             self.costs.repair_refused()
             return (
                 f"{found} tokens could be repositioned, at {cost:.2f} of the time to compute them (limit {_MAX_COST}); "
-                f"{_remedy(self.repair_settings.ratio)}"
+                f"{_remedy(repair.ratio)}"
             )
-        spans = ApproxSpans(self.repair_settings.strategy.name, blocks, lease)
+        spans = ApproxSpans(repair.strategy.name, blocks, lease, rung=rung)
         if not self.costs.in_seconds:
             return spans
         return replace(spans, expected_seconds=expected, compute_seconds=0.0 if self._force else compute)
@@ -263,7 +273,8 @@ class ApproxReuse:
 
     def repair(self, state: PrefillState) -> None:
         """Recompute selected positions of the repositioned chunks, and compute what is missing between them."""
-        self._repairer.repair(state)
+        assert state.spans is not None
+        self._repairers[state.spans.rung].repair(state)
 
     def observe(self, state: PrefillState) -> None:
         """Update the cost model with the times of placing and repairing."""

@@ -10,10 +10,21 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from kvboost.errors import ConfigError
 
 _HALVINGS = 64  # from [0, 1] down to 5e-20, below what a double next to a share of 1e-3 can tell apart
+
+
+class Standing(NamedTuple):
+    """What may be reused now, read at once."""
+
+    allowed: bool
+    trying: bool
+    """Whether requests are answered exactly and checked, to find out."""
+    rung: int
+    """The repair that is in use or tried."""
 
 
 @dataclass
@@ -115,16 +126,17 @@ class ReuseGuard:
     _bound: DisagreementBound = field(init=False, repr=False)
     _reason: str | None = field(init=False, repr=False, default=None)
     _lock: threading.Lock = field(init=False, repr=False, compare=False, default_factory=threading.Lock)
-    rung = 0
-    """It has one repair."""
-    on_trial = False
-    """It allows reuse until it is proven bad."""
 
     def __post_init__(self) -> None:
         _check_share("tolerated", self.tolerated)
         self._bound = DisagreementBound(self.confidence)
 
-    def observe(self, disagreed: bool) -> None:
+    @property
+    def standing(self) -> Standing:
+        """It has one repair, and allows it until that is proven bad."""
+        return Standing(self.allowed, False, 0)
+
+    def observe(self, disagreed: bool, *, rung: int = 0) -> None:
         """Count one checked request; may switch off."""
         with self._lock:
             self._bound.observe(disagreed)

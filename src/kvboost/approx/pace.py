@@ -1,7 +1,8 @@
 """Stops a repair that will not be faster than computing the prompt, a few layers after it began.
 
 Used by :mod:`kvboost.approx.repair`. The time of a repair is a guess until it runs: another process on the machine
-may make it many times longer. On an accelerator the host runs ahead and its clock shows little, so nothing is stopped.
+may make it many times longer. Invariant: it is judged by its first layers only, when little is lost by stopping it. On
+an accelerator the host runs ahead of the device, so a fast launch hides a slow repair there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from kvboost.approx.recompute import MAX_POSITIONS, PositionSelector
 from kvboost.core.prefill import ApproxSpans
 from kvboost.hf.cache import KVChanges
 
-_FREE_SHARE = 0.03  # of the time to compute: stopping earlier than this would judge by noise
+_JUDGED_LAYERS = 2  # the first may have to warm up; later ones have cost too much to be thrown away
 
 
 class RepairTooSlow(Exception):
@@ -28,20 +29,29 @@ class RepairTooSlow(Exception):
 
 
 class Paced:
-    """A position selector that raises RepairTooSlow if the layers so far show that repairing ``spans`` does not pay."""
+    """A position selector that raises RepairTooSlow if the first layers show that repairing ``spans`` does not pay."""
 
-    def __init__(self, selector: PositionSelector, spans: ApproxSpans, *, layers: int, positions: int) -> None:
+    def __init__(
+        self, selector: PositionSelector, spans: ApproxSpans, *, layers: int, positions: int, decided: int
+    ) -> None:
+        """Positions may be dropped up to layer ``decided``, so earlier ones tell nothing of those behind it."""
         self._selector, self._spans, self._layers = selector, spans, layers
         self._forwards = -(-positions // MAX_POSITIONS)
-        self._began = time.perf_counter()
+        self._judged = range(decided + 1, min(decided + 1 + _JUDGED_LAYERS, layers))
+        self._began = self._layer_began = time.perf_counter()
 
     def __call__(self, layer: int, positions: torch.Tensor, changes: KVChanges | None) -> torch.Tensor | None:
         """Called before each layer."""
-        if layer == 0:
-            self._began = time.perf_counter()  # of this forward
-        else:
-            took = time.perf_counter() - self._began
-            seconds, compute = took / layer * self._layers * self._forwards, self._spans.compute_seconds
-            if took > _FREE_SHARE * compute and seconds > compute:
-                raise RepairTooSlow(seconds=seconds, expected=self._spans.expected_seconds, compute=compute)
+        now = time.perf_counter()
+        if layer in self._judged:
+            spent, left = now - self._began, (now - self._layer_began) * (self._forwards * self._layers - layer)
+            if left > self._spans.compute_seconds:
+                raise RepairTooSlow(
+                    seconds=spent + left,
+                    expected=self._spans.expected_seconds,
+                    compute=self._spans.compute_seconds,
+                )
+            if layer == self._judged[-1]:
+                self._judged = range(0)  # also not in the forwards that follow
+        self._layer_began = time.perf_counter()
         return self._selector(layer, positions, changes)

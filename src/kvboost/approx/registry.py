@@ -25,6 +25,7 @@ from kvboost.extend import TokenArray
 _log = logging.getLogger(__name__)
 _MAX_TOKENS = 2**22  # with their hashes about 60 MB, in every tenant's registry
 _MAX_ALIKE = 8  # documents looked at where many have the same words; the newest
+_MIN_VARIETY = 4  # different tokens behind a cut that is looked for: a ruler or a table's edge stands everywhere
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,10 +143,13 @@ class DocumentRegistry:
 
 
 def _anchors(document: _Document) -> list[tuple[int, int]]:
-    """The hash of the first tokens behind each cut, and the cut."""
+    """The hash of the first tokens behind each cut, and the cut; not where they are few different ones."""
     hashes = window_hashes(document.tokens)
     return [
-        (int(hashes[cut + HASH_WINDOW - 1]), cut) for cut in document.cuts if cut + HASH_WINDOW <= len(document.tokens)
+        (int(hashes[cut + HASH_WINDOW - 1]), cut)
+        for cut in document.cuts
+        if cut + HASH_WINDOW <= len(document.tokens)
+        and len(set(document.tokens[cut : cut + HASH_WINDOW].tolist())) >= _MIN_VARIETY
     ]
 
 

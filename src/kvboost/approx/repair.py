@@ -55,7 +55,8 @@ class Repairer:
         positions = selector.initial_positions()
         choose: PositionSelector = selector
         if state.spans.compute_seconds:
-            choose = Paced(selector, state.spans, layers=self._recompute.layer_count, positions=len(positions))
+            layers, decided = self._recompute.layer_count, selector.last_decision
+            choose = Paced(selector, state.spans, layers=layers, positions=len(positions), decided=decided)
         recomputed = self._compute(state, region, positions, choose, span_ids, watch=selector.watched)
         estimate = selector.remaining_error()
         if estimate is not None and estimate > self._tolerated and selector.another_round_pays:
@@ -215,6 +216,11 @@ class _Selector:
         self._change = torch.zeros(len(region.repositioned))  # summed over the error layers
         self._samples = torch.zeros(len(region.repositioned))
         self._observed: list[tuple[torch.Tensor, torch.Tensor]] = []  # positions, and their change on the device
+
+    @property
+    def last_decision(self) -> int:
+        """The layer from which on no position is dropped."""
+        return max(self._decisions, default=0)
 
     @property
     def watched(self) -> list[int]:

@@ -2,7 +2,8 @@
 
 Made by the engine if ``shadow_share`` is above zero: it then checks that share of the approximate requests. Made also
 for reuse that must be earned: it then checks, while no request runs, those that could have been approximate.
-Invariants: no request waits for a check, though a check uses the same device; checks that cannot keep up are dropped.
+Invariants: no request waits for a check to end, but it shares the device with a check that has begun; a check ends
+early when a request comes, between two steps; checks that cannot keep up are dropped, the later ones.
 The counts feed an always-valid bound (:mod:`kvboost.approx.guard`), which switches non-prefix reuse off or on.
 """
 
@@ -14,7 +15,7 @@ import random
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -23,8 +24,8 @@ import torch
 from kvboost.approx.find import ApproxReuse
 from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.trust import EarnedTrust
-from kvboost.core.prefill import ChunkedPrompt
-from kvboost.core.prefiller import Prefiller
+from kvboost.core.prefill import ApproxSpans, ChunkedPrompt
+from kvboost.core.prefiller import Prefiller, RequestCancelled
 from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.runner import ModelRunner
 from kvboost.types import KVBlock
@@ -49,6 +50,24 @@ class ServedRequest:
     """The prefiller of its tenant."""
     adapter: AdapterName = AS_SET
     """The adapter it ran with."""
+    rung: int = 0
+    """The repair that was used or is tried."""
+    cleared: int = 0
+    """How often its tenant's store had been cleared when it ended."""
+
+    @classmethod
+    def of(
+        cls,
+        prompt: ChunkedPrompt,
+        spans: ApproxSpans,
+        produced: Sequence[int],
+        prefiller: Prefiller,
+        adapter: AdapterName,
+    ) -> ServedRequest:
+        """A request that ends now."""
+        assert isinstance(prefiller.approx, ApproxReuse)
+        cleared = prefiller.approx.cleared
+        return cls(prompt, spans.blocks, list(produced), prefiller, adapter, rung=spans.rung, cleared=cleared)
 
 
 def answers_differ(
@@ -59,22 +78,29 @@ def answers_differ(
     Both runs prefill the prompt and the same generated tokens. None if the chunks could not be placed again. With
     ``idle``, the full prefill is stored, so that the prompt is exact next time; None if a request came meanwhile.
     """
-    prefiller, prompt = request.prefiller, request.prompt
-    if not prefiller.keys.is_current(prompt.snapshot):
-        return None  # the model has changed since
+    prefiller, prompt, approx = request.prefiller, request.prompt, request.prefiller.approx
+    assert isinstance(approx, ApproxReuse)
+    changed = not prefiller.keys.is_current(prompt.snapshot) or approx.cleared != request.cleared
+    if changed or approx.guard.standing.rung != request.rung:
+        return None
     count = min(FIRST_TOKENS, len(request.produced))
     generated = request.produced[: count - 1]
     preferred = []
+
+    def busy() -> bool:
+        return idle is not None and not idle()
+
     for using in (request.blocks, None):
-        if idle is not None and not idle():
-            return None
         with prefiller.open(prompt.tokens, boundaries=prompt.boundaries, new_tokens=count, using=using) as state:
-            prefiller.advance_to_last_step(state)
+            try:
+                prefiller.advance_to_last_step(state, cancelled=busy)
+                if using is None and idle is not None:
+                    prefiller.advance(state, to=max(state.last_step, len(prompt.tokens) - 1), cancelled=busy)
+                    approx.commit_unless_cleared(prefiller, state, cleared=request.cleared)
+            except RequestCancelled:
+                return None
             if using is not None and state.spans is None:
                 return None
-            if using is None and idle is not None:
-                prefiller.advance(state, to=max(state.last_step, len(prompt.tokens) - 1))
-                prefiller.commit(state)
             rest = [*prompt.tokens[state.num_computed :], *generated]
             preferred.append(runner.next_tokens(rest, state.cache, keep=count))
     return not torch.equal(*preferred)
@@ -116,6 +142,8 @@ class ShadowChecks:
     ) -> None:
         """``check`` returns whether the answers differ, None if unknown; ``guard`` counts."""
         self._check, self._share, self._guard = check, share, guard
+        if isinstance(guard, EarnedTrust):
+            guard.has_place = lambda: not self._queued.full()
         self._idle = idle or (lambda: True)
         self._random = random.Random()
         self._closed = False
@@ -126,7 +154,8 @@ class ShadowChecks:
 
     def offer(self, request: ServedRequest) -> None:
         """Queue this request for a check, with probability ``share``."""
-        wanted = self._guard.allowed or self._guard.on_trial
+        standing = self._guard.standing
+        wanted = standing.allowed or standing.trying
         if self._closed or not request.produced or not wanted or self._random.random() >= self._share:
             return
         try:
@@ -176,9 +205,9 @@ class ShadowChecks:
             warnings.warn(f"a shadow check failed and does not count: {error!r}", RuntimeWarning, stacklevel=1)
             return
         before = self._guard.allowed
-        if differ is None or not (before or self._guard.on_trial):
+        if differ is None or not (before or self._guard.standing.trying):
             return
-        self._guard.observe(differ)
+        self._guard.observe(differ, rung=request.rung)
         if before and (reason := self._guard.reason) is not None:
             warnings.warn(f"non-prefix reuse is now off: {reason}", RuntimeWarning, stacklevel=1)
         elif not before and self._guard.allowed:

@@ -1,20 +1,20 @@
 """Non-prefix reuse that must prove itself first: exact answers until checks have bounded the share that would change.
 
 Used instead of :class:`kvboost.approx.guard.ReuseGuard` with ``quality="auto"``. Repairs are tried one after another,
-cheapest first, on requests that are answered exactly. Invariant: no repair is used before its upper bound was below the
-tolerated share, and none any longer once its lower bound is above it.
+cheapest first, on requests that are answered exactly. Invariant: no repair is chosen for a request before its upper
+bound was below the tolerated share, and none any longer once its lower bound is above it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvboost.approx.guard import DisagreementBound
+from kvboost.approx.guard import DisagreementBound, Standing
 
 _MAX_CHECKS = 400  # a repair whose share lies next to the tolerated one would be tried forever
-_WATCHED = 200  # checks of a repair in use that are judged together: a long good past must not hide a bad present
+_RECENT = 200  # checks of a repair in use that are also judged by themselves: a good past must not hide a bad present
 
 
 class EarnedTrust:
@@ -29,26 +29,22 @@ class EarnedTrust:
         self._tolerated, self._names = tolerated, tuple(repairs)
         self._confidence = 1.0 - (1.0 - confidence) / len(self._names)
         self._lock = threading.Lock()
+        self.has_place: Callable[[], bool] = lambda: True
+        """Whether another request can be checked; set by who checks. If not, none is put on trial."""
         self._rung, self._earned = 0, False
-        self._bound = DisagreementBound(self._confidence)
+        self._bound = self._recent = DisagreementBound(self._confidence)
 
     @property
-    def rung(self) -> int:
-        """The repair that is tried or in use; the last one after all have failed."""
+    def standing(self) -> Standing:
+        """Whether reuse is earned or on trial, and with which repair; the last one after all have failed."""
         with self._lock:
-            return min(self._rung, len(self._names) - 1)
+            trying = not self._earned and self._rung < len(self._names)
+            return Standing(self._earned, trying, min(self._rung, len(self._names) - 1))
 
     @property
     def allowed(self) -> bool:
         """Whether non-prefix reuse has earned its place."""
-        with self._lock:
-            return self._earned
-
-    @property
-    def on_trial(self) -> bool:
-        """Whether requests are answered exactly and checked, to find out."""
-        with self._lock:
-            return not self._earned and self._rung < len(self._names)
+        return self.standing.allowed
 
     @property
     def bound(self) -> DisagreementBound:
@@ -56,33 +52,35 @@ class EarnedTrust:
         with self._lock:
             return replace(self._bound)
 
-    def observe(self, disagreed: bool) -> None:
-        """Count one checked request; may allow, end or change the repair."""
+    def observe(self, disagreed: bool, *, rung: int = 0) -> None:
+        """Count one request checked with the repair ``rung``; may allow, end or change the repair."""
         with self._lock:
-            if self._rung == len(self._names):
-                return  # a check that began before the last repair was given up
-            bound = self._bound
-            bound.observe(disagreed)
-            proven, share = bound.excludes(self._tolerated), bound.disagreements / bound.checked
-            if proven and share > self._tolerated:
-                self._try_next()
+            if self._rung != rung:
+                return  # the check began before its repair was given up
+            self._bound.observe(disagreed)
+            if self._earned:
+                self._recent.observe(disagreed)
+            if self._is_worse(self._bound) or (self._earned and self._is_worse(self._recent)):
+                self._start(rung + 1)
             elif self._earned:
-                if bound.checked >= _WATCHED:
-                    self._bound = DisagreementBound(self._confidence)
-            elif proven:
-                self._earned, self._bound = True, DisagreementBound(self._confidence)
-            elif bound.checked >= _MAX_CHECKS:
-                self._try_next()
+                if self._recent.checked >= _RECENT:
+                    self._recent = DisagreementBound(self._confidence)
+            elif self._bound.excludes(self._tolerated):
+                self._start(rung, earned=True)
+            elif self._bound.checked >= _MAX_CHECKS:
+                self._start(rung + 1)
 
-    def _try_next(self) -> None:
-        self._rung, self._earned = self._rung + 1, False
-        self._bound = DisagreementBound(self._confidence)
+    def _is_worse(self, bound: DisagreementBound) -> bool:
+        return bound.disagreements > self._tolerated * bound.checked and bound.excludes(self._tolerated)
+
+    def _start(self, rung: int, *, earned: bool = False) -> None:
+        self._rung, self._earned = rung, earned
+        self._bound, self._recent = (DisagreementBound(self._confidence) for _ in range(2))
 
     def reset(self) -> None:
         """Start again with the first repair."""
         with self._lock:
-            self._rung = -1
-            self._try_next()
+            self._start(0)
 
     @property
     def reason(self) -> str | None:
@@ -103,10 +101,11 @@ class EarnedTrust:
             )
 
     def _needed(self) -> int:
-        """Checks that would be enough if no other answer differed."""
+        """Checks that would be enough if no other answer differed; at most those that are made."""
         low, high = self._bound.checked, _MAX_CHECKS
         while low < high:
             middle = (low + high) // 2
-            bound = DisagreementBound(self._confidence, checked=middle, disagreements=self._bound.disagreements)
-            low, high = (low, middle) if bound.upper < self._tolerated else (middle + 1, high)
+            bound = replace(self._bound, checked=middle)
+            good = bound.excludes(self._tolerated) and not self._is_worse(bound)
+            low, high = (low, middle) if good else (middle + 1, high)
         return high

@@ -90,6 +90,8 @@ class ApproxSpans:
     """Expected time of selecting and recomputing, as plain steps."""
     compute_seconds: float = 0.0
     """Expected time of computing all of it instead; 0 if unknown. A repair that will not be faster stops early."""
+    rung: int = 0
+    """Which of the repairs is used."""
     on_trial: bool = False
     """To be checked once the prompt was answered without them."""
 
@@ -132,8 +134,8 @@ class PrefillState:
         self._num_computed = self._num_exact = self._plan.exact_tokens
         self._num_committed = min(hits.own_tokens, self._plan.exact_tokens)
         self._spans: ApproxSpans | None = None
-        self.trial: Mapping[int, KVBlock] | None = None
-        """Blocks that could have been repositioned, to be checked once the prompt is answered."""
+        self.trial: ApproxSpans | None = None
+        """What could have been repositioned, to be checked once the prompt is answered. Its lease was released."""
         self._repair: RepairOutcome | None = None
         self._reason: str | None = None
         self._new_chunks = 0

@@ -93,7 +93,7 @@ class Prefiller:
         loader = KVLoader(lookup, tokens=len(tokens) + new_tokens, codec=self.codec, pool=self.pool)
         lease = self.store.lease(lookup, arrived=loader.arrived)
         spans: ApproxSpans | None = None
-        trial: Mapping[int, KVBlock] | None = None
+        trial: ApproxSpans | None = None
         reason: str | None = None
         try:
             blocks = lease.blocks
@@ -104,7 +104,7 @@ class Prefiller:
                 spans, reason = self.approx.find(prompt.usable, available=available, prompt_tokens=len(tokens))
                 if spans is not None and spans.on_trial:
                     spans.lease.release()
-                    trial, spans = spans.blocks, None
+                    trial, spans = spans, None
             if spans is None and len(blocks) < len(lookup) and self.rule.grid is None:
                 lookup, lease = self._with_tail(prompt, lookup, len(blocks), lease)
                 blocks = lease.blocks

@@ -150,7 +150,8 @@ class KVBoost(PromptView):
         What is stored already is not prefilled again, so an interrupted run resumes where it stopped. Returns the
         number of new chunks. ``ids`` name the documents, and a name that is known is replaced; without them a text is
         its own name. Each tenant has its own documents, four million tokens of them at most. They are known to this
-        engine object only: add them wherever they are to be found. Raises ConfigError with ``quality="exact"``, where
+        engine object only: add them wherever they are to be found. Prompts stored before they were added are cut
+        otherwise, and are reused exactly only up to the first document. Raises ConfigError with ``quality="exact"``, where
         only prefixes are reused.
         """
         session = self._session_with_approx("documents are for non-prefix reuse, which this engine does not do")
@@ -316,6 +317,7 @@ class KVBoost(PromptView):
         self.parts.owned_adapters().weights_changed()
         if self.parts.runner.tiles is not None:
             self.parts.runner.tiles.weights_changed()
+        self.allow_non_prefix_reuse()  # what checks have shown was of other weights
 
     # Measuring
 

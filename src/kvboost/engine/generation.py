@@ -306,7 +306,7 @@ class Generator:
                     joint = SlabCache(state.cache.layout, capacity=longest + ahead, batch=len(prompts))
                 joint.place(longest - len(tokens), state.cache.span(0, known), row=index)
                 reports.append(replace(state.report(), timings_ms={}, plain_ms=None))
-                if state.spans is not None:  # the others' caches need not be kept
+                if state.spans is not None or state.trial is not None:  # the others' caches need not be kept
                     checked[index] = state
         assert joint is not None
         joint.set_length(longest - 1)

@@ -143,12 +143,12 @@ class EngineParts:
         self, prefiller: Prefiller, state: PrefillState, produced: Sequence[int], adapter: AdapterName = AS_SET
     ) -> None:
         """Offer a finished request for a shadow check."""
-        blocks = state.spans.blocks if state.spans is not None and state.is_repaired else state.trial
-        if self.shadow is None or blocks is None:
+        spans = state.spans if state.spans is not None and state.is_repaired else state.trial
+        if self.shadow is None or spans is None:
             return
         from kvboost.approx.shadow import ServedRequest
 
-        self.shadow.offer(ServedRequest(state.prompt, blocks, list(produced), prefiller, adapter))
+        self.shadow.offer(ServedRequest.of(state.prompt, spans, produced, prefiller, adapter))
 
     @property
     def owns_store(self) -> bool:

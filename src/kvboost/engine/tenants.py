@@ -123,6 +123,8 @@ class TenantView:
         """Drop everything stored for this tenant, in every tier. A store passed to the engine is cleared as a whole."""
         if self._root is not None and not self.parts.owns_store:
             raise ConfigError("the store was given to the engine and is shared by all tenants; clear it there")
+        if self.session is not None:
+            self.session.prefiller.approx.forget()  # first: a check must not store again what is cleared now
         self._store.clear()
         self._served.clear()
         if self.session is not None:
