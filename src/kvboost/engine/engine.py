@@ -151,8 +151,8 @@ class KVBoost(PromptView):
         number of new chunks. ``ids`` name the documents, and a name that is known is replaced; without them a text is
         its own name. Each tenant has its own documents, four million tokens of them at most. They are known to this
         engine object only: add them wherever they are to be found. Prompts stored before they were added are cut
-        otherwise, and are reused exactly only up to the first document. Raises ConfigError with ``quality="exact"``, where
-        only prefixes are reused.
+        otherwise, and are reused exactly only up to the first document. Raises ConfigError with ``quality="exact"``,
+        where only prefixes are reused.
         """
         session = self._session_with_approx("documents are for non-prefix reuse, which this engine does not do")
         from kvboost.approx.documents import add_documents
