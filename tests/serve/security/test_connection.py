@@ -353,4 +353,4 @@ def test_what_clients_held_comes_back_when_they_go_at_any_moment(
         return held == 0 and running.service.streams.running == 0
 
     assert _until(nothing_left, seconds=10), "1 s on a quiet machine: the benchmark http_disconnects"
-    assert len(running.runner.jobs) > 10
+    assert len(running.runner.jobs) > 4  # of some of those that went, too; others went before they were one
