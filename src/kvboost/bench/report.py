@@ -195,7 +195,7 @@ class Progress:
         if now - self._said >= _SILENT_SECONDS:
             self._said = now
             took = now - self._start
-            left = took * (self._total - self._done) / self._done
+            left = max(0.0, took * (self._total - self._done) / self._done)
             say(f"{self._label}: {self._done} of {self._total}, {took:.0f} s, about {left:.0f} s left")
 
 
