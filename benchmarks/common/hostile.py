@@ -63,6 +63,7 @@ def attacks(model: str, characters: int) -> list[Attack]:
     whole = asked([user(_words(4 * _MIB - 200))])
     tags, braces = "<tool_call>" * (characters // 22), '{"a":' * (characters // 10)
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": braces}}
+    lists = {**call, "function": {"name": "f", "arguments": '{"a":[' + "[]," * 1_300_000 + "[]]}"}}
     said = {"role": "tool", "tool_call_id": "c", "content": tags + braces}
     schema = {"type": "object", "properties": {f"p{n}": {"type": "string", "pattern": "a{1,9}"} for n in range(1200)}}
     shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": {**schema, "additionalProperties": False}}}
@@ -77,6 +78,7 @@ def attacks(model: str, characters: int) -> list[Attack]:
         Attack("1,000 messages, counted", "/v1/messages/count_tokens", asked(many)),
         Attack("tool output", chat, asked([user("call it"), said])),
         Attack("deep arguments", chat, asked([user("x"), {"role": "assistant", "tool_calls": [call]}, said])),
+        Attack("lists in arguments", chat, asked([user("x"), {"role": "assistant", "tool_calls": [lists]}, said])),
         Attack("large schema", chat, asked([user("x")], response_format=shape, max_tokens=10**9)),
         Attack("left in the upload", chat, whole, sent=0.5, patience=0.0),
         Attack("left in the tokenising", chat, asked(many), patience=0.05),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvboost.serve import Keys, Limits
-from kvboost.serve.security.json_size import has_more_values
+from kvboost.serve.security.json_size import VALUES, has_more
 from tests.serve.asgi import ask
 from tests.serve.conftest import ADMIN_KEY, KEY, Running
 
@@ -64,7 +64,7 @@ _WRONG = {
 @pytest.fixture(scope="module")
 def any_number(start_server: Callable[..., Running], keyed: Running) -> Running:
     """A server that takes bodies of any number of values."""
-    keys, limits = Keys([KEY], admin_key=ADMIN_KEY), Limits(max_json_values=10**7, max_json_objects=10**7)
+    keys, limits = Keys([KEY], admin_key=ADMIN_KEY), Limits(max_json_values=10**7, max_json_containers=10**7)
     return start_server(keyed.engine, runner=keyed.runner, keys=keys, limits=limits)
 
 
@@ -107,22 +107,63 @@ def test_a_body_of_millions_of_values_is_not_parsed(
     assert answer.json()["error"]["code"] == "too_many_values"
 
 
-def test_a_body_of_many_objects_is_not_parsed(keyed: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_of_many_lists_and_objects_is_not_parsed(keyed: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is a message, a part or a call: 90,000 parts took the event loop a second."""
 
     def fail(*arguments: Any, **keywords: Any) -> None:
         raise AssertionError("parsed")
 
     monkeypatch.setattr("starlette.requests.Request.json", fail)
+    lists = b"[" + b"[], " * 20_000 + b"[]]"
+    answer = ask(keyed.app, "POST", "/v1/completions", key=KEY, content=lists)
+    assert answer.json()["error"]["code"] == "too_many_containers"
     parts = [{"type": "text", "text": "{" * 9}] * 9000
     body = {"model": "tiny", "messages": [{"role": "user", "content": parts}]}
     answer = ask(keyed.app, "POST", "/v1/chat/completions", key=KEY, json=body)
     assert answer.status_code == 413
-    assert answer.json()["error"]["code"] == "too_many_objects"
+    assert answer.json()["error"]["code"] == "too_many_containers"
     monkeypatch.undo()
     body["messages"][0]["content"] = "{" * 90_000
     answer = ask(keyed.app, "POST", "/v1/chat/completions", key=KEY, json=body)
     assert answer.json()["error"]["code"] == "context_length_exceeded", "braces in a text are no objects"
+
+
+def test_a_body_that_is_no_utf_8_is_not_parsed(keyed: Running) -> None:
+    """Bytes of other encodings look like quotes, and hide the values behind them."""
+    headers = {"Content-Type": "application/json"}
+    for encoding in ("utf-16", "utf-16-le", "utf-32-be"):
+        body = ('{"a":"\u2200","b":[' + "[]," * 100_000 + "[]]}").encode(encoding)
+        answer = ask(keyed.app, "POST", "/v1/completions", key=KEY, content=body, headers=headers)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"] == "the body is no UTF-8; send JSON in UTF-8"
+
+
+@pytest.mark.parametrize("counts", [[9000], [5000, 5000]])
+def test_arguments_of_many_lists_are_not_parsed(keyed: Running, counts: list[int]) -> None:
+    """They are JSON in a string, which the count of the body does not see."""
+    texts = ['{"a":[' + "[]," * count + "[]]}" for count in counts]
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": text}} for text in texts]
+    chat = {"messages": [{"role": "assistant", "tool_calls": calls}]}
+    items = {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": text} for text in texts]}
+    for path, body in (("/v1/chat/completions", chat), ("/v1/responses", items)):
+        answer = ask(keyed.app, "POST", path, key=KEY, json={"model": "tiny", **body})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_containers")
+        assert answer.json()["error"]["param"] in body
+
+
+def test_what_clients_send_is_few_lists_and_objects(keyed: Running) -> None:
+    """A long chat with parts, calls and tools, and the lists that the page asks the texts of."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": [{"b": 1}]}'}}
+    part = {"type": "text", "text": "x" * 30, "cache_control": {"type": "ephemeral"}}
+    turns = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "x", "tool_calls": [call]}]
+    schema = {"type": "object", "properties": {name: {"enum": [name]} for name in "abcd"}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": schema}} for n in range(128)]
+    body = {"model": "tiny", "messages": turns * 500, "tools": tools, "tool_choice": "none"}
+    answer = ask(keyed.app, "POST", "/v1/chat/completions", key=KEY, json=body)
+    assert answer.json()["error"]["code"] == "context_length_exceeded", "it was read"
+    body = {"tokens": [[65] * 40] * 1024}
+    answer = ask(keyed.app, "POST", "/detokenize", key=KEY, json=body)
+    assert answer.json() == {"prompt": ["_" * 40] * 1024}
 
 
 def test_long_texts_and_many_tokens_are_few_values(keyed: Running) -> None:
@@ -150,5 +191,5 @@ def test_values_are_counted_outside_of_strings(value: Any) -> None:
 
     text = json.dumps(value).encode()
     count = marks(value)
-    assert not has_more_values(text, count)
-    assert has_more_values(text, count - 1)
+    assert not has_more(text, VALUES, count)
+    assert has_more(text, VALUES, count - 1)

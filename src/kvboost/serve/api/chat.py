@@ -20,7 +20,7 @@ from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.answers import AnswerReader
 from kvboost.serve.generation.offers import Offer, as_function, make_offer
 from kvboost.serve.generation.parts import CallOpened, Content, Part, Reasoning
-from kvboost.serve.generation.prompts import ChatPrompt, Turn, effort_variables, to_turn
+from kvboost.serve.generation.prompts import ChatPrompt, Turn, check_arguments, effort_variables, to_turn
 from kvboost.serve.generation.requests import GenerationRequest
 from kvboost.serve.generation.sampling import sampling_of
 from kvboost.serve.generation.service import Service
@@ -244,6 +244,8 @@ def encode_messages(
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatPrompt:
     """A chat as ids, checked; ``param`` is the field it came in. For worker threads."""
+    calls = (call for message in messages for call in message.tool_calls or ())
+    check_arguments((call.function.arguments for call in calls), service.limits, param=param)
     turns = [to_turn(message) for message in messages]
     return encode_turns(service, turns, caller, cache_key, tools, param=param, template_kwargs=template_kwargs)
 

@@ -22,11 +22,11 @@ from kvboost.serve.generation.answer_parts import answer_parts
 from kvboost.serve.generation.answers import AnswerReader
 from kvboost.serve.generation.items import to_turns
 from kvboost.serve.generation.offers import Offer, as_function, make_offer
-from kvboost.serve.generation.prompts import ChatPrompt, Turn, effort_variables
+from kvboost.serve.generation.prompts import ChatPrompt, Turn, check_arguments, effort_variables
 from kvboost.serve.generation.requests import Answer, GenerationRequest
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Ended
-from kvboost.serve.schemas.responses import FunctionTool, NamedTool, ResponsesRequest
+from kvboost.serve.schemas.responses import FunctionCall, FunctionTool, NamedTool, ResponsesRequest
 from kvboost.serve.security.auth import Caller, caller_of
 
 
@@ -95,6 +95,9 @@ def _conversation(service: Service, body: ResponsesRequest, caller: Caller) -> l
                 code="previous_response_not_found",
             )
         before = found
+    items = body.input if isinstance(body.input, list) else []
+    calls = (item for item in items if isinstance(item, FunctionCall))
+    check_arguments((call.arguments for call in calls), service.limits, param="input")
     return [*before, *to_turns(body.input)]
 
 

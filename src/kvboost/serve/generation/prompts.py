@@ -12,7 +12,7 @@ import re
 import threading
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,8 @@ from typing import Any
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.replies import ReplyMemory, TextBefore
 from kvboost.serve.schemas.base import Message
+from kvboost.serve.security.json_size import check_size
+from kvboost.serve.security.limits import Limits
 
 _MAX_LOST = 32  # messages that are not in the text; then the rest is not searched for either
 _MIN_SPLICE = 4  # tokens of a reply's end; fewer are not worth a search
@@ -89,6 +91,13 @@ def to_turn(message: Message, *, param: str = "messages") -> Turn:
             for call in message.tool_calls
         ]
     return Turn(fields, tuple(marks), tuple(ends))
+
+
+def check_arguments(texts: Iterable[str], limits: Limits, *, param: str) -> None:
+    """Refuse arguments of earlier calls that take long to parse, all of a request together."""
+    # A text with a string left open hides those behind it. None of them is parsed: it comes first, and is no JSON.
+    joined = ",".join(texts).encode()
+    check_size(joined, limits, what="the arguments of earlier tool calls have", status=400, param=param)
 
 
 def _arguments(text: str, *, param: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ While a body is parsed, :func:`limits_now` says what the server takes: pydantic 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from contextvars import ContextVar
 
@@ -15,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost.serve.errors import ApiError
 from kvboost.serve.security.fair_pool import FairPool
-from kvboost.serve.security.json_size import has_more_objects, has_more_values
+from kvboost.serve.security.json_size import check_size
 from kvboost.serve.security.limits import Limits, Shares
 
 _SMALL_BYTES = 64 * 2**10  # parsed in a millisecond or two, whatever is in them
@@ -84,8 +85,10 @@ class BodyLimit:
             finally:
                 self._coming[held.tenant] -= 1
                 self._coming += Counter()  # keeps those that have any
+            if body is not None and json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):
+                raise ApiError(400, "the body is no UTF-8; send JSON in UTF-8", code="invalid_json")
             if body is not None and len(body) > _SMALL_BYTES:
-                await self._check_values(body, held.tenant)
+                await self._pool.run(held.tenant, check_size, body, self._limits, what="the body has")
         except (ApiError, TimeoutError) as error:
             late = f"the body took longer than {self._limits.body_seconds:g} seconds"
             refusal = error if isinstance(error, ApiError) else ApiError(408, late, code="too_slow")
@@ -106,13 +109,6 @@ class BodyLimit:
         _limits.set(self._limits)
         _body_bytes.set(len(body))
         await self._app(scope, replay, send)
-
-    async def _check_values(self, body: bytes, tenant: str) -> None:
-        values, objects = self._limits.max_json_values, self._limits.max_json_objects
-        for has_more, limit, what in ((has_more_values, values, "values"), (has_more_objects, objects, "objects")):
-            if await self._pool.run(tenant, has_more, body, limit):
-                message = f"the body has more than {limit} {what}, this server's limit"
-                raise ApiError(413, message, code=f"too_many_{what}")
 
     async def _body(self, scope: Scope, receive: Receive, held: _Held) -> bytes | None:
         limit = self._limits.max_body_bytes

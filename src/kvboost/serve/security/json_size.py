@@ -1,6 +1,6 @@
-"""Counts the values, or the objects, of a JSON text without parsing it.
+"""Counts the values, or the lists and objects, of a JSON text without parsing it.
 
-Used by :class:`kvboost.serve.security.bodies.BodyLimit`, in a worker thread. A parser holds the interpreter until it is
+Used for bodies and for JSON in their strings, in worker threads. A parser holds the interpreter until it is
 done, so a body of a million empty lists stops every other request, whichever thread parses it. Invariant: this takes
 time in proportion to the text, and lets others run meanwhile.
 """
@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import re
 
+from kvboost.serve.errors import ApiError
+from kvboost.serve.security.limits import Limits
+
 _STRINGS = re.compile(rb'"[^"]*+"?')
+VALUES = b",[{"
+CONTAINERS = b"[{"  # each costs its reader as much as many values
 _WINDOW = 64 * 2**10  # bytes that are looked at in one call, which lets nobody else run
 
 
-def has_more_values(text: bytes, limit: int) -> bool:
-    """Whether there are more than ``limit`` lists, objects and commas outside of strings. Broken JSON is no error."""
-    return _has_more(text, b",[{", limit)
+def check_size(text: bytes, limits: Limits, *, what: str, status: int = 413, param: str | None = None) -> None:
+    """Refuse UTF-8 that takes long to parse. ``what`` begins the refusal: "the body has"."""
+    for marks, limit, name, code in (
+        (VALUES, limits.max_json_values, "values", "too_many_values"),
+        (CONTAINERS, limits.max_json_containers, "lists and objects", "too_many_containers"),
+    ):
+        if has_more(text, marks, limit):
+            message = f"{what} more than {limit} {name}, this server's limit; send fewer"
+            raise ApiError(status, message, param=param, code=code)
 
 
-def has_more_objects(text: bytes, limit: int) -> bool:
-    """The same for objects alone: each costs its reader as much as many values."""
-    return _has_more(text, b"{", limit)
-
-
-def _has_more(text: bytes, marks: bytes, limit: int) -> bool:
+def has_more(text: bytes, marks: bytes, limit: int) -> bool:
+    """Whether there are more than ``limit`` of these bytes outside of strings. Broken JSON is no error."""
     if sum(text.count(mark) for mark in marks) <= limit:
         return False  # most bodies, at once
     others = bytes(set(range(256)).difference(marks, b'"'))

@@ -23,8 +23,8 @@ class Limits:
     """Bytes of a request's body."""
     max_json_values: int = 300_000
     """Values of a request's body, numbers of token ids included."""
-    max_json_objects: int = 8192
-    """Objects of a request's body: messages, their parts and calls, and those in schemas."""
+    max_json_containers: int = 8192
+    """Lists and objects of a request's body: messages, their parts and calls, and those in schemas."""
     body_seconds: float = 30.0
     """Time to receive a whole body."""
     max_header_bytes: int = 32 * 2**10
