@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -138,22 +139,22 @@ def test_the_memory_of_responses_is_bounded_for_each_tenant(monkeypatch: pytest.
     for number in range(5):
         memory.remember(f"r{number}", [_turn("x")], tenant="a")
     assert [number for number in range(5) if memory.find(f"r{number}", tenant="a") is not None] == [2, 3, 4]
-    memory.remember("large", [_turn("x" * 2450)], tenant="a")
+    memory.remember("large", [_turn("x" * 2800)], tenant="a")
     assert memory.find("large", tenant="a") is not None
     assert memory.find("r4", tenant="a") is None
-    memory.remember("too large", [_turn("x" * 2500)], tenant="a")
+    memory.remember("too large", [_turn("x" * 3000)], tenant="a")
     assert memory.find("too large", tenant="a") is None
     assert memory.find("other", tenant="b") is not None
     assert memory.find("other", tenant="a") is None
 
 
 def test_the_memory_of_responses_is_bounded_for_all_tenants_together() -> None:
-    memory = ResponseMemory(5000)
+    memory = ResponseMemory(4000)
     memory.remember("small", [_turn("x")], tenant="a")
     memory.remember("first", [_turn("\u00e4" * 700)], tenant="b")
     memory.remember("second", [_turn("x" * 1400)], tenant="b")
     assert memory.find("first", tenant="b") is not None
-    memory.remember("other", [_turn("x" * 600)], tenant="c")
+    memory.remember("other", [_turn("x" * 900)], tenant="c")
     assert memory.find("first", tenant="b") is None, "the oldest of who has most"
     for tenant, kept in (("a", "small"), ("b", "second"), ("c", "other")):
         assert memory.find(kept, tenant=tenant) is not None, kept
@@ -162,6 +163,29 @@ def test_the_memory_of_responses_is_bounded_for_all_tenants_together() -> None:
     memory.clear()
     memory.remember("again", [_turn("x" * 3000)], tenant="b")
     assert memory.find("again", tenant="b") is not None
+
+
+def test_the_memory_of_responses_takes_no_more_than_its_bound() -> None:
+    """What clients send in few bytes can take many as objects."""
+    memory = ResponseMemory(200_000)
+    tracemalloc.start()
+    try:
+        for number in range(6):
+            call = {"function": {"name": "f", "arguments": {"a": [[] for _ in range(10_000)]}}}
+            memory.remember(str(number), [Turn({"role": "assistant", "tool_calls": [call]})], tenant="a")
+        del call
+        assert tracemalloc.get_traced_memory()[0] < 300_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_turns_are_remembered_as_they_were() -> None:
+    memory = ResponseMemory(10**6)
+    call = {"function": {"name": "f", "arguments": {"\u00e4": ["\ud800", 1.5, None]}}}
+    turns = [Turn({"role": "user", "content": "a\nb"}, (1,), (1, 3)), Turn({"role": "assistant", "tool_calls": [call]})]
+    memory.remember("r", turns, tenant="a")
+    assert memory.find("r", tenant="a") == turns
+    assert memory.nbytes("r", tenant="a") > memory.nbytes("r", tenant="b") == 0
 
 
 def test_items_become_turns() -> None:

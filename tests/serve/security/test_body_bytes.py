@@ -81,6 +81,23 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised(
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
+def test_what_the_template_writes_is_counted_before_it_is_tokenised(
+    keyed: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **keywords: Any) -> None:
+        raise AssertionError("tokenised")
+
+    monkeypatch.setattr(keyed.service.chats, "_tokenize", fail)
+    template = "{% for m in messages %}{{ m.tool_calls }}{% endfor %}"
+    monkeypatch.setattr(keyed.service.tokenizer, "chat_template", template)
+    function = {"name": "f", "arguments": '{"a": "' + "x" * 70_000 + '"}'}
+    call = {"id": "c", "type": "function", "function": function}
+    body = {"model": "tiny", "messages": [{"role": "assistant", "tool_calls": [call]}]}
+    answer = ask(keyed.app, "POST", "/v1/chat/completions", key=KEY, json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
 def test_one_keys_many_bodies_do_not_come_before_anothers_one() -> None:
     async def scenario() -> list[str]:
         ended: list[str] = []

@@ -124,6 +124,28 @@ def test_replies_are_remembered_by_the_threads_that_tokenise(running: Running, m
     assert threads == {"kvboost-tokenize"}
 
 
+def test_a_long_conversation_that_is_remembered_is_a_long_prompt(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody with a short prompt waits for it, though the body that goes on with it is short."""
+    monkeypatch.setattr("kvboost.serve.generation.tokenizing._LARGE_BYTES", 500)
+    threads: list[str] = []
+    service = running.service
+    for owner, name in ((service, "encode"), (service.chats, "remember"), (service.responses, "remember")):
+        kept = getattr(owner, name)
+
+        def noted(*given: Any, kept: Callable[..., Any] = kept, **more: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return kept(*given, **more)
+
+        monkeypatch.setattr(owner, name, noted)
+    with running.http() as http:
+        first = http.post("/v1/responses", json={**_ASKED["/v1/responses"], "input": "x" * 600}).json()
+        go_on = {**_ASKED["/v1/responses"], "previous_response_id": first["id"]}
+        assert http.post("/v1/responses", json=go_on).status_code == 200
+    assert threads == ["kvboost-tokenize-long"] * 6
+
+
 class _NotAtOnce:
     """A tokenizer that is not fast, and sees whether two threads use it."""
 

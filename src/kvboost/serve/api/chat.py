@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -269,6 +270,7 @@ def encode_turns(
         tools=tools,
         template_kwargs=template_kwargs,
         param=param,
+        check_characters=partial(service.check_characters, param=param),
     )
     return replace(prompt, token_ids=service.encode(prompt.token_ids, param=param))
 

@@ -28,6 +28,7 @@ from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Ended
 from kvboost.serve.schemas.responses import FunctionCall, FunctionTool, NamedTool, ResponsesRequest
 from kvboost.serve.security.auth import Caller, caller_of
+from kvboost.serve.security.bodies import add_remembered_bytes
 
 
 async def responses(service: AppService, body: ResponsesRequest, request: Request) -> Response:
@@ -44,6 +45,8 @@ async def _answered(service: Service, body: ResponsesRequest, caller: Caller) ->
     grammar = await service.grammar(wanted, param="text.format", tenant=caller.tenant)
     if offer.forced:
         grammar = await service.call_grammar(offer.forced, tenant=caller.tenant)
+    if body.previous_response_id is not None:
+        add_remembered_bytes(service.responses.nbytes(body.previous_response_id, tenant=caller.tenant))
     turns = await service.tokenizing.run(caller.tenant, _conversation, service, body, caller)
     variables = effort_variables(body.reasoning.effort if body.reasoning is not None else None)
 
@@ -153,8 +156,8 @@ class _ResponseWriter:
                     yield event
         if self._body.store is not False:
             said = [*self._turns, *to_turns(self._items.as_input())]
-            tenant, remember = generation.caller.tenant, self._service.responses.remember
-            await self._service.tokenizing.finish(tenant, remember, answer.id, said, tenant=tenant)
+            tenant, remember, size = generation.caller.tenant, self._service.responses.remember, len(self._prompt.text)
+            await self._service.tokenizing.finish(tenant, size, remember, answer.id, said, tenant=tenant)
         end = self._object(answer)
         yield f"response.{end['status']}", {"response": end}
 

@@ -7,6 +7,7 @@ responses, and each and all together have a bounded number of bytes.
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
@@ -24,9 +25,7 @@ from kvboost.serve.schemas.responses import (
 )
 
 _MAX_RESPONSES = 1024
-_MAX_BYTES = 16 * 2**20
-"""Of one tenant. A conversation counts with each of its responses, though they share most of their memory."""
-_TURN_BYTES = 512  # of a turn beside its text; without it many short ones would take ten times the bound
+_MAX_BYTES = 16 * 2**20  # of one tenant
 
 
 def to_turns(items: str | Iterable[InputItem]) -> list[Turn]:
@@ -83,12 +82,12 @@ class ResponseMemory:
 
     def remember(self, response: str, turns: Sequence[Turn], *, tenant: str) -> None:
         """Keep the conversation up to this response, the response included."""
-        size = sum(
-            _TURN_BYTES + len(json.dumps(turn.fields, ensure_ascii=False).encode(errors="replace")) for turn in turns
-        )
+        # As bytes they take what is counted; as objects they would take several times that.
+        written = tuple(_written(turn) for turn in turns)
+        size = sys.getsizeof(written) + sum(map(sys.getsizeof, written))
         with self._lock:
             kept = self._tenants[tenant]
-            kept.conversations[response] = (tuple(turns), size)
+            kept.conversations[response] = (written, size)
             kept.bytes += size
             while len(kept.conversations) > _MAX_RESPONSES or kept.bytes > _MAX_BYTES:
                 kept.drop_oldest()
@@ -99,7 +98,13 @@ class ResponseMemory:
         """The conversation that ended with this response; None if it is not remembered."""
         with self._lock:
             found = self._tenants[tenant].conversations.get(response)
-        return found[0] if found is not None else None
+        return [_read(turn) for turn in found[0]] if found is not None else None
+
+    def nbytes(self, response: str, *, tenant: str) -> int:
+        """How large that conversation is; 0 if it is not remembered."""
+        with self._lock:
+            found = self._tenants[tenant].conversations.get(response)
+        return found[1] if found is not None else 0
 
     def clear(self) -> None:
         """Forget all of them."""
@@ -107,11 +112,20 @@ class ResponseMemory:
             self._tenants.clear()
 
 
+def _written(turn: Turn) -> bytes:
+    return json.dumps([turn.fields, turn.marks, turn.ends], ensure_ascii=False).encode(errors="surrogatepass")
+
+
+def _read(written: bytes) -> Turn:
+    fields, marks, ends = json.loads(written.decode(errors="surrogatepass"))
+    return Turn(fields, tuple(marks), tuple(ends))
+
+
 class _Kept:
     """What one tenant has."""
 
     def __init__(self) -> None:
-        self.conversations: OrderedDict[str, tuple[Sequence[Turn], int]] = OrderedDict()
+        self.conversations: OrderedDict[str, tuple[tuple[bytes, ...], int]] = OrderedDict()
         self.bytes = 0
 
     def drop_oldest(self) -> None:

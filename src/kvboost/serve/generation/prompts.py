@@ -12,7 +12,7 @@ import re
 import threading
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -159,15 +159,18 @@ class ChatPrompts:
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         param: str = "messages",
+        check_characters: Callable[[int], None] = lambda _: None,
     ) -> ChatPrompt:
         """The chat's text, its ids and where to cut: at the ends of messages and parts, and where the client marked it.
 
         ``template_kwargs`` are further variables of the template, ``param`` is the field the chat came in.
+        ``check_characters`` refuses a text that is too long, before it is tokenised.
         """
         if getattr(self._tokenizer, "chat_template", None) is None:
             raise bad_request("this model has no chat template; use /v1/completions with the text you want")
         extra = {**(template_kwargs or {}), **({"tools": tools} if tools else {})}
         text = self._render([turn.fields for turn in turns], extra=extra, param=param)
+        check_characters(len(text))  # with what the template wrote of calls and tools
         splices, marks, ends = self._locate(turns, text, tenant=tenant, cache_key=cache_key)
         pieces = _Pieces(self._tokenize)
         with self.in_use():

@@ -146,7 +146,7 @@ class Service:
     async def remember(self, prompt: ChatPrompt, ended: Ended, *, shown: Sequence[str] = ()) -> None:
         """Keep the ids of a reply, and of the parts of it that were ``shown``, to use them when the chat goes on."""
         reply = {"reply": ended.text, "ids": ended.reply_ids, "shown": shown}
-        await self.tokenizing.finish(prompt.tenant, self.chats.remember, prompt, **reply)
+        await self.tokenizing.finish(prompt.tenant, len(prompt.text), self.chats.remember, prompt, **reply)
 
     async def grammar(
         self, wanted: ResponseFormat | InlineSchemaFormat | None, *, param: str, tenant: str

@@ -1,4 +1,4 @@
-"""Tokenises prompts in threads of their own: one for those of large bodies, one for all others.
+"""Tokenises prompts in threads of their own: one for those of large requests, one for all others.
 
 Used by the endpoints. Invariant: a short prompt never waits for a long one to be tokenised, and in each thread the
 tenants take turns.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from kvboost.serve.security.bodies import body_bytes_now
+from kvboost.serve.security.bodies import request_bytes_now
 from kvboost.serve.security.fair_pool import FairPool
 
 _LARGE_BYTES = 16 * 2**10  # a text of as many characters is tokenised in some 10 ms
@@ -31,12 +31,14 @@ class Tokenizing:
 
     async def run(self, tenant: str, work: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
         """What ``work`` returns or raises. Raises a 429 if too many wait."""
-        pool = self._long if body_bytes_now() > _LARGE_BYTES else self._short
-        return await pool.run(tenant, work, *arguments, **keywords)
+        return await self._pool(request_bytes_now()).run(tenant, work, *arguments, **keywords)
 
-    async def finish(self, tenant: str, work: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
-        """The same for the end of an answer, which is short and never refused."""
-        return await self._short.finish(tenant, work, *arguments, **keywords)
+    async def finish(self, tenant: str, size: int, work: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
+        """The same for the end of an answer to a prompt of ``size`` characters. It is never refused."""
+        return await self._pool(size).finish(tenant, work, *arguments, **keywords)
+
+    def _pool(self, size: int) -> FairPool:
+        return self._long if size > _LARGE_BYTES else self._short
 
     def close(self) -> None:
         """Begin nothing more."""

@@ -1,7 +1,7 @@
 """Bounds a request's body in bytes and in time, whatever its headers say. Runs before the app's routing.
 
 While a body is parsed, :func:`limits_now` says what the server takes: pydantic has no other way to know. From then on
-:func:`body_bytes_now` says how large it was.
+:func:`request_bytes_now` says how large it was.
 """
 
 from __future__ import annotations
@@ -29,12 +29,17 @@ def limits_now() -> Limits:
     return _limits.get() or Limits()
 
 
-_body_bytes: ContextVar[int] = ContextVar("bytes of this request's body", default=0)
+_request_bytes: ContextVar[int] = ContextVar("bytes of this request", default=0)
 
 
-def body_bytes_now() -> int:
-    """Of the request that is being answered; 0 outside of any."""
-    return _body_bytes.get()
+def request_bytes_now() -> int:
+    """Of the body, and of what is remembered for it. 0 outside of any request."""
+    return _request_bytes.get()
+
+
+def add_remembered_bytes(nbytes: int) -> None:
+    """The request that is being answered goes on with so much more than its body."""
+    _request_bytes.set(_request_bytes.get() + nbytes)
 
 
 class _Held:
@@ -107,7 +112,7 @@ class BodyLimit:
             return await receive()
 
         _limits.set(self._limits)
-        _body_bytes.set(len(body))
+        _request_bytes.set(len(body))
         await self._app(scope, replay, send)
 
     async def _body(self, scope: Scope, receive: Receive, held: _Held) -> bytes | None:
