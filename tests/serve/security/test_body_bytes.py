@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -120,3 +121,51 @@ def test_one_keys_many_bodies_do_not_come_before_anothers_one() -> None:
         return ended
 
     assert asyncio.run(scenario()) == ["b", "a", "a", "a", "a", "a"]
+
+
+def _received(limits: Limits, pieces: int, *, bodies: int, stuck: int = 0) -> tuple[int, float]:
+    """How many of one tenant's bodies were whole, and the seconds they took beside others that stop after a piece."""
+
+    async def scenario() -> tuple[int, float]:
+        whole = 0
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            nonlocal whole
+            whole += 1
+
+        async def send(message: Any) -> None:
+            pass
+
+        limited = BodyLimit(app, limits=limits, pool=FairPool(1, max_waiting=8, name="test"))
+
+        async def request(count: int, *, ends: bool = True) -> None:
+            left = iter(range(count - 1, -1, -1))
+
+            async def receive() -> dict[str, Any]:
+                if (number := next(left)) == 0 and not ends:
+                    await asyncio.sleep(60)
+                return {"type": "http.request", "body": b"x", "more_body": number > 0}
+
+            scope = {"type": "http", "path": "/", "headers": [], "state": {"caller": Caller("a", admin=False)}}
+            await limited(scope, receive, send)
+
+        waiting = [asyncio.create_task(request(2, ends=False)) for _ in range(stuck)]
+        await asyncio.sleep(0.1 if stuck else 0)
+        began = time.monotonic()
+        await asyncio.gather(*(request(pieces) for _ in range(bodies)))
+        took = time.monotonic() - began
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        return whole, took
+
+    return asyncio.run(scenario())
+
+
+def test_a_body_is_not_late_because_the_server_waited() -> None:
+    assert _received(Limits(body_seconds=0.3), 20, bodies=20)[0] == 20
+
+
+def test_a_body_does_not_wait_for_others_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost.serve.security.bodies._COMES_S", 0.05)
+    assert _received(Limits(), 20, bodies=1, stuck=25)[1] < 0.5

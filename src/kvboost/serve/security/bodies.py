@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
+from collections import defaultdict
 from contextvars import ContextVar
 
 from starlette.responses import JSONResponse
@@ -21,6 +21,8 @@ from kvboost.serve.security.limits import Limits, Shares
 
 _SMALL_BYTES = 64 * 2**10  # parsed in a millisecond or two, whatever is in them
 _PAUSE_S = 0.002  # before the next piece of a body (64 KiB or more), for each other body of its tenant that comes
+_MAX_PAUSE_S = 0.05
+_COMES_S = 1.0  # a body comes as long as its last piece is younger
 _limits: ContextVar[Limits | None] = ContextVar("limits of this request's server", default=None)
 
 
@@ -66,8 +68,8 @@ class BodyLimit:
         self._app, self._limits, self._pool = app, limits, pool
         refusal = f"the requests under way have {limits.max_total_body_bytes} bytes"
         self._bytes = Shares(limits.max_total_body_bytes, refusal=refusal)
-        self._coming: Counter[str] = Counter()
-        """Bodies that are being received, by tenant."""
+        self._coming: defaultdict[str, dict[_Held, float]] = defaultdict(dict)
+        """When the last piece of each body came that is being received, by tenant."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Receive the whole body first: only then is it known to be small enough."""
@@ -83,13 +85,12 @@ class BodyLimit:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, held: _Held) -> None:
         try:
-            self._coming[held.tenant] += 1
             try:
-                async with asyncio.timeout(self._limits.body_seconds):
-                    body = await self._body(scope, receive, held)
+                body = await self._body(scope, receive, held)
             finally:
-                self._coming[held.tenant] -= 1
-                self._coming += Counter()  # keeps those that have any
+                self._coming[held.tenant].pop(held, None)
+                if not self._coming[held.tenant]:
+                    del self._coming[held.tenant]
             if body is not None and json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):
                 raise ApiError(400, "the body is no UTF-8; send JSON in UTF-8", code="invalid_json")
             if body is not None and len(body) > _SMALL_BYTES:
@@ -123,8 +124,11 @@ class BodyLimit:
                 raise refusal
         parts: list[bytes] = []
         size = 0
+        now = asyncio.get_running_loop().time
+        deadline = now() + self._limits.body_seconds
         while True:
-            message = await receive()
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             parts.append(message.get("body", b""))
@@ -136,4 +140,9 @@ class BodyLimit:
                 return b"".join(parts)
             # Receiving a body keeps the event loop busy: one tenant's 64 would come before every other request. What is
             # not asked for stays with the client.
-            await asyncio.sleep(_PAUSE_S * (self._coming[held.tenant] - 1))
+            came = now()
+            coming = self._coming[held.tenant]
+            coming[held] = came
+            others = sum(came - last < _COMES_S for last in coming.values()) - 1
+            await asyncio.sleep(min(_MAX_PAUSE_S, _PAUSE_S * others))
+            deadline += now() - came  # the client is not late by what the server waited
