@@ -7,11 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import AuthenticationError, BadRequestError, OpenAI
 
+from kvboost import ConfigError
 from kvboost.cli.main import main
 from kvboost.cli.serve import model_name
 
@@ -111,6 +114,26 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded(capsys: pytest.Capture
     said = capsys.readouterr().err
     assert "choose another port" in said
     assert "loading" not in said
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
+def test_keys_are_not_read_inside_a_signal_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    read = threading.Event()
+
+    def read_again(keys: Any) -> None:
+        threads.append(threading.current_thread())
+        read.set()
+
+    def load(*given: Any, **settings: Any) -> None:
+        signal.raise_signal(signal.SIGHUP)
+        assert read.wait(10)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("kvboost.serve.run.read_keys_again", read_again)
+    monkeypatch.setattr("kvboost.engine.KVBoost.from_pretrained", load)
+    assert main(["serve", "m", "--port", "0"]) == 2
+    assert threads[0] is not threading.main_thread()
 
 
 def test_everything_set_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import asyncio
+import signal
 import sys
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvicorn
 
 from kvboost import ConfigError, KVBoost
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve import Keys, ServerConfig, serve
+from kvboost.serve.run import _Server
 
 
 def test_threads_hand_over_the_interpreter_often_while_it_serves(
@@ -26,6 +31,24 @@ def test_threads_hand_over_the_interpreter_often_while_it_serves(
         serve(engine, runner, ServerConfig(served_model_name="tiny", port=0))
     assert seen == [pytest.approx(0.001)]
     assert sys.getswitchinterval() == before
+
+
+@pytest.mark.parametrize(("left", "given"), [(0.3, 1), (-0.1, 1), (7.2, 8)])
+def test_what_is_done_can_be_sent_when_the_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, left: float, given: int
+) -> None:
+    """uvicorn takes whole seconds, and cuts off at once if there are none."""
+    seen: list[int | None] = []
+
+    async def shut_down(server: uvicorn.Server, sockets: Any = None) -> None:
+        seen.append(server.config.timeout_graceful_shutdown)
+
+    monkeypatch.setattr(uvicorn.Server, "shutdown", shut_down)
+    service: Any = SimpleNamespace(draining=False)
+    server = _Server(uvicorn.Config(lambda: None), service, drain_seconds=left)
+    server.handle_exit(signal.SIGTERM, None)
+    asyncio.run(server.shutdown())
+    assert seen == [given]
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,8 @@ def _serve(model: str, settings: Settings) -> None:
     if "draft" in engine_settings:
         raise ConfigError("requests that run side by side are decoded without a draft; leave draft out of a server")
     check_port(config)
-    with _at_hangup(lambda *_: read_keys_again(keys)):
+    # In a thread: a handler interrupts code that may hold the lock of the log.
+    with _at_hangup(lambda *_: threading.Thread(target=read_keys_again, args=(keys,), daemon=True).start()):
         note(f"loading {model}")
         with (
             KVBoost.from_pretrained(model, **engine_settings) as engine,

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import signal
 import socket
 import ssl
@@ -87,7 +88,8 @@ class _Server(uvicorn.Server):
         """Take nothing new, let what runs finish in the time that is left."""
         self._service.draining = True
         if self._deadline is not None:
-            self.config.timeout_graceful_shutdown = max(0, round(self._deadline - time.monotonic()))
+            left = self._deadline - time.monotonic()
+            self.config.timeout_graceful_shutdown = max(1, math.ceil(left))  # what is done still has to be sent
         await super().shutdown(sockets)
 
 

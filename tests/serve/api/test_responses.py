@@ -127,6 +127,20 @@ def test_a_response_that_nobody_remembers_is_refused(client: openai.OpenAI, runn
     assert refusal(client, stored.id), "cleared"
 
 
+def test_a_server_that_drains_waits_until_a_response_is_remembered(
+    client: openai.OpenAI, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember, answering = running.service.responses.remember, []
+
+    def noted(*given: Any, **more: Any) -> None:
+        answering.append(running.service.streams.running)
+        remember(*given, **more)
+
+    monkeypatch.setattr(running.service.responses, "remember", noted)
+    client.responses.create(**_GREEDY, input="x")
+    assert answering == [1]
+
+
 def _turn(text: str) -> Turn:
     return Turn({"role": "user", "content": text})
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kvboost.serve.generation import replies
 from kvboost.serve.generation.prompts import ChatPrompts, Turn
 from kvboost.serve.generation.replies import ReplyMemory, TextBefore
 from tests.helpers.tokenizer import byte_tokenizer
@@ -20,6 +21,20 @@ def test_a_text_that_grows_finds_what_the_whole_text_was_remembered_with() -> No
         before.grow(end)
         found.append(memory.find(tenant="t", cache_key="", before=before, reply="yes"))
     assert found == [[1, 2], [3], [3]]
+
+
+def test_texts_are_hashed_before_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, held = ReplyMemory(), []
+    make_keys = replies._keys
+
+    def keys(*given: Any) -> Any:
+        held.append(memory._lock.locked())
+        return make_keys(*given)
+
+    monkeypatch.setattr(replies, "_keys", keys)
+    memory.remember(tenant="t", cache_key="", before="", reply="yes", ids=[1])
+    assert memory.find(tenant="t", cache_key="", before="", reply="yes") == [1]
+    assert held == [False, False]
 
 
 class _Counting:

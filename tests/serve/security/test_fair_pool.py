@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
+from concurrent.futures import Future
 
 import pytest
 
@@ -115,6 +118,49 @@ def test_the_end_of_an_answer_is_never_refused() -> None:
         await asyncio.sleep(0)
         work.go.set()
         assert await asyncio.gather(first, *tasks) == [None, "a1", "a2"]
+        pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_end_of_an_answer_is_done_also_if_its_client_has_gone() -> None:
+    async def scenario() -> list[str]:
+        pool, work = FairPool(1, max_waiting=10, name="test"), _Work()
+        first = await _blocked(pool, work)
+        gone = asyncio.create_task(pool.finish("a", work.note, "a1"))
+        await asyncio.sleep(0)
+        gone.cancel()
+        assert isinstance((await asyncio.gather(gone, return_exceptions=True))[0], asyncio.CancelledError)
+        work.go.set()
+        await asyncio.gather(first, *_tasks(pool, work, "a2"))
+        pool.close()
+        return work.done
+
+    assert asyncio.run(scenario()) == ["a1", "a2"]
+
+
+def test_a_prompt_that_was_cancelled_as_its_turn_came_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Prompt:
+        pass
+
+    async def scenario() -> None:
+        pool, prompt = FairPool(1, max_waiting=10, name="test"), Prompt()
+        held = weakref.ref(prompt)
+        monkeypatch.setattr(Future, "set_running_or_notify_cancel", lambda future: False)
+        gone = asyncio.create_task(pool.run("a", lambda prompt: None, prompt))
+        await asyncio.sleep(0)
+        while pool.waiting:
+            await asyncio.sleep(0.001)
+        del prompt
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        del gone
+        for _ in range(50):
+            await asyncio.sleep(0.01)
+            gc.collect()  # what was cancelled holds itself
+            if held() is None:
+                break
+        assert held() is None
         pool.close()
 
     asyncio.run(scenario())

@@ -154,10 +154,11 @@ class _ResponseWriter:
                     events = self._items.add(part)
                 for event in events:
                     yield event
-        if self._body.store is not False:
-            said = [*self._turns, *to_turns(self._items.as_input())]
-            tenant, remember, size = generation.caller.tenant, self._service.responses.remember, len(self._prompt.text)
-            await self._service.tokenizing.finish(tenant, size, remember, answer.id, said, tenant=tenant)
+            if self._body.store is not False:  # inside the block: a server that drains waits for it
+                said = [*self._turns, *to_turns(self._items.as_input())]
+                tenant, size = generation.caller.tenant, len(self._prompt.text)
+                remember = self._service.responses.remember
+                await self._service.tokenizing.finish(tenant, size, remember, answer.id, said, tenant=tenant)
         end = self._object(answer)
         yield f"response.{end['status']}", {"response": end}
 

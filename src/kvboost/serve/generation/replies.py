@@ -31,8 +31,9 @@ class ReplyMemory:
         if not reply or not ids or len(ids) + _IDS_PER_KEY > _MAX_IDS // 2:
             return
         kept = array("I", ids)
+        keys = _keys(tenant, cache_key, before, reply)  # hashed before all others wait
         with self._lock:
-            for key in _keys(tenant, cache_key, before, reply):
+            for key in keys:
                 old = self._replies.pop(key, None)
                 self._ids += _cost(kept) - (_cost(old) if old is not None else 0)
                 self._replies[key] = kept
@@ -48,8 +49,9 @@ class ReplyMemory:
 
     def find(self, *, tenant: str, cache_key: str, before: str | TextBefore, reply: str) -> list[int] | None:
         """The ids of ``reply`` after exactly this text, else after any other; None if it was not generated here."""
+        keys = _keys(tenant, cache_key, before, reply)
         with self._lock:
-            for key in _keys(tenant, cache_key, before, reply):
+            for key in keys:
                 if key in self._replies:
                     self._replies.move_to_end(key)
                     return list(self._replies[key])

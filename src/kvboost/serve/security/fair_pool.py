@@ -2,7 +2,7 @@
 
 Used for tokenising, which takes a second for a few megabytes: a tenant with a hundred such prompts makes another wait
 for one of them, not for all. Invariants: what waits is bounded, and never more than an even share of it is one
-tenant's once it is full; work that nobody waits for any more is dropped unless it was begun.
+tenant's once it is full; work that nobody waits for any more is dropped unless it was begun or ends an answer.
 """
 
 from __future__ import annotations
@@ -49,23 +49,32 @@ class FairPool:
                     code="too_many_requests",
                     headers={"Retry-After": "1"},
                 )
-        return await self.finish(tenant, work, *arguments, **keywords)
-
-    async def finish(self, tenant: str, work: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
-        """The same for the end of an answer. It is never refused: answers are bounded in number themselves."""
         future: Future[T] = Future()
         entry = (future, partial(work, *arguments, **keywords))
+        self._add(tenant, entry)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._drop(tenant, entry)
+            raise
+
+    async def finish(self, tenant: str, work: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
+        """The same for the end of an answer. It is never refused: answers are bounded in number themselves.
+
+        It is done also if nobody waits for it any more.
+        """
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+        self._add(tenant, (future, partial(work, *arguments, **keywords)))
+        return await asyncio.wrap_future(future)
+
+    def _add(self, tenant: str, entry: tuple[Future[Any], Callable[[], Any]]) -> None:
         with self._changed:
             self._waiting.setdefault(tenant, deque()).append(entry)
             if self._started < self._threads:
                 self._started += 1
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
             self._changed.notify()
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            self._drop(tenant, entry)
-            raise
 
     def _drop(self, tenant: str, entry: tuple[Future[Any], Callable[[], Any]]) -> None:
         """Take work out of the queue, so that it holds neither its prompt nor another's place."""
@@ -92,10 +101,9 @@ class FairPool:
                 future, work = own.popleft()
                 if own:
                     self._waiting[tenant] = own  # behind the others
-            if not future.set_running_or_notify_cancel():
-                continue  # whoever asked for it has gone
-            try:
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - it is raised where the result is waited for
-                future.set_exception(error)
+            if future.running() or future.set_running_or_notify_cancel():  # otherwise whoever asked for it has gone
+                try:
+                    future.set_result(work())
+                except BaseException as error:  # noqa: BLE001 - it is raised where the result is waited for
+                    future.set_exception(error)
             del future, work, own  # a prompt must not be held until the next one comes
