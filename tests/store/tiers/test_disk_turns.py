@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvboost.store.admin.disk import DiskCatalogue
+from kvboost.store.tiers.disk import database
 from kvboost.store.tiers.disk.files import Files, Layout
 from kvboost.store.tiers.disk.index import EVICTED_AT_ONCE, ChunkIndex, NewEntry
 from kvboost.testing.blocks import namespace
@@ -61,3 +63,18 @@ def test_a_writer_waits_for_a_step_of_an_eviction_and_not_for_its_end(
     assert sum(steps) == EVICTED_AT_ONCE * _STEPS
     assert len(waited) > _STEPS / 4, "a writer has its turn again and again"
     assert max(waited) <= 5, "some of them because this machine is busy"
+
+
+def test_a_commit_waits_for_readers_where_there_is_no_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems have no shared memory, and SQLite then has no write-ahead log."""
+    monkeypatch.setattr(database, "_SCHEMA", database._SCHEMA.replace("WAL", "DELETE"))
+    made = database.Database(tmp_path / "index")
+    reader = sqlite3.connect(tmp_path / "index", isolation_level=None, check_same_thread=False)
+    reader.execute("BEGIN")
+    reader.execute("SELECT * FROM spaces").fetchall()
+    ending = threading.Timer(0.1, lambda: reader.execute("COMMIT"))
+    ending.start()
+    assert made.space_id(SPACE, namespace()) == 1
+    ending.join()
+    reader.close()
+    made.close()

@@ -74,7 +74,8 @@ class Database:
         self._write = _connect(path)
         try:
             self._write.executescript(_SCHEMA)
-            self._write.execute(f"PRAGMA busy_timeout = {_LOOK_MS}")
+            if self._write.execute("PRAGMA journal_mode").fetchone() == ("wal",):  # otherwise commits wait, too
+                self._write.execute(f"PRAGMA busy_timeout = {_LOOK_MS}")
             self._read = _connect(path)
         except sqlite3.Error:
             self._write.close()
