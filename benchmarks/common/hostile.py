@@ -78,7 +78,7 @@ def attacks(model: str, characters: int) -> list[Attack]:
         Attack("1,000 messages, counted", "/v1/messages/count_tokens", asked(many)),
         Attack("tool output", chat, asked([user("call it"), said])),
         Attack("deep arguments", chat, asked([user("x"), {"role": "assistant", "tool_calls": [call]}, said])),
-        Attack("lists in arguments", chat, asked([user("x"), {"role": "assistant", "tool_calls": [lists]}, said])),
+        Attack("lists in arguments", chat, asked([user("x"), {"role": "assistant", "tool_calls": [lists]}])),
         Attack("large schema", chat, asked([user("x")], response_format=shape, max_tokens=10**9)),
         Attack("left in the upload", chat, whole, sent=0.5, patience=0.0),
         Attack("left in the tokenising", chat, asked(many), patience=0.05),

@@ -217,7 +217,7 @@ def test_what_clients_write_who_have_not_decided_is_taken(keyed: Running) -> Non
 
 
 def test_bodies_that_are_no_json_are_refused(keyed: Running) -> None:
-    bodies = [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"model": NaN}', b"[" * 100_000, b"1" * 5000]
+    bodies = [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"model": NaN}', b"[" * 30_000, b"1" * 5000]
     with keyed.http() as http:
         for body in bodies:
             answer = http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
