@@ -92,7 +92,8 @@ class BodyLimit:
                 if not self._coming[held.tenant]:
                     del self._coming[held.tenant]
             if body is not None and json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):
-                raise ApiError(400, "the body is no UTF-8; send JSON in UTF-8", code="invalid_json")
+                no_json = "the body is not valid JSON: it is no UTF-8; send a JSON object in UTF-8"
+                raise ApiError(400, no_json, code="invalid_json")
             if body is not None and len(body) > _SMALL_BYTES:
                 await self._pool.run(held.tenant, check_size, body, self._limits, what="the body has")
         except (ApiError, TimeoutError) as error:
