@@ -58,6 +58,8 @@ def test_recompute_compares_every_setting_with_a_full_prefill(folder: Path, tmp_
         "selective",
         "first 0.1",
         "first 0.5",
+        "even 0.1",
+        "even 0.5",
         "cacheblend 0.1",
         "cacheblend 0.5",
         "query 0.1",
