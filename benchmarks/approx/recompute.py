@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import rag
-from benchmarks.common.measure import DTYPES, FreezableStore, load_engine, positive
+from benchmarks.common.measure import DTYPES, FreezableStore, load_engine, positive, share
 from benchmarks.common.plot import Panel, Point, save
 from benchmarks.common.quality import SEED, Reference, compare, interval, mean_cell
 from benchmarks.internals import STRATEGIES
@@ -50,14 +50,6 @@ class Setting:
     def label(self) -> str:
         """As the table names it."""
         return self.strategy if self.strategy in _WITHOUT_RATIO else f"{self.strategy} {self.ratio:g}"
-
-
-def share(text: str) -> float:
-    """An argparse type: a number from 0 to 1."""
-    value = float(text)
-    if not 0.0 <= value <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text} is not a share; give 0.15 for 15 % of the tokens")
-    return value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.approx.recompute import share
 from benchmarks.common import rag
-from benchmarks.common.measure import FreezableStore, load_engine
+from benchmarks.common.measure import FreezableStore, load_engine, share
 from benchmarks.common.quality import Reference, compare, quality_cells
 from benchmarks.internals import (
     Auto,

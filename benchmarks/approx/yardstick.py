@@ -19,11 +19,11 @@ from typing import Any
 
 from benchmarks.approx.yard.journal import Journal, load
 from benchmarks.approx.yard.measure import Case
-from benchmarks.approx.yard.strategies import DEFAULT, Setting, parse_strategy, settings_of, share
+from benchmarks.approx.yard.strategies import DEFAULT, Setting, parse_strategy, settings_of
 from benchmarks.approx.yard.tables import FLOOR, report_of
 from benchmarks.approx.yard.traffic import GROUP, Stream
 from benchmarks.common import rag
-from benchmarks.common.measure import DTYPES, FreezableStore, load_engine, positive
+from benchmarks.common.measure import DTYPES, FreezableStore, load_engine, positive, share
 from benchmarks.common.quality import Reference
 from benchmarks.internals import why_no_approx
 from kvboost.bench.report import BenchError, Progress, Report, describe_machine, say

@@ -50,6 +50,17 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, dtypes: Sequence[str
         )
 
 
+def share(text: str) -> float:
+    """An argparse type: a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share; write 0.15 for 15 % of the tokens")
+    return value
+
+
 def positive(text: str) -> int:
     """An argparse type: a whole number above zero."""
     value = int(text)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from benchmarks.common.measure import share
 from benchmarks.internals import STRATEGIES, Even, Nothing, Repair, level_repair, repair_with
 from kvboost.extend import RepairSituation, RepairStrategy
 
@@ -122,17 +123,6 @@ def parse_strategy(text: str) -> Asked:
     if name in SAMPLED_VARIANTS and wanted == 1.0:
         raise argparse.ArgumentTypeError(f"{text} leaves nothing to the variants; give a smaller share")
     return Asked(name, wanted)
-
-
-def share(text: str) -> float:
-    """An argparse type: a number from 0 to 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share; write 0.15 for 15 % of the tokens")
-    return value
 
 
 def settings_of(asked: Sequence[Asked], ratios: Sequence[float]) -> list[Setting]:

@@ -16,9 +16,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transfo
 
 from kvboost.approx.find import ApproxReuse
 from kvboost.approx.registry import DocumentRegistry
-from kvboost.core.keys import token_array
 from kvboost.core.session import Session
-from kvboost.extend import Chunker
 
 _MAX_GROUP_TOKENS = 2048  # prefilled as one prompt
 
@@ -29,15 +27,14 @@ class Document:
 
     name: Hashable
     tokens: list[int]
-    edges: Sequence[int] = ()
-    """The first and the last place from which on, and up to which, its tokens do not depend on its neighbours."""
+    cuts: Sequence[int]
+    """The ends of its chunks, wherever it stands."""
 
 
 def add_documents(
     documents: Sequence[Document],
     session: Session,
     *,
-    chunker: Chunker,
     head: list[int],
     context_documents: int,
     warm: Callable[[list[int], list[int]], int],
@@ -49,7 +46,7 @@ def add_documents(
     """
     limits = [limit for limit in (session.limits.max_positions, session.limits.exact_limit) if limit is not None]
     max_tokens = min(limits, default=None)
-    known = [document for document in documents if max_tokens is None or len(head + document.tokens) <= max_tokens]
+    known = [document for document in documents if max_tokens is None or len(head) + len(document.tokens) <= max_tokens]
     if len(known) < len(documents):
         warnings.warn(
             f"{len(documents) - len(known)} of {len(documents)} documents do not fit behind the head into the "
@@ -57,8 +54,7 @@ def add_documents(
             stacklevel=3,
         )
     for document in known:
-        cuts = chunker.cut(token_array(document.tokens), [*document.edges, len(document.tokens)])
-        registry_of(session).add(document.name, document.tokens, cuts)
+        registry_of(session).add(document.name, document.tokens, document.cuts)
     fitting = [document.tokens for document in known]
     missing = [not session.prefiller.knows(tokens) for tokens in fitting]
     limit = _MAX_GROUP_TOKENS if max_tokens is None else min(_MAX_GROUP_TOKENS, max_tokens)

@@ -9,18 +9,21 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from kvboost.approx.documents import Document
+from kvboost.core.keys import token_array
 from kvboost.errors import ConfigError
+from kvboost.extend import Chunker
 from kvboost.hf.prompt import Prompt, PromptEncoder
 
 
 def named_documents(
-    encoder: PromptEncoder,
     texts: Iterable[Prompt],
+    encoder: PromptEncoder,
+    chunker: Chunker,
     *,
     ids: Iterable[str] | None,
     key: Callable[[Prompt], Any] | None,
 ) -> list[Document]:
-    """The documents with their names, in the order of ``key``."""
+    """The documents with their names and cuts, in the order of ``key``."""
     given = _listed(texts)
     names = document_names(encoder, given if ids is None else _listed(ids))
     if len(names) != len(given):
@@ -28,7 +31,12 @@ def named_documents(
     if ids is not None and len(set(names)) < len(names):
         raise ConfigError("two documents have the same id; give each its own")
     order = range(len(given)) if key is None else sorted(range(len(given)), key=lambda index: key(given[index]))
-    return [Document(names[index], *encoder.encode_document(given[index])) for index in order]
+
+    def document(index: int) -> Document:
+        tokens, edges = encoder.encode_document(given[index])
+        return Document(names[index], tokens, chunker.cut(token_array(tokens), [*edges, len(tokens)]))
+
+    return [document(index) for index in order]
 
 
 def document_names(encoder: PromptEncoder, ids: Iterable[Prompt]) -> list[Hashable]:

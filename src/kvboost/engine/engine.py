@@ -159,9 +159,8 @@ class KVBoost(PromptView):
         from kvboost.engine.documents import named_documents
 
         return add_documents(
-            named_documents(self.parts.encoder, texts, ids=ids, key=key),
+            named_documents(texts, self.parts.encoder, self.parts.chunker, ids=ids, key=key),
             session,
-            chunker=self.parts.chunker,
             head=self.encode(head) if head is not None else [],
             context_documents=context_documents,
             warm=lambda tokens, ends: self.warm(tokens, boundaries=ends),

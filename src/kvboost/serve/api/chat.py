@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -247,7 +246,7 @@ def encode_messages(
     """A chat as ids, checked; ``param`` is the field it came in. For worker threads."""
     calls = (call for message in messages for call in message.tool_calls or ())
     check_arguments((call.function.arguments for call in calls), service.limits, param=param)
-    turns = [to_turn(message) for message in messages]
+    turns = [to_turn(message, param=param) for message in messages]
     return encode_turns(service, turns, caller, cache_key, tools, param=param, template_kwargs=template_kwargs)
 
 
@@ -270,7 +269,6 @@ def encode_turns(
         tools=tools,
         template_kwargs=template_kwargs,
         param=param,
-        check_characters=partial(service.check_characters, param=param),
     )
     return replace(prompt, token_ids=service.encode(prompt.token_ids, param=param))
 

@@ -125,9 +125,12 @@ _KWARG = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 class ChatPrompts:
     """Renders and tokenises chats with one tokenizer. Thread-safe."""
 
-    def __init__(self, tokenizer: Any, *, min_gap: int) -> None:
+    def __init__(
+        self, tokenizer: Any, *, min_gap: int, check_characters: Callable[..., None] = lambda *_, **__: None
+    ) -> None:
+        """``check_characters`` refuses a text that is too long, before it is tokenised."""
         self._tokenizer = tokenizer
-        self._min_gap = min_gap
+        self._min_gap, self._check_characters = min_gap, check_characters
         self.replies = ReplyMemory()
         self._lock = threading.Lock()
         self._is_shared = _can_be_shared(tokenizer)
@@ -159,18 +162,16 @@ class ChatPrompts:
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         param: str = "messages",
-        check_characters: Callable[[int], None] = lambda _: None,
     ) -> ChatPrompt:
         """The chat's text, its ids and where to cut: at the ends of messages and parts, and where the client marked it.
 
         ``template_kwargs`` are further variables of the template, ``param`` is the field the chat came in.
-        ``check_characters`` refuses a text that is too long, before it is tokenised.
         """
         if getattr(self._tokenizer, "chat_template", None) is None:
             raise bad_request("this model has no chat template; use /v1/completions with the text you want")
         extra = {**(template_kwargs or {}), **({"tools": tools} if tools else {})}
         text = self._render([turn.fields for turn in turns], extra=extra, param=param)
-        check_characters(len(text))  # with what the template wrote of calls and tools
+        self._check_characters(len(text), param=param)  # with what the template wrote of calls and tools
         splices, marks, ends = self._locate(turns, text, tenant=tenant, cache_key=cache_key)
         pieces = _Pieces(self._tokenize)
         with self.in_use():

@@ -67,7 +67,7 @@ class Service:
         self.keys, self.adapters = keys, tuple(adapters)
         self.tokenizer = engine.tokenizer
         min_gap = engine.parts.chunker.min_tokens
-        self.chats = ChatPrompts(engine.tokenizer, min_gap=min_gap)
+        self.chats = ChatPrompts(engine.tokenizer, min_gap=min_gap, check_characters=self.check_characters)
         self.answers = AnswerReaders(engine.tokenizer)
         own_end = engine.tokenizer.eos_token_id  # of chat models often the end of a turn, which the model does not name
         self.end_token_ids = frozenset(
