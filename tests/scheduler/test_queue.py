@@ -80,18 +80,14 @@ class World:
             job.read = next((i for i, key in enumerate(job.chain) if key not in self.stored), len(job.chain))
             self.scheduler.opened(number, available=job.read, will_provide=len(job.chain), steps=self.left(job))
         used = 0
-        while (number := self.scheduler.next_prefill(used=used)) is not None:
-            job = self.live[number]
-            rows = self.left(job)[0]
-            assert not used or used + rows <= self.settings.chunk_budget, "one chunk, or what fits"
+        while numbers := self.scheduler.next_prefill(used=used):
+            jobs = [self.live[number] for number in numbers]
+            assert len(jobs) == 1 or all(len(self.left(job)) == 1 for job in jobs), "only last steps run together"
+            rows = sum(self.left(job)[0] for job in jobs)
+            assert (not used and len(jobs) == 1) or used + rows <= self.settings.chunk_budget, "one step, or what fits"
             used += rows
-            if job.read < len(job.chain):
-                self.computed.append(job.chain[job.read])
-                self.stored.add(job.chain[job.read])
-            job.read += 1
-            self.scheduler.prefilled(number, available=min(job.read, len(job.chain)), steps=self.left(job))
-            if not self.left(job):
-                self.draw(job)
+            for job in jobs:
+                self.prefilled(job)
         for number in self.scheduler.decoding():
             job = self.live[number]
             job.fed += 1
@@ -104,6 +100,15 @@ class World:
         assert self.scheduler.running == len(self.admitted) <= self.settings.max_running
         assert self.scheduler.reserved_bytes == sum(self.live[n].nbytes for n in self.admitted)
         assert self.scheduler.reserved_bytes <= self.settings.kv_bytes
+
+    def prefilled(self, job: Simulated) -> None:
+        if job.read < len(job.chain):
+            self.computed.append(job.chain[job.read])
+            self.stored.add(job.chain[job.read])
+        job.read += 1
+        self.scheduler.prefilled(job.number, available=min(job.read, len(job.chain)), steps=self.left(job))
+        if not self.left(job):
+            self.draw(job)
 
     def left(self, job: Simulated) -> list[int]:
         """The chunks that are missing, and a short last step."""
@@ -210,14 +215,30 @@ def test_short_prompts_go_first_but_not_for_ever() -> None:
     numbers = [scheduler.add(tenant="", nbytes=1, chain=[]) for _ in range(30)]
     for number in numbers:
         assert scheduler.admit() == number
-        scheduler.opened(number, available=0, will_provide=0, steps=[8, 8] if number == 0 else [3])
+        scheduler.opened(number, available=0, will_provide=0, steps=[2, 2] if number == 0 else [2])
     order = []
-    while (number := scheduler.next_prefill(used=0)) is not None:
-        order.append(number)
-        left = [8] if number == 0 and order.count(0) == 1 else []
+    while numbers := scheduler.next_prefill(used=_CHUNK - 2):  # room for one of them
+        order.extend(numbers)
+        [number] = numbers
+        left = [2] if number == 0 and order.count(0) == 1 else []
         scheduler.prefilled(number, available=0, steps=left)
     assert order[0] == 1
     assert order.index(0) == _READS_PASSED
+
+
+def test_last_steps_that_fit_the_budget_run_together() -> None:
+    scheduler = Scheduler(limits(max_running=100, chunk_budget=16))
+    steps = [[3], [16, 3], [9], [4], [2]]
+    for number, each in enumerate(steps):
+        assert scheduler.add(tenant="", nbytes=1, chain=[]) == scheduler.admit() == number
+        scheduler.opened(number, available=0, will_provide=0, steps=each)
+    assert scheduler.next_prefill(used=0) == [4, 0, 3], "2 + 3 + 4 tokens, and the next shortest has 9"
+    for number in (4, 0, 3):
+        scheduler.prefilled(number, available=0, steps=[])
+    assert scheduler.next_prefill(used=9) == []
+    assert scheduler.next_prefill(used=0) == [2]
+    scheduler.prefilled(2, available=0, steps=[])
+    assert scheduler.next_prefill(used=0) == [1], "a step that is not the last runs alone"
 
 
 def test_what_can_never_fit_and_what_is_too_much_is_refused() -> None:

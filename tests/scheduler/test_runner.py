@@ -13,7 +13,9 @@ import torch
 from kvboost import CapacityError, ConfigError, GenerationMode, KVBoost
 from kvboost.core.prefiller import Prefiller
 from kvboost.core.session import Session
+from kvboost.core.verify import same_bits
 from kvboost.errors import ClosedError
+from kvboost.hf.cache import SlabCache
 from kvboost.hf.probe import probe_model
 from kvboost.scheduler.jobs import Finished, Job, NewToken, RunnerLoad, Sampling, Ticket
 from kvboost.scheduler.runner import BatchRunner
@@ -66,7 +68,7 @@ class Watched:
     def __init__(self, engine: KVBoost, monkeypatch: pytest.MonkeyPatch) -> None:
         self.did: list[tuple[str, int]] = []
         runner = engine.parts.runner
-        append, run_batch = runner.append, runner.run_batch
+        append, run_batch, run_rows = runner.append, runner.run_batch, runner.run_rows
 
         def reads(tokens: Any, cache: Any, *, logits: bool) -> Any:
             self.did.append(("read", len(tokens)) if len(tokens) > 1 else ("decode", 1))
@@ -76,7 +78,12 @@ class Watched:
             self.did.append(("decode", len(tokens)))
             return run_batch(tokens, cache, **inputs)
 
+        def reads_together(tokens: Any, *arguments: Any, **inputs: Any) -> Any:
+            self.did.append(("read", tokens.shape[1]))
+            return run_rows(tokens, *arguments, **inputs)
+
         monkeypatch.setattr(runner, "append", reads)
+        monkeypatch.setattr(runner, "run_rows", reads_together)
         monkeypatch.setattr(runner, "run_batch", decodes)
 
     def rows_read(self) -> int:
@@ -488,6 +495,61 @@ def test_a_prefill_step_that_fails_ends_its_own_job_only(
         found = run(runner, [job([96, *_TEXT[:30]]), job(_TEXT[:30])])
         assert settled(engine, runner)
     assert [end(events).reason for events in found] == ["error", "length"]
+
+
+def submitted_together(runner: BatchRunner, jobs: Sequence[Job]) -> list[list[NewToken | Finished]]:
+    """The events of jobs of which none is opened before all are submitted."""
+    tickets: list[Ticket] = []
+
+    def submit(tokens: list[int], logits: torch.Tensor) -> None:
+        if not tickets:
+            tickets.extend(runner.submit(one) for one in jobs)
+
+    list(runner.submit(job([3, 4], 2, constrain=submit)).events())
+    return [list(ticket.events()) for ticket in tickets]
+
+
+def test_the_ends_of_prompts_that_come_together_are_read_in_one_step(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(tiny("llama"))
+    start = _TEXT[:64]
+    prompts = [[*start, *_TEXT[70 + 9 * i : 73 + 10 * i]] for i in range(6)]
+    with BatchRunner(engine) as runner:
+        run(runner, [job(start, 1)])
+        watched = Watched(engine, monkeypatch)
+        found = submitted_together(runner, [job(tokens) for tokens in prompts])
+        assert settled(engine, runner)
+    tails = sum(len(prompt) for prompt in prompts) - 6 * 64
+    assert ("read", tails) in watched.did
+    assert watched.rows_read() == tails + 2
+    assert [ids(events) for events in found] == [alone(engine, tokens) for tokens in prompts]
+    reports = [end(events).report for events in found]
+    assert [report and (report.exact_tokens, report.bitwise) for report in reports] == [(64, True)] * 6
+    assert engine.session is not None
+    assert engine.parts.layout is not None
+    for prompt in prompts:  # what they stored has the bits of a cold run
+        cold = SlabCache(engine.parts.layout, capacity=len(prompt))
+        engine.parts.runner.append(prompt, cold, logits=False)
+        with engine.session.prefiller.open([*prompt, 5]) as state:
+            assert state.num_computed == len(prompt)
+            assert all(map(same_bits, state.cache.extract(0, len(prompt)), cold.extract(0, len(prompt))))
+
+
+def test_prompts_that_cannot_be_read_together_are_read_one_by_one(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = engine_of(tiny("llama"))
+    prompts = [_TEXT[i : i + 12] for i in (0, 20, 40)]
+    with BatchRunner(engine) as runner:
+        monkeypatch.setattr(
+            engine.parts.runner, "run_rows", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("no memory"))
+        )
+        found = [submitted_together(runner, [job(tokens) for tokens in prompts]) for _ in range(2)]
+        assert settled(engine, runner)
+    said = [record.levelname for record in caplog.records if "no memory" in record.message]
+    assert said == ["WARNING"], "once, and not tried again"
+    assert [[ids(events) for events in each] for each in found] == [[alone(engine, tokens) for tokens in prompts]] * 2
 
 
 def test_a_joint_step_that_fails_is_done_one_by_one(

@@ -102,6 +102,14 @@ class Runner(Protocol):
         ...
 
 
+class JointRunner(Protocol):
+    """Forward passes of one model over several sequences at once."""
+
+    def append(self, tokens: Sequence[Sequence[int]], caches: Sequence[Any]) -> torch.Tensor:
+        """Compute ``tokens`` of each sequence behind what its cache holds. Returns their last logits, [n, vocab]."""
+        ...
+
+
 class NonPrefixReuse(Protocol):
     """Reuse of chunks from other positions. KV is approximate from the first such chunk on."""
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from kvboost.core.backend import Codec, KVCache, NoApprox, NonPrefixReuse, Runner
+from kvboost.core.backend import Codec, JointRunner, KVCache, NoApprox, NonPrefixReuse, Runner
 from kvboost.core.clock import StageClock
 from kvboost.core.costs import CostModel
 from kvboost.core.guarded import GuardedStore, JoinedLease, loads_of
@@ -214,11 +214,7 @@ class Prefiller:
 
     def finish(self, state: PrefillState) -> torch.Tensor:
         """Run the last step, or what is missing of it, and return the last token's logits, [vocab]."""
-        if state.awaits_repair:
-            raise ValueError("the repair has not run; call advance_to_last_step first")
-        if state.rule.step_end(state.num_computed, len(state.tokens)) < len(state.tokens):
-            raise ValueError("the steps before the last one have not run; call advance_to_last_step first")
-        logits = self.runner.append(state.tokens[state.num_computed :], state.cache, logits=True)
+        logits = self.runner.append(_last_tokens(state), state.cache, logits=True)
         assert logits is not None
         state.computed(len(state.tokens))
         state.clock.lap("first_token")
@@ -289,3 +285,22 @@ class Prefiller:
             seconds = (stages.get("prefill", 0.0) + stages["first_token"]) / 1000.0
             tokens = len(state.tokens) - state.plan.exact_tokens
             self.costs.observe_prefill(forwards=state.forwards, tokens=tokens, seconds=seconds)
+
+
+def finish_together(runner: JointRunner, states: Sequence[PrefillState]) -> torch.Tensor:
+    """Run the last steps of several prefills in one forward. Returns their last tokens' logits, [states, vocab]."""
+    logits = runner.append([_last_tokens(state) for state in states], [state.cache for state in states])
+    for state in states:
+        state.computed(len(state.tokens))
+        state.clock.lap("first_token")
+        state.observe_once()  # its time was that of all of them: it says nothing about this one
+    return logits
+
+
+def _last_tokens(state: PrefillState) -> list[int]:
+    """The tokens of the last step, or what is missing of it."""
+    if state.awaits_repair:
+        raise ValueError("the repair has not run; call advance_to_last_step first")
+    if state.rule.step_end(state.num_computed, len(state.tokens)) < len(state.tokens):
+        raise ValueError("the steps before the last one have not run; call advance_to_last_step first")
+    return state.tokens[state.num_computed :]

@@ -10,7 +10,8 @@ the bits of a row depend on its own query and on the keys up to it alone:
 - Keys that a mask hides add exact zeros. So a step that begins at 0 runs the causal kernel, as plain Transformers
   does, and a later one the masked kernel, with equal bits.
 
-With grouped heads the queries of one KV head are folded into rows, so that keys are not repeated.
+With grouped heads the queries of one KV head are folded into rows, so that keys are not repeated. In a step of several
+sequences (:class:`JointStep`) each has attention calls of its own, as it would have alone.
 """
 
 from __future__ import annotations
@@ -52,15 +53,37 @@ class Step:
     """Attention calls so far."""
 
 
+@dataclass
+class JointStep:
+    """One forward of several sequences, whose rows lie one behind the other."""
+
+    parts: list[Step]
+    starts: list[int]
+    """Positions that each one's cache holds before the step."""
+    rows: list[int]
+    """Rows of each."""
+    masks: list[tuple[torch.Tensor, list[torch.Tensor | None]]] = field(default_factory=list)
+    """What the model was given as a mask, and what it stands for: a mask for each sequence."""
+
+    def masks_behind(self, given: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """The masks of the sequences that a layer's mask stands for."""
+        if given is None:
+            return [None] * len(self.parts)
+        for known, masks in self.masks:
+            if known is given:
+                return masks
+        raise UnsupportedAttentionError("it changes its mask")
+
+
 class _Active(threading.local):
-    step: Step | None = None
+    step: Step | JointStep | None = None
 
 
 _active = _Active()
 
 
 @contextmanager
-def attending(step: Step) -> Iterator[None]:
+def attending(step: Step | JointStep) -> Iterator[None]:
     """Within this block the model's attention in this thread belongs to ``step``."""
     before = _active.step
     _active.step = step
@@ -117,13 +140,24 @@ def mask(
         return sdpa_mask(  # type: ignore[no-any-return]
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs
         )
-    if mask_function is causal_mask_function and int(q_offset) == 0:
-        return None
     kwargs |= {"allow_is_causal_skip": False}
-    # Without the 2-D mask: a single sequence has no padding, and behind its end causality hides all keys.
-    allowed = sdpa_mask(batch_size, q_length, step.padded, q_offset, kv_offset, mask_function, None, **kwargs)
-    assert allowed is not None
-    return allowed  # type: ignore[no-any-return]
+
+    def mask_of(part: Step, rows: int, start: int) -> torch.Tensor | None:
+        if mask_function is causal_mask_function and start == 0:
+            return None
+        # Without the 2-D mask: a single sequence has no padding, and behind its end causality hides all keys.
+        allowed = sdpa_mask(batch_size, rows, part.padded, start, kv_offset, mask_function, None, **kwargs)
+        assert allowed is not None
+        return allowed  # type: ignore[no-any-return]
+
+    if isinstance(step, Step):
+        return mask_of(step, q_length, int(q_offset))
+    masks = [mask_of(*each) for each in zip(step.parts, step.rows, step.starts, strict=True)]
+    if all(one is None for one in masks):
+        return None
+    stand_in = torch.empty(0, dtype=torch.bool)  # the model only hands it on
+    step.masks.append((stand_in, masks))
+    return stand_in
 
 
 def attention(
@@ -141,18 +175,27 @@ def attention(
     for name in _PLAIN_ONLY:
         if kwargs.get(name) is not None:
             raise UnsupportedAttentionError(f"its attention has {name}")
-    step.calls += 1
-    layer = step.cache.layers[module.layer_idx]
-    key, value = layer.key_store[:, :, : step.padded], layer.value_store[:, :, : step.padded]
-    scale = kwargs.get("scaling")
-    rows = query.shape[2]
-    if attention_mask is not None and attention_mask.dtype != torch.bool:
+    layer, scale = module.layer_idx, kwargs.get("scaling")
+    assert isinstance(layer, int)
+    if isinstance(step, Step):
+        return _attend(step, layer, query, attention_mask, scale).transpose(1, 2).contiguous(), None
+    pieces = zip(step.parts, torch.split(query, step.rows, dim=2), step.masks_behind(attention_mask), strict=True)
+    results = [_attend(part, layer, rows, allowed, scale) for part, rows, allowed in pieces]
+    return torch.cat(results, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    step: Step, layer: int, query: torch.Tensor, allowed: torch.Tensor | None, scale: float | None
+) -> torch.Tensor:
+    """One sequence's attention in one layer, [1, heads, rows, dim]."""
+    if allowed is not None and allowed.dtype != torch.bool:
         raise UnsupportedAttentionError("its mask has numbers to add")
-    if attention_mask is None:
-        result = flash(_to_blocks(query), key, value, None, scale)[:, :, :rows]
-    else:
-        result = _masked(step, query, key, value, attention_mask, scale)
-    return result.transpose(1, 2).contiguous(), None
+    step.calls += 1
+    cached = step.cache.layers[layer]
+    key, value = cached.key_store[:, :, : step.padded], cached.value_store[:, :, : step.padded]
+    if allowed is None:
+        return flash(_to_blocks(query), key, value, None, scale)[:, :, : query.shape[2]]
+    return _masked(step, query, key, value, allowed, scale)
 
 
 def _masked(

@@ -110,6 +110,13 @@ class ModelRunner:
         last: torch.Tensor = output.logits[0, -1]
         return last
 
+    def run_rows(self, ids: torch.Tensor, cache: Any, rows: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """One forward of ``ids`` [1, tokens] over ``cache``. Returns the logits of these ``rows``, [rows, vocab]."""
+        keep = {"logits_to_keep": rows} if self._takes_logits_to_keep else {}
+        output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, **keep, **inputs)
+        logits: torch.Tensor = output.logits[0]
+        return logits if self._takes_logits_to_keep else logits[rows]
+
     def run_batch(self, ids: torch.Tensor, cache: Any, **inputs: Any) -> torch.Tensor:
         """One forward of ``ids`` [batch, tokens] over ``cache``. Returns each last token's logits, [batch, vocab]."""
         keep = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}

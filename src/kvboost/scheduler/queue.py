@@ -157,23 +157,27 @@ class Scheduler:
         """Tokens that could be computed in the time to copy ``tokens`` from the store."""
         return tokens // _COPIED_PER_COMPUTED
 
-    def next_prefill(self, *, used: int) -> int | None:
-        """The job that prefills its next chunk, after ``used`` tokens of this step's budget. None if there is none.
+    def next_prefill(self, *, used: int) -> list[int]:
+        """The jobs that prefill their next step together, after ``used`` tokens of this step's budget.
 
         The job with the fewest tokens left, so that short prompts do not wait for long ones; but a job that was
-        skipped several times comes first.
+        skipped several times comes first. If that is its last step, others that fit the budget with their last steps.
         """
-        prefilling = [entry for entry in self._running.values() if entry.steps]
+        prefilling = sorted((entry for entry in self._running.values() if entry.steps), key=_tokens_left)
         if not prefilling:
-            return None
+            return []
         skipped = [entry for entry in prefilling if entry.skipped >= _MAX_SKIPPED]
-        chosen = min(skipped, key=lambda e: e.arrived) if skipped else min(prefilling, key=_tokens_left)
-        if used and used + chosen.steps[-1] > self.limits.chunk_budget:
-            return None
+        first = min(skipped, key=lambda e: e.arrived) if skipped else prefilling[0]
+        if used and used + first.steps[-1] > self.limits.chunk_budget:
+            return []
+        chosen, used = [first], used + first.steps[-1]
+        for entry in prefilling if len(first.steps) == 1 else ():
+            if entry is not first and len(entry.steps) == 1 and used + entry.steps[0] <= self.limits.chunk_budget:
+                chosen.append(entry)
+                used += entry.steps[0]
         for entry in prefilling:
-            entry.skipped += entry is not chosen
-        chosen.skipped = 0
-        return chosen.number
+            entry.skipped = 0 if entry in chosen else entry.skipped + 1
+        return [entry.number for entry in chosen]
 
     def prefilled(self, number: int, *, available: int, steps: Sequence[int]) -> None:
         """The job has run a prefill step: ``available`` chunks are available now and these steps remain."""

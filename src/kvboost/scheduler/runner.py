@@ -24,6 +24,7 @@ from kvboost.hf.rows import RowBatch
 from kvboost.scheduler.admission import checked_engine, checked_job
 from kvboost.scheduler.decoding import JobDecoder
 from kvboost.scheduler.jobs import BatchEngine, Finished, Job, RunnerLoad, Ticket
+from kvboost.scheduler.prefilling import JobPrefiller
 from kvboost.scheduler.queue import Limits, Scheduler
 from kvboost.scheduler.running import JobTicket, RunningJob
 from kvboost.scheduler.sampler import sample_batch
@@ -78,6 +79,7 @@ class BatchRunner:
         )
         self._vocab_size = int(engine.model.get_input_embeddings().weight.shape[0])
         self._decoder = JobDecoder(self._parts, layout, deterministic=deterministic)
+        self._prefiller = JobPrefiller(self._parts, layout, deterministic=deterministic)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._scheduler = Scheduler(limits)
@@ -301,26 +303,30 @@ class BatchRunner:
             )
 
     def _prefill(self, *, used: int) -> None:
-        """Prefill chunks until this step's budget is spent."""
+        """Prefill until this step's budget is spent."""
         while True:
             with self._lock:
-                number = self._scheduler.next_prefill(used=used)
-                if number is None:
-                    return
-                job = self._jobs[number]
-            if job.ticket.cancelled:
-                self._end(number, "cancelled")
-                continue
-            used += job.steps_left()[0]
-            try:
-                logits = job.prefill_step()
-                if logits is not None:
-                    job.start_decoding(logits)
-                with self._lock:
-                    self._scheduler.prefilled(number, available=job.chunks_available(), steps=job.steps_left())
-                self._end_if_done(number, job)
-            except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
-                self._failed(number, error)
+                jobs = {self._jobs[number]: number for number in self._scheduler.next_prefill(used=used)}
+            if not jobs:
+                return
+            for job in [job for job in jobs if job.ticket.cancelled]:
+                self._end(jobs.pop(job), "cancelled")
+            used += sum(job.steps_left()[0] for job in jobs)
+            for (job, number), result in zip(jobs.items(), self._prefiller.run(list(jobs)), strict=True):
+                self._prefilled(number, job, result)
+
+    def _prefilled(self, number: int, job: RunningJob, result: torch.Tensor | Exception | None) -> None:
+        """A job ran a step: these are its logits if it was the last one, or why it failed."""
+        try:
+            if isinstance(result, Exception):
+                raise result
+            if result is not None:
+                job.start_decoding(result)
+            with self._lock:
+                self._scheduler.prefilled(number, available=job.chunks_available(), steps=job.steps_left())
+            self._end_if_done(number, job)
+        except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
+            self._failed(number, error)
 
     def _decode(self) -> None:
         """One more token for every job whose prefill is complete."""

@@ -9,7 +9,7 @@ is replaced: those that need it get hooks for the length of a step.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from kvboost.errors import ConfigError
-from kvboost.hf.attention import NAME, Step, attending
+from kvboost.hf.attention import NAME, JointStep, Step, attending
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.device_memory import memory_available
 from kvboost.hf.layers import walk
@@ -96,11 +96,30 @@ class Tiles:
     @contextmanager
     def step(self, cache: Any, rows: int) -> Iterator[Step]:
         """Within this block a forward of ``rows`` tokens over ``cache`` has the bits of any other that covers them."""
-        plan = self._plan()
-        start = cache.get_seq_length()
-        padded = -(-(start + rows) // self.granule) * self.granule
+        step = self._over(cache, rows)
+        with self._hooked(rows), attending(step):
+            yield step
+
+    @contextmanager
+    def joint_step(self, caches: Sequence[Any], rows: Sequence[int]) -> Iterator[JointStep]:
+        """The same for a forward of several sequences: ``rows`` tokens of each, one behind the other."""
+        starts = [cache.get_seq_length() for cache in caches]
+        step = JointStep([self._over(*each) for each in zip(caches, rows, strict=True)], starts, list(rows))
+        with self._hooked(sum(rows)), attending(step):
+            yield step
+
+    def _over(self, cache: Any, rows: int) -> Step:
+        """Attention over ``cache`` and ``rows`` more tokens, padded with zeros."""
+        end = cache.get_seq_length() + rows
+        padded = -(-end // self.granule) * self.granule
         cache.reserve(padded)
-        cache.wipe(start + rows, padded)
+        cache.wipe(end, padded)
+        return Step(cache, padded)
+
+    @contextmanager
+    def _hooked(self, rows: int) -> Iterator[None]:
+        """Within this block the layers compute ``rows`` rows in the sizes that were tested."""
+        plan = self._plan()
         hooks = []
         try:
             for layer in plan.layers:
@@ -108,9 +127,7 @@ class Tiles:
                     hooks += _hook(layer)
             for function in plan.functions:
                 hooks += hook_function(function)
-            step = Step(cache, padded)
-            with attending(step):
-                yield step
+            yield
         finally:
             for hook in hooks:
                 hook.remove()

@@ -1,0 +1,115 @@
+"""Prefills the last tokens of several prompts in one forward, each over its own cache.
+
+Used by the batch runner for requests that come together. Linear layers see all rows at once; in tiles a row's bits do
+not depend on the others. Each sequence has attention calls of its own. Invariants: a sequence's KV has the bits it
+gets alone (its logits are the same up to rounding: the vocabulary projection is not tiled); after a failed step every
+cache has its previous length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from kvboost.errors import UnsupportedModelError
+from kvboost.hf.attention import UnsupportedAttentionError
+from kvboost.hf.cache import KVLayout, SlabCache, SlabLayer
+from kvboost.hf.numerics.tiles import Tiles
+from kvboost.hf.probe import compare_logits
+from kvboost.hf.runner import ModelRunner
+
+_ONE_BY_ONE = "Prompts are prefilled one after another."
+_PROBE = ((0, 3), (20, 2))  # positions held before, and tokens computed together
+
+
+class _JointLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
+    """One layer of all sequences: new rows go to each one's cache."""
+
+    def __init__(self, layers: Sequence[SlabLayer], rows: Sequence[int]) -> None:
+        super().__init__()
+        self._layers, self._rows = layers, list(rows)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new positions of every sequence; the step's attention reads them from its cache."""
+        keys, values = (torch.split(states, self._rows, dim=2) for states in (key_states, value_states))
+        for layer, key, value in zip(self._layers, keys, values, strict=True):
+            layer.update(key, value)
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Zero: the caller passes position ids, and the step knows each sequence's own."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The sizes of what :meth:`update` returns."""
+        return query_length, 0
+
+
+class JointPrefill:
+    """Joint steps of one model. Make it with :func:`probe_joint`, which tests that the model supports them."""
+
+    def __init__(self, runner: ModelRunner, tiles: Tiles) -> None:
+        self._runner, self._tiles = runner, tiles
+
+    @torch.no_grad()
+    def append(self, tokens: Sequence[Sequence[int]], caches: Sequence[SlabCache]) -> torch.Tensor:
+        """Compute ``tokens`` of each sequence behind what its cache holds. Returns their last logits, [n, vocab]."""
+        rows, device = [len(part) for part in tokens], self._runner.device
+        starts = [cache.get_seq_length() for cache in caches]
+        positions = [start + i for start, count in zip(starts, rows, strict=True) for i in range(count)]
+        inputs = torch.tensor([[token for part in tokens for token in part], positions], device=device)
+        layers = zip(*(cache.layers for cache in caches), strict=True)
+        joint = Cache(layers=[_JointLayer(each, rows) for each in layers])
+        try:
+            with self._tiles.joint_step(caches, rows):
+                last = torch.tensor(list(accumulate(rows)), device=device) - 1
+                return self._runner.run_rows(inputs[0][None], joint, last, position_ids=inputs[1][None])
+        except BaseException:
+            for cache, start in zip(caches, starts, strict=True):
+                cache.set_length(start)
+            raise
+
+
+@torch.no_grad()
+def probe_joint(runner: ModelRunner, layout: KVLayout) -> JointPrefill:
+    """A prefill of several prompts at once, after testing that each gets the bits it gets alone.
+
+    Raises UnsupportedModelError with the reason if they do not.
+    """
+    config = runner.model.config.get_text_config(decoder=True)
+    if runner.tiles is None:
+        raise UnsupportedModelError(f"what a step computes depends on its shape. {_ONE_BY_ONE}")
+    joint, vocab = JointPrefill(runner, runner.tiles), min(config.vocab_size, 30_000)
+    tokens, alone, together, logits = [], [], [], []
+    for number, (held, new) in enumerate(_PROBE):
+        ids = [(i * 7919 + number) % vocab for i in range(held + new)]
+        mine, other = (SlabCache(layout, capacity=held + new) for _ in range(2))
+        if held:
+            runner.append(ids[:held], mine, logits=False)
+            other.place(0, mine.span(0, held))
+            other.set_length(held)
+        single = runner.append(ids[held:], mine, logits=True)
+        assert single is not None
+        tokens.append(ids[held:])
+        alone.append(mine)
+        together.append(other)
+        logits.append(single)
+    try:
+        found = joint.append(tokens, together)
+    except (UnsupportedAttentionError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise UnsupportedModelError(f"{config.model_type} cannot prefill prompts together ({error})") from error
+    for one, other in zip(alone, together, strict=True):
+        length = one.get_seq_length()
+        for a, b in zip(one.extract(0, length), other.extract(0, length), strict=True):
+            if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+                raise UnsupportedModelError(f"{config.model_type} has other KV beside other prompts. {_ONE_BY_ONE}")
+    for single, row in zip(logits, found, strict=True):
+        compare_logits(config, single, row, "prompts are prefilled together", remedy=_ONE_BY_ONE)
+    return joint
