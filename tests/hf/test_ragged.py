@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvboost.errors import UnsupportedModelError
+from kvboost.hf import few_rows
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.probe import probe_model
 from kvboost.hf.ragged import RaggedRunner, SharedPrefix, probe_ragged
@@ -130,12 +131,16 @@ class Waits(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
-def test_the_calls_of_a_step_do_not_grow_with_its_sequences(family: str, tiny: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("exchange", [False, True])
+def test_the_calls_of_a_step_do_not_grow_with_its_sequences(
+    family: str, exchange: bool, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvboost.hf.ragged.exchanging_pays", lambda model: exchange)
     runner = ModelRunner(tiny(family))
     layers = runner.model.config.num_hidden_layers
     ragged = RaggedRunner(runner)
     counts: list[Counter[str]] = []
-    for number in (2, 16):
+    for number in (8 if exchange else 2, 16):
         batch, _ = joined([filled(runner, _TEXT[i : 2 * i + 20]) for i in range(number)])
         samplers: list[Sampler | None] = [
             Sampler(Job(token_ids=(1,), max_new_tokens=4), device=runner.device) for _ in range(number)
@@ -162,6 +167,28 @@ def test_a_sequence_has_the_bits_it_has_alone_where_the_kernels_allow_it(tiny: C
     for index, cache in enumerate(alone):
         batch, _ = joined([cache])
         assert torch.equal(RaggedRunner(runner).decode([tokens[index]], batch)[0], among[index])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+def test_linear_layers_over_few_rows_are_exchanged_where_that_is_faster(
+    family: str, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = ModelRunner(tiny(family))
+    caches = [filled(runner, _TEXT[i : i + 9]) for i in range(9)]
+    found: list[torch.Tensor] = []
+    calls: list[int] = []
+    right = few_rows.exchanged
+    monkeypatch.setattr("kvboost.hf.ragged.exchanged", lambda *given: (calls.append(len(given[0])), right(*given))[1])
+    for pays in (False, True):
+        monkeypatch.setattr("kvboost.hf.ragged.exchanging_pays", lambda model, pays=pays: pays)
+        ragged = RaggedRunner(runner)
+        for count in (2, 9):
+            batch, _ = joined(caches[:count])
+            found.append(ragged.decode(_TEXT[:count], batch))
+        linear = sum(type(module) is torch.nn.Linear for module in runner.model.modules())
+        assert calls == [9] * linear * pays, "not in a step of two sequences"
+    torch.testing.assert_close(found[3], found[1], rtol=1e-4, atol=1e-4)
+    assert torch.equal(found[2], found[0])
 
 
 def test_what_does_not_attend_through_the_kernel_is_refused(tiny: Callable[..., Any]) -> None:

@@ -1,9 +1,10 @@
 """Decodes several sequences of any lengths in one forward: a padded call for each group of similar lengths.
 
-Called by the batch runner. Projections run over the whole batch. Attention is one call of torch's kernel per layer and
-group, so the number of calls does not grow with the number of sequences; nothing is copied to or from the device but
-the tokens and lengths of a step, once. Invariants: every sequence gets the result it would get alone, up to rounding;
-after a failed step every row has its previous length.
+Called by the batch runner. Projections run over the whole batch, in the faster way for few rows
+(:mod:`kvboost.hf.few_rows`). Attention is one call of torch's kernel per layer and group, so the number of calls does
+not grow with the number of sequences; nothing is copied to or from the device but the tokens and lengths of a step,
+once. Invariants: every sequence gets the result it would get alone, up to rounding; after a failed step every row has
+its previous length.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.hf.cache import KVLayout, SlabCache
+from kvboost.hf.few_rows import ROWS, exchanged, exchanging_pays, is_eligible
 from kvboost.hf.layers import windows_by_layer
 from kvboost.hf.probe import compare_logits
 from kvboost.hf.rows import RowBatch, RowGroup
@@ -140,9 +142,10 @@ class _GroupStep:
 class _Step(TorchFunctionMode):
     """One decode step: writes every sequence's KV, layer by layer, and takes over the attention over it."""
 
-    def __init__(self, groups: Sequence[_GroupStep], windows: Sequence[int | None]) -> None:
+    def __init__(self, groups: Sequence[_GroupStep], windows: Sequence[int | None], *, exchange: bool) -> None:
+        """With ``exchange``, linear layers multiply their weights with the rows."""
         super().__init__()
-        self._groups, self._windows = groups, windows
+        self._groups, self._windows, self._exchange = groups, windows, exchange
         self._layer: int | None = None
         self.attended = 0
 
@@ -156,6 +159,8 @@ class _Step(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._exchange and func is torch.nn.functional.linear and len(args) == 3 and is_eligible(args[1]):
+            return exchanged(*args)
         if func is not torch.nn.functional.scaled_dot_product_attention or self._layer is None:
             return func(*args, **kwargs)
         if kwargs.get("attn_mask") is not None or kwargs.get("dropout_p") or len(args) != 3:
@@ -183,6 +188,7 @@ class RaggedRunner:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._windows = windows_by_layer(runner.model)
+        self._exchange = exchanging_pays(runner.model)
 
     @torch.no_grad()
     def decode(self, tokens: Sequence[int], batch: RowBatch, *, shared: Sequence[SharedPrefix] = ()) -> torch.Tensor:
@@ -202,7 +208,7 @@ class RaggedRunner:
             members = range(begin, begin + len(group.rows))
             common = self._shared_by_all(members, shared)
             steps.append(_GroupStep(group, begin, inputs[1, begin : members.stop], shared_tokens=common))
-        step = _Step(steps, self._windows)
+        step = _Step(steps, self._windows, exchange=self._exchange and len(rows) in ROWS)
         cache = Cache(layers=[_RaggedLayer(index, step) for index in range(len(self._windows))])
         with step:
             logits = self._runner.run_batch(inputs[0].view(-1, 1), cache, position_ids=inputs[1].view(-1, 1))

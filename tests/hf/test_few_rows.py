@@ -1,0 +1,50 @@
+"""Linear layers with the two sides exchanged give the same, and are used only where they are faster."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from kvboost.hf import few_rows
+from kvboost.hf.few_rows import exchanged, exchanging_pays
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(5, 7), (16, 1, 7), (2, 3, 7), (1, 7)])
+def test_the_result_is_that_of_linear(shape: tuple[int, ...], biased: bool) -> None:
+    made = torch.Generator().manual_seed(1)
+    rows, weight, bias = (torch.randn(size, generator=made) for size in (shape, (11, 7), (11,)))
+    given = bias if biased else None
+    found = exchanged(rows, weight, given)
+    torch.testing.assert_close(found, linear(rows, weight, given))
+    assert found.is_contiguous()
+    assert found.shape == (*shape[:-1], 11)
+
+
+@pytest.mark.parametrize(("slow", "pays"), [("linear", True), ("exchanged", False), (None, False)])
+def test_the_faster_way_is_taken(
+    slow: str | None, pays: bool, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(few_rows.time, "perf_counter", lambda: now[0])
+
+    def taking(name: str) -> Callable[..., Any]:
+        def way(rows: torch.Tensor, weight: torch.Tensor, bias: None) -> None:
+            assert rows.shape[1] == weight.shape[1]
+            now[0] += 2.0 if name == slow else 1.0
+
+        return way
+
+    for name in ("linear", "exchanged"):
+        monkeypatch.setattr(few_rows, name, taking(name))
+    assert exchanging_pays(tiny("llama")) is pays
+
+
+def test_other_dtypes_are_left_alone(tiny: Callable[..., Any]) -> None:
+    assert not exchanging_pays(copy.deepcopy(tiny("llama")).to(torch.bfloat16))
+    assert not exchanging_pays(torch.nn.ReLU())
