@@ -15,7 +15,7 @@ import torch
 from kvboost.capacity import row_capacity
 from kvboost.hf.cache import KVLayout
 
-_MAX_SPARE = 3  # unused rows of a group, if there is memory: the others are not copied for every one that comes
+_MIN_SPARE = 3  # unused rows of a group that grows, if there is memory: the others are not copied for each that comes
 _CLEARED_AT_ONCE = 256  # positions; then rarely in a step, and little memory is written to before it is needed
 
 
@@ -43,13 +43,16 @@ class RowGroup:
         """Rows that nobody uses."""
         return self.allocated - len(self.rows)
 
-    def add(self, *, spare_bytes: int) -> Row:
-        """One more row, empty. If memory must be allocated, spare rows may take ``spare_bytes`` of it."""
+    def add(self, *, spare_bytes: int, filled: int) -> Row:
+        """One more row, of which the caller fills the first ``filled`` positions before anything reads them.
+
+        If memory must be allocated, spare rows may take ``spare_bytes`` of it.
+        """
         used = len(self.rows)
         if not self.spare:
-            self.allocate(used + 1 + min(_MAX_SPARE, spare_bytes // self.row_bytes))
+            self.allocate(used + 1 + min(max(_MIN_SPARE, used), spare_bytes // self.row_bytes))
         for store in self.stores:
-            store[used, :, : self._cleared].zero_()
+            store[used, :, filled : self._cleared].zero_()
         row = Row(self, used)
         self.rows.append(row)
         return row
@@ -62,8 +65,6 @@ class RowGroup:
                 store[row.index, :, : self._cleared].copy_(store[last.index, :, : self._cleared])
             last.index = row.index
             self.rows[row.index] = last
-        if self.spare > _MAX_SPARE:
-            self.allocate(len(self.rows) + 1)
 
     def clear_up_to(self, positions: int) -> None:
         """Let a padded call read this many positions of every row."""
@@ -171,12 +172,12 @@ class RowBatch:
             if self.spare_bytes > self._spare_limit and group.spare:
                 group.allocate(len(group.rows))
 
-    def add(self, *, tokens: int) -> Row:
-        """An empty row with capacity for ``tokens``."""
+    def add(self, *, tokens: int, filled: int = 0) -> Row:
+        """A row with capacity for ``tokens``, of which the caller fills the first ``filled`` positions at once."""
         capacity = row_capacity(tokens)
         if capacity not in self._groups:
             self._groups[capacity] = RowGroup(self._layout, capacity)
-        return self._groups[capacity].add(spare_bytes=max(0, self._spare_limit - self.spare_bytes))
+        return self._groups[capacity].add(spare_bytes=max(0, self._spare_limit - self.spare_bytes), filled=filled)
 
     def remove(self, row: Row) -> None:
         """The row's sequence is over, or continues elsewhere."""

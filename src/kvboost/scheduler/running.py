@@ -146,7 +146,7 @@ class RunningJob:
 
     def join(self, batch: RowBatch) -> None:
         """Continue in a row of ``batch``."""
-        row = batch.add(tokens=self.tokens)
+        row = batch.add(tokens=self.tokens, filled=self.state.cache.get_seq_length())
         try:
             self.state.move_to(row)
         except BaseException:
