@@ -31,12 +31,14 @@ from kvboost.core.keys import chunk_keys, token_array
 from kvboost.core.loader import KVLoader
 from kvboost.core.plan import plan_reuse, reusable_chunks
 from kvboost.core.session import Session
+from kvboost.core.verify import same_bits
 from kvboost.engine import KVBoost
 from kvboost.engine.memory import workload
 from kvboost.extend import RepairStrategy
 from kvboost.hf.breaks import break_table
 from kvboost.hf.cache import KVLayout, SlabCache, SlabLayer, TensorSpec, stock_cache
 from kvboost.hf.codec import KVCodec, codec_for
+from kvboost.hf.joint import JointPrefill, probe_joint
 from kvboost.hf.loading import ModelSource
 from kvboost.hf.probe import probe_model
 from kvboost.hf.prompt import PromptEncoder
@@ -63,6 +65,7 @@ __all__ = [
     "First",
     "FixedChunker",
     "Job",
+    "JointPrefill",
     "KVCodec",
     "KVLayout",
     "KeyRepositioner",
@@ -87,9 +90,11 @@ __all__ = [
     "measure_rates",
     "model_on_disk",
     "plan_reuse",
+    "probe_joint",
     "probe_model",
     "probe_reposition",
     "reusable_chunks",
+    "same_bits",
     "stock_cache",
     "token_array",
     "workload",
