@@ -45,7 +45,8 @@ class ReuseReport:
     declined: tuple[DeclinedLoad, ...] = ()
     """Which tiers had them, and what loading and computing were expected to take."""
     segments: tuple[tuple[str, int], ...] = ()
-    """The prompt from its beginning, as runs of ``exact``, ``moved`` or ``fresh`` tokens and their lengths."""
+    """The prompt from its beginning, as runs of ``exact``, ``moved``, ``recomputed`` or ``fresh`` tokens and their
+    lengths. Recomputed ones were moved before; here they are those that were recomputed in all layers."""
     paged: bool = False
     """Whether the KV exceeded ``kv_bytes`` and was paged: equal up to rounding, so not bitwise."""
     plain_ms: float | None = None

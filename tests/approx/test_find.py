@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +105,12 @@ def test_recomputed_tokens_do_not_count_as_cached(tiny: Tiny, rounds: int, monke
     assert reuse.recomputed_tokens == pytest.approx(computed, abs=2)
     assert result.cached_tokens == len(tokens) - reuse.fresh_tokens - reuse.recomputed_tokens
     assert result.kv_reuse_ratio == result.cached_tokens / len(tokens)
+    told = Counter[str]()
+    for kind, count in reuse.segments:
+        told[kind] += count
+    assert told["recomputed"] == pytest.approx(reuse.recomputed_tokens, abs=2)
+    assert told["moved"] == reuse.moved_tokens - told["recomputed"]
+    assert (told["exact"], told["fresh"]) == (reuse.exact_tokens, reuse.fresh_tokens)
 
 
 def test_repair_brings_the_answer_closer(tiny: Tiny) -> None:

@@ -45,9 +45,11 @@ def test_plans_tile_the_rest_of_the_prompt_and_end_fresh(prompt: tuple[int, list
     assert [segment.chunk for segment in plan.moved] == [chunks[i] for i in sorted(approx)]
     assert plan.approx_start == (chunks[min(approx)].start if approx else prompt_tokens)
     moved = {position for segment in plan.moved for position in range(segment.start, segment.end)}
-    kinds = ["exact"] * exact + ["moved" if at in moved else "fresh" for at in range(exact, prompt_tokens)]
-    assert [kind for kind, tokens in plan.runs() for _ in range(tokens)] == kinds
-    assert all(one != next_one for (one, _), (next_one, _) in pairwise(plan.runs()))
+    recomputed = data.draw(st.sets(st.integers(0, prompt_tokens)))  # only what was moved can be recomputed
+    names = ["fresh" if at not in moved else "recomputed" if at in recomputed else "moved" for at in covered]
+    runs = plan.runs(recomputed=recomputed)
+    assert [kind for kind, tokens in runs for _ in range(tokens)] == ["exact"] * exact + names
+    assert all(one != next_one for (one, _), (next_one, _) in pairwise(runs))
     # What lies between repositioned chunks is stored chunk by chunk.
     assert all(s.chunk is not None or s is plan.segments[-1] for s in plan.segments if s.start >= plan.approx_start)
 

@@ -69,7 +69,9 @@ class Repairer:
         if estimate is not None and estimate > self._tolerated:
             recomputed += self._compute(state, region, torch.arange(begin, end), None, None)
             estimate = 0.0
-        state.repaired(RepairOutcome(round(recomputed), estimate))
+            selector.computed[:] = True
+        done = (selector.computed & region.repositioned).nonzero().flatten() + begin
+        state.repaired(RepairOutcome(round(recomputed), estimate, frozenset(done.tolist())))
         state.clock.lap("repair")
 
     def _attention(self, state: PrefillState, region: _Region) -> torch.Tensor:

@@ -68,11 +68,17 @@ class ReusePlan:
         """Where the first APPROX segment begins: what comes before it can be exact, what follows cannot."""
         return self.moved[0].start if self.moved else self.prompt_tokens
 
-    def runs(self) -> tuple[tuple[str, int], ...]:
-        """Neighbours of one kind together, from the prompt's beginning: ``exact``, ``moved`` or ``fresh``, tokens."""
+    def runs(self, *, recomputed: Collection[int] = ()) -> tuple[tuple[str, int], ...]:
+        """Neighbours of one kind together, from the prompt's beginning, as kind and number of tokens.
+
+        Kinds are ``exact``, ``moved``, ``recomputed`` (moved, and in ``recomputed``) and ``fresh``.
+        """
         kinds = [("exact", self.exact_tokens)] if self.exact_tokens else []
-        names = {SegmentKind.APPROX: "moved", SegmentKind.FRESH: "fresh"}
-        kinds += [(names[segment.kind], segment.end - segment.start) for segment in self.segments]
+        for segment in self.segments:
+            if segment.kind is SegmentKind.FRESH:
+                kinds.append(("fresh", segment.end - segment.start))
+            else:
+                kinds += [("recomputed" if p in recomputed else "moved", 1) for p in range(segment.start, segment.end)]
         grouped = groupby(kinds, key=lambda run: run[0])
         return tuple((kind, sum(tokens for _, tokens in runs)) for kind, runs in grouped)
 

@@ -106,7 +106,10 @@ class RepairOutcome:
     """The result of a repair."""
 
     recomputed_tokens: int
+    """As a mean over the layers."""
     error_estimate: float | None
+    positions: frozenset[int] = frozenset()
+    """Those that were recomputed in all layers."""
 
 
 class PrefillState:
@@ -333,7 +336,7 @@ class PrefillState:
             tiers=MappingProxyType(dict(tiers)),
             declined_tokens=sum(declined_at.values()),
             declined=declined,
-            segments=self._plan.runs(),
+            segments=self._plan.runs(recomputed=self._repair.positions if self._repair else frozenset()),
             paged=self.paged,
             plain_ms=self._plain_ms,
         )

@@ -14,7 +14,7 @@ from kvboost.serve.generation.token_stream import Ended, Piece, TokenStream
 from kvboost.serve.security.auth import Caller
 
 _log = logging.getLogger("kvboost.serve")
-_MAX_SEGMENTS = 256  # in an answer; a prompt of thousands of scattered chunks has more
+_MAX_SEGMENTS = 1000  # in an answer; a prompt of thousands of scattered positions has more
 
 
 @dataclass(frozen=True)
