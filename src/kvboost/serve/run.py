@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -75,9 +76,9 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGTERM, signal.SIGINT)}
         if hasattr(signal, "SIGHUP"):  # Windows has none
-            before[signal.SIGHUP] = signal.signal(
-                signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(read_keys_again, self._service.keys)
-            )
+            # Files are read in a thread: a slow disk must not stop the loop.
+            again = partial(loop.run_in_executor, None, read_keys_again, self._service.keys)
+            before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(again))
         try:
             yield
         finally:
