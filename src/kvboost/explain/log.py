@@ -29,8 +29,10 @@ def read_log(file: Path) -> list[LogRecord]:
     """The requests in ``file``, in its order. Blank lines are skipped, and so are fields with other names."""
     try:
         lines = file.expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}); give a file of JSON Lines") from error
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror}); give a file of JSON Lines") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 ({error.reason}); give a file of JSON Lines") from error
     records = [_record(line, file, number) for number, line in enumerate(lines, 1) if line.strip()]
     if not records:
         raise ConfigError(f'{file} is empty; give a log with one {{"prompt": text}} or {{"messages": [...]}} per line')
