@@ -118,15 +118,15 @@ class EngineConfig:
     that at most 5 % of the answers would differ; the checks run while no request does, and go on afterwards
     (``cache_stats()`` says where they stand). ``"high"`` recomputes half of the reused tokens (at most 20 % of the
     answers may differ); ``"fast"`` recomputes 15 % (50 % of the answers). An answer differs if one of its first eight
-    tokens does. The ratio a share needs depends on the model and the prompts. With a ``calibration``, the engine uses
-    the smallest ratio shown to stay within the share, and no non-prefix reuse if there is none. Without one it uses the
+    tokens does. The repair a share needs depends on the model and the prompts. With a ``calibration``, the engine uses
+    the cheapest one shown to stay within the share, and no non-prefix reuse if there is none. Without one it uses the
     ratio of ``"high"``, and shadow checks stop non-prefix reuse once the share is proven to be exceeded."""
     shadow_share: float | None = None
     """Share of the requests with non-prefix reuse that are also answered without it, in the background. Non-prefix
     reuse stops once too many answers differ (see ``cache_stats()["non_prefix_reuse"]``). The default is 0, or 2 % if
     ``quality`` is a number; ``quality="auto"`` then checks while no request runs, and this share at once if given."""
     calibration: str | Path | None = None
-    """File written by ``KVBoost.calibrate``: the ratio this model needs for each quality."""
+    """File written by ``KVBoost.calibrate``: the strategy and ratio this model needs for each quality."""
     recompute_strategy: Any = None
     """Which tokens of non-prefix reuse are recomputed, instead of the quality's choice. ``"none"``, ``"selective"``,
     ``"first"``, ``"even"``, ``"cacheblend"``, ``"query"``, ``"auto"``, or in Python a RepairStrategy."""

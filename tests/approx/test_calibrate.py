@@ -38,20 +38,22 @@ def test_the_smallest_ratio_that_is_good_enough_is_taken(tiny: Tiny, tmp_path: P
     before = engine.cache_stats()["hot_chunks"]
     found = engine.calibrate(traffic(), save_to=tmp_path / "c.json", progress=False)
     assert engine.cache_stats()["hot_chunks"] == before, "calibrating must not fill the engine's own store"
-    by_ratio = {row.ratio: row for row in found.rows}
+    assert list(dict.fromkeys(row.strategy for row in found.rows)) == list(subject.TRIED)
+    by_ratio = {row.ratio: row for row in found.rows if row.strategy == "auto"}
     assert by_ratio[1.0].compared >= 10
     assert by_ratio[1.0].differing == 0, "all rows repaired are a full reading"
     assert by_ratio[0.0].differing > 0, "on a random model no repair is not good enough"
     assert by_ratio[0.0].agreement <= by_ratio[1.0].agreement
     loaded = Calibration.load(tmp_path / "c.json")
     assert loaded == found
-    for quality in (0.2, 0.9):
+    for quality in (0.3, 0.9):  # fourteen prompts without a difference and four strategies show 0.23
         calibrated = engine_for(engine.model, chunk_size=16, quality=quality, calibration=tmp_path / "c.json")
         assert calibrated.parts is not None
         assert calibrated.session.prefiller.approx is not None
         chosen = found.choose(quality)
         assert chosen is not None
-        assert calibrated.session.prefiller.approx.repair_settings.ratio == chosen.ratio
+        repair = calibrated.session.prefiller.approx.repair_settings
+        assert (repair.strategy.name, repair.ratio) == (chosen.strategy, chosen.ratio)
     assert found.choose(0.05) is None, "fourteen prompts cannot show that"
 
 
@@ -67,8 +69,8 @@ def test_traffic_without_repetition_says_so(tiny: Tiny) -> None:
 
 
 def _written(folder: Path, **changes: Any) -> Path:
-    row = CalibrationRow(ratio=0.2, compared=12, differing=3, agreement=0.9, typical_estimate=0.1)
-    values: dict[str, Any] = {"weights": "w", "conditions": "", "strategy": "auto", "rows": (row,)}
+    row = CalibrationRow("auto", ratio=0.2, compared=12, differing=3, agreement=0.9, typical_estimate=0.1)
+    values: dict[str, Any] = {"weights": "w", "conditions": "", "rows": (row,)}
     file = folder / "calibration.json"
     Calibration(**{**values, **changes}).save(file)
     return file
@@ -103,24 +105,37 @@ def test_a_calibration_that_found_nothing_moves_nothing(tmp_path: Path) -> None:
     stats = engine.cache_stats()["non_prefix_reuse"]
     assert not stats["allowed"]
     assert stats["reason"] is not None
-    assert "no ratio that changes at most 0.2 of the answers (the best is 0.475)" in stats["reason"]
+    assert "no repair that changes at most 0.2 of the answers (the best is 0.475)" in stats["reason"]
 
 
 def test_the_bound_is_clopper_and_pearsons() -> None:
     """By its definition; and a ratio that passes by luck below one that fails is not taken."""
-    rows = [CalibrationRow(r, n, k, 1.0, None) for r, n, k in ((0.1, 50, 0), (0.3, 50, 9), (0.5, 50, 1), (0.7, 50, 0))]
+    shown = ((0.1, 50, 0), (0.3, 50, 9), (0.5, 50, 1), (0.7, 50, 0))
+    rows = [CalibrationRow("auto", ratio, n, k, 1.0, None) for ratio, n, k in shown]
     for row in rows:
-        s = row.largest_share
+        s = row.largest_share()
         as_few = sum(math.comb(50, i) * s**i * (1 - s) ** (50 - i) for i in range(row.differing + 1))
         assert as_few == pytest.approx(0.1, abs=1e-4)
-    assert rows[0].largest_share == pytest.approx(1 - 0.1 ** (1 / 50), abs=1e-5)
-    chosen = Calibration("w", "", "auto", tuple(rows)).choose(0.08)
+    assert rows[0].largest_share() == pytest.approx(1 - 0.1 ** (1 / 50), abs=1e-5)
+    chosen = Calibration("w", "", tuple(rows)).choose(0.08)
     assert chosen is not None
     assert chosen.ratio == 0.5
-    assert Calibration("w", "", "auto", tuple(rows)).choose(0.01) is None
+    assert Calibration("w", "", tuple(rows)).choose(0.01) is None
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 99}', '{"format": 3, "rows": []}'])
+def test_of_several_strategies_the_one_that_recomputes_least_is_taken() -> None:
+    """And each must be surer the more were tried: one of many passes by luck."""
+    none = CalibrationRow("none", 0.0, 50, 9, 1.0, None)
+    even = [CalibrationRow("even", ratio, 50, differing, 1.0, None) for ratio, differing in ((0.15, 1), (0.3, 0))]
+    auto = [CalibrationRow("auto", ratio, 50, differing, 1.0, None) for ratio, differing in ((0.15, 5), (0.3, 0))]
+    assert even[0].largest_share() == pytest.approx(0.0757, abs=1e-3)
+    assert Calibration("w", "", (*even, *auto)).choose(0.08) == even[1], "95 % sure, not 90: at most 0.091"
+    assert Calibration("w", "", tuple(even)).choose(0.08) == even[0]
+    assert Calibration("w", "", (none, *auto, *even)).choose(0.12) == even[0]
+    assert Calibration("w", "", (none, *auto, *even)).choose(0.5) == none
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 99}', '{"format": 4, "rows": []}'])
 def test_a_file_that_is_no_calibration_says_what_to_do(tmp_path: Path, content: str) -> None:
     file = tmp_path / "c.json"
     file.write_text(content)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -47,8 +48,8 @@ def test_calibrate_writes_a_file_an_engine_takes(
     code = main(["calibrate", str(folder), "--prompts", str(prompts), "--tolerated", "0.5", "--out", str(out)])
     said = capsys.readouterr()
     assert code == 0, said.err
-    assert "quality=0.5 recomputes 50% of the tokens" in said.out
-    assert json.loads(out.read_text())["format"] == 3
+    assert re.search(r"quality=0.5 recomputes \d+% of the tokens \(strategy '\w+'\)", said.out)
+    assert json.loads(out.read_text())["format"] == 4
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,15 @@
-"""Measures, on the user's own prompts, how many positions this model needs recomputed.
+"""Measures, on the user's own prompts, which repair this model needs: what helps one model harms another.
 
 Called by :meth:`KVBoost.calibrate`. Prompts are prefilled in the given order. Where a prompt repeats text of an earlier
-one, full prefill and non-prefix reuse are compared at several ratios.
+one, full prefill and non-prefix reuse are compared with several strategies at several ratios.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
@@ -21,39 +21,51 @@ from kvboost.approx.shadow import FIRST_TOKENS
 from kvboost.core.guarded import GuardedStore
 from kvboost.core.prefiller import Prefiller
 from kvboost.errors import ConfigError
+from kvboost.extend import RepairStrategy
 from kvboost.hf.runner import ModelRunner
 from kvboost.store import MemoryStore
 
-RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)
+RATIOS = (0.05, 0.15, 0.3, 0.5)
+TRIED = ("none", "even", "cacheblend", "auto")
+"""Strategies that are compared, cheapest first, unless the settings name one."""
 
 EncodedPrompt = tuple[list[int], Sequence[int]]
 """Token ids and boundaries."""
+_Named = TypeVar("_Named", bound=Hashable)
 
 
 def calibrate(
-    prompts: Sequence[EncodedPrompt], *, prefiller: Prefiller, cache_bytes: int, progress: bool
+    prompts: Sequence[EncodedPrompt],
+    *,
+    prefiller: Prefiller,
+    strategy: str | RepairStrategy | None,
+    cache_bytes: int,
+    progress: bool,
 ) -> Calibration:
-    """Compare at every ratio, with a separate store of ``cache_bytes``."""
+    """Compare ``strategy``, or all of :data:`TRIED`, at every ratio, with a separate store of ``cache_bytes``."""
     approx, runner = prefiller.approx, prefiller.runner
     assert isinstance(approx, ApproxReuse)
     assert isinstance(runner, ModelRunner)
-    repair = approx.repair_settings
-    if repair.strategy.name not in STRATEGIES or repair.strategy != make_strategy(repair.strategy.name):
-        raise ConfigError(
-            f"{repair.strategy!r} cannot be written to a file; calibrate with one of {sorted(STRATEGIES)}, unchanged"
-        )
-    exact = prefiller.exact_over(GuardedStore(MemoryStore(cache_bytes)))
-    at_ratio = {
-        ratio: approx_over(exact, approx.over(exact.store, replace(repair, ratio=ratio, tolerated_error=math.inf)))
-        for ratio in RATIOS
+    strategies = [make_strategy(one) for one in (TRIED if strategy is None else (strategy,))]
+    for one in strategies:
+        if one.name not in STRATEGIES or one != make_strategy(one.name):
+            raise ConfigError(
+                f"{one!r} cannot be written to a file; calibrate with one of {sorted(STRATEGIES)}, unchanged"
+            )
+    exact, any_error = prefiller.exact_over(GuardedStore(MemoryStore(cache_bytes))), math.inf
+    repairs = {
+        (one.name, ratio): replace(approx.repair_settings, strategy=one, ratio=ratio, tolerated_error=any_error)
+        for one in strategies
+        for ratio in ((0.0,) if one.name == "none" else RATIOS)
     }
+    prefillers = {named: approx_over(exact, approx.over(exact.store, repair)) for named, repair in repairs.items()}
     try:
         with tqdm(total=len(prompts), unit="prompt", desc="calibrating", disable=not progress, delay=2) as bar:
-            outcomes = compare_on(prompts, runner=runner, exact=exact, approx=at_ratio, done=bar.update)
+            outcomes = compare_on(prompts, runner=runner, exact=exact, approx=prefillers, done=bar.update)
     finally:
         exact.pool.clear()
     conditions, weights = prefiller.keys.conditions, prefiller.keys.snapshot().model.fields["weights"]
-    return conclude(outcomes, weights=weights, conditions=conditions, strategy=repair.strategy.name)
+    return conclude(outcomes, weights=weights, conditions=conditions)
 
 
 def approx_over(exact: Prefiller, approx: ApproxReuse) -> Prefiller:
@@ -66,17 +78,17 @@ def compare_on(
     *,
     runner: ModelRunner,
     exact: Prefiller,
-    approx: dict[float, Prefiller],
+    approx: Mapping[_Named, Prefiller],
     done: Callable[[], None],
-) -> dict[float, Comparisons]:
-    """Prefill every prompt in full and with repositioned chunks at each ratio. All prefillers share one store."""
-    outcomes = {ratio: Comparisons() for ratio in approx}
+) -> dict[_Named, Comparisons]:
+    """Prefill every prompt in full and with repositioned chunks in each way. All prefillers share one store."""
+    outcomes = {named: Comparisons() for named in approx}
     for tokens, boundaries in prompts:
         with exact.open(tokens, boundaries=boundaries, new_tokens=FIRST_TOKENS) as whole:
             exact.advance_to_last_step(whole)
             answer = _greedy(runner, int(exact.finish(whole).argmax()), whole.cache)
-            for ratio, prefiller in approx.items():
-                _compare(runner, prefiller, (tokens, boundaries), answer, outcomes[ratio])
+            for named, prefiller in approx.items():
+                _compare(runner, prefiller, (tokens, boundaries), answer, outcomes[named])
             # Only now: a prompt must not find its own chunks.
             exact.commit(whole)
         done()

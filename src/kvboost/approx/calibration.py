@@ -1,7 +1,7 @@
 """How non-prefix reuse changes the answers of one model, measured on the user's own prompts: a small JSON file.
 
 Made by :meth:`kvboost.KVBoost.calibrate`, passed to an engine as ``calibration``. No torch: this is plain data and
-one decision, the smallest ratio shown to stay within a tolerated share of differing answers.
+one decision, the repair that recomputes least of those shown to stay within a tolerated share of differing answers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from kvboost.errors import ConfigError
 
 _MIN_COMPARISONS = 10  # fewer prove nothing
-_FORMAT = 3
-_CONFIDENCE = 0.9  # that a ratio's true share is at most its bound
+_FORMAT = 4
+_CONFIDENCE = 0.9  # that a repair's true share is at most its bound
 
 
 @dataclass(frozen=True)
 class Comparisons:
-    """Full prefill against non-prefix reuse at one ratio, one entry per prompt."""
+    """Full prefill against non-prefix reuse with one repair, one entry per prompt."""
 
     differing: list[bool] = field(default_factory=list)
     agreement: list[float] = field(default_factory=list)
@@ -32,8 +32,9 @@ class Comparisons:
 
 @dataclass(frozen=True)
 class CalibrationRow:
-    """The result of one ratio."""
+    """The result of one strategy at one ratio."""
 
+    strategy: str
     ratio: float
     compared: int
     """Prompts compared."""
@@ -44,13 +45,12 @@ class CalibrationRow:
     typical_estimate: float | None
     """The error estimate that 95 % of the prompts stayed below."""
 
-    @property
-    def largest_share(self) -> float:
-        """Upper 90 % confidence bound (Clopper-Pearson) of the share of differing answers."""
+    def largest_share(self, confidence: float = _CONFIDENCE) -> float:
+        """Upper confidence bound (Clopper-Pearson) of the share of differing answers."""
         low, high = self.differing / self.compared, 1.0
         while high - low > 1e-6:
             middle = (low + high) / 2
-            if _binomial_cdf(self.differing, self.compared, share=middle) > 1.0 - _CONFIDENCE:
+            if _binomial_cdf(self.differing, self.compared, share=middle) > 1.0 - confidence:
                 low = middle
             else:
                 high = middle
@@ -59,33 +59,38 @@ class CalibrationRow:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How non-prefix reuse changes one model's answers, by the share of recomputed positions."""
+    """How non-prefix reuse changes one model's answers, by strategy and share of recomputed positions."""
 
     weights: str
     """Digest of the model's weights; another model refuses this calibration."""
     conditions: str
     """Codec and chunking it was measured with. Engines with others refuse it."""
-    strategy: str
     rows: tuple[CalibrationRow, ...]
-    """Smallest ratio first."""
+    """Strategy by strategy, cheapest first; of each the smallest ratio first."""
 
     def choose(self, tolerated: float) -> CalibrationRow | None:
-        """The smallest ratio shown to change at most this share of answers; None if none is.
+        """The repair that recomputes least of those shown to change at most this share of answers; None if none is.
 
-        The bound decides, not the count: with few prompts a ratio may pass by luck. For the same reason every larger
-        ratio must pass as well.
+        The bound decides, not the count: with few prompts a repair may pass by luck. For the same reason every larger
+        ratio of its strategy must pass as well, and the more strategies were tried, the surer each bound must be.
         """
-        chosen = None
-        for row in reversed(self.rows):
-            if row.largest_share > tolerated:
-                break
-            chosen = row
-        return chosen
+        strategies = list(dict.fromkeys(row.strategy for row in self.rows))
+        confidence = 1.0 - (1.0 - _CONFIDENCE) / len(strategies)
+        found = []
+        for strategy in strategies:
+            chosen = None
+            for row in reversed([row for row in self.rows if row.strategy == strategy]):
+                if row.largest_share(confidence) > tolerated:
+                    break
+                chosen = row
+            if chosen is not None:
+                found.append(chosen)
+        return min(found, key=lambda row: row.ratio, default=None)
 
     @property
     def best_share(self) -> float:
-        """The smallest share that any ratio is shown to stay within."""
-        return min(row.largest_share for row in self.rows)
+        """The smallest share that any repair is shown to stay within."""
+        return min(row.largest_share() for row in self.rows)
 
     def save(self, file: str | Path) -> None:
         """Write it as JSON."""
@@ -101,7 +106,7 @@ class Calibration:
                 raise ConfigError(f"{file} was written by another version; run `kvboost calibrate` again")
             rows = tuple(CalibrationRow(**row) for row in content.pop("rows"))
             if not rows or not all(0 <= row.differing <= row.compared and row.compared for row in rows):
-                raise ValueError("no ratio was measured")
+                raise ValueError("nothing was measured")
             return cls(**content, rows=rows)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
@@ -109,8 +114,8 @@ class Calibration:
             ) from error
 
 
-def conclude(outcomes: Mapping[float, Comparisons], *, weights: str, conditions: str, strategy: str) -> Calibration:
-    """Summarize the comparisons as a calibration."""
+def conclude(outcomes: Mapping[tuple[str, float], Comparisons], *, weights: str, conditions: str) -> Calibration:
+    """Summarize the comparisons, by strategy and ratio in the order of their cost, as a calibration."""
     compared = min(len(outcome.differing) for outcome in outcomes.values())
     if compared < _MIN_COMPARISONS:
         raise ConfigError(
@@ -119,15 +124,16 @@ def conclude(outcomes: Mapping[float, Comparisons], *, weights: str, conditions:
         )
     rows = tuple(
         CalibrationRow(
+            strategy=strategy,
             ratio=ratio,
             compared=len(outcome.differing),
             differing=sum(outcome.differing),
             agreement=sum(outcome.agreement) / len(outcome.agreement),
             typical_estimate=_percentile(outcome.estimates, 0.95),
         )
-        for ratio, outcome in sorted(outcomes.items())
+        for (strategy, ratio), outcome in outcomes.items()
     )
-    return Calibration(weights=weights, conditions=conditions, strategy=strategy, rows=rows)
+    return Calibration(weights=weights, conditions=conditions, rows=rows)
 
 
 def _binomial_cdf(count: int, tries: int, *, share: float) -> float:

@@ -64,9 +64,9 @@ def _choose_repair(config: EngineConfig, calibration: Calibration | None) -> Rep
         row = calibration.choose(tolerated_share(config))
         if row is None:
             return None
-        # No estimate to compare with: only the ratio was measured.
+        # Without an estimate to compare with, only the ratio was measured.
         tolerated = math.inf if row.typical_estimate is None else row.typical_estimate
-        return Repair(make_strategy(calibration.strategy), row.ratio, tolerated, tolerated_share(config))
+        return Repair(make_strategy(row.strategy), row.ratio, tolerated, tolerated_share(config))
     strategy = make_strategy(config.recompute_strategy if config.recompute_strategy is not None else "auto")
     if config.recompute_overlap is not None:
         if not isinstance(strategy, Selective):

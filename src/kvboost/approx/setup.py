@@ -78,6 +78,6 @@ def approx_settings(config: EngineConfig, *, weights: str, conditions: str) -> A
         return ApproxSettings(repairs)
     return ApproxSettings(
         (),
-        f"the calibration shows no ratio that changes at most {tolerated_share(config):.3g} of the answers "
+        f"the calibration shows no repair that changes at most {tolerated_share(config):.3g} of the answers "
         f"(the best is {calibration.best_share:.3g})",
     )

@@ -1,4 +1,4 @@
-"""``kvboost calibrate``: measure on a user's own prompts how much non-prefix reuse has to recompute.
+"""``kvboost calibrate``: measure on a user's own prompts what non-prefix reuse has to recompute.
 
 Called by :mod:`kvboost.cli.main`, which turns errors into one line.
 """
@@ -36,7 +36,7 @@ def calibrate(
     ),
     dtype: Annotated[str, typer.Option(help="The model's dtype; auto takes the checkpoint's own.")] = "auto",
 ) -> None:
-    """Measure on your prompts how many tokens non-prefix reuse must recompute."""
+    """Measure on your prompts which tokens non-prefix reuse must recompute."""
     from kvboost.approx.levels import tolerated_share
     from kvboost.config import EngineConfig
     from kvboost.engine import KVBoost
@@ -52,17 +52,17 @@ def calibrate(
         result = engine.calibrate(texts, boundaries=boundaries, save_to=out.expanduser())
         quality = tolerated if tolerated is not None else engine.config.quality
     share = tolerated_share(EngineConfig(quality=quality))
-    print("recomputed   answers that differ   at most (90 % sure)   tokens that agree")
+    print("strategy     recomputed   answers that differ   at most (90 % sure)   tokens that agree")
     for row in result.rows:
         differing = f"{row.differing} of {row.compared}"
-        print(f"{row.ratio:>9.0%}{differing:>20}{row.largest_share:>22.1%}{row.agreement:>20.1%}")
+        print(f"{row.strategy:<13}{row.ratio:>9.0%}{differing:>20}{row.largest_share():>22.1%}{row.agreement:>20.1%}")
     chosen = result.choose(share)
     if chosen is None:
         print(
-            f"No ratio is shown to change at most {share:.3g} of the answers: quality={quality!r} is exact reuse only."
+            f"No repair is shown to change at most {share:.3g} of the answers: quality={quality!r} is exact reuse only."
         )
     else:
-        print(f"quality={quality!r} recomputes {chosen.ratio:.0%} of the tokens.")
+        print(f"quality={quality!r} recomputes {chosen.ratio:.0%} of the tokens (strategy {chosen.strategy!r}).")
     print(f'Written to {out}; use it with KVBoost(..., quality={quality!r}, calibration="{out}").')
 
 

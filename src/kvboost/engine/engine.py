@@ -328,11 +328,12 @@ class KVBoost(PromptView):
         save_to: str | Path | None = None,
         progress: bool = True,
     ) -> Calibration:
-        """Measure how many positions must be recomputed, on prompts in the order of your real traffic.
+        """Measure which positions must be recomputed, on prompts in the order of your real traffic.
 
-        Each prompt is prefilled in full and, where it repeats text of earlier ones, with repositioned chunks at several
-        ratios. ``boundaries`` are those of each prompt, as in :meth:`generate`. Pass the file written to ``save_to`` to
-        new engines as ``calibration``: each uses the smallest ratio shown to stay within its quality.
+        Each prompt is prefilled in full and, where it repeats text of earlier ones, with repositioned chunks: with
+        several strategies (``recompute_strategy``, if set) at several ratios. ``boundaries`` are those of each prompt,
+        as in :meth:`generate`. Pass the file written to ``save_to`` to new engines as ``calibration``: each recomputes
+        the fewest positions shown to stay within its quality.
         """
         session = self._session_with_approx("nothing to calibrate: this engine does no non-prefix reuse")
         from kvboost.approx.calibrate import calibrate
@@ -341,9 +342,14 @@ class KVBoost(PromptView):
         ends = boundaries if boundaries is not None else [()] * len(encoded)
         if len(ends) != len(encoded):
             raise ConfigError(f"{len(ends)} lists of boundaries for {len(encoded)} prompts; give one for each")
-        pairs, size = list(zip(encoded, ends, strict=True)), int(self.config.cache_bytes)
         with self._running(AS_SET):
-            result = calibrate(pairs, prefiller=session.prefiller, cache_bytes=size, progress=progress)
+            result = calibrate(
+                list(zip(encoded, ends, strict=True)),
+                prefiller=session.prefiller,
+                strategy=self.config.recompute_strategy,
+                cache_bytes=int(self.config.cache_bytes),
+                progress=progress,
+            )
         if save_to is not None:
             result.save(save_to)
         return result
