@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import uvicorn
 from kvboost import ConfigError, KVBoost
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve import Keys, ServerConfig, serve
-from kvboost.serve.run import _Server
+from kvboost.serve.run import _bind, _Server
 
 
 def test_threads_hand_over_the_interpreter_often_while_it_serves(
@@ -31,6 +32,25 @@ def test_threads_hand_over_the_interpreter_often_while_it_serves(
         serve(engine, runner, ServerConfig(served_model_name="tiny", port=0))
     assert seen == [pytest.approx(0.001)]
     assert sys.getswitchinterval() == before
+
+
+def test_what_is_sent_in_parts_does_not_wait_for_acknowledgements() -> None:
+    """Nagle's algorithm and a client's late ACK together are 40 ms for a head and a body, or for two tokens."""
+
+    async def delays() -> bool:
+        taken: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            option = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            taken.set_result(not option)
+            writer.close()
+
+        async with await asyncio.start_server(connected, sock=_bind("127.0.0.1", 0)) as server:
+            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.close()
+            return await taken
+
+    assert not asyncio.run(delays())
 
 
 @pytest.mark.parametrize(("left", "given"), [(0.3, 1), (-0.1, 1), (7.2, 8)])
