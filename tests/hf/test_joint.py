@@ -49,7 +49,7 @@ def cache_with(runner: ModelRunner, layout: KVLayout, tokens: list[int]) -> Slab
 @pytest.mark.parametrize("family", _FAMILIES)
 @settings(max_examples=12, deadline=None)
 @given(
-    parts=st.lists(st.tuples(st.integers(0, 600), st.integers(1, 40)), min_size=2, max_size=6),
+    parts=st.lists(st.tuples(st.integers(0, 600), st.integers(1, 40)), min_size=2, max_size=16),
     seed=st.integers(0, 50),
 )
 def test_each_prompt_gets_the_bits_it_gets_alone(

@@ -46,7 +46,7 @@ def test_rows_come_go_and_grow_and_every_sequence_keeps_its_kv(monkeypatch: pyte
             batch.remove(rows.pop(chance.choice(list(rows))))
         else:
             length = chance.randrange(1, 700)
-            row = rows[number] = batch.add(tokens=length + 10)
+            row = rows[number] = batch.add(tokens=length + 10, filled=length)
             row.place(0, block(length, float(number)))
             row.set_length(length)
         assert all(holds(row, float(number)) for number, row in rows.items())

@@ -226,6 +226,27 @@ def test_short_prompts_go_first_but_not_for_ever() -> None:
     assert order.index(0) == _READS_PASSED
 
 
+def test_long_prompts_are_not_passed_by_more_short_ones_because_those_run_together() -> None:
+    scheduler = Scheduler(limits(max_running=100, chunk_budget=16))
+    for number in range(31):
+        assert scheduler.add(tenant="", nbytes=1, chain=[]) == scheduler.admit() == number
+        scheduler.opened(number, available=0, will_provide=0, steps=[16, 16] if number == 0 else [4])
+    order: list[int] = []
+    while 0 not in order:
+        order += scheduler.next_prefill(used=0)
+        for number in order:
+            scheduler.prefilled(number, available=0, steps=[])
+    assert len(order) - 1 == _READS_PASSED, "two steps of four"
+
+
+def test_a_joint_step_is_no_longer_than_memory_was_planned_for() -> None:
+    scheduler = Scheduler(limits(max_running=100, chunk_budget=16, max_step=7))
+    for number in range(4):
+        assert scheduler.add(tenant="", nbytes=1, chain=[]) == scheduler.admit() == number
+        scheduler.opened(number, available=0, will_provide=0, steps=[3])
+    assert scheduler.next_prefill(used=0) == [0, 1]
+
+
 def test_last_steps_that_fit_the_budget_run_together() -> None:
     scheduler = Scheduler(limits(max_running=100, chunk_budget=16))
     steps = [[3], [16, 3], [9], [4], [2]]

@@ -19,7 +19,7 @@ from kvboost.hf.cache import SlabCache
 from kvboost.hf.probe import probe_model
 from kvboost.scheduler.jobs import Finished, Job, NewToken, RunnerLoad, Sampling, Ticket
 from kvboost.scheduler.runner import BatchRunner
-from kvboost.scheduler.running import RunningJob
+from kvboost.scheduler.running import JobTicket, RunningJob
 from tests.helpers.models import FAMILIES
 
 _TEXT = torch.randint(3, 97, (300,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -537,6 +537,47 @@ def test_the_ends_of_prompts_that_come_together_are_read_in_one_step(
             assert all(map(same_bits, state.cache.extract(0, len(prompt)), cold.extract(0, len(prompt))))
 
 
+def test_a_first_token_does_not_wait_for_prompts_that_are_read_after_it(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(tiny("llama"))
+    prompts = [_TEXT[i : i + 12] for i in (0, 20, 40)]
+    order: list[str] = []
+    with BatchRunner(engine, deterministic=True) as runner:
+        step, put = RunningJob.prefill_step, JobTicket.put
+        monkeypatch.setattr(RunningJob, "prefill_step", lambda job: (order.append("read"), step(job))[1])
+        monkeypatch.setattr(JobTicket, "put", lambda ticket, event: (order.append("told"), put(ticket, event))[1])
+        submitted_together(runner, [job(tokens, 1) for tokens in prompts])
+    behind = order[order.index("read", 1) :]  # the job that submitted them is the first
+    assert [what for what in behind if what == "read"] == ["read"] * 3
+    assert behind[:4] == ["read", "told", "told", "read"], "its token and its end, before the next one is read"
+
+
+def test_rows_nobody_uses_make_way_for_a_job_that_needs_their_memory(tiny: Callable[..., Any]) -> None:
+    engine = engine_of(tiny("llama"))
+    prompts = [_TEXT[i : i + 60] for i in range(6)]
+    with BatchRunner(engine) as runner:
+        seen: list[int] = []
+        limit_spare = runner._decoder.limit_spare
+
+        def watched(nbytes: int) -> None:
+            limit_spare(nbytes)
+            batch = runner._decoder.next_joint()
+            assert batch is not None
+            seen.append(batch.batch.spare_bytes)
+            assert batch.batch.spare_bytes <= max(0, nbytes)
+
+        runner._decoder.limit_spare = watched  # type: ignore[method-assign]
+        submitted_together(runner, [job(tokens, 3 + 3 * i) for i, tokens in enumerate(prompts)])
+        admitted = len(seen)
+        assert max(seen) > 0, "rows are kept while there is memory"
+        runner._scheduler.limits = replace(runner._scheduler.limits, kv_bytes=1)
+        with runner._lock:
+            runner._limit_spare()
+        assert len(seen) > admitted
+        assert seen[-1] == 0
+
+
 def test_prompts_that_cannot_be_read_together_are_read_one_by_one(
     tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -549,7 +590,7 @@ def test_prompts_that_cannot_be_read_together_are_read_one_by_one(
         found = [submitted_together(runner, [job(tokens) for tokens in prompts]) for _ in range(2)]
         assert settled(engine, runner)
     said = [record.levelname for record in caplog.records if "no memory" in record.message]
-    assert said == ["WARNING"], "once, and not tried again"
+    assert said == ["WARNING"], "the second one is not worth another"
     assert [[ids(events) for events in each] for each in found] == [[alone(engine, tokens) for tokens in prompts]] * 2
 
 

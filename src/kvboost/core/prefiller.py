@@ -293,7 +293,8 @@ def finish_together(runner: JointRunner, states: Sequence[PrefillState]) -> torc
     for state in states:
         state.computed(len(state.tokens))
         state.clock.lap("first_token")
-        state.observe_once()  # its time was that of all of them: it says nothing about this one
+        if state.spans is None:
+            state.observe_once()  # its time was that of all of them: it says nothing about this one
     return logits
 
 

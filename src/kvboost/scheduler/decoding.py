@@ -67,6 +67,11 @@ class JobDecoder:
                 self.single_reason = str(error)
                 _log.warning("jobs are decoded one by one: %s", error)
 
+    def limit_spare(self, nbytes: int) -> None:
+        """Let rows of the batch that nobody uses take this much from now on."""
+        if self._joint is not None:
+            self._joint.batch.limit_spare(nbytes)
+
     def next_joint(self) -> JointDecoder | None:
         """What decodes the jobs of this step together; None if each is decoded alone."""
         if self._pause:

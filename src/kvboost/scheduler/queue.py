@@ -10,6 +10,7 @@ is released as soon as that one has prefilled it, has ended, or the wait reaches
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from kvboost.errors import BusyError, CapacityError, ConfigError
 
 _COPIED_PER_COMPUTED = 64  # tokens copied from the store in the time to compute one, at least
-_MAX_SKIPPED = 8  # chunks that shorter prompts may prefill before the next one of a longer prompt
+_MAX_SKIPPED = 8  # steps of shorter prompts, alone or together, before the next one of a longer prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class Limits:
     """Prompt tokens prefilled between two decode steps; at least one chunk, however long it is."""
     max_wait_steps: int
     """Steps after which no job overtakes a waiting one, and tokens after which a running one may be preempted."""
+    max_step: int = sys.maxsize
+    """Tokens of one forward that memory was planned for."""
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_waiting", "chunk_budget", "max_wait_steps"):
@@ -170,13 +173,14 @@ class Scheduler:
         first = min(skipped, key=lambda e: e.arrived) if skipped else prefilling[0]
         if used and used + first.steps[-1] > self.limits.chunk_budget:
             return []
-        chosen, used = [first], used + first.steps[-1]
+        left = min(self.limits.chunk_budget - used, self.limits.max_step) - first.steps[-1]
+        chosen = [first]
         for entry in prefilling if len(first.steps) == 1 else ():
-            if entry is not first and len(entry.steps) == 1 and used + entry.steps[0] <= self.limits.chunk_budget:
+            if entry is not first and len(entry.steps) == 1 and entry.steps[0] <= left:
                 chosen.append(entry)
-                used += entry.steps[0]
+                left -= entry.steps[0]
         for entry in prefilling:
-            entry.skipped = 0 if entry in chosen else entry.skipped + 1
+            entry.skipped = 0 if entry in chosen else entry.skipped + len(chosen)
         return [entry.number for entry in chosen]
 
     def prefilled(self, number: int, *, available: int, steps: Sequence[int]) -> None:

@@ -75,6 +75,7 @@ class BatchRunner:
             max_waiting=max_waiting,
             kv_bytes=session.budget.limit or session.budget.jobs_bytes,
             chunk_budget=_PREFILL_BUDGET if chunk_budget is None else chunk_budget,
+            max_step=session.prefiller.rule.max_tokens,
             max_wait_steps=max_wait_steps,
         )
         self._vocab_size = int(engine.model.get_input_embeddings().weight.shape[0])
@@ -258,6 +259,7 @@ class BatchRunner:
             while preempted != number:
                 with self._lock:
                     if self._scheduler.grow(number, wanted):
+                        self._limit_spare()
                         break
                     preempted = self._scheduler.preempt_for(number, wanted)
                 self._close(preempted)
@@ -276,12 +278,17 @@ class BatchRunner:
                 if number is None:
                     break
                 job, alone = self._jobs[number], self._scheduler.running == 1
+                self._limit_spare()
             try:
                 self._open(number, job, alone=alone)
                 used += self._scheduler.cost_of_placing(job.state.plan.exact_tokens)
             except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
                 self._failed(number, error)
         return used
+
+    def _limit_spare(self) -> None:
+        """Free rows that nobody uses where a job needs their memory. Called with the lock."""
+        self._decoder.limit_spare(self._scheduler.limits.kv_bytes - self._scheduler.reserved_bytes)
 
     def _open(self, number: int, job: RunningJob, *, alone: bool) -> None:
         budget = self._scheduler.limits.chunk_budget
@@ -349,9 +356,9 @@ class BatchRunner:
                 self._failed(number, error)
 
     def _join(self, batch: RowBatch, jobs: dict[RunningJob, int]) -> None:
-        """Move the KV of jobs that are new here into the batch. Rows nobody uses keep within what is not reserved."""
+        """Move the KV of jobs that are new here into the batch."""
         with self._lock:
-            batch.limit_spare(self._scheduler.limits.kv_bytes - self._scheduler.reserved_bytes)
+            self._limit_spare()
         for job in [job for job in jobs if not job.has_joined]:
             try:
                 job.join(batch)
