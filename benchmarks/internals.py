@@ -38,6 +38,7 @@ from kvboost.extend import RepairStrategy
 from kvboost.hf.breaks import break_table
 from kvboost.hf.cache import KVLayout, SlabCache, SlabLayer, TensorSpec, stock_cache
 from kvboost.hf.codec import KVCodec, codec_for
+from kvboost.hf.few_rows import exchanged, shapes_to_exchange
 from kvboost.hf.joint import JointPrefill, probe_joint
 from kvboost.hf.loading import ModelSource
 from kvboost.hf.probe import probe_model
@@ -86,6 +87,7 @@ __all__ = [
     "break_table",
     "chunk_keys",
     "codec_for",
+    "exchanged",
     "make_chunker",
     "measure_rates",
     "model_on_disk",
@@ -95,6 +97,7 @@ __all__ = [
     "probe_reposition",
     "reusable_chunks",
     "same_bits",
+    "shapes_to_exchange",
     "stock_cache",
     "token_array",
     "workload",

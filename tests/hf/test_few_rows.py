@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import linear
 
 from kvboost.hf import few_rows
-from kvboost.hf.few_rows import exchanged, exchanging_pays
+from kvboost.hf.few_rows import exchanged, shapes_to_exchange
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -26,25 +26,29 @@ def test_the_result_is_that_of_linear(shape: tuple[int, ...], biased: bool) -> N
     assert found.shape == (*shape[:-1], 11)
 
 
-@pytest.mark.parametrize(("slow", "pays"), [("linear", True), ("exchanged", False), (None, False)])
-def test_the_faster_way_is_taken(
-    slow: str | None, pays: bool, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_faster_way_is_taken_for_each_shape(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    up, down = (getattr(model.model.layers[0].mlp, f"{name}_proj").weight.shape for name in ("up", "down"))
     now = [0.0]
     monkeypatch.setattr(few_rows.time, "perf_counter", lambda: now[0])
 
-    def taking(name: str) -> Callable[..., Any]:
+    def taking(slow: torch.Size) -> Callable[..., Any]:
         def way(rows: torch.Tensor, weight: torch.Tensor, bias: None) -> None:
             assert rows.shape[1] == weight.shape[1]
-            now[0] += 2.0 if name == slow else 1.0
+            now[0] += 2.0 if weight.shape == slow else 1.0
 
         return way
 
-    for name in ("linear", "exchanged"):
-        monkeypatch.setattr(few_rows, name, taking(name))
-    assert exchanging_pays(tiny("llama")) is pays
+    monkeypatch.setattr(few_rows, "linear", taking(up))
+    monkeypatch.setattr(few_rows, "exchanged", taking(down))
+    assert shapes_to_exchange(model) == {up}
+
+
+def test_weights_that_cannot_be_timed_are_left_alone(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "exchanged", lambda *given: (_ for _ in ()).throw(RuntimeError("no kernel")))
+    assert shapes_to_exchange(tiny("llama")) == frozenset()
 
 
 def test_other_dtypes_are_left_alone(tiny: Callable[..., Any]) -> None:
-    assert not exchanging_pays(copy.deepcopy(tiny("llama")).to(torch.bfloat16))
-    assert not exchanging_pays(torch.nn.ReLU())
+    assert not shapes_to_exchange(copy.deepcopy(tiny("llama")).to(torch.bfloat16))
+    assert not shapes_to_exchange(torch.nn.ReLU())

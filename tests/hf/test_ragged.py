@@ -31,6 +31,10 @@ def filled(runner: ModelRunner, tokens: list[int]) -> SlabCache:
     return cache
 
 
+def all_shapes(model: Any) -> set[torch.Size]:
+    return {module.weight.shape for module in model.modules() if type(module) is torch.nn.Linear}
+
+
 def joined(caches: list[SlabCache], *, tokens: int = 4) -> tuple[RowBatch, list[Row]]:
     """Copies of these caches as rows of a batch, with capacity for so many more tokens."""
     batch, rows = RowBatch(caches[0].layout), []
@@ -135,12 +139,12 @@ class Waits(TorchFunctionMode):
 def test_the_calls_of_a_step_do_not_grow_with_its_sequences(
     family: str, exchange: bool, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvboost.hf.ragged.exchanging_pays", lambda model: exchange)
+    monkeypatch.setattr("kvboost.hf.ragged.shapes_to_exchange", all_shapes if exchange else lambda model: ())
     runner = ModelRunner(tiny(family))
     layers = runner.model.config.num_hidden_layers
     ragged = RaggedRunner(runner)
     counts: list[Counter[str]] = []
-    for number in (8 if exchange else 2, 16):
+    for number in (12 if exchange else 2, 16):
         batch, _ = joined([filled(runner, _TEXT[i : 2 * i + 20]) for i in range(number)])
         samplers: list[Sampler | None] = [
             Sampler(Job(token_ids=(1,), max_new_tokens=4), device=runner.device) for _ in range(number)
@@ -174,21 +178,32 @@ def test_linear_layers_over_few_rows_are_exchanged_where_that_is_faster(
     family: str, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = ModelRunner(tiny(family))
-    caches = [filled(runner, _TEXT[i : i + 9]) for i in range(9)]
+    caches = [filled(runner, _TEXT[i : i + 9]) for i in range(12)]
     found: list[torch.Tensor] = []
     calls: list[int] = []
     right = few_rows.exchanged
     monkeypatch.setattr("kvboost.hf.ragged.exchanged", lambda *given: (calls.append(len(given[0])), right(*given))[1])
     for pays in (False, True):
-        monkeypatch.setattr("kvboost.hf.ragged.exchanging_pays", lambda model, pays=pays: pays)
+        monkeypatch.setattr("kvboost.hf.ragged.shapes_to_exchange", all_shapes if pays else lambda model: ())
         ragged = RaggedRunner(runner)
-        for count in (2, 9):
+        for count in (2, 12):
             batch, _ = joined(caches[:count])
             found.append(ragged.decode(_TEXT[:count], batch))
         linear = sum(type(module) is torch.nn.Linear for module in runner.model.modules())
-        assert calls == [9] * linear * pays, "not in a step of two sequences"
+        assert calls == [12] * linear * pays, "not in a step of two sequences"
     torch.testing.assert_close(found[3], found[1], rtol=1e-4, atol=1e-4)
     assert torch.equal(found[2], found[0])
+
+
+def test_the_way_for_few_rows_is_probed(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = ModelRunner(tiny("llama"))
+    layout = probe_model(runner.model).layout
+    monkeypatch.setattr("kvboost.hf.ragged.shapes_to_exchange", all_shapes)
+    probe_ragged(runner, layout)
+    right = few_rows.exchanged
+    monkeypatch.setattr("kvboost.hf.ragged.exchanged", lambda rows, weight, bias: right(rows, weight, bias) + 0.1)
+    with pytest.raises(UnsupportedModelError, match="decoded together"):
+        probe_ragged(runner, layout)
 
 
 def test_what_does_not_attend_through_the_kernel_is_refused(tiny: Callable[..., Any]) -> None:

@@ -9,7 +9,7 @@ its previous length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.hf.cache import KVLayout, SlabCache
-from kvboost.hf.few_rows import ROWS, exchanged, exchanging_pays, is_eligible
+from kvboost.hf.few_rows import ROWS, exchanged, is_eligible, shapes_to_exchange
 from kvboost.hf.layers import windows_by_layer
 from kvboost.hf.probe import compare_logits
 from kvboost.hf.rows import RowBatch, RowGroup
@@ -142,8 +142,10 @@ class _GroupStep:
 class _Step(TorchFunctionMode):
     """One decode step: writes every sequence's KV, layer by layer, and takes over the attention over it."""
 
-    def __init__(self, groups: Sequence[_GroupStep], windows: Sequence[int | None], *, exchange: bool) -> None:
-        """With ``exchange``, linear layers multiply their weights with the rows."""
+    def __init__(
+        self, groups: Sequence[_GroupStep], windows: Sequence[int | None], exchange: Collection[torch.Size]
+    ) -> None:
+        """Linear layers of the shapes in ``exchange`` multiply their weights with the rows."""
         super().__init__()
         self._groups, self._windows, self._exchange = groups, windows, exchange
         self._layer: int | None = None
@@ -159,8 +161,10 @@ class _Step(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._exchange and func is torch.nn.functional.linear and len(args) == 3 and is_eligible(args[1]):
-            return exchanged(*args)
+        if func is torch.nn.functional.linear and self._exchange and len(args) == 3:
+            if args[1].shape in self._exchange and is_eligible(args[1]):
+                return exchanged(*args)
+            return func(*args, **kwargs)
         if func is not torch.nn.functional.scaled_dot_product_attention or self._layer is None:
             return func(*args, **kwargs)
         if kwargs.get("attn_mask") is not None or kwargs.get("dropout_p") or len(args) != 3:
@@ -188,14 +192,22 @@ class RaggedRunner:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._windows = windows_by_layer(runner.model)
-        self._exchange = exchanging_pays(runner.model)
+        self._exchange = shapes_to_exchange(runner.model)
 
     @torch.no_grad()
-    def decode(self, tokens: Sequence[int], batch: RowBatch, *, shared: Sequence[SharedPrefix] = ()) -> torch.Tensor:
+    def decode(
+        self,
+        tokens: Sequence[int],
+        batch: RowBatch,
+        *,
+        shared: Sequence[SharedPrefix] = (),
+        few_rows: bool | None = None,
+    ) -> torch.Tensor:
         """Compute one more token of every sequence. Returns their logits [sequences, vocab].
 
         ``tokens`` are in the order of the batch: group by group, row by row. Every row needs capacity for one more
-        token. A prefix in ``shared`` is attended to once where all rows of a group have it.
+        token. A prefix in ``shared`` is attended to once where all rows of a group have it. ``few_rows`` is whether
+        linear layers run as for few rows; by default the number of sequences decides.
         """
         rows = [row for group in batch.groups for row in group.rows]
         lengths = [row.get_seq_length() for row in rows]
@@ -208,7 +220,8 @@ class RaggedRunner:
             members = range(begin, begin + len(group.rows))
             common = self._shared_by_all(members, shared)
             steps.append(_GroupStep(group, begin, inputs[1, begin : members.stop], shared_tokens=common))
-        step = _Step(steps, self._windows, exchange=self._exchange and len(rows) in ROWS)
+        few_rows = len(rows) in ROWS if few_rows is None else few_rows
+        step = _Step(steps, self._windows, self._exchange if few_rows else ())
         cache = Cache(layers=[_RaggedLayer(index, step) for index in range(len(self._windows))])
         with step:
             logits = self._runner.run_batch(inputs[0].view(-1, 1), cache, position_ids=inputs[1].view(-1, 1))
@@ -247,12 +260,16 @@ def probe_ragged(runner: ModelRunner, layout: KVLayout) -> RaggedRunner:
         assert single is not None
         alone.append(single)
         tokens.append(ids[length])
-    try:
-        together = ragged.decode(tokens, batch)
-    except UnsupportedModelError:
-        raise
-    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise UnsupportedModelError(f"{config.model_type} cannot decode sequences together ({error})") from error
-    for single, joint in zip(alone, together, strict=True):
-        compare_logits(config, single, joint, "several sequences are decoded together", remedy=_ONE_BY_ONE)
+    for few_rows in (False, True):
+        try:
+            together = ragged.decode(tokens, batch, few_rows=few_rows)
+        except UnsupportedModelError:
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise UnsupportedModelError(f"{config.model_type} cannot decode sequences together ({error})") from error
+        for single, joint in zip(alone, together, strict=True):
+            compare_logits(config, single, joint, "several sequences are decoded together", remedy=_ONE_BY_ONE)
+        for group in batch.groups:
+            for row in group.rows:
+                row.set_length(row.get_seq_length() - 1)
     return ragged

@@ -163,7 +163,7 @@ class Tiles:
 
 
 def _linear_modules(model: Any) -> list[Any]:
-    """The linear layers of ``model`` but the vocabulary projection, which sees one row at a time."""
+    """The linear layers of ``model`` but the vocabulary projection, which makes logits and no KV."""
     head = model.get_output_embeddings()
     return [module for module in model.modules() if module is not head and isinstance(module, torch.nn.Linear | Conv1D)]
 
