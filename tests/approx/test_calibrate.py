@@ -89,8 +89,12 @@ def test_a_calibration_belongs_to_one_codec_and_one_kind_of_chunks(tmp_path: Pat
             engine_for(model, calibration=file, **other)
     with pytest.raises(ConfigError, match="leave one out"):
         engine_for(model, calibration=file, recompute_ratio=0.3)
-    with pytest.raises(ConfigError, match="cannot be written to a file"):
-        engine_for(model, recompute_strategy=Selective(overlap=3)).calibrate(traffic(), progress=False)
+    for own in (
+        {"recompute_strategy": Selective(overlap=3)},
+        {"recompute_strategy": "selective", "recompute_overlap": 3},
+    ):
+        with pytest.raises(ConfigError, match="cannot be written to a file"):
+            engine_for(model, **own).calibrate(traffic(), progress=False)
 
 
 def test_a_calibration_belongs_to_one_model(tiny: Tiny, tmp_path: Path) -> None:
@@ -113,10 +117,10 @@ def test_the_bound_is_clopper_and_pearsons() -> None:
     shown = ((0.1, 50, 0), (0.3, 50, 9), (0.5, 50, 1), (0.7, 50, 0))
     rows = [CalibrationRow("auto", ratio, n, k, 1.0, None) for ratio, n, k in shown]
     for row in rows:
-        s = row.largest_share()
+        s = row.largest_share(0.9)
         as_few = sum(math.comb(50, i) * s**i * (1 - s) ** (50 - i) for i in range(row.differing + 1))
         assert as_few == pytest.approx(0.1, abs=1e-4)
-    assert rows[0].largest_share() == pytest.approx(1 - 0.1 ** (1 / 50), abs=1e-5)
+    assert rows[0].largest_share(0.9) == pytest.approx(1 - 0.1 ** (1 / 50), abs=1e-5)
     chosen = Calibration("w", "", tuple(rows)).choose(0.08)
     assert chosen is not None
     assert chosen.ratio == 0.5
@@ -128,9 +132,14 @@ def test_of_several_strategies_the_one_that_recomputes_least_is_taken() -> None:
     none = CalibrationRow("none", 0.0, 50, 9, 1.0, None)
     even = [CalibrationRow("even", ratio, 50, differing, 1.0, None) for ratio, differing in ((0.15, 1), (0.3, 0))]
     auto = [CalibrationRow("auto", ratio, 50, differing, 1.0, None) for ratio, differing in ((0.15, 5), (0.3, 0))]
-    assert even[0].largest_share() == pytest.approx(0.0757, abs=1e-3)
+    assert even[0].largest_share(0.9) == pytest.approx(0.0757, abs=1e-3)
     assert Calibration("w", "", (*even, *auto)).choose(0.08) == even[1], "95 % sure, not 90: at most 0.091"
     assert Calibration("w", "", tuple(even)).choose(0.08) == even[0]
+    both = Calibration("w", "", (*even, *auto))
+    assert both.confidence == pytest.approx(0.95)
+    needed = both.prompts_needed(0.08)
+    for count, enough in ((needed, True), (needed - 1, False)):
+        assert (CalibrationRow("even", 0.15, count, 0, 1.0, None).largest_share(0.95) <= 0.08) is enough
     assert Calibration("w", "", (none, *auto, *even)).choose(0.12) == even[0]
     assert Calibration("w", "", (none, *auto, *even)).choose(0.5) == none
 

@@ -21,7 +21,6 @@ from kvboost.approx.shadow import FIRST_TOKENS
 from kvboost.core.guarded import GuardedStore
 from kvboost.core.prefiller import Prefiller
 from kvboost.errors import ConfigError
-from kvboost.extend import RepairStrategy
 from kvboost.hf.runner import ModelRunner
 from kvboost.store import MemoryStore
 
@@ -38,15 +37,15 @@ def calibrate(
     prompts: Sequence[EncodedPrompt],
     *,
     prefiller: Prefiller,
-    strategy: str | RepairStrategy | None,
+    all_strategies: bool,
     cache_bytes: int,
     progress: bool,
 ) -> Calibration:
-    """Compare ``strategy``, or all of :data:`TRIED`, at every ratio, with a separate store of ``cache_bytes``."""
+    """Compare the engine's strategy, or all of :data:`TRIED`, at every ratio, over a store of ``cache_bytes``."""
     approx, runner = prefiller.approx, prefiller.runner
     assert isinstance(approx, ApproxReuse)
     assert isinstance(runner, ModelRunner)
-    strategies = [make_strategy(one) for one in (TRIED if strategy is None else (strategy,))]
+    strategies = [make_strategy(name) for name in TRIED] if all_strategies else [approx.repair_settings.strategy]
     for one in strategies:
         if one.name not in STRATEGIES or one != make_strategy(one.name):
             raise ConfigError(

@@ -45,7 +45,7 @@ class CalibrationRow:
     typical_estimate: float | None
     """The error estimate that 95 % of the prompts stayed below."""
 
-    def largest_share(self, confidence: float = _CONFIDENCE) -> float:
+    def largest_share(self, confidence: float) -> float:
         """Upper confidence bound (Clopper-Pearson) of the share of differing answers."""
         low, high = self.differing / self.compared, 1.0
         while high - low > 1e-6:
@@ -74,13 +74,11 @@ class Calibration:
         The bound decides, not the count: with few prompts a repair may pass by luck. For the same reason every larger
         ratio of its strategy must pass as well, and the more strategies were tried, the surer each bound must be.
         """
-        strategies = list(dict.fromkeys(row.strategy for row in self.rows))
-        confidence = 1.0 - (1.0 - _CONFIDENCE) / len(strategies)
         found = []
-        for strategy in strategies:
+        for strategy in self._strategies:
             chosen = None
             for row in reversed([row for row in self.rows if row.strategy == strategy]):
-                if row.largest_share(confidence) > tolerated:
+                if row.largest_share(self.confidence) > tolerated:
                     break
                 chosen = row
             if chosen is not None:
@@ -88,9 +86,22 @@ class Calibration:
         return min(found, key=lambda row: row.ratio, default=None)
 
     @property
+    def _strategies(self) -> list[str]:
+        return list(dict.fromkeys(row.strategy for row in self.rows))
+
+    @property
+    def confidence(self) -> float:
+        """How sure each bound must be, so that with :data:`_CONFIDENCE` none of the strategies passes by luck."""
+        return 1.0 - (1.0 - _CONFIDENCE) / len(self._strategies)
+
+    @property
     def best_share(self) -> float:
         """The smallest share that any repair is shown to stay within."""
-        return min(row.largest_share() for row in self.rows)
+        return min(row.largest_share(self.confidence) for row in self.rows)
+
+    def prompts_needed(self, tolerated: float) -> int:
+        """How many prompts without a difference show that a repair changes at most this share of answers."""
+        return math.ceil(math.log(1.0 - self.confidence) / math.log1p(-tolerated))
 
     def save(self, file: str | Path) -> None:
         """Write it as JSON."""

@@ -52,14 +52,16 @@ def calibrate(
         result = engine.calibrate(texts, boundaries=boundaries, save_to=out.expanduser())
         quality = tolerated if tolerated is not None else engine.config.quality
     share = tolerated_share(EngineConfig(quality=quality))
-    print("strategy     recomputed   answers that differ   at most (90 % sure)   tokens that agree")
+    sure = f"at most ({result.confidence:.1%} sure)"
+    print(f"strategy     recomputed   answers that differ   {sure}   tokens that agree")
     for row in result.rows:
-        differing = f"{row.differing} of {row.compared}"
-        print(f"{row.strategy:<13}{row.ratio:>9.0%}{differing:>20}{row.largest_share():>22.1%}{row.agreement:>20.1%}")
+        differing, bound = f"{row.differing} of {row.compared}", row.largest_share(result.confidence)
+        print(f"{row.strategy:<13}{row.ratio:>9.0%}{differing:>20}{bound:>{3 + len(sure)}.1%}{row.agreement:>20.1%}")
     chosen = result.choose(share)
     if chosen is None:
         print(
-            f"No repair is shown to change at most {share:.3g} of the answers: quality={quality!r} is exact reuse only."
+            f"No repair is shown to change at most {share:.3g} of the answers, which takes at least "
+            f"{result.prompts_needed(share)} prompts without a difference: quality={quality!r} is exact reuse only."
         )
     else:
         print(f"quality={quality!r} recomputes {chosen.ratio:.0%} of the tokens (strategy {chosen.strategy!r}).")

@@ -346,7 +346,7 @@ class KVBoost(PromptView):
             result = calibrate(
                 list(zip(encoded, ends, strict=True)),
                 prefiller=session.prefiller,
-                strategy=self.config.recompute_strategy,
+                all_strategies=self.config.recompute_strategy is None,
                 cache_bytes=int(self.config.cache_bytes),
                 progress=progress,
             )
