@@ -71,7 +71,7 @@ class Repairer:
             estimate = 0.0
             selector.computed[:] = True
         done = (selector.computed & region.repositioned).nonzero().flatten() + begin
-        state.repaired(RepairOutcome(round(recomputed), estimate, frozenset(done.tolist())))
+        state.repaired(RepairOutcome(round(recomputed), estimate, done.tolist()))
         state.clock.lap("repair")
 
     def _attention(self, state: PrefillState, region: _Region) -> torch.Tensor:

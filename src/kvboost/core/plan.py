@@ -9,10 +9,13 @@ import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
+
 from kvboost.types import Chunk
+
+_KINDS = ("exact", "moved", "recomputed", "fresh")
 
 
 class SegmentKind(enum.Enum):
@@ -68,19 +71,19 @@ class ReusePlan:
         """Where the first APPROX segment begins: what comes before it can be exact, what follows cannot."""
         return self.moved[0].start if self.moved else self.prompt_tokens
 
-    def runs(self, *, recomputed: Collection[int] = ()) -> tuple[tuple[str, int], ...]:
+    def runs(self, *, recomputed: Sequence[int] = ()) -> tuple[tuple[str, int], ...]:
         """Neighbours of one kind together, from the prompt's beginning, as kind and number of tokens.
 
         Kinds are ``exact``, ``moved``, ``recomputed`` (moved, and in ``recomputed``) and ``fresh``.
         """
-        kinds = [("exact", self.exact_tokens)] if self.exact_tokens else []
+        kinds = np.zeros(self.prompt_tokens, dtype=np.int8)  # exact
         for segment in self.segments:
-            if segment.kind is SegmentKind.FRESH:
-                kinds.append(("fresh", segment.end - segment.start))
-            else:
-                kinds += [("recomputed" if p in recomputed else "moved", 1) for p in range(segment.start, segment.end)]
-        grouped = groupby(kinds, key=lambda run: run[0])
-        return tuple((kind, sum(tokens for _, tokens in runs)) for kind, runs in grouped)
+            kinds[segment.start : segment.end] = 1 if segment.kind is SegmentKind.APPROX else 3
+        again = np.zeros(self.prompt_tokens, dtype=bool)
+        again[np.asarray(recomputed, dtype=np.int64)] = True
+        kinds[again & (kinds == 1)] = 2
+        ends = [*(np.flatnonzero(np.diff(kinds)) + 1).tolist(), self.prompt_tokens]
+        return tuple((_KINDS[kinds[start]], end - start) for start, end in zip([0, *ends], ends, strict=False))
 
     @cached_property
     def moved_tokens(self) -> int:

@@ -108,7 +108,7 @@ class RepairOutcome:
     recomputed_tokens: int
     """As a mean over the layers."""
     error_estimate: float | None
-    positions: frozenset[int] = frozenset()
+    positions: Sequence[int] = ()
     """Those that were recomputed in all layers."""
 
 
@@ -336,7 +336,7 @@ class PrefillState:
             tiers=MappingProxyType(dict(tiers)),
             declined_tokens=sum(declined_at.values()),
             declined=declined,
-            segments=self._plan.runs(recomputed=self._repair.positions if self._repair else frozenset()),
+            segments=self._plan.runs(recomputed=self._repair.positions if self._repair else ()),
             paged=self.paged,
             plain_ms=self._plain_ms,
         )
