@@ -60,7 +60,7 @@ def test_the_smallest_ratio_that_is_good_enough_is_taken(tiny: Tiny, tmp_path: P
 @pytest.mark.usefixtures("few_ratios")
 def test_traffic_without_repetition_says_so(tiny: Tiny) -> None:
     engine = engine_for(tiny("llama"))
-    with pytest.raises(ConfigError, match="only 0 of the prompts repeat text of an earlier prompt"):
+    with pytest.raises(ConfigError, match="none of the prompts repeat text of an earlier prompt"):
         engine.calibrate([text(i, 120) for i in range(3)], progress=False)
     with pytest.raises(ConfigError, match="no non-prefix reuse"):
         engine_for(tiny("gpt2")).calibrate(traffic(), progress=False)
@@ -157,7 +157,7 @@ def test_a_file_that_is_no_calibration_says_what_to_do(tmp_path: Path, content: 
 @pytest.mark.usefixtures("few_ratios")
 def test_boundaries_are_cut_at_as_they_are_in_requests(tiny: Tiny) -> None:
     engine = engine_for(tiny("llama", max_position_embeddings=1024), chunk_size=512)
-    with pytest.raises(ConfigError, match="only 0 of the prompts"):
+    with pytest.raises(ConfigError, match="none of the prompts"):
         engine.calibrate(traffic(), progress=False)
     ends = [[len(HEAD) + 96 * k for k in range(4)]] * 14
     assert engine.calibrate(traffic(), boundaries=ends, progress=False).rows[0].compared >= 10

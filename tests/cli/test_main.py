@@ -59,7 +59,7 @@ def test_calibrate_writes_a_file_an_engine_takes(
         (["calibrate", "MODEL", "--prompts", "EMPTY"], "is empty"),
         (["calibrate", "MODEL", "--prompts", "TEXT", "--tolerated", "5"], "not a share"),
         (["calibrate", "MODEL", "--prompts", "TEXT", "--out", "no/such/c.json"], "create it first"),
-        (["calibrate", "MODEL", "--prompts", "TEXT"], "repeat text of an earlier prompt"),
+        (["calibrate", "MODEL", "--prompts", "TEXT"], "has 2 prompts, and more than 10 are needed"),
         (["doctor", "nowhere-at-all"], "nowhere-at-all"),
         (["calibrate"], "Missing argument 'MODEL'. Try 'kvboost calibrate --help'."),
         (["doctor", "MODEL", "--fast"], "No such option: --fast"),

@@ -291,6 +291,7 @@ _MESSAGES = [{"role": "user", "content": "Hi"}]
         (lambda engine: engine.chat(["Hi"]), "a chat is a list of messages"),
         (lambda engine: engine.chat(_MESSAGES[0]), "a chat is a list of messages"),
         (lambda engine: engine.join("abc"), "give it to generate"),
+        (lambda engine: engine.generate_batch("abc"), "takes a list of prompts"),
         (lambda engine: engine.generate(None), "a prompt is text or a flat sequence"),
     ],
 )

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvboost.errors import ConfigError
 
-_MIN_COMPARISONS = 10  # fewer prove nothing
+MIN_COMPARISONS = 10  # fewer prove nothing
 _FORMAT = 4
 _CONFIDENCE = 0.9  # that a repair's true share is at most its bound
 
@@ -128,10 +128,10 @@ class Calibration:
 def conclude(outcomes: Mapping[tuple[str, float], Comparisons], *, weights: str, conditions: str) -> Calibration:
     """Summarize the comparisons, by strategy and ratio in the order of their cost, as a calibration."""
     compared = min(len(outcome.differing) for outcome in outcomes.values())
-    if compared < _MIN_COMPARISONS:
+    if compared < MIN_COMPARISONS:
         raise ConfigError(
-            f"only {compared} of the prompts repeat text of an earlier prompt at another position; give at least "
-            f"{_MIN_COMPARISONS} such prompts, in the order and with the repetitions of your real traffic"
+            f"{compared or 'none'} of the prompts repeat text of an earlier prompt at another position; give at least "
+            f"{MIN_COMPARISONS} such prompts, in the order and with the repetitions of your real traffic"
         )
     rows = tuple(
         CalibrationRow(

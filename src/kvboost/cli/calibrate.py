@@ -23,8 +23,8 @@ def calibrate(
         Path,
         typer.Option(
             metavar="FILE",
-            help='Your traffic, in order: JSON Lines with {"prompt": text} or {"token_ids": [[...]]}, '
-            "or one text per line.",
+            help='Your traffic, in order: JSON Lines with {"prompt": text} or {"token_ids": list of ids}, '
+            '"boundaries" if there are any; or one text per line.',
         ),
     ],
     tolerated: Annotated[
@@ -37,6 +37,7 @@ def calibrate(
     dtype: Annotated[str, typer.Option(help="The model's dtype; auto takes the checkpoint's own.")] = "auto",
 ) -> None:
     """Measure on your prompts which tokens non-prefix reuse must recompute."""
+    from kvboost.approx.calibration import MIN_COMPARISONS
     from kvboost.approx.levels import tolerated_share
     from kvboost.config import EngineConfig
     from kvboost.engine import KVBoost
@@ -46,6 +47,11 @@ def calibrate(
         raise ConfigError(f"--tolerated {tolerated} is not a share; give 0.05 for five answers in a hundred")
     if not out.expanduser().resolve().parent.is_dir():
         raise ConfigError(f"there is no folder to write {out} into; create it first")
+    if len(texts) <= MIN_COMPARISONS:  # the first one can repeat nothing
+        raise ConfigError(
+            f"{prompts} has {len(texts)} prompts, and more than {MIN_COMPARISONS} are needed to show anything; "
+            "give more of your traffic, in its order and with its repetitions"
+        )
     note(f"loading {model}")
     # Exact engines, the default, have nothing to calibrate.
     with KVBoost.from_pretrained(model, dtype=dtype, quality="high") as engine:

@@ -269,6 +269,8 @@ class KVBoost(PromptView):
         draft is not used. A batch whose KV exceeds ``kv_bytes`` runs one prompt at a time.
         """
         clock = StageClock()
+        if isinstance(prompts, str):
+            raise ConfigError("generate_batch() takes a list of prompts; give [text], or generate() for a single one")
         if not prompts:
             return []
         encoded = [self.encode(prompt) for prompt in prompts]
