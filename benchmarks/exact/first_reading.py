@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=positive, nargs="+", default=[280, 2000, 6000], help="tokens of cold prompts")
     parser.add_argument("--read", type=positive, default=2000, help="tokens read before the question (default 2000)")
     parser.add_argument("--repeat", type=positive, default=7, help="rounds measured (default 7)")
+    parser.add_argument("--warmups", type=int, default=1, help="rounds before, of cold prompts (default 1)")
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> Report:
         engine = load_engine(args, dtype=dtype, cache_bytes="4GiB")
         source = TextSource(engine.tokenizer, args.text)
         machine = describe_machine(dtype=dtype, model=str(args.model))
-        cold = [_cold(engine, source.window(0, length), args.repeat) for length in args.lengths]
+        cold = [_cold(engine, source.window(0, length), args.repeat, args.warmups) for length in args.lengths]
         warm = _warm(engine, source.window(1, args.read), args.repeat)
         report.tables += [_cold_table(cold, machine), _warm_table(warm, machine)]
         report.raw[dtype] = {"cold": cold, "warm": warm}
@@ -60,7 +61,7 @@ def _plain(engine: KVBoost, tokens: list[int]) -> Callable[[], float]:
     return lambda: wall_ms(lambda: engine.model.generate(ids, **wanted))
 
 
-def _cold(engine: KVBoost, tokens: list[int], repeat: int) -> dict[str, Any]:
+def _cold(engine: KVBoost, tokens: list[int], repeat: int, warmups: int) -> dict[str, Any]:
     def first() -> float:
         engine.clear()
         took = wall_ms(lambda: results.append(engine.generate(tokens, max_new_tokens=1, temperature=0)))
@@ -70,7 +71,7 @@ def _cold(engine: KVBoost, tokens: list[int], repeat: int) -> dict[str, Any]:
 
     results: list[Any] = []
     label = f"cold, {len(tokens)} tokens"
-    times = alternate({"ours": first, "plain": _plain(engine, tokens)}, repeat=repeat, warmups=1, label=label)
+    times = alternate({"ours": first, "plain": _plain(engine, tokens)}, repeat=repeat, warmups=warmups, label=label)
     return {"tokens": len(tokens), **times}
 
 
