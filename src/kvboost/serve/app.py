@@ -33,6 +33,7 @@ from kvboost.serve.observability.requests import RequestLog
 from kvboost.serve.observability.tracing import Tracing
 from kvboost.serve.security.auth import Access, Gate, Keys
 from kvboost.serve.security.bodies import BodyLimit
+from kvboost.serve.security.json_body import JsonRoute
 from kvboost.serve.security.limits import Limits
 from kvboost.serve.security.rates import RateLimit
 from kvboost.serve.ui.page import page
@@ -107,6 +108,7 @@ def make_app(
     service = Service(engine, runner, model_name=model_name, limits=limits, keys=keys, adapters=adapters)
     app = FastAPI(title="KVBoost", openapi_url=_OPENAPI, docs_url=None, redoc_url=None, telemetry=_NO_TELEMETRY)
     app.state.service = service
+    app.router.route_class = JsonRoute
     for (method, path), route in ROUTES.items():
         app.add_api_route(path, route.handler, methods=[method], response_model=None)
     _describe(app)
