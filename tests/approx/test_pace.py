@@ -19,10 +19,28 @@ from tests.approx.test_find import HEAD, ONE, QUESTION, TWO, engine_for, read, w
 Tiny = Callable[..., Any]
 
 
-def _layers(paced: Paced, count: int, *, seconds: float) -> None:
-    for layer in range(count):
-        paced(layer, torch.arange(3), None)
-        time.sleep(seconds)
+class Clock:
+    """A time that passes only when a layer says so: a busy machine's own sleeps take much longer than asked."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def layer(self, paced: Paced, number: int, *, seconds: float) -> None:
+        """Run one layer that takes this long."""
+        paced(number, torch.arange(3), None)
+        self.now += seconds
+
+    def layers(self, paced: Paced, count: int, *, seconds: float) -> None:
+        """Run the first ``count`` layers."""
+        for number in range(count):
+            self.layer(paced, number, seconds=seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("kvboost.approx.pace.perf_counter", lambda: made.now)
+    return made
 
 
 SPANS = ApproxSpans("none", {}, expected_seconds=0.1, compute_seconds=0.2)
@@ -32,45 +50,43 @@ def _paced(seen: list[int], *, decided: int = 0, positions: int = 3) -> Paced:
     return Paced(lambda layer, *rest: seen.append(layer), SPANS, layers=20, positions=positions, decided=decided)
 
 
-def test_it_is_stopped_after_the_layer_that_shows_it_and_not_before() -> None:
+def test_it_is_stopped_after_the_layer_that_shows_it_and_not_before(clock: Clock) -> None:
     seen: list[int] = []
     with pytest.raises(RepairTooSlow, match=r"would have taken \d") as raised:
-        _layers(_paced(seen), 20, seconds=0.03)
+        clock.layers(_paced(seen), 20, seconds=0.03)
     assert len(seen) == 1
     assert raised.value.seconds > 0.5
 
 
-def test_one_that_is_fast_enough_runs_to_its_end() -> None:
+def test_one_that_is_fast_enough_runs_to_its_end(clock: Clock) -> None:
     seen: list[int] = []
-    _layers(_paced(seen), 20, seconds=0.0005)
+    clock.layers(_paced(seen), 20, seconds=0.0005)
     assert len(seen) == 20
 
 
-def test_one_that_slows_down_later_is_not_thrown_away() -> None:
+def test_one_that_slows_down_later_is_not_thrown_away(clock: Clock) -> None:
     seen: list[int] = []
     paced = _paced(seen)
-    _layers(paced, 4, seconds=0.0005)
+    clock.layers(paced, 4, seconds=0.0005)
     for layer in range(4, 20):
-        paced(layer, torch.arange(3), None)
-        time.sleep(0.02)
+        clock.layer(paced, layer, seconds=0.02)
     assert len(seen) == 20
 
 
-def test_layers_before_the_choice_are_not_judged() -> None:
+def test_layers_before_the_choice_are_not_judged(clock: Clock) -> None:
     """All positions run through them; few are left behind."""
     seen: list[int] = []
     paced = _paced(seen, decided=2)
     for layer in range(20):
-        paced(layer, torch.arange(3), None)
-        time.sleep(0.05 if layer < 2 else 0.0005)
+        clock.layer(paced, layer, seconds=0.05 if layer < 2 else 0.0005)
     assert len(seen) == 20
 
 
-def test_the_forwards_that_follow_count_as_well() -> None:
+def test_the_forwards_that_follow_count_as_well(clock: Clock) -> None:
     seen: list[int] = []
-    _layers(_paced(seen), 20, seconds=0.002)  # 20 layers, about 0.05 s
+    clock.layers(_paced(seen), 20, seconds=0.002)  # 20 layers, 0.04 s
     with pytest.raises(RepairTooSlow):
-        _layers(_paced([], positions=20 * 2048), 20, seconds=0.002)
+        clock.layers(_paced([], positions=20 * 2048), 20, seconds=0.002)
 
 
 def test_a_stopped_repair_is_computed_exactly_and_said(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -569,13 +569,43 @@ def test_rows_nobody_uses_make_way_for_a_job_that_needs_their_memory(tiny: Calla
 
         runner._decoder.limit_spare = watched  # type: ignore[method-assign]
         submitted_together(runner, [job(tokens, 3 + 3 * i) for i, tokens in enumerate(prompts)])
-        admitted = len(seen)
         assert max(seen) > 0, "rows are kept while there is memory"
-        runner._scheduler.limits = replace(runner._scheduler.limits, kv_bytes=1)
-        with runner._lock:
-            runner._limit_spare()
-        assert len(seen) > admitted
-        assert seen[-1] == 0
+
+
+def test_a_job_is_opened_after_rows_nobody_uses_have_made_way(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(tiny("llama"))
+    with BatchRunner(engine) as runner:
+        late: list[Ticket] = []
+
+        def submit_late(tokens: list[int], logits: torch.Tensor) -> None:
+            if len(tokens) == 12:  # the others have ended, and their rows are spare
+                assert spare() > 0
+                late.append(runner.submit(job(_TEXT[:250], 4)))
+
+        def spare() -> int:
+            joint = runner._decoder.next_joint()
+            assert joint is not None
+            return joint.batch.spare_bytes
+
+        short = [job(_TEXT[i : i + 60], 3) for i in range(5)]
+        last = job(_TEXT[5:65], 30, constrain=submit_late)
+        nbytes = 7 * runner._bytes_for(90)  # six rows and a spare one
+        assert runner._bytes_for(254) == 2 * runner._bytes_for(90) == 2 * runner._bytes_for(63)
+        runner._scheduler.limits = replace(runner._scheduler.limits, kv_bytes=nbytes)
+        over: list[int] = []
+        opened = RunningJob.open
+
+        def watched(running: RunningJob, **arguments: Any) -> None:
+            over.append(spare() + runner._scheduler.reserved_bytes - nbytes)
+            opened(running, **arguments)
+
+        monkeypatch.setattr(RunningJob, "open", watched)
+        found = submitted_together(runner, [*short, last])
+        assert [end(events).reason for events in [*found, list(late[0].events())]] == ["length"] * 7
+    assert len(over) == 8
+    assert max(over) <= 0
 
 
 def test_prompts_that_cannot_be_read_together_are_read_one_by_one(

@@ -7,9 +7,9 @@ one, full prefill and non-prefix reuse are compared with several strategies at s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
@@ -30,7 +30,8 @@ TRIED = ("none", "even", "cacheblend", "auto")
 
 EncodedPrompt = tuple[list[int], Sequence[int]]
 """Token ids and boundaries."""
-_Named = TypeVar("_Named", bound=Hashable)
+Tried = tuple[str, float]
+"""A strategy's name and a ratio."""
 
 
 def calibrate(
@@ -77,9 +78,9 @@ def compare_on(
     *,
     runner: ModelRunner,
     exact: Prefiller,
-    approx: Mapping[_Named, Prefiller],
+    approx: Mapping[Tried, Prefiller],
     done: Callable[[], None],
-) -> dict[_Named, Comparisons]:
+) -> dict[Tried, Comparisons]:
     """Prefill every prompt in full and with repositioned chunks in each way. All prefillers share one store."""
     outcomes = {named: Comparisons() for named in approx}
     for tokens, boundaries in prompts:

@@ -7,7 +7,7 @@ an accelerator the host runs ahead of the device, so a fast launch hides a slow 
 
 from __future__ import annotations
 
-import time
+from time import perf_counter
 
 import torch
 
@@ -38,11 +38,11 @@ class Paced:
         self._selector, self._spans, self._layers = selector, spans, layers
         self._forwards = -(-positions // MAX_POSITIONS)
         self._judged = range(decided + 1, min(decided + 1 + _JUDGED_LAYERS, layers))
-        self._began = self._layer_began = time.perf_counter()
+        self._began = self._layer_began = perf_counter()
 
     def __call__(self, layer: int, positions: torch.Tensor, changes: KVChanges | None) -> torch.Tensor | None:
         """Called before each layer."""
-        now = time.perf_counter()
+        now = perf_counter()
         if layer in self._judged:
             spent, left = now - self._began, (now - self._layer_began) * (self._forwards * self._layers - layer)
             if left > self._spans.compute_seconds:
@@ -53,5 +53,5 @@ class Paced:
                 )
             if layer == self._judged[-1]:
                 self._judged = range(0)  # also not in the forwards that follow
-        self._layer_began = time.perf_counter()
+        self._layer_began = perf_counter()
         return self._selector(layer, positions, changes)

@@ -180,6 +180,25 @@ def _grown(store: torch.Tensor, used: int, needed: int) -> torch.Tensor:
     return bigger
 
 
+class StepLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
+    """One layer of several sequences in one forward: a subclass writes new KV, attention reads it where it was written.
+
+    It has no length, so that no mask is made of it: the caller passes position ids.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        """Zero: every sequence has its own."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The sizes of what ``update`` returns: the new states."""
+        return query_length, 0
+
+
 class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
     """A ``transformers.Cache`` over preallocated slabs, with whole chunks copied in and out at once."""
 

@@ -13,11 +13,11 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.hf.attention import UnsupportedAttentionError
-from kvboost.hf.cache import KVLayout, SlabCache, SlabLayer
+from kvboost.hf.cache import KVLayout, SlabCache, SlabLayer, StepLayer
 from kvboost.hf.numerics.tiles import Tiles
 from kvboost.hf.probe import compare_logits
 from kvboost.hf.runner import ModelRunner
@@ -26,13 +26,12 @@ _ONE_BY_ONE = "Prompts are prefilled one after another."
 _PROBE = ((0, 3), (20, 2))  # positions held before, and tokens computed together
 
 
-class _JointLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
+class _JointLayer(StepLayer):
     """One layer of all sequences: new rows go to each one's cache."""
 
     def __init__(self, layers: Sequence[SlabLayer], rows: Sequence[int]) -> None:
         super().__init__()
         self._layers, self._rows = layers, list(rows)
-        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -42,14 +41,6 @@ class _JointLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
         for layer, key, value in zip(self._layers, keys, values, strict=True):
             layer.update(key, value)
         return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        """Zero: the caller passes position ids, and the step knows each sequence's own."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The sizes of what :meth:`update` returns."""
-        return query_length, 0
 
 
 class JointPrefill:

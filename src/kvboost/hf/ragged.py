@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from kvboost.errors import UnsupportedModelError
-from kvboost.hf.cache import KVLayout, SlabCache
+from kvboost.hf.cache import KVLayout, SlabCache, StepLayer
 from kvboost.hf.few_rows import ROWS, exchanged, is_eligible, shapes_to_exchange
 from kvboost.hf.layers import windows_by_layer
 from kvboost.hf.probe import compare_logits
@@ -40,13 +40,12 @@ class SharedPrefix:
     tokens: int
 
 
-class _RaggedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
+class _RaggedLayer(StepLayer):
     """One layer of the whole batch: new KV goes to each sequence's row."""
 
     def __init__(self, index: int, step: _Step) -> None:
         super().__init__()
         self._index, self._step = index, step
-        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -54,14 +53,6 @@ class _RaggedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         """Write one new token of every sequence, [batch, heads, 1, dim]; :class:`_Step` attends to the cached ones."""
         self._step.take(self._index, key_states, value_states)
         return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        """Zero, so that no mask is made; the caller passes position ids."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The sizes of what :meth:`update` returns."""
-        return query_length, 0
 
 
 class _GroupStep:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -20,7 +20,6 @@ from kvboost.core.session import Session
 from kvboost.errors import ClosedError, ConfigError
 from kvboost.failures import log_failure
 from kvboost.hf.adapters import AS_SET
-from kvboost.hf.rows import RowBatch
 from kvboost.scheduler.admission import checked_engine, checked_job
 from kvboost.scheduler.decoding import JobDecoder
 from kvboost.scheduler.jobs import BatchEngine, Finished, Job, RunnerLoad, Ticket
@@ -127,12 +126,7 @@ class BatchRunner:
             running.close()
             raise
         try:
-            # Slower tiers load while the job waits, so that the model's thread need not wait for them. A refused job
-            # loads nothing; a job that was opened meanwhile loads by itself.
-            if job.adapter is None:  # keys of another adapter are known once it is in use
-                running.prefetching = session.prefetch(tokens, job.boundaries)
-            if running.is_open and running.prefetching is not None:
-                running.prefetching.cancel()
+            running.prefetch(session)  # only now: a refused job loads nothing
         except BaseException:
             ticket.cancel()
             raise
@@ -343,35 +337,29 @@ class BatchRunner:
             self._end(jobs.pop(job), "cancelled")
         joint = self._decoder.next_joint() if jobs else None
         if joint is not None:
-            self._join(joint.batch, jobs)
+            with self._lock:
+                self._limit_spare()
+            self._move(jobs, [job for job in jobs if not job.has_joined], lambda job: job.join(joint.batch))
             found = self._decoder.together(joint, list(jobs)) if jobs else None
             if found is not None:
                 self._accept(jobs, *found)
                 return
-            self._leave(jobs)
+            self._move(jobs, list(jobs), RunningJob.leave)
         for job, number in jobs.items():
             try:
                 self._accept(jobs, [job], self._decoder.alone(job))
             except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
                 self._failed(number, error)
 
-    def _join(self, batch: RowBatch, jobs: dict[RunningJob, int]) -> None:
-        """Move the KV of jobs that are new here into the batch."""
-        with self._lock:
-            self._limit_spare()
-        for job in [job for job in jobs if not job.has_joined]:
+    def _move(
+        self, jobs: dict[RunningJob, int], moving: Sequence[RunningJob], move: Callable[[RunningJob], None]
+    ) -> None:
+        """Let some of the jobs continue elsewhere: in the batch, or in caches of their own."""
+        for job in moving:
             try:
-                job.join(batch)
+                move(job)
                 with self._lock:
                     self._scheduler.moved(jobs[job], held=job.cached_bytes)
-            except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
-                self._failed(jobs.pop(job), error)
-
-    def _leave(self, jobs: dict[RunningJob, int]) -> None:
-        """Give every job a cache of its own again."""
-        for job in list(jobs):
-            try:
-                job.leave()
             except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
                 self._failed(jobs.pop(job), error)
 

@@ -196,6 +196,13 @@ class RunningJob:
                 f"repairing {repaired} tokens in one step would delay the other jobs, so they were computed"
             )
 
+    def prefetch(self, session: Session) -> None:
+        """Load from slower tiers while it waits, so that the model's thread need not wait for them."""
+        if self.job.adapter is None:  # keys of another adapter are known once it is in use
+            self.prefetching = session.prefetch(list(self.job.token_ids), self.job.boundaries)
+        if self.is_open and self.prefetching is not None:
+            self.prefetching.cancel()  # it was opened meanwhile, and loads by itself
+
     def steps_left(self) -> list[int]:
         """Tokens of the remaining prefill steps, in order; a repair counts as one step."""
         state = self.state
