@@ -78,7 +78,7 @@ def stepping(of: Layer, cache: SlabCache, end: int, *, wiped: bool = True) -> It
     if wiped:
         cache.wipe(end, padded)
     cache.update(of.key[:, :, start:end], of.value[:, :, start:end], 0)
-    step = Step(cache, padded)
+    step = Step(cache, start, padded, _GRANULE)
     with attending(step):
         yield step
 
@@ -137,16 +137,65 @@ def test_from_the_beginning_no_mask_is_made() -> None:
     with stepping(of, cache, 40):
         assert mask(1, 40, 40) is None
         assert mask(1, 40, 40, mask_function=_SLIDING) is not None
-    with stepping(of, cache, 300):
-        later = mask(1, 260, 300, 40)
+    with stepping(of, cache, 90):
+        later = mask(1, 50, 90, 40)
     assert later is not None
-    assert torch.equal(later[0, 0], torch.ones(260, 512, dtype=torch.bool).tril(40))
+    assert torch.equal(later[0, 0], torch.ones(50, 512, dtype=torch.bool).tril(40))
+    with stepping(of, cache, 300):
+        assert mask(1, 210, 300, 90).numel() == 0, "a matrix that every head would read"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [96, 250, 1024])
+@pytest.mark.parametrize("start", [1, 40, 511])
+def test_calls_of_any_number_of_rows_give_the_same_bits(
+    start: int, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = layer(dtype=dtype)
+    whole = prefill(of, [_TOKENS])
+    seen: list[tuple[int, int]] = []
+    flash = module.flash
+
+    def watched(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append((query.shape[2], key.shape[2]))
+        return flash(query, key, *rest)
+
+    monkeypatch.setattr(module, "flash", watched)
+    monkeypatch.setattr(module, "_CALL_ROWS", rows)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert same_bits(prefill(of, [start, _TOKENS]), whole)
+    later = seen[1:]
+    assert len(later) == -(-(_TOKENS - start) // rows)
+    if start + rows <= 512:
+        assert later[0] == (rows + -rows % 32, 512), "keys behind the last row of a call are not looked at"
+
+
+@pytest.mark.parametrize(("threads", "rows"), [(1, 1024), (4, 1024), (32, 8192)])
+def test_a_call_has_work_for_every_thread(threads: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(module, "flash", lambda query, *_: (seen.append(query.shape[2]), query)[1])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    query, keys = torch.zeros(1, 4, 8192, 1), torch.zeros(1, 4, 8704, 1)
+    module._behind(Step(None, 512, 8704, 512), query, keys, keys, None)
+    assert max(seen) == rows
+    assert sum(seen) == 8192
+
+
+def test_a_model_that_changes_a_mask_that_only_stands_for_one_is_refused() -> None:
+    of = layer()
+    cache = dirty_cache(of)
+    with stepping(of, cache, 40):
+        pass
+    with stepping(of, cache, 300):
+        allowed = mask(1, 260, 300, 40)
+        with pytest.raises(UnsupportedAttentionError, match="changes its mask"):
+            of.attend(40, 300, allowed[..., :300])
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "dropped"])
 def test_two_masks_of_one_step_are_not_mixed_up(kept: bool) -> None:
     """Layers with a window and without alternate; a mask that is gone may leave its address to the next."""
-    of, start, end = layer(), 300, 400
+    of, start, end = layer(), 300, 350
     cache, rules = dirty_cache(of), [_CAUSAL, _SLIDING] * 3
     expected = {rule: prefill(of, [start, end], rule)[:, start:] for rule in rules}
     assert not torch.equal(expected[_CAUSAL], expected[_SLIDING])

@@ -10,8 +10,10 @@ the bits of a row depend on its own query and on the keys up to it alone:
 - Keys that a mask hides add exact zeros. So a step that begins at 0 runs the causal kernel, as plain Transformers
   does, and a later one the masked kernel, with equal bits.
 
-With grouped heads the queries of one KV head are folded into rows, so that keys are not repeated. In a step of several
-sequences (:class:`JointStep`) each has attention calls of its own, as it would have alone.
+A later step of many rows runs in calls over the keys up to each one's last row. Its queries are turned around: then
+the causal mask has equal numbers wherever row + key are equal, and is a view of one vector instead of a matrix that
+every head reads again. Where rows are few, the queries of one KV head are folded into rows, which fills whole blocks.
+In a step of several sequences (:class:`JointStep`) each has attention calls of its own, as it would have alone.
 """
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 NAME = "kvboost_sdpa"
 _QUERY_BLOCK = 32  # rows; the smallest block of the flash kernel
+_FEW_ROWS = 64  # below it, folding heads into rows saves more padding than a mask costs
+_CALL_ROWS = (
+    1024  # of a later step; fewer compute less beyond the diagonal, but from 768 on the kernel's blocks are large
+)
 _MAX_FOLDED = 1 << 22  # elements of a mask repeated for folded heads; above it, repeating the keys is cheaper
 _KEPT_BIASES = 2  # models have at most two kinds of layers: with a window and without
 _PLAIN_ONLY = ("softcap", "s_aux", "position_bias", "head_mask")
@@ -45,8 +51,13 @@ class Step:
     """One forward of one sequence over a cache whose layers have padded storage."""
 
     cache: Any
+    start: int
+    """Positions that the cache holds before the step."""
     padded: int
     """Keys that attention sees, a multiple of the granule: the sequence with this step, then zeros."""
+    granule: int
+    causal: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
+    """Stands for the causal mask of a later step of many rows: the model only hands it on."""
     biases: list[tuple[torch.Tensor, int, torch.Tensor]] = field(default_factory=list)
     """The last masks seen, as (mask, folded heads, numbers to add): layers with and without a window alternate."""
     calls: int = 0
@@ -58,8 +69,6 @@ class JointStep:
     """One forward of several sequences, whose rows lie one behind the other."""
 
     parts: list[Step]
-    starts: list[int]
-    """Positions that each one's cache holds before the step."""
     rows: list[int]
     """Rows of each."""
     masks: list[tuple[torch.Tensor, list[torch.Tensor | None]]] = field(default_factory=list)
@@ -145,6 +154,8 @@ def mask(
     def mask_of(part: Step, rows: int, start: int) -> torch.Tensor | None:
         if mask_function is causal_mask_function and start == 0:
             return None
+        if mask_function is causal_mask_function and start == part.start and rows >= _FEW_ROWS:
+            return part.causal
         # Without the 2-D mask: a single sequence has no padding, and behind its end causality hides all keys.
         allowed = sdpa_mask(batch_size, rows, part.padded, start, kv_offset, mask_function, None, **kwargs)
         assert allowed is not None
@@ -152,7 +163,7 @@ def mask(
 
     if isinstance(step, Step):
         return mask_of(step, q_length, int(q_offset))
-    masks = [mask_of(*each) for each in zip(step.parts, step.rows, step.starts, strict=True)]
+    masks = [mask_of(part, rows, part.start) for part, rows in zip(step.parts, step.rows, strict=True)]
     if all(one is None for one in masks):
         return None
     stand_in = torch.empty(0, dtype=torch.bool)  # the model only hands it on
@@ -195,7 +206,33 @@ def _attend(
     key, value = cached.key_store[:, :, : step.padded], cached.value_store[:, :, : step.padded]
     if allowed is None:
         return flash(_to_blocks(query), key, value, None, scale)[:, :, : query.shape[2]]
+    if allowed is step.causal:
+        return _behind(step, query, key, value, scale)
+    if not allowed.numel():
+        raise UnsupportedAttentionError("it changes its mask")
     return _masked(step, query, key, value, allowed, scale)
+
+
+def _behind(
+    step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Attention of many rows behind a prefix, each row over the keys up to it."""
+    heads, rows = query.shape[1:3]
+    most = max(_CALL_ROWS, _CALL_ROWS * torch.get_num_threads() // heads)  # work for every thread
+    results = []
+    for first in range(0, rows, most):
+        count = min(most, rows - first)
+        turned = _to_blocks(query[:, :, first : first + count]).flip(2)
+        keys = -(-(step.start + first + count) // step.granule) * step.granule
+        # Row i of the turned ones is row ``blocks - 1 - i``, so key j is hidden from it if i + j reaches ``hidden``.
+        blocks = turned.shape[2]
+        hidden = step.start + first + blocks
+        numbers = query.new_zeros(blocks + keys)
+        numbers[hidden:] = -torch.inf
+        bias = numbers.as_strided((1, 1, blocks, keys), (0, 0, 1, 1))
+        result = flash(turned, key[:, :, :keys], value[:, :, :keys], bias, scale)
+        results.append(result.flip(2)[:, :, :count])
+    return torch.cat(results, dim=2)
 
 
 def _masked(

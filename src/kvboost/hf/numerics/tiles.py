@@ -103,18 +103,18 @@ class Tiles:
     @contextmanager
     def joint_step(self, caches: Sequence[Any], rows: Sequence[int]) -> Iterator[JointStep]:
         """The same for a forward of several sequences: ``rows`` tokens of each, one behind the other."""
-        starts = [cache.get_seq_length() for cache in caches]
-        step = JointStep([self._over(*each) for each in zip(caches, rows, strict=True)], starts, list(rows))
+        step = JointStep([self._over(*each) for each in zip(caches, rows, strict=True)], list(rows))
         with self._hooked(sum(rows)), attending(step):
             yield step
 
     def _over(self, cache: Any, rows: int) -> Step:
         """Attention over ``cache`` and ``rows`` more tokens, padded with zeros."""
-        end = cache.get_seq_length() + rows
+        start = cache.get_seq_length()
+        end = start + rows
         padded = -(-end // self.granule) * self.granule
         cache.reserve(padded)
         cache.wipe(end, padded)
-        return Step(cache, padded)
+        return Step(cache, start, padded, self.granule)
 
     @contextmanager
     def _hooked(self, rows: int) -> Iterator[None]:
