@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import json
+import re
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -99,7 +102,7 @@ def test_a_body_of_millions_of_values_is_not_parsed(
     def fail(*arguments: Any, **keywords: Any) -> None:
         raise AssertionError("parsed")
 
-    monkeypatch.setattr("starlette.requests.Request.json", fail)
+    monkeypatch.setattr("kvboost.serve.security.json_body.parse", fail)
     answer = ask(
         keyed.app, "POST", "/v1/completions", key=KEY, content=body, headers={"Content-Type": "application/json"}
     )
@@ -113,7 +116,7 @@ def test_a_body_of_many_lists_and_objects_is_not_parsed(keyed: Running, monkeypa
     def fail(*arguments: Any, **keywords: Any) -> None:
         raise AssertionError("parsed")
 
-    monkeypatch.setattr("starlette.requests.Request.json", fail)
+    monkeypatch.setattr("kvboost.serve.security.json_body.parse", fail)
     lists = b"[" + b"[], " * 20_000 + b"[]]"
     answer = ask(keyed.app, "POST", "/v1/completions", key=KEY, content=lists)
     assert answer.json()["error"]["code"] == "too_many_containers"
@@ -126,6 +129,55 @@ def test_a_body_of_many_lists_and_objects_is_not_parsed(keyed: Running, monkeypa
     body["messages"][0]["content"] = "{" * 90_000
     answer = ask(keyed.app, "POST", "/v1/chat/completions", key=KEY, json=body)
     assert answer.json()["error"]["code"] == "context_length_exceeded", "braces in a text are no objects"
+
+
+@pytest.mark.parametrize(
+    "broken", ['{"model": "tiny",', '{"model": "tiny"} x', "[" * 3000, '{"prompt": 1}', "[1]", '"x"']
+)
+def test_a_large_body_is_refused_in_the_words_of_a_small_one(keyed: Running, broken: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    space = " " * 100_000  # of no meaning in front of JSON
+    small, large = (
+        ask(keyed.app, "POST", "/v1/completions", key=KEY, content=before + broken, headers=headers)
+        for before in ("", space)
+    )
+    assert (small.status_code, large.status_code) == (400, 400)
+    assert _without_places(small) == _without_places(large)
+
+
+def _without_places(answer: Any) -> str:
+    return re.sub(r"\d+", "N", answer.text)
+
+
+def test_large_bodies_wait_for_their_turn_and_leave_with_their_client(keyed: Running) -> None:
+    go, begun = threading.Event(), threading.Event()
+
+    async def blocked() -> None:
+        await keyed.service.reading.run("another", lambda: (begun.set(), go.wait(30)))
+
+    blocking = threading.Thread(target=lambda: asyncio.run(blocked()))
+    blocking.start()
+    try:
+        assert begun.wait(10)
+        body = json.dumps({"model": "tiny", "prompt": "x" * 100_000}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        with socket.create_connection(("127.0.0.1", keyed.port)) as connection:
+            connection.sendall(head.encode() + body)
+            assert _until(lambda: keyed.service.reading.waiting == 1)
+        assert _until(lambda: keyed.service.reading.waiting == 0)
+    finally:
+        go.set()
+        blocking.join()
+
+
+def _until(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 20
+    while not (met := condition()) and time.monotonic() < end:
+        time.sleep(0.005)
+    return met
 
 
 def test_a_body_that_is_no_utf_8_is_not_parsed(keyed: Running) -> None:

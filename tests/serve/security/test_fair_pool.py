@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from concurrent.futures import Future
 
@@ -173,5 +174,59 @@ def test_an_error_is_raised_where_the_result_is_waited_for() -> None:
             await pool.run("a", lambda: 1 // 0)
         assert await pool.run("a", lambda: 2) == 2, "the thread goes on"
         pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_one_that_worked_rests_while_the_other_goes_on() -> None:
+    async def scenario() -> list[str]:
+        pool, work = FairPool(1, max_waiting=10, name="test", rest=1000.0), _Work()
+
+        def busy() -> None:
+            until = time.thread_time() + 0.05
+            while time.thread_time() < until:
+                pass
+
+        with pool.here("a"), pool.here("b"):
+            await pool.run("a", busy)
+            rests = _tasks(pool, work, "a1")
+            await asyncio.gather(*_tasks(pool, work, "b1 b2"))
+            await asyncio.sleep(0.2)
+            assert work.done == ["b1", "b2"]
+        rests[0].cancel()
+        pool.close()
+        return work.done
+
+    asyncio.run(scenario())
+
+
+def test_who_rests_goes_on_when_the_others_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr("kvboost.serve.security.pace._HERE_S", 0.1)
+        pool, work = FairPool(1, max_waiting=10, name="test", rest=1e9), _Work()
+        with pool.here("b"):
+            await pool.run("a", time.sleep, 0.01)
+            rests = _tasks(pool, work, "a1")
+            await asyncio.sleep(0.2)
+            assert work.done == []
+        assert await asyncio.wait_for(rests[0], 20) == "a1"
+        pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_pool_whose_tenants_rest_can_be_closed() -> None:
+    async def scenario() -> None:
+        pool = FairPool(1, max_waiting=10, name="closed-at-rest", rest=1e9)
+        with pool.here("b"):
+            await pool.run("a", time.sleep, 0.01)
+            task = asyncio.create_task(pool.run("a", time.sleep, 0))
+            await asyncio.sleep(0.05)
+            pool.close()
+            end = time.monotonic() + 20
+            while any(thread.name == "closed-at-rest" for thread in threading.enumerate()):
+                assert time.monotonic() < end
+                await asyncio.sleep(0.01)
+            task.cancel()
 
     asyncio.run(scenario())

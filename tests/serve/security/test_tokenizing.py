@@ -143,7 +143,7 @@ def test_a_long_conversation_that_is_remembered_is_a_long_prompt(
         first = http.post("/v1/responses", json={**_ASKED["/v1/responses"], "input": "x" * 600}).json()
         go_on = {**_ASKED["/v1/responses"], "previous_response_id": first["id"]}
         assert http.post("/v1/responses", json=go_on).status_code == 200
-    assert threads == ["kvboost-tokenize-long"] * 6
+    assert threads == ["kvboost-large"] * 6
 
 
 class _NotAtOnce:

@@ -261,7 +261,7 @@ def encode_turns(
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatPrompt:
     """The same for a chat that is in turns already."""
-    service.check_characters(sum(len(turn.content) + len(turn.reasoning) for turn in turns), param=param)
+    service.lengths.check_characters(sum(len(turn.content) + len(turn.reasoning) for turn in turns), param=param)
     prompt = service.chats.encode(
         turns,
         tenant=caller.tenant,

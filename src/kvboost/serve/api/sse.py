@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvboost.failures import log_failure
 from kvboost.serve.errors import ApiError
+from kvboost.serve.security import leaving
 
 _log = logging.getLogger("kvboost.serve")
 DONE = "[DONE]"
@@ -46,7 +47,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the end or until the client is gone."""
         sending = asyncio.ensure_future(self._send(send))
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = asyncio.ensure_future(leaving.disconnected(receive))
         try:
             await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -95,21 +96,9 @@ def _written(event: Any) -> bytes:
     return f"data: {to_json(event)}\n\n".encode()
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def while_connected(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
     """What ``work`` answers; it is cancelled when the client goes away."""
-    working = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request.receive))
     try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
+        return await leaving.while_connected(request.receive, work)
+    except leaving.ClientGoneError:
         return Response(status_code=_CLIENT_GONE)
-    finally:
-        gone.cancel()
-        working.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)

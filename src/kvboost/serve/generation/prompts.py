@@ -12,12 +12,13 @@ import re
 import threading
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from kvboost.serve.errors import bad_request
+from kvboost.serve.generation.lengths import PromptLengths
 from kvboost.serve.generation.replies import ReplyMemory, TextBefore
 from kvboost.serve.schemas.base import Message
 from kvboost.serve.security.json_size import check_size
@@ -125,12 +126,10 @@ _KWARG = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 class ChatPrompts:
     """Renders and tokenises chats with one tokenizer. Thread-safe."""
 
-    def __init__(
-        self, tokenizer: Any, *, min_gap: int, check_characters: Callable[..., None] = lambda *_, **__: None
-    ) -> None:
-        """``check_characters`` refuses a text that is too long, before it is tokenised."""
+    def __init__(self, tokenizer: Any, *, min_gap: int, lengths: PromptLengths | None = None) -> None:
+        """``lengths`` refuses a text that is too long, before it is tokenised."""
         self._tokenizer = tokenizer
-        self._min_gap, self._check_characters = min_gap, check_characters
+        self._min_gap, self._lengths = min_gap, lengths or PromptLengths(tokenizer, None)
         self.replies = ReplyMemory()
         self._lock = threading.Lock()
         self._is_shared = _can_be_shared(tokenizer)
@@ -171,7 +170,8 @@ class ChatPrompts:
             raise bad_request("this model has no chat template; use /v1/completions with the text you want")
         extra = {**(template_kwargs or {}), **({"tools": tools} if tools else {})}
         text = self._render([turn.fields for turn in turns], extra=extra, param=param)
-        self._check_characters(len(text), param=param)  # with what the template wrote of calls and tools
+        # With what the template wrote of calls and tools.
+        self._lengths.check_text(text, param=param, in_use=self.in_use())
         splices, marks, ends = self._locate(turns, text, tenant=tenant, cache_key=cache_key)
         pieces = _Pieces(self._tokenize)
         with self.in_use():

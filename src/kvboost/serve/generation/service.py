@@ -23,6 +23,7 @@ from kvboost.scheduler.jobs import Job, JobRunner, Ticket
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.answers import AnswerReaders
 from kvboost.serve.generation.items import ResponseMemory
+from kvboost.serve.generation.lengths import PromptLengths
 from kvboost.serve.generation.prompts import ChatPrompt, ChatPrompts
 from kvboost.serve.generation.requests import Answer, GenerationRequest
 from kvboost.serve.generation.structured import Grammars
@@ -43,7 +44,7 @@ from kvboost.serve.security.limits import Limits, Streams
 from kvboost.serve.security.rates import Rates
 
 _log = logging.getLogger("kvboost.serve")
-_CHARACTERS_PER_TOKEN = 32  # far more than any text has on average: beyond it a prompt need not be tokenised
+_REST = 4.0  # seconds for each second of large requests of one tenant, while others are here
 _NEW_TOKENS = 4096  # of an answer of a model that says nothing about its positions
 
 
@@ -67,14 +68,16 @@ class Service:
         self.keys, self.adapters = keys, tuple(adapters)
         self.tokenizer = engine.tokenizer
         min_gap = engine.parts.chunker.min_tokens
-        self.chats = ChatPrompts(engine.tokenizer, min_gap=min_gap, check_characters=self.check_characters)
+        self.max_positions = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
+        limit = min((n for n in (limits.max_prompt_tokens, self.max_positions) if n is not None), default=None)
+        self.lengths = PromptLengths(engine.tokenizer, limit)
+        self.chats = ChatPrompts(engine.tokenizer, min_gap=min_gap, lengths=self.lengths)
         self.answers = AnswerReaders(engine.tokenizer)
         own_end = engine.tokenizer.eos_token_id  # of chat models often the end of a turn, which the model does not name
         self.end_token_ids = frozenset(
             end_token_ids(engine.model, {}) | ({int(own_end)} if own_end is not None else set())
         )
         self.vocab_size = int(engine.model.get_input_embeddings().weight.shape[0])
-        self.max_positions = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
         self.token_bytes = token_bytes(engine.tokenizer)
         self.grammars = Grammars(engine.tokenizer, vocab_size=self.vocab_size, end_token_ids=self.end_token_ids)
         self.responses = ResponseMemory(limits.max_remembered_bytes)
@@ -82,9 +85,9 @@ class Service:
         self.rates = Rates(limits)
         # A schema can take seconds: one thread, in which the tenants take turns.
         self.compiling = FairPool(1, max_waiting=limits.max_waiting_prompts, name="kvboost-grammar")
-        # Counting the values of large bodies: one thread, as the interpreter runs one at a time.
-        self.reading = FairPool(1, max_waiting=limits.max_waiting_prompts, name="kvboost-bodies")
-        self.tokenizing = Tokenizing(max_waiting=limits.max_waiting_prompts)
+        # Large requests are counted, parsed and tokenised in one thread, as the interpreter runs one at a time.
+        self.reading = FairPool(1, max_waiting=limits.max_waiting_prompts, name="kvboost-large", rest=_REST)
+        self.tokenizing = Tokenizing(max_waiting=limits.max_waiting_prompts, large=self.reading)
         self.kept = KeptStats(engine)
         self.spaces = Spaces(engine)
         self.metrics = Metrics(self.kept, runner)
@@ -113,11 +116,10 @@ class Service:
 
     def encode(self, prompt: str | Sequence[int], *, param: str = "prompt") -> list[int]:
         """Token ids of a prompt, checked; ``param`` is the field it came in. For worker threads."""
-        is_text = isinstance(prompt, str)
-        if is_text:
-            self.check_characters(len(prompt), param=param)
+        if isinstance(prompt, str):
+            self.lengths.check_text(prompt, param=param, in_use=self.chats.in_use())
         try:
-            with self.chats.in_use() if is_text else nullcontext():
+            with self.chats.in_use() if isinstance(prompt, str) else nullcontext():
                 ids = self.engine.encode(prompt)
         except CapacityError as error:
             raise bad_request(str(error), param=param, code="context_length_exceeded") from error
@@ -131,17 +133,6 @@ class Service:
                 code="context_length_exceeded",
             )
         return ids
-
-    def check_characters(self, characters: int, *, param: str) -> None:
-        """Refuse a text that cannot fit, before it is tokenised."""
-        limits = [limit for limit in (self.limits.max_prompt_tokens, self.max_positions) if limit is not None]
-        limit = min(limits, default=None)
-        if limit is not None and characters > limit * _CHARACTERS_PER_TOKEN:
-            raise bad_request(
-                f"{param} has {characters} characters, more than {limit} tokens can hold; shorten it",
-                param=param,
-                code="context_length_exceeded",
-            )
 
     async def remember(self, prompt: ChatPrompt, ended: Ended, *, shown: Sequence[str] = ()) -> None:
         """Keep the ids of a reply, and of the parts of it that were ``shown``, to use them when the chat goes on."""
@@ -289,6 +280,7 @@ class Service:
             id=answer.id,
             endpoint=answer.request.endpoint,
             at=round(time.time(), 3),
+            prompt=answer.prompt_tokens,
             exact=reuse["exact_tokens"],
             moved=reuse["moved_tokens"],
             recomputed=reuse["recomputed_tokens"],

@@ -1,7 +1,7 @@
 """Tokenises prompts in threads of their own: one for those of large requests, one for all others.
 
-Used by the endpoints. Invariant: a short prompt never waits for a long one to be tokenised, and in each thread the
-tenants take turns.
+Used by the endpoints. Invariant: a short prompt never waits for a long one to be tokenised. In each thread the tenants
+take turns, and in that of large requests they rest for others (:mod:`kvboost.serve.security.pace`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ T = TypeVar("T")
 class Tokenizing:
     """Runs what tokenises. Raises what a :class:`FairPool` raises."""
 
-    def __init__(self, *, max_waiting: int) -> None:
+    def __init__(self, *, max_waiting: int, large: FairPool) -> None:
+        """``large`` reads large requests."""
         self._short = FairPool(1, max_waiting=max_waiting, name="kvboost-tokenize")
-        self._long = FairPool(1, max_waiting=max_waiting, name="kvboost-tokenize-long")
+        self._long = large
 
     @property
     def waiting(self) -> int:
@@ -43,4 +44,3 @@ class Tokenizing:
     def close(self) -> None:
         """Begin nothing more."""
         self._short.close()
-        self._long.close()

@@ -18,6 +18,8 @@ class RequestRecord:
     endpoint: str
     at: float
     """Seconds since 1970, when it ended."""
+    prompt: int
+    """Of an answer that was cancelled it is not known how many of them were computed."""
     exact: int
     moved: int
     """The recomputed ones included."""

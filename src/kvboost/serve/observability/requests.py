@@ -108,9 +108,8 @@ def _write(scope: Scope, note: RequestNote, *, status: int, seconds: float) -> N
         f"ms={seconds * 1000:.1f}",
     ]
     if record is not None:
-        prompt = record.exact + record.moved + record.fresh
         words.append(
-            f"answer={record.id} prompt={prompt} exact={record.exact} moved={record.moved} "
+            f"answer={record.id} prompt={record.prompt} exact={record.exact} moved={record.moved} "
             f"recomputed={record.recomputed} new={record.new} ttft_ms={record.ttft_ms} finish={record.finish}"
         )
     _log.log(logging.DEBUG if route in _PROBES else logging.INFO, "%s", " ".join(words))

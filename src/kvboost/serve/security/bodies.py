@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
+from contextlib import nullcontext
 from contextvars import ContextVar
 
 from starlette.responses import JSONResponse
@@ -16,10 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost.serve.errors import ApiError
 from kvboost.serve.security.fair_pool import FairPool
-from kvboost.serve.security.json_size import check_size
+from kvboost.serve.security.json_body import PARSED, read_large
+from kvboost.serve.security.json_size import SMALL_BYTES
+from kvboost.serve.security.leaving import ClientGoneError, while_connected
 from kvboost.serve.security.limits import Limits, Shares
 
-_SMALL_BYTES = 64 * 2**10  # parsed in a millisecond or two, whatever is in them
 _PAUSE_S = 0.002  # before the next piece of a body (64 KiB or more), for each other body of its tenant that comes
 _MAX_PAUSE_S = 0.05
 _COMES_S = 1.0  # a body comes as long as its last piece is younger
@@ -64,7 +66,7 @@ class BodyLimit:
     """Hands requests on whose bodies are small and whole; answers the others."""
 
     def __init__(self, app: ASGIApp, *, limits: Limits, pool: FairPool) -> None:
-        """``pool`` looks at large bodies."""
+        """``pool`` looks at large bodies, and is told who is here."""
         self._app, self._limits, self._pool = app, limits, pool
         refusal = f"the requests under way have {limits.max_total_body_bytes} bytes"
         self._bytes = Shares(limits.max_total_body_bytes, refusal=refusal)
@@ -94,13 +96,16 @@ class BodyLimit:
             if body is not None and json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):
                 no_json = "the body is not valid JSON: it is no UTF-8; send a JSON object in UTF-8"
                 raise ApiError(400, no_json, code="invalid_json")
-            if body is not None and len(body) > _SMALL_BYTES:
-                await self._pool.run(held.tenant, check_size, body, self._limits, what="the body has")
+            if body is not None and len(body) > SMALL_BYTES:
+                reading = self._pool.run(held.tenant, read_large, body, self._limits)
+                scope[PARSED] = await while_connected(receive, reading)
         except (ApiError, TimeoutError) as error:
             late = f"the body took longer than {self._limits.body_seconds:g} seconds"
             refusal = error if isinstance(error, ApiError) else ApiError(408, late, code="too_slow")
             headers = {**refusal.headers, "Connection": "close"}
             await JSONResponse(refusal.body(scope["path"]), refusal.status, headers=headers)(scope, receive, send)
+            return
+        except ClientGoneError:
             return
         if body is None:
             return  # the client has gone
@@ -115,7 +120,8 @@ class BodyLimit:
 
         _limits.set(self._limits)
         _request_bytes.set(len(body))
-        await self._app(scope, replay, send)
+        with self._pool.here(held.tenant) if body else nullcontext():
+            await self._app(scope, replay, send)
 
     async def _body(self, scope: Scope, receive: Receive, held: _Held) -> bytes | None:
         limit = self._limits.max_body_bytes

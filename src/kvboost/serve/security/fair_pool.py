@@ -2,7 +2,8 @@
 
 Used for tokenising, which takes a second for a few megabytes: a tenant with a hundred such prompts makes another wait
 for one of them, not for all. Invariants: what waits is bounded, and never more than an even share of it is one
-tenant's once it is full; work that nobody waits for any more is dropped unless it was begun or ends an answer.
+tenant's once it is full; work that nobody waits for any more is dropped unless it was begun or ends an answer. A
+tenant whose work takes long may have to rest before its next one (:mod:`kvboost.serve.security.pace`).
 """
 
 from __future__ import annotations
@@ -12,18 +13,24 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from functools import partial
+from time import thread_time
 from typing import Any, TypeVar
 
 from kvboost.serve.errors import ApiError
+from kvboost.serve.security.pace import Pace
 
 T = TypeVar("T")
+_LOOK_S = 0.5  # who rests is looked at again so often: the others may have gone
 
 
 class FairPool:
     """Thread-safe. Its threads begin with the first work and end with the process or with :meth:`close`."""
 
-    def __init__(self, threads: int, *, max_waiting: int, name: str) -> None:
+    def __init__(self, threads: int, *, max_waiting: int, name: str, rest: float = 0.0) -> None:
+        """``rest`` seconds for each second of one tenant's work, while others are :meth:`here`."""
+        self._pace = Pace(rest)
         self._threads, self._max_waiting, self._name = threads, max_waiting, name
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
@@ -36,6 +43,10 @@ class FairPool:
         """Work that has not begun."""
         with self._changed:
             return sum(map(len, self._waiting.values()))
+
+    def here(self, tenant: str) -> AbstractContextManager[None]:
+        """A request of this tenant is under way."""
+        return self._pace.here(tenant)
 
     async def run(self, tenant: str, work: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
         """What ``work`` returns or raises. Raises a 429 if too many wait, of which the tenant has its even share."""
@@ -91,19 +102,31 @@ class FairPool:
             self._closed = True
             self._changed.notify_all()
 
+    def _next_tenant(self) -> str | None:
+        """Whose turn it is; None if nothing waits or all rest. Waits for a change in that case."""
+        waits = {tenant: self._pace.wait(tenant) for tenant in self._waiting}
+        ready = next((tenant for tenant, seconds in waits.items() if not seconds), None)
+        if ready is None:
+            self._changed.wait(min(_LOOK_S, *waits.values()) if waits else None)
+        return ready
+
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
+                while (tenant := self._next_tenant()) is None:
+                    if self._closed:
+                        return
                 if self._closed:
                     return
-                tenant, own = self._waiting.popitem(last=False)
+                own = self._waiting.pop(tenant)
                 future, work = own.popleft()
                 if own:
                     self._waiting[tenant] = own  # behind the others
+            began = thread_time()
             if future.running() or future.set_running_or_notify_cancel():  # otherwise whoever asked for it has gone
                 try:
                     future.set_result(work())
                 except BaseException as error:  # noqa: BLE001 - it is raised where the result is waited for
                     future.set_exception(error)
+            self._pace.worked(tenant, thread_time() - began)
             del future, work, own  # a prompt must not be held until the next one comes

@@ -15,6 +15,7 @@ from kvboost.serve.security.limits import Limits
 _STRINGS = re.compile(rb'"[^"]*+"?')
 VALUES = b",[{"
 CONTAINERS = b"[{"  # each costs its reader as much as many values
+SMALL_BYTES = 64 * 2**10  # counted and parsed in a millisecond or two, whatever is in them
 _WINDOW = 64 * 2**10  # bytes that are looked at in one call, which lets nobody else run
 
 

@@ -1,0 +1,60 @@
+"""Lets the large requests of one tenant rest while other tenants use the server.
+
+The interpreter runs one thread at a time, and so the model as well waits for whoever parses a large body or makes lists
+of its tokens. Used by the pools that do so. Invariant: while others are here, a tenant's large requests take
+at most one part in ``rest + 1`` of the time; a tenant that is alone never waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+
+_HERE_S = 10.0  # after its last request a tenant counts as here
+
+
+class Pace:
+    """Thread-safe."""
+
+    def __init__(self, rest: float) -> None:
+        """For each second of work, ``rest`` seconds of rest."""
+        self._rest = rest
+        self._lock = threading.Lock()
+        self._under_way: Counter[str] = Counter()
+        self._last: dict[str, float] = {}
+        """When a tenant's last request ended, where it was less than ten seconds ago."""
+        self._begins: dict[str, float] = {}
+        """When a tenant's next work may begin."""
+
+    @contextmanager
+    def here(self, tenant: str) -> Iterator[None]:
+        """A request of this tenant is under way."""
+        with self._lock:
+            self._under_way[tenant] += 1
+        try:
+            yield
+        finally:
+            now = monotonic()
+            with self._lock:
+                self._under_way[tenant] -= 1
+                self._under_way += Counter()  # keeps those that have any
+                self._last[tenant] = now
+                self._last = {name: ended for name, ended in self._last.items() if now - ended < _HERE_S}
+                self._begins = {name: begins for name, begins in self._begins.items() if begins > now}
+
+    def worked(self, tenant: str, seconds: float) -> None:
+        """Work of this tenant has just ended, and took so much of a processor."""
+        with self._lock:
+            self._begins[tenant] = monotonic() + self._rest * seconds
+
+    def wait(self, tenant: str) -> float:
+        """Seconds until this tenant's next work may begin."""
+        now = monotonic()
+        with self._lock:
+            others = self._under_way.keys() | {name for name, ended in self._last.items() if now - ended < _HERE_S}
+            if not others - {tenant}:
+                return 0.0
+            return max(0.0, self._begins.get(tenant, now) - now)
