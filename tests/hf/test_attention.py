@@ -170,6 +170,17 @@ def test_calls_of_any_number_of_rows_give_the_same_bits(
         assert later[0] == (rows + -rows % 32, 512), "keys behind the last row of a call are not looked at"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_step_behind_a_prefix_has_the_bits_of_the_causal_kernel(dtype: torch.dtype) -> None:
+    """In calls of the size they have: 1,024 rows, for which the kernel takes other blocks than for few."""
+    generator = torch.Generator().manual_seed(2)
+    tokens, start, dim = 2560, 300, 64
+    query, key, value = (torch.randn(1, n, tokens, dim, generator=generator).to(dtype) for n in (4, 2, 2))
+    whole = module.flash(query, key, value, None, 0.3)
+    step = Step(None, start, tokens, _GRANULE)
+    assert same_bits(module._behind(step, query[:, :, start:], key, value, 0.3), whole[:, :, start:])
+
+
 @pytest.mark.parametrize(("threads", "rows"), [(1, 1024), (4, 1024), (32, 8192)])
 def test_a_call_has_work_for_every_thread(threads: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []

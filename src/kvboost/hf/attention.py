@@ -34,9 +34,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 NAME = "kvboost_sdpa"
 _QUERY_BLOCK = 32  # rows; the smallest block of the flash kernel
 _FEW_ROWS = 64  # below it, folding heads into rows saves more padding than a mask costs
-_CALL_ROWS = (
-    1024  # of a later step; fewer compute less beyond the diagonal, but from 768 on the kernel's blocks are large
-)
+# Of a later step: fewer rows compute less beyond the diagonal, but from 768 on the kernel's blocks are large.
+_CALL_ROWS = 1024
 _MAX_FOLDED = 1 << 22  # elements of a mask repeated for folded heads; above it, repeating the keys is cheaper
 _KEPT_BIASES = 2  # models have at most two kinds of layers: with a window and without
 _PLAIN_ONLY = ("softcap", "s_aux", "position_bias", "head_mask")
@@ -232,7 +231,7 @@ def _behind(
         bias = numbers.as_strided((1, 1, blocks, keys), (0, 0, 1, 1))
         result = flash(turned, key[:, :, :keys], value[:, :, :keys], bias, scale)
         results.append(result.flip(2)[:, :, :count])
-    return torch.cat(results, dim=2)
+    return torch.cat(results, dim=2) if len(results) > 1 else results[0]
 
 
 def _masked(

@@ -173,6 +173,14 @@ def test_large_bodies_wait_for_their_turn_and_leave_with_their_client(keyed: Run
         blocking.join()
 
 
+def test_only_those_who_send_requests_are_here(keyed: Running) -> None:
+    pace = keyed.service.reading.pace
+    ask(keyed.app, "GET", "/health", content=b"x" * 100_000)
+    assert "" not in pace._last
+    ask(keyed.app, "POST", "/tokenize", key=KEY, json={"prompt": "x"})
+    assert keyed.service.keys.tenants[0] in pace._last
+
+
 def _until(condition: Callable[[], bool]) -> bool:
     end = time.monotonic() + 20
     while not (met := condition()) and time.monotonic() < end:

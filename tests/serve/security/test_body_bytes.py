@@ -41,6 +41,7 @@ def test_a_key_that_fills_the_memory_is_refused_and_another_is_not() -> None:
 
             scope = {
                 "type": "http",
+                "method": "POST",
                 "path": "/v1/completions",
                 "headers": [],
                 "state": {"caller": Caller(tenant, admin=False)},
@@ -114,7 +115,13 @@ def test_one_keys_many_bodies_do_not_come_before_anothers_one() -> None:
             async def receive() -> dict[str, Any]:
                 return {"type": "http.request", "body": b"x" * 1000, "more_body": next(pieces) > 0}
 
-            scope = {"type": "http", "path": "/", "headers": [], "state": {"caller": Caller(tenant, admin=False)}}
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": "/",
+                "headers": [],
+                "state": {"caller": Caller(tenant, admin=False)},
+            }
             await limited(scope, receive, receive)
 
         await asyncio.gather(*(request(tenant) for tenant in "aaaaab"))
@@ -146,7 +153,13 @@ def _received(limits: Limits, pieces: int, *, bodies: int, stuck: int = 0) -> tu
                     await asyncio.sleep(60)
                 return {"type": "http.request", "body": b"x", "more_body": number > 0}
 
-            scope = {"type": "http", "path": "/", "headers": [], "state": {"caller": Caller("a", admin=False)}}
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": "/",
+                "headers": [],
+                "state": {"caller": Caller("a", admin=False)},
+            }
             await limited(scope, receive, send)
 
         waiting = [asyncio.create_task(request(2, ends=False)) for _ in range(stuck)]

@@ -11,6 +11,7 @@ import pytest
 
 from kvboost.serve.errors import ApiError
 from kvboost.serve.security.fair_pool import FairPool
+from kvboost.serve.security.pace import Pace
 
 
 class _Work:
@@ -180,14 +181,14 @@ def test_an_error_is_raised_where_the_result_is_waited_for() -> None:
 
 def test_one_that_worked_rests_while_the_other_goes_on() -> None:
     async def scenario() -> list[str]:
-        pool, work = FairPool(1, max_waiting=10, name="test", rest=1000.0), _Work()
+        pool, work = FairPool(1, max_waiting=10, name="test", pace=Pace(1000.0)), _Work()
 
         def busy() -> None:
             until = time.thread_time() + 0.05
             while time.thread_time() < until:
                 pass
 
-        with pool.here("a"), pool.here("b"):
+        with pool.pace.here("a"), pool.pace.here("b"):
             await pool.run("a", busy)
             rests = _tasks(pool, work, "a1")
             await asyncio.gather(*_tasks(pool, work, "b1 b2"))
@@ -203,8 +204,8 @@ def test_one_that_worked_rests_while_the_other_goes_on() -> None:
 def test_who_rests_goes_on_when_the_others_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         monkeypatch.setattr("kvboost.serve.security.pace._HERE_S", 0.1)
-        pool, work = FairPool(1, max_waiting=10, name="test", rest=1e9), _Work()
-        with pool.here("b"):
+        pool, work = FairPool(1, max_waiting=10, name="test", pace=Pace(1e9)), _Work()
+        with pool.pace.here("b"):
             await pool.run("a", time.sleep, 0.01)
             rests = _tasks(pool, work, "a1")
             await asyncio.sleep(0.2)
@@ -217,8 +218,8 @@ def test_who_rests_goes_on_when_the_others_have_gone(monkeypatch: pytest.MonkeyP
 
 def test_a_pool_whose_tenants_rest_can_be_closed() -> None:
     async def scenario() -> None:
-        pool = FairPool(1, max_waiting=10, name="closed-at-rest", rest=1e9)
-        with pool.here("b"):
+        pool = FairPool(1, max_waiting=10, name="closed-at-rest", pace=Pace(1e9))
+        with pool.pace.here("b"):
             await pool.run("a", time.sleep, 0.01)
             task = asyncio.create_task(pool.run("a", time.sleep, 0))
             await asyncio.sleep(0.05)
@@ -228,5 +229,36 @@ def test_a_pool_whose_tenants_rest_can_be_closed() -> None:
                 assert time.monotonic() < end
                 await asyncio.sleep(0.01)
             task.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_the_end_of_an_answer_does_not_rest_and_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr("kvboost.serve.security.pace._MAX_REST_S", 1e9)
+        pool, work = FairPool(1, max_waiting=10, name="test", pace=Pace(1e9)), _Work()
+        with pool.pace.here("b"):
+            await pool.run("a", time.sleep, 0.01)
+            rests = _tasks(pool, work, "a1")
+            await asyncio.sleep(0)
+            assert await asyncio.wait_for(pool.finish("a", work.note, "a2"), 20) == "a2"
+            assert work.done == ["a2"]
+        rests[0].cancel()
+        pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_pool_closed_while_it_works_ends_its_thread() -> None:
+    async def scenario() -> None:
+        pool, work = FairPool(1, max_waiting=10, name="closed-at-work"), _Work()
+        first = await _blocked(pool, work)
+        pool.close()
+        work.go.set()
+        await first
+        end = time.monotonic() + 20
+        while any(thread.name == "closed-at-work" for thread in threading.enumerate()):
+            assert time.monotonic() < end
+            await asyncio.sleep(0.01)
 
     asyncio.run(scenario())

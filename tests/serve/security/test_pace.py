@@ -41,24 +41,38 @@ def test_while_another_is_here_work_rests_in_proportion(clock: Clock) -> None:
 
 
 def test_the_other_counts_for_a_while_after_its_last_request(clock: Clock) -> None:
-    pace = Pace(100.0)
+    pace = Pace(4.0)
     with pace.here("b"), pace.here("b"):
         pass
-    pace.worked("a", 1.0)
     clock.now += 9.0
-    assert pace.wait("a") == pytest.approx(91.0)
+    pace.worked("a", 1.0)
+    assert pace.wait("a") == pytest.approx(4.0)
     clock.now += 2.0
-    assert pace.wait("a") == 0.0
+    assert pace.wait("a") == 0.0, "the other has gone"
 
 
 def test_one_of_two_requests_that_ends_leaves_its_tenant_here(clock: Clock) -> None:
-    pace = Pace(100.0)
+    pace = Pace(4.0)
     with pace.here("b"):
         with pace.here("b"):
             pass
         clock.now += 11.0
         pace.worked("a", 1.0)
-        assert pace.wait("a") == pytest.approx(100.0)
+        assert pace.wait("a") == pytest.approx(4.0)
+
+
+def test_no_rest_is_longer_than_five_seconds_and_none_shortens_another(clock: Clock) -> None:
+    pace = Pace(4.0)
+    with pace.here("b"):
+        pace.worked("a", 100.0)
+        pace.worked("a", 0.001)
+        assert pace.wait("a") == pytest.approx(5.0)
+
+
+def test_without_rest_nothing_is_kept(clock: Clock) -> None:
+    pace = Pace(0.0)
+    pace.worked("a", 1.0)
+    assert not pace._begins
 
 
 def test_nothing_is_kept_of_tenants_that_have_gone(clock: Clock) -> None:

@@ -41,10 +41,11 @@ from kvboost.serve.schemas.responses import InlineSchemaFormat
 from kvboost.serve.security.auth import Keys
 from kvboost.serve.security.fair_pool import FairPool
 from kvboost.serve.security.limits import Limits, Streams
+from kvboost.serve.security.pace import Pace
 from kvboost.serve.security.rates import Rates
 
 _log = logging.getLogger("kvboost.serve")
-_REST = 4.0  # seconds for each second of large requests of one tenant, while others are here
+_REST = 4.0  # seconds for each second that one tenant's large requests and schemas took, while others are here
 _NEW_TOKENS = 4096  # of an answer of a model that says nothing about its positions
 
 
@@ -83,11 +84,12 @@ class Service:
         self.responses = ResponseMemory(limits.max_remembered_bytes)
         self.streams = Streams(limits.max_streams)
         self.rates = Rates(limits)
+        pace, most = Pace(_REST), limits.max_waiting_prompts
         # A schema can take seconds: one thread, in which the tenants take turns.
-        self.compiling = FairPool(1, max_waiting=limits.max_waiting_prompts, name="kvboost-grammar")
+        self.compiling = FairPool(1, max_waiting=most, name="kvboost-grammar", pace=pace)
         # Large requests are counted, parsed and tokenised in one thread, as the interpreter runs one at a time.
-        self.reading = FairPool(1, max_waiting=limits.max_waiting_prompts, name="kvboost-large", rest=_REST)
-        self.tokenizing = Tokenizing(max_waiting=limits.max_waiting_prompts, large=self.reading)
+        self.reading = FairPool(1, max_waiting=most, name="kvboost-large", pace=pace)
+        self.tokenizing = Tokenizing(max_waiting=most, large=self.reading)
         self.kept = KeptStats(engine)
         self.spaces = Spaces(engine)
         self.metrics = Metrics(self.kept, runner)

@@ -27,7 +27,7 @@ class Tokenizing:
 
     @property
     def waiting(self) -> int:
-        """Work that has not begun."""
+        """Work that has not begun, large bodies to be parsed included."""
         return self._short.waiting + self._long.waiting
 
     async def run(self, tenant: str, work: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:

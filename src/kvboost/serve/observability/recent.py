@@ -19,7 +19,7 @@ class RequestRecord:
     at: float
     """Seconds since 1970, when it ended."""
     prompt: int
-    """Of an answer that was cancelled it is not known how many of them were computed."""
+    """All of them. Where they came from is not known of an answer that was cancelled: the next four are 0 then."""
     exact: int
     moved: int
     """The recomputed ones included."""

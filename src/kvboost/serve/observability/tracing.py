@@ -99,7 +99,7 @@ class RequestSpan:
                 "gen_ai.request.model": model,
                 "gen_ai.response.id": record.id,
                 "gen_ai.response.finish_reasons": [record.finish],
-                "gen_ai.usage.input_tokens": record.exact + record.moved + record.fresh,
+                "gen_ai.usage.input_tokens": record.prompt,
                 "gen_ai.usage.output_tokens": record.new,
                 "kvboost.exact_tokens": record.exact,
                 "kvboost.moved_tokens": record.moved,

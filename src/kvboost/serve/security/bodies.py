@@ -66,7 +66,7 @@ class BodyLimit:
     """Hands requests on whose bodies are small and whole; answers the others."""
 
     def __init__(self, app: ASGIApp, *, limits: Limits, pool: FairPool) -> None:
-        """``pool`` looks at large bodies, and is told who is here."""
+        """``pool`` looks at large bodies, and its pace is told who is here."""
         self._app, self._limits, self._pool = app, limits, pool
         refusal = f"the requests under way have {limits.max_total_body_bytes} bytes"
         self._bytes = Shares(limits.max_total_body_bytes, refusal=refusal)
@@ -80,8 +80,11 @@ class BodyLimit:
             return
         caller = scope.get("state", {}).get("caller")
         held = _Held(self._bytes, caller.tenant if caller is not None else "")
+        # Others have no body that is read, and anybody may send them: nobody rests for a probe of /health.
+        uses_server = scope["method"] == "POST"
         try:
-            await self._answer(scope, receive, send, held)
+            with self._pool.pace.here(held.tenant) if uses_server else nullcontext():
+                await self._answer(scope, receive, send, held)
         finally:
             held.release()
 
@@ -96,7 +99,7 @@ class BodyLimit:
             if body is not None and json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):
                 no_json = "the body is not valid JSON: it is no UTF-8; send a JSON object in UTF-8"
                 raise ApiError(400, no_json, code="invalid_json")
-            if body is not None and len(body) > SMALL_BYTES:
+            if body is not None and len(body) > SMALL_BYTES and scope["method"] == "POST":
                 reading = self._pool.run(held.tenant, read_large, body, self._limits)
                 scope[PARSED] = await while_connected(receive, reading)
         except (ApiError, TimeoutError) as error:
@@ -120,8 +123,7 @@ class BodyLimit:
 
         _limits.set(self._limits)
         _request_bytes.set(len(body))
-        with self._pool.here(held.tenant) if body else nullcontext():
-            await self._app(scope, replay, send)
+        await self._app(scope, replay, send)
 
     async def _body(self, scope: Scope, receive: Receive, held: _Held) -> bytes | None:
         limit = self._limits.max_body_bytes

@@ -13,7 +13,6 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from functools import partial
 from time import thread_time
 from typing import Any, TypeVar
@@ -28,9 +27,9 @@ _LOOK_S = 0.5  # who rests is looked at again so often: the others may have gone
 class FairPool:
     """Thread-safe. Its threads begin with the first work and end with the process or with :meth:`close`."""
 
-    def __init__(self, threads: int, *, max_waiting: int, name: str, rest: float = 0.0) -> None:
-        """``rest`` seconds for each second of one tenant's work, while others are :meth:`here`."""
-        self._pace = Pace(rest)
+    def __init__(self, threads: int, *, max_waiting: int, name: str, pace: Pace | None = None) -> None:
+        """``pace`` says how long a tenant rests after its work; if left out, not at all."""
+        self.pace = pace or Pace(0.0)
         self._threads, self._max_waiting, self._name = threads, max_waiting, name
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
@@ -43,10 +42,6 @@ class FairPool:
         """Work that has not begun."""
         with self._changed:
             return sum(map(len, self._waiting.values()))
-
-    def here(self, tenant: str) -> AbstractContextManager[None]:
-        """A request of this tenant is under way."""
-        return self._pace.here(tenant)
 
     async def run(self, tenant: str, work: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
         """What ``work`` returns or raises. Raises a 429 if too many wait, of which the tenant has its even share."""
@@ -72,16 +67,17 @@ class FairPool:
     async def finish(self, tenant: str, work: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
         """The same for the end of an answer. It is never refused: answers are bounded in number themselves.
 
-        It is done also if nobody waits for it any more.
+        It comes before the tenant's other work, without a rest, and is done also if nobody waits for it any more.
         """
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
-        self._add(tenant, (future, partial(work, *arguments, **keywords)))
+        self._add(tenant, (future, partial(work, *arguments, **keywords)), first=True)
         return await asyncio.wrap_future(future)
 
-    def _add(self, tenant: str, entry: tuple[Future[Any], Callable[[], Any]]) -> None:
+    def _add(self, tenant: str, entry: tuple[Future[Any], Callable[[], Any]], *, first: bool = False) -> None:
         with self._changed:
-            self._waiting.setdefault(tenant, deque()).append(entry)
+            own = self._waiting.setdefault(tenant, deque())
+            (own.appendleft if first else own.append)(entry)
             if self._started < self._threads:
                 self._started += 1
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
@@ -103,20 +99,22 @@ class FairPool:
             self._changed.notify_all()
 
     def _next_tenant(self) -> str | None:
-        """Whose turn it is; None if nothing waits or all rest. Waits for a change in that case."""
-        waits = {tenant: self._pace.wait(tenant) for tenant in self._waiting}
-        ready = next((tenant for tenant, seconds in waits.items() if not seconds), None)
-        if ready is None:
+        """Whose turn it is, waiting until there is one; None if the pool was closed."""
+        while not self._closed:
+            waits = {}
+            for tenant, own in self._waiting.items():
+                ends_answer = own[0][0].running()
+                waits[tenant] = 0.0 if ends_answer else self.pace.wait(tenant)
+                if not waits[tenant]:
+                    return tenant
             self._changed.wait(min(_LOOK_S, *waits.values()) if waits else None)
-        return ready
+        return None
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                while (tenant := self._next_tenant()) is None:
-                    if self._closed:
-                        return
-                if self._closed:
+                tenant = self._next_tenant()
+                if tenant is None:
                     return
                 own = self._waiting.pop(tenant)
                 future, work = own.popleft()
@@ -128,5 +126,5 @@ class FairPool:
                     future.set_result(work())
                 except BaseException as error:  # noqa: BLE001 - it is raised where the result is waited for
                     future.set_exception(error)
-            self._pace.worked(tenant, thread_time() - began)
+            self.pace.worked(tenant, thread_time() - began)
             del future, work, own  # a prompt must not be held until the next one comes

@@ -1,8 +1,9 @@
 """Lets the large requests of one tenant rest while other tenants use the server.
 
-The interpreter runs one thread at a time, and so the model as well waits for whoever parses a large body or makes lists
-of its tokens. Used by the pools that do so. Invariant: while others are here, a tenant's large requests take
-at most one part in ``rest + 1`` of the time; a tenant that is alone never waits.
+The interpreter runs one thread at a time, and so the model as well waits for whoever parses a large body, makes lists
+of its tokens or compiles its schema. Used by the pools that do so. Invariant: while others are here, for each
+second of a processor that a tenant's work took its next work waits ``rest`` seconds, up to a bound; a tenant that is
+alone never waits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from time import monotonic
 
 _HERE_S = 10.0  # after its last request a tenant counts as here
+_MAX_REST_S = 5.0  # after the longest work
 
 
 class Pace:
@@ -47,8 +49,10 @@ class Pace:
 
     def worked(self, tenant: str, seconds: float) -> None:
         """Work of this tenant has just ended, and took so much of a processor."""
-        with self._lock:
-            self._begins[tenant] = monotonic() + self._rest * seconds
+        rest = min(_MAX_REST_S, self._rest * seconds)
+        if rest:
+            with self._lock:
+                self._begins[tenant] = max(self._begins.get(tenant, 0.0), monotonic() + rest)
 
     def wait(self, tenant: str) -> float:
         """Seconds until this tenant's next work may begin."""
