@@ -290,8 +290,10 @@ def run(args: argparse.Namespace) -> Report:
     names = ("minutes", "rss", "anonymous", "kept", "threads", "files", "leases", "running")
     columns = ("minute", "RSS, MB", "anonymous, MB", "KV kept, MB", "threads", "files", "leases", "jobs")
     table = report.table(f"Soak: {args.minutes:g} minutes", columns, dtype="float32", model="tiny-llama")
-    for s in samples[:: max(1, len(samples) // 12)]:
-        table.add(*(f"{getattr(s, name):.1f}" for name in names))
+    part = max(1, len(samples) // 12)
+    for at in range(0, len(samples), part):  # medians: one sample says more of the moment than of the hour
+        values = ([getattr(s, name) for s in samples[at : at + part]] for name in names)
+        table.add(*(f"{statistics.median(of):.1f}" for of in values))
     rest = [f"{s.anonymous:.1f} MB, {s.threads:g} threads, {s.files:g} files, {s.leases} leases" for s in (first, last)]
     table.notes += [
         f"{sum(load.counts.values()):,} requests: {dict(load.counts)}; {load.adapted:,} answers of the adapter; "

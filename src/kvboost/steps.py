@@ -44,7 +44,7 @@ class StepRule:
         if self.grid:
             return min((start // self.grid + 1) * self.grid, limit)
         longest = self.max_tokens
-        if start:  # behind other tokens attention has a mask of the step's tokens by all positions
+        if start:  # behind other tokens layers with a window have a mask of the step's tokens by all positions
             longest = min(longest, max(_FEWEST, _MASK_ELEMENTS // (start + longest)))
         return min(start + longest, limit)
 

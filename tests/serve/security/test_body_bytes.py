@@ -16,6 +16,12 @@ from tests.serve.asgi import ask
 from tests.serve.conftest import KEY, Running
 
 
+def _post(tenant: str) -> dict[str, Any]:
+    """The ASGI scope of a request of this tenant."""
+    caller = Caller(tenant, admin=False)
+    return {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "state": {"caller": caller}}
+
+
 def test_a_key_that_fills_the_memory_is_refused_and_another_is_not() -> None:
     async def scenario() -> None:
         go, inside = asyncio.Event(), 0
@@ -39,14 +45,7 @@ def test_a_key_that_fills_the_memory_is_refused_and_another_is_not() -> None:
                 if message["type"] == "http.response.start":
                     statuses.append(message["status"])
 
-            scope = {
-                "type": "http",
-                "method": "POST",
-                "path": "/v1/completions",
-                "headers": [],
-                "state": {"caller": Caller(tenant, admin=False)},
-            }
-            await limited(scope, receive, send)
+            await limited(_post(tenant), receive, send)
             return statuses[0]
 
         first = asyncio.create_task(request("a", 80))
@@ -115,14 +114,7 @@ def test_one_keys_many_bodies_do_not_come_before_anothers_one() -> None:
             async def receive() -> dict[str, Any]:
                 return {"type": "http.request", "body": b"x" * 1000, "more_body": next(pieces) > 0}
 
-            scope = {
-                "type": "http",
-                "method": "POST",
-                "path": "/",
-                "headers": [],
-                "state": {"caller": Caller(tenant, admin=False)},
-            }
-            await limited(scope, receive, receive)
+            await limited(_post(tenant), receive, receive)
 
         await asyncio.gather(*(request(tenant) for tenant in "aaaaab"))
         return ended
@@ -153,14 +145,7 @@ def _received(limits: Limits, pieces: int, *, bodies: int, stuck: int = 0) -> tu
                     await asyncio.sleep(60)
                 return {"type": "http.request", "body": b"x", "more_body": number > 0}
 
-            scope = {
-                "type": "http",
-                "method": "POST",
-                "path": "/",
-                "headers": [],
-                "state": {"caller": Caller("a", admin=False)},
-            }
-            await limited(scope, receive, send)
+            await limited(_post("a"), receive, send)
 
         waiting = [asyncio.create_task(request(2, ends=False)) for _ in range(stuck)]
         await asyncio.sleep(0.1 if stuck else 0)

@@ -38,6 +38,14 @@ async def _blocked(pool: FairPool, work: _Work) -> asyncio.Task[None]:
     return first
 
 
+async def _ended(name: str) -> None:
+    """Wait for the end of a pool's thread."""
+    end = time.monotonic() + 20
+    while any(thread.name == name for thread in threading.enumerate()):
+        assert time.monotonic() < end
+        await asyncio.sleep(0.01)
+
+
 def _tasks(pool: FairPool, work: _Work, names: str) -> list[asyncio.Task[str]]:
     return [asyncio.create_task(pool.run(name[0], work.note, name)) for name in names.split()]
 
@@ -180,7 +188,7 @@ def test_an_error_is_raised_where_the_result_is_waited_for() -> None:
 
 
 def test_one_that_worked_rests_while_the_other_goes_on() -> None:
-    async def scenario() -> list[str]:
+    async def scenario() -> None:
         pool, work = FairPool(1, max_waiting=10, name="test", pace=Pace(1000.0)), _Work()
 
         def busy() -> None:
@@ -196,7 +204,6 @@ def test_one_that_worked_rests_while_the_other_goes_on() -> None:
             assert work.done == ["b1", "b2"]
         rests[0].cancel()
         pool.close()
-        return work.done
 
     asyncio.run(scenario())
 
@@ -224,10 +231,7 @@ def test_a_pool_whose_tenants_rest_can_be_closed() -> None:
             task = asyncio.create_task(pool.run("a", time.sleep, 0))
             await asyncio.sleep(0.05)
             pool.close()
-            end = time.monotonic() + 20
-            while any(thread.name == "closed-at-rest" for thread in threading.enumerate()):
-                assert time.monotonic() < end
-                await asyncio.sleep(0.01)
+            await _ended("closed-at-rest")
             task.cancel()
 
     asyncio.run(scenario())
@@ -256,9 +260,6 @@ def test_a_pool_closed_while_it_works_ends_its_thread() -> None:
         pool.close()
         work.go.set()
         await first
-        end = time.monotonic() + 20
-        while any(thread.name == "closed-at-work" for thread in threading.enumerate()):
-            assert time.monotonic() < end
-            await asyncio.sleep(0.01)
+        await _ended("closed-at-work")
 
     asyncio.run(scenario())
