@@ -19,6 +19,7 @@ from kvboost.core.verify import same_bits
 from kvboost.hf import attention as module
 from kvboost.hf.attention import Step, UnsupportedAttentionError, attending, attention, mask
 from kvboost.hf.cache import KVLayout, SlabCache, TensorSpec
+from tests.helpers.mutations import mutated
 
 _TOKENS, _DIM, _GRANULE = 640, 16, 512  # whole blocks of keys: other granules depend on the machine
 _CAUSAL, _SLIDING = causal_mask_function, sliding_window_causal_mask_function(100)
@@ -259,3 +260,20 @@ def test_a_large_mask_is_not_folded_and_gives_the_same_bits(
         results.append(prefill(of, [start, end]))
     assert heads == [4, 2, 4, 4]
     assert same_bits(*results)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("first + blocks\n", "first + blocks + 1\n"),
+        ("first + blocks\n", "first + blocks - 1\n"),
+        ("numbers[hidden:]", "numbers[len(numbers) :]"),
+    ],
+    ids=["a key too many", "a key too few", "no mask"],
+)
+def test_a_wrong_mask_of_many_rows_is_seen(right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = layer()
+    whole = prefill(of, [_TOKENS])
+    assert same_bits(prefill(of, [40, _TOKENS]), whole)
+    monkeypatch.setattr(module, "_behind", mutated(module._behind, right, wrong))
+    assert not same_bits(prefill(of, [40, _TOKENS]), whole)

@@ -19,13 +19,15 @@ from kvboost.hf.cache import SlabCache
 from kvboost.hf.numerics import choose as choose_module
 from kvboost.hf.numerics import choose_numerics
 from kvboost.hf.numerics import tiles as tiles_module
-from kvboost.hf.numerics.rows import RowSizes
+from kvboost.hf.numerics.packed import PackedLinear
+from kvboost.hf.numerics.rows import RowSizes, run_rows
 from kvboost.hf.numerics.tiles import Tiles
 from kvboost.hf.probe import probe_model
 from kvboost.hf.shape import shape_of
 from kvboost.steps import StepRule
 from tests.helpers.kernels import round_by_rows
 from tests.helpers.models import tiny_model
+from tests.helpers.mutations import mutated
 
 _WIDE = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 1024}
 _TOKENS = 640  # beyond a block of 512 keys
@@ -33,13 +35,16 @@ _IDS = (torch.arange(_TOKENS) * 7919 % 97).view(1, -1)
 _MODELS: dict[Any, Any] = {}
 
 
+def made_tiles(model: Any) -> tuple[Any, Any, Tiles]:
+    layout = probe_model(model).layout
+    chosen = choose_numerics(model, layout, shape_of(model, layout), numerics=None)
+    assert chosen.tiles is not None, chosen.reason
+    return model, layout, chosen.tiles
+
+
 def tiled(family: str, dtype: torch.dtype) -> tuple[Any, Any, Tiles]:
     if (family, dtype) not in _MODELS:
-        model = tiny_model(family, dtype=dtype, **_WIDE)
-        layout = probe_model(model).layout
-        chosen = choose_numerics(model, layout, shape_of(model, layout), numerics=None)
-        assert chosen.tiles is not None, chosen.reason
-        _MODELS[family, dtype] = model, layout, chosen.tiles
+        _MODELS[family, dtype] = made_tiles(tiny_model(family, dtype=dtype, **_WIDE))
     return _MODELS[family, dtype]
 
 
@@ -68,39 +73,60 @@ def test_any_cuts_give_the_same_bits(family: str, dtype: torch.dtype, cuts: set[
         assert same_bits(one[:, :, :end], other)
 
 
-def differs(family: str, dtype: torch.dtype, cuts: list[int]) -> bool:
-    model, layout, tiles = tiled(family, dtype)
-    whole, parts = (prefill(model, layout, tiles, [*cut, _TOKENS]) for cut in ([], cuts))
+def differs(of: tuple[Any, Any, Tiles], cuts: list[int]) -> bool:
+    whole, parts = (prefill(*of, [*cut, _TOKENS]) for cut in ([], cuts))
     return not all(same_bits(one, other) for one, other in zip(whole, parts, strict=True))
 
 
-@pytest.mark.parametrize("bug", ["no granule", "keys not wiped", "mask dropped", "any number of rows"])
+_CUTS = [270, 300, 333, 601]
+
+
+@pytest.mark.parametrize("bug", ["no granule", "keys not wiped", "mask dropped", "mask off by one", "any rows"])
 def test_seeded_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail: each of these makes bits depend on the step."""
-    dtype, cuts = torch.float32, [270, 300, 333, 601]
+    of = tiled("llama", torch.float32)
+    assert not differs(of, _CUTS)
     if bug == "no granule":
-        monkeypatch.setattr(tiled("llama", dtype)[2], "granule", 1)
+        monkeypatch.setattr(of[2], "granule", 1)
     elif bug == "keys not wiped":
         monkeypatch.setattr(SlabCache, "wipe", lambda *_: None)
     elif bug == "mask dropped":
         nothing_hidden = torch.zeros(1, 1, 1, 1)
         monkeypatch.setattr(attention, "_bias", lambda *_: nothing_hidden)
+    elif bug == "mask off by one":
+        wrong = mutated(attention._behind, "first + blocks\n", "first + blocks + 1\n")
+        monkeypatch.setattr(attention, "_behind", wrong)
     else:
         round_by_rows(monkeypatch)
         monkeypatch.setattr(tiles_module._Layer, "needs_hook", lambda *_: False)
-    assert differs("llama", dtype, cuts)
+    assert differs(of, _CUTS)
 
 
 def test_kernels_that_round_by_their_rows_are_given_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     round_by_rows(monkeypatch)
     monkeypatch.setattr(tiles_module, "_GOOD_ENOUGH", 2.0)  # or packed weights take their place
-    model = tiny_model("llama", **_WIDE)
-    layout = probe_model(model).layout
-    tiles = choose_numerics(model, layout, shape_of(model, layout), numerics=None).tiles
-    assert tiles is not None
-    whole = prefill(model, layout, tiles, [_TOKENS])
-    parts = prefill(model, layout, tiles, [1, 20, 300, 333, _TOKENS])
-    assert all(same_bits(one, other) for one, other in zip(whole, parts, strict=True))
+    of = made_tiles(tiny_model("llama", **_WIDE))
+    cuts = [1, 20, *_CUTS]
+    assert not differs(of, cuts)
+    # A call that begins one row early puts each row behind its border into the place of the next.
+    wrong = mutated(run_rows, "x[start : start + size]", "x[max(start - 1, 0) :][:size]")
+    monkeypatch.setattr(tiles_module, "run_rows", wrong)
+    assert differs(of, cuts)
+
+
+def test_packed_and_unpacked_weights_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that is packed is packed for every step, also for one whose rows its own kernel could take."""
+    packed = PackedLinear.__call__
+    monkeypatch.setattr(tiles_module, "_GOOD_ENOUGH", 0.0)  # pack whatever can be packed
+    # Other bits than the plain layer on any machine, by the same rule for every row.
+    monkeypatch.setattr(PackedLinear, "__call__", lambda self, x: packed(self, x) * (1 + 2**-20))
+    of = made_tiles(tiny_model("llama", **_WIDE))
+    if not of[2].packed_bytes:
+        pytest.skip("no layer is better packed on this machine")
+    cuts = [1, 20, *_CUTS]
+    assert not differs(of, cuts)
+    monkeypatch.setattr(tiles_module._Layer, "needs_hook", lambda self, rows: not 20 < rows < 64)
+    assert differs(of, cuts)
 
 
 def test_outside_a_step_the_attention_is_sdpa() -> None:
