@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from typing import get_args
+
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvboost.steps import StepRule
+from kvboost.steps import MaskedSteps, StepRule, largest_mask
 
 rules = st.one_of(
     st.builds(StepRule, st.integers(1, 50)),
@@ -43,9 +45,17 @@ def test_numerics_are_part_of_the_key() -> None:
     assert StepRule(8).spec == StepRule(16).spec, "the length of a step changes no bit"
 
 
-@given(st.integers(1, 1 << 14), st.integers(0, 1 << 20))
-def test_the_mask_of_a_step_is_bounded(longest: int, start: int) -> None:
-    rows = StepRule(longest).step_end(start, 1 << 30) - start
-    assert rows == longest or (start and rows >= 256)
-    if start and rows > 256:
-        assert rows * (start + rows) <= 2**26
+@given(st.sampled_from(get_args(MaskedSteps)), st.integers(1, 1 << 14), st.just(0) | st.integers(1, 1 << 20))
+@example("none", 1 << 14, 1 << 20)
+@example("later", 1 << 14, 0)
+@example("later", 1 << 14, 1)
+@example("all", 1 << 14, 0)
+def test_only_a_step_with_a_mask_is_shorter_and_its_mask_is_bounded(
+    masked: MaskedSteps, longest: int, start: int
+) -> None:
+    rows = StepRule(longest, masked=masked).step_end(start, 1 << 30) - start
+    if masked == "none" or (masked == "later" and start == 0):
+        assert rows == longest
+        return
+    assert rows * (start + rows) <= largest_mask(start + rows)
+    assert rows in (longest, 256) or (rows + 1) * (start + rows + 1) > 2**26, "no shorter than it must be"

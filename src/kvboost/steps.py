@@ -7,11 +7,18 @@ computed at once. Invariant: under a bitwise rule the bits of a position depend 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
 from typing import Literal
 
 Numerics = Literal["bitwise", "fast"]
+MaskedSteps = Literal["none", "later", "all"]
 _MASK_ELEMENTS = 2**26
 _FEWEST = 256  # tokens; shorter steps stream the weights too often
+
+
+def largest_mask(positions: int) -> int:
+    """The most elements that the mask of a step has, among so many positions."""
+    return max(_MASK_ELEMENTS, _FEWEST * positions)
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,8 @@ class StepRule:
     """Steps begin and end at multiples of this, and only such steps have the bits of a cold run. None: any step has."""
     numerics: Numerics = "bitwise"
     """``"fast"``: steps begin where the reused KV ends. That is exact up to rounding, not to the bit."""
+    masked: MaskedSteps = "none"
+    """Which steps have a mask of their tokens by all positions: ``"later"``, those behind other tokens."""
 
     @property
     def spec(self) -> str:
@@ -44,8 +53,9 @@ class StepRule:
         if self.grid:
             return min((start // self.grid + 1) * self.grid, limit)
         longest = self.max_tokens
-        if start:  # behind other tokens layers with a window have a mask of the step's tokens by all positions
-            longest = min(longest, max(_FEWEST, _MASK_ELEMENTS // (start + longest)))
+        if self.masked == "all" or (self.masked == "later" and start):
+            # The most rows with rows * (start + rows) <= _MASK_ELEMENTS.
+            longest = min(longest, max(_FEWEST, (isqrt(start * start + 4 * _MASK_ELEMENTS) - start) // 2))
         return min(start + longest, limit)
 
     def keeps_bits(self, start: int, end: int) -> bool:

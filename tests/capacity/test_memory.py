@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvboost.capacity import WeightMemory, estimate_memory, paged_memory, request_bytes, workspace_capacity
 from kvboost.errors import ConfigError
+from kvboost.steps import StepRule
 from tests.capacity.shapes import KV, WEIGHTS, shape, work
 
 
@@ -132,3 +134,26 @@ def test_a_larger_budget_spills_less(tokens: int, budget: int, more: int) -> Non
     assert kv <= budget
     assert kv + spilled >= tokens * KV
     assert paged_memory(shape(), tokens=tokens, budget=budget + more, block_tokens=64)[1] <= spilled
+
+
+def test_in_tiles_only_windows_have_a_mask_and_no_keys_are_repeated() -> None:
+    def attention(**changes: object) -> int:
+        return estimate_memory(shape(tiled=True, **changes), WEIGHTS, work()).activations.attention
+
+    held = 2 * 128 * 32 * 4 + 128 * 32 * 4 + (4 * 128 * 4 * 8 + 2 * 2 * 128 * 2 * 8) * 4
+    assert attention() == held
+    assert attention(windows=(None, 100, 100)) == held + 128 * 1000 * (3 + 4)
+
+
+def test_a_mask_is_counted_as_the_steps_make_it() -> None:
+    asked = work(context=100_000, step_tokens=16_384)
+    rule = StepRule(16_384, masked="all")
+    ends = [0]
+    while ends[-1] < asked.context:
+        ends.append(rule.step_end(ends[-1], asked.context))
+    largest = max((end - start) * end for start, end in pairwise(ends))
+    alone, masked = (
+        estimate_memory(shape(tiled=True, windows=windows), WEIGHTS, asked).activations.attention
+        for windows in ((None,) * 3, (100,) * 3)
+    )
+    assert largest <= (masked - alone) // 7 <= 1.01 * largest

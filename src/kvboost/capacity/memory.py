@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvboost.errors import ConfigError
+from kvboost.steps import largest_mask
 
 MIN_STEP, MAX_STEP = 512, 16384  # tokens of a prefill step
 _ROUND_TO = 256  # tokens; equal capacities for similar prompts let the workspaces serve them with the same memory
@@ -64,6 +65,8 @@ class ModelShape:
     """How far back each layer looks; None is all the way."""
     masks: bool = True
     """Whether its attention is torch's kernel with a mask, for which shared keys are repeated (sdpa)."""
+    tiled: bool = False
+    """Whether it runs in tiles: then only layers with a window have a mask, and no keys are repeated."""
     max_positions: int | None = None
     on_host: bool = True
     """Whether it runs on the CPU, where memory counts from when it is first written to."""
@@ -250,9 +253,13 @@ def activations(shape: ModelShape, work: Workload) -> Activations:
         # The mask as it is made, and as numbers for the kernel; one for full and one for sliding attention.
         # A prompt in one step under full attention needs none.
         kinds = len(set(shape.windows)) if not shape.masks or tokens < seen or any(shape.windows) else 0
-        masks = tokens * seen * (_MASK_COPIES * kinds + shape.element) if kinds else 0
-        repeated = 2 * shape.heads * seen * shape.head_dim * shape.element if shape.heads != shape.kv_heads else 0
-        attention += masks + (repeated if shape.masks else 0)
+        if shape.tiled:
+            kinds = len(set(shape.windows) - {None})
+        # Accelerators may have a grid, whose steps are as long behind many positions as at the beginning.
+        elements = min(tokens * seen, largest_mask(seen)) if shape.on_host else tokens * seen
+        attention += elements * (_MASK_COPIES * kinds + shape.element) if kinds else 0
+        if shape.masks and not shape.tiled and shape.heads != shape.kv_heads:
+            attention += 2 * shape.heads * seen * shape.head_dim * shape.element
         if not shape.masks:  # the scores themselves, before and after the softmax, which is in float32
             attention += shape.heads * tokens * seen * (shape.element + _FLOAT)
     else:

@@ -5,7 +5,7 @@ Used by ``kvboost doctor``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvboost.capacity import Machine, MemoryEstimate, Option, list_options, step_limit
 from kvboost.config import EngineConfig
@@ -43,6 +43,8 @@ def forecast(
     The default ``context`` is 4096 tokens, or the model's maximum if that is less.
     """
     model = model_on_disk(source)
+    if config.numerics == "fast":
+        model = replace(model, shape=replace(model.shape, tiled=False))
     if context is None:
         context = min(_CONTEXT, model.shape.max_positions or _CONTEXT)
     weights = model.weights if weight_budget is None else model.streamed(weight_budget)

@@ -120,6 +120,7 @@ def estimate_engine(engine: KVBoost, *, context: int, batch: int, stored_tokens:
         stored_tokens=stored_tokens,
     )
     shape, weights = shape_of(engine.model, layout), weights_of(engine.model)
+    shape = replace(shape, tiled=parts.runner.tiles is not None)
     resident, held = resident_bytes(), session.store.stats().bytes + session.prefiller.pool.idle_bytes
     known = weights.in_memory + held if shape.on_host else 0
     # The rest of the process; not measured where the system does not report it.

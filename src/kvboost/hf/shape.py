@@ -15,6 +15,7 @@ from kvboost.hf.attention import NAME
 from kvboost.hf.cache import KVLayout, TensorSpec
 from kvboost.hf.codec import codec_for
 from kvboost.hf.layers import windows_by_layer
+from kvboost.hf.numerics.tiles import why_no_tiles
 from kvboost.hf.probe import max_positions_of
 
 _SAMPLE_TOKENS = 64  # the 4-bit codec keeps one mean for so many
@@ -44,6 +45,7 @@ def shape_of(model: Any, layout: KVLayout) -> ModelShape:
         kv_per_token=layout.bytes_per_token,
         windows=_windows(model, layers),
         masks=model.config._attn_implementation in ("sdpa", NAME),
+        tiled=keys.device.type == "cpu" and why_no_tiles(model) is None,  # as far as can be told without running it
         max_positions=max_positions_of(config),
         on_host=keys.device.type == "cpu",
     )

@@ -160,6 +160,32 @@ def test_what_cannot_run_in_tiles_is_stepped_on_a_grid(family: str, changes: dic
     assert model.config._attn_implementation == before
 
 
+@pytest.mark.parametrize(
+    ("family", "numerics", "masked"),
+    [
+        ("llama", None, "none"),
+        ("gemma3_text", None, "all"),
+        ("llama", "fast", "later"),
+        ("gemma3_text", "fast", "all"),
+        ("qwen3_moe", None, "none"),
+    ],
+)
+def test_steps_with_a_mask_are_known(family: str, numerics: Any, masked: str) -> None:
+    """Of a grid the rule need not know: it has the same steps with masks and without."""
+    model = tiny_model(family)
+    layout = probe_model(model).layout
+    chosen = choose_numerics(model, layout, shape_of(model, layout), numerics=numerics)
+    assert chosen.rule.masked == masked
+    made: list[bool] = []
+    if chosen.tiles is not None:
+        cache = SlabCache(layout, capacity=200)
+        for end in (80, 160):
+            with chosen.tiles.step(cache, 80) as step, torch.no_grad():
+                model.get_decoder()(input_ids=_IDS[:, end - 80 : end], past_key_values=cache, use_cache=True)
+            made.append(bool(step.biases))
+        assert made == [masked == "all"] * 2
+
+
 def test_a_changed_weight_is_packed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles_module, "_GOOD_ENOUGH", 0.0)  # pack whatever can be packed
     model = tiny_model("llama", **_WIDE)

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from kvboost.capacity import ModelShape, step_limit
+from kvboost.errors import UnsupportedModelError
 from kvboost.hf import attention
 from kvboost.hf.cache import KVLayout, SlabCache
 from kvboost.hf.device_memory import memory_available
+from kvboost.hf.layers import windows_by_layer
 from kvboost.hf.numerics.granule import key_granule
 from kvboost.hf.numerics.tiles import Tiles, why_no_tiles
-from kvboost.steps import Numerics, StepRule
+from kvboost.steps import MaskedSteps, Numerics, StepRule
 
 _GRID_ON_CPU = 128  # tokens; smaller steps stream the weights too often, larger ones leave more to recompute
 _GRID_ELSEWHERE = 1024  # tokens; a step of a large model keeps a large accelerator busy
@@ -50,14 +52,28 @@ def choose_numerics(model: Any, layout: KVLayout, shape: ModelShape, *, numerics
     longest = step_limit(shape, available=memory_available()) if on_cpu else _GRID_ELSEWHERE
     wanted = numerics or ("bitwise" if on_cpu else "fast")
     if wanted == "fast":
-        return ChosenNumerics(StepRule(longest, numerics="fast"), None, "numerics='fast'")
+        rule = StepRule(longest, numerics="fast", masked=_masked_steps(model, tiled=False))
+        return ChosenNumerics(rule, None, "numerics='fast'")
     if not on_cpu:
         return ChosenNumerics(StepRule(longest, longest), None, "rounding depends on a step's shape on this device")
     tiles, reason = _try_tiles(model, layout)
-    rule = StepRule(longest) if tiles is not None else StepRule(_GRID_ON_CPU, _GRID_ON_CPU)
+    rule = StepRule(_GRID_ON_CPU, _GRID_ON_CPU)
+    if tiles is not None:
+        rule = StepRule(longest, masked=_masked_steps(model, tiled=True))
     if reason is not None:
         _log.info("steps of %d tokens: %s", _GRID_ON_CPU, reason)
     return ChosenNumerics(rule, tiles, reason)
+
+
+def _masked_steps(model: Any, *, tiled: bool) -> MaskedSteps:
+    """Which steps have a mask matrix: in tiles only layers with a window do, and those from position 0 on."""
+    try:
+        windowed = any(windows_by_layer(model))
+    except UnsupportedModelError:
+        windowed = True  # layers of a kind that is not known: whatever they hide is a matrix
+    if windowed:
+        return "all"
+    return "none" if tiled else "later"
 
 
 def _try_tiles(model: Any, layout: KVLayout) -> tuple[Tiles | None, str | None]:
