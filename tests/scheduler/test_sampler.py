@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from kvboost.errors import ConfigError
 from kvboost.scheduler.jobs import Job, Sampling
-from kvboost.scheduler.sampler import Sampler
+from kvboost.scheduler.sampler import Sampler, sample_batch
+from tests.helpers.devices import Devices, on_device
 
 _LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.9, -1.0])
 
 
-def sampler(*, top_logprobs: int | None = None, constrain: Any = None, **settings: Any) -> Sampler:
+def sampler(*, top_logprobs: int | None = None, constrain: Any = None, device: str = "cpu", **settings: Any) -> Sampler:
     job = Job(
         token_ids=(1,),
         max_new_tokens=9,
@@ -23,7 +24,7 @@ def sampler(*, top_logprobs: int | None = None, constrain: Any = None, **setting
         top_logprobs=top_logprobs,
         constrain=constrain,
     )
-    return Sampler(job, device=torch.device("cpu"))
+    return Sampler(job, device=torch.device(device))
 
 
 def test_greedy_takes_the_likeliest() -> None:
@@ -128,3 +129,25 @@ def test_log_probabilities_are_the_models_own() -> None:
 def test_settings_nobody_can_sample_with(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Sampling(**settings).check(vocab_size=5)
+
+
+def test_a_batch_with_penalties_uploads_nothing_and_waits_once() -> None:
+    """What was generated stays on the device: the host hands over nothing for a new token, however many there are."""
+    kinds: list[dict[str, Any]] = [
+        {"presence_penalty": 0.4},
+        {"frequency_penalty": 0.3, "presence_penalty": 0.1},
+        {"repetition_penalty": 1.5},
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    ]
+    logits = torch.randn(16, 50, generator=torch.Generator().manual_seed(1))
+    here = [sampler(**kinds[i % 4]) for i in range(16)]
+    with Devices() as seen:
+        there = [sampler(**kinds[i % 4], device="cuda:0") for i in range(16)]
+        on_it = on_device(logits, "cuda:0")
+        for _ in range(6):
+            expected = sample_batch(here, logits)
+            seen.events.clear()
+            assert sample_batch(there, on_it) == expected
+            assert not seen.of("upload"), seen.of("upload")
+            assert seen.counts["wait"] == 1
+    assert len({tuple(one.generated) for one in there}) > 4

@@ -32,7 +32,9 @@ class Sampler:
             end_token_ids=job.stop_token_ids,
             device=device,
         )
-        self._device = device
+        # A copy on the device for the processors, which grows by tokens that were drawn there.
+        self._ids = torch.empty(1, 0, dtype=torch.long, device=device)
+        self._drawn: torch.Tensor | None = None
         self._generator: torch.Generator | None = None
         if job.sampling.temperature > 0.0:
             self._generator = torch.Generator(device)
@@ -58,7 +60,7 @@ class Sampler:
         scores = logits.float()[None]
         allowed = torch.ones(1, dtype=torch.long, device=scores.device)
         if self._processors:
-            scores = self._processors(torch.tensor([self.generated], dtype=torch.long, device=self._device), scores)
+            scores = self._processors(self._ids, scores)
             allowed = (scores.max() > -torch.inf).long()[None]  # not so for NaN either
         if self._generator is None:
             token = scores.max(dim=-1).indices
@@ -66,6 +68,7 @@ class Sampler:
             # Where nothing is allowed there is nothing to draw from; accept() says so.
             weights = torch.where(allowed.bool(), scores, 0.0).softmax(dim=-1)
             token = torch.multinomial(weights, 1, generator=self._generator)[0]
+        self._drawn = token
         if self._top_logprobs is None:
             return [allowed, token]
         # From the model's own logits, before any processor.
@@ -83,6 +86,12 @@ class Sampler:
         logprob, *rest = drawn
         ids, values = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         return NewToken(token, _number(logprob), tuple(zip(ids, map(_number, values), strict=True)))
+
+    def keep(self, token_id: int) -> None:
+        """The next token is this one, which was accepted."""
+        self.generated.append(token_id)
+        if self._processors and self._drawn is not None:
+            self._ids = torch.cat([self._ids, self._drawn[None].to(self._ids.device)], dim=1)
 
 
 def sample_batch(samplers: Sequence[Sampler | None], logits: torch.Tensor) -> list[NewToken | Exception]:
@@ -112,7 +121,7 @@ def sample_batch(samplers: Sequence[Sampler | None], logits: torch.Tensor) -> li
             results.append(error)
             continue
         if sampler is not None:
-            sampler.generated.append(new.token_id)
+            sampler.keep(new.token_id)
         results.append(new)
     return results
 
