@@ -97,8 +97,12 @@ class Codec(Protocol):
 class Runner(Protocol):
     """Forward passes of one model."""
 
-    def append(self, tokens: Sequence[int], cache: Any, *, logits: bool) -> torch.Tensor | None:
-        """Compute ``tokens`` behind what the cache holds. Returns the last token's logits [vocab] if ``logits``."""
+    def upload(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Token ids [n] where the model is."""
+        ...
+
+    def append(self, ids: torch.Tensor, cache: Any, *, logits: bool) -> torch.Tensor | None:
+        """Compute uploaded ``ids`` behind what the cache holds. Returns the last one's logits [vocab] if ``logits``."""
         ...
 
 

@@ -9,11 +9,11 @@ repositioned chunk, and nothing from a step that the rule does not allow, is eve
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType, TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from kvboost.core.backend import KVCache
 from kvboost.core.clock import StageClock
@@ -24,6 +24,9 @@ from kvboost.core.workspaces import WorkspacePool
 from kvboost.extend import ContentLease, Lease
 from kvboost.steps import StepRule
 from kvboost.types import TOKEN_BYTES, Chunk, KVBlock, LoadReport, ReuseReport
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,7 @@ class PrefillState:
         self.forwards = 0
         """Steps that were computed."""
         self._observed = False
+        self._uploaded: tuple[int, torch.Tensor] | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -207,6 +211,14 @@ class PrefillState:
     def new_chunks(self) -> int:
         """Blocks that this prefill added to the store."""
         return self._new_chunks
+
+    def missing_ids(self, end: int, *, upload: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor:
+        """The ids of the positions up to ``end`` that are not computed yet, [n], from one upload for all steps."""
+        start = self._num_computed
+        if self._uploaded is None or start < self._uploaded[0]:
+            self._uploaded = start, upload(self.tokens[start:])
+        first, ids = self._uploaded
+        return ids[start - first : end - first]
 
     # Transitions
 

@@ -198,7 +198,7 @@ class Prefiller:
             if cancelled():
                 raise RequestCancelled
             end = state.rule.step_end(state.num_computed, to)
-            self.runner.append(state.tokens[state.num_computed : end], state.cache, logits=False)
+            self.runner.append(state.missing_ids(end, upload=self.runner.upload), state.cache, logits=False)
             state.computed(end)
             if state.paged:
                 self.commit(state)  # while most of these positions are in memory
@@ -214,7 +214,9 @@ class Prefiller:
 
     def finish(self, state: PrefillState) -> torch.Tensor:
         """Run the last step, or what is missing of it, and return the last token's logits, [vocab]."""
-        logits = self.runner.append(_last_tokens(state), state.cache, logits=True)
+        _check_last_step(state)
+        ids = state.missing_ids(len(state.tokens), upload=self.runner.upload)
+        logits = self.runner.append(ids, state.cache, logits=True)
         assert logits is not None
         state.computed(len(state.tokens))
         state.clock.lap("first_token")
@@ -289,7 +291,11 @@ class Prefiller:
 
 def finish_together(runner: JointRunner, states: Sequence[PrefillState]) -> torch.Tensor:
     """Run the last steps of several prefills in one forward. Returns their last tokens' logits, [states, vocab]."""
-    logits = runner.append([_last_tokens(state) for state in states], [state.cache for state in states])
+    for state in states:
+        _check_last_step(state)
+    # One upload for all of them, whatever each has on the device.
+    tokens = [state.tokens[state.num_computed :] for state in states]
+    logits = runner.append(tokens, [state.cache for state in states])
     for state in states:
         state.computed(len(state.tokens))
         state.clock.lap("first_token")
@@ -298,10 +304,9 @@ def finish_together(runner: JointRunner, states: Sequence[PrefillState]) -> torc
     return logits
 
 
-def _last_tokens(state: PrefillState) -> list[int]:
-    """The tokens of the last step, or what is missing of it."""
+def _check_last_step(state: PrefillState) -> None:
+    """Raise ValueError unless all that is missing is the last step, or a part of it."""
     if state.awaits_repair:
         raise ValueError("the repair has not run; call advance_to_last_step first")
     if state.rule.step_end(state.num_computed, len(state.tokens)) < len(state.tokens):
         raise ValueError("the steps before the last one have not run; call advance_to_last_step first")
-    return state.tokens[state.num_computed :]

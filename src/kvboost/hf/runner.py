@@ -38,10 +38,14 @@ class ModelRunner:
         device: torch.device = self.model.get_input_embeddings().weight.device
         return device
 
+    def upload(self, tokens: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        """Token ids [n] where the model is; those that are there are not copied."""
+        return torch.as_tensor(tokens, device=self.device)
+
     @torch.no_grad()
     def append(self, tokens: Sequence[int] | torch.Tensor, cache: Any, *, logits: bool) -> torch.Tensor | None:
         """Compute ``tokens`` behind what the cache holds. Returns the last token's logits [vocab] if ``logits``."""
-        ids = torch.as_tensor(tokens, device=self.device).view(1, -1)
+        ids = self.upload(tokens).view(1, -1)
         with self._step(cache, ids.shape[1]):
             return self.run(ids, cache, logits=logits)
 

@@ -286,13 +286,3 @@ def test_flash_gets_no_dense_mask() -> None:
         assert "takes no mask of chosen positions" in (again.reuse.reason or "")
         assert engine.generate([*text, 9], max_new_tokens=2, temperature=0).reuse.exact_tokens == 128
     assert seen
-
-
-def test_an_accelerator_takes_few_forwards() -> None:
-    """8,000 tokens in at most 9 forwards, on a grid and without one."""
-    for rule in (StepRule(1024, 1024), StepRule(1024, numerics="fast")):
-        for known in (0, 5, 1500):
-            start, forwards = rule.resume(known), 0
-            while start < 8000:
-                start, forwards = rule.step_end(start, 8000), forwards + 1
-            assert forwards <= 9

@@ -1,0 +1,41 @@
+"""What a prefill asks of an accelerator, counted on a pretended one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvboost import KVBoost
+from tests.helpers.devices import Devices, put
+from tests.helpers.models import tiny_model
+
+_TOKENS = torch.randint(3, 97, (8000,), generator=torch.Generator().manual_seed(1)).tolist()
+_ID_BYTES = 8
+
+
+def _counted(prompt: list[int], *, known: int, numerics: str) -> tuple[int, list[int]]:
+    """Forwards of the decoder, and the bytes of each upload, of a prefill behind ``known`` tokens."""
+    model = put(tiny_model("llama", num_hidden_layers=1, max_position_embeddings=9000), lambda _: "cuda:0")
+    forwards: list[Any] = []
+    with Devices() as seen:
+        with KVBoost(model, chunk_size=64, numerics=numerics, host_cache_bytes=0) as engine:
+            if known:
+                engine.prefill(prompt[:known])
+            hook = model.get_decoder().register_forward_pre_hook(lambda *_: forwards.append(None))
+            seen.during(lambda: engine.prefill(prompt))
+            hook.remove()
+        return len(forwards), [event.nbytes for event in seen.events if event.kind == "upload"]
+
+
+@pytest.mark.parametrize("numerics", ["bitwise", "fast"])
+@pytest.mark.parametrize("known", [0, 1500])
+def test_a_long_prompt_takes_few_forwards_and_one_upload_of_its_ids(known: int, numerics: str) -> None:
+    forwards, uploads = _counted(_TOKENS, known=known, numerics=numerics)
+    start = known // 1024 * 1024 if numerics == "bitwise" else known
+    assert forwards <= 9
+    assert uploads.count(_ID_BYTES * (len(_TOKENS) - start)) == 1
+    # What else goes there is not ids, and does not grow with the steps: one step takes as much.
+    _, short = _counted(_TOKENS[: known + 600], known=known, numerics=numerics)
+    assert len(uploads) == len(short)
