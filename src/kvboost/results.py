@@ -29,7 +29,11 @@ class ReuseReport:
     """Those of them that were computed after all, to repair the others. A mean over the layers."""
     fresh_tokens: int
     bitwise: bool
-    """True if a cold run of the same call gives the same bits. Approximate reuse is always False."""
+    """True if the prompt's KV has the bits of a cold run. Approximate reuse is always False.
+
+    So have the logits of a request that runs alone. Those of requests that are read or decoded together are equal up to
+    rounding, unless their runner is deterministic.
+    """
     timings_ms: Mapping[str, float] = field(default_factory=dict)
     """Milliseconds by stage: encode, plan, lease, place, prefill, first_token, ..."""
     reason: str | None = None
