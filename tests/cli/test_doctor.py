@@ -9,6 +9,8 @@ import pytest
 from kvboost.cli import doctor as cli
 from kvboost.cli import main
 from kvboost.engine import forecast as engine_memory
+from kvboost.hf.numerics import tiles as tiles_module
+from kvboost.hf.numerics.rows import RowSizes
 from tests.helpers.awq import save_awq
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
@@ -44,6 +46,18 @@ def test_a_model_is_tried_and_estimated(folder: Path, capsys: pytest.CaptureFixt
     assert "--kv-cache-bits 8 --cache-bytes " in said.out
     assert "what to change" in said.out
     assert f"loading {folder}" in said.err
+
+
+def test_packed_weights_are_in_the_estimate(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles_module, "_choose", lambda *_, packable: (RowSizes(1, 32, (), 24), packable))
+    assert main(["doctor", str(folder), "--no-load"]) == 0
+    assert "packed" not in capsys.readouterr().out
+    assert main(["doctor", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert "  packed weights  " in said
+    assert "MB packed for the CPU's kernels" in said
 
 
 def test_without_loading_only_the_estimate_is_made(

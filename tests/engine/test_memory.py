@@ -15,6 +15,8 @@ from kvboost.engine.forecast import Forecast, forecast
 from kvboost.engine.memory import memory_shortfall
 from kvboost.errors import ConfigError
 from kvboost.hf.loading import ModelSource
+from kvboost.hf.numerics import tiles as tiles_module
+from kvboost.hf.numerics.rows import RowSizes
 from kvboost.offload import rates
 from kvboost.offload.rates import measure_rates
 from kvboost.scheduler.runner import BatchRunner
@@ -173,3 +175,23 @@ def test_the_peak_is_about_what_was_estimated() -> None:
     )
     grown, expected = map(int, said.stdout.split())
     assert 0.8 * expected < grown < 1.2 * expected, (grown, expected)
+
+
+def test_packed_weights_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    with KVBoost(model) as plain:
+        before = plain.estimate_memory(context=100)
+    monkeypatch.setattr(tiles_module, "_choose", lambda *_, packable: (RowSizes(1, 32, (), 24), packable))
+    with KVBoost(model) as packed:
+        tiles = packed.parts.runner.tiles
+        assert tiles is not None
+        found = packed.estimate_memory(context=100)
+        assert found.weights.packed == tiles.packed_bytes > 0
+        assert "MB packed" in packed.describe()["weights"]
+        monkeypatch.setattr("kvboost.engine.memory.resident_bytes", lambda: 10**9)
+        with_base = packed.estimate_memory(context=100)
+    assert found.device_bytes - before.device_bytes == found.weights.packed - before.weights.packed
+    assert sum(found.lines().values()) == found.peak
+    assert with_base.runtime == 10**9 - with_base.weights.in_memory - with_base.weights.packed, (
+        "not in the base as well"
+    )

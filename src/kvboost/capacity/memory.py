@@ -37,6 +37,8 @@ class WeightMemory:
     """Weights read from disk in every forward pass."""
     converted_from: int = 0
     """The checkpoint's files, if its dtype is another one: while loading they are mapped beside the copies."""
+    packed: int = 0
+    """Copies in the layout that the CPU's kernels want, beside the weights themselves."""
 
     @property
     def in_memory(self) -> int:
@@ -152,7 +154,8 @@ class MemoryEstimate:
     @property
     def device_bytes(self) -> int:
         """The peak where the model runs, without the host's share."""
-        running = self.weights.in_memory + self.kv + self.activations.peak + self.cache + self.workspaces
+        running = self.weights.in_memory + self.weights.packed + self.kv + self.activations.peak
+        running += self.cache + self.workspaces
         return max(running, self.loading if self.on_host else 0)
 
     @property
@@ -186,6 +189,8 @@ class MemoryEstimate:
             "idle workspaces": self.workspaces,
             "Python, torch, Transformers": self.runtime,
         }
+        if self.weights.packed:
+            found["packed weights"] = self.weights.packed
         if self.host_cache:
             found["chunks in host memory"] = self.host_cache
         return found

@@ -82,6 +82,9 @@ def doctor(
             report["self-test"] = self_test(engine)
             report["attention"] = own_attention(engine.model)
             _print_report(report)
+            tiles = engine.parts.runner.tiles
+            if forecast is not None and tiles is not None:
+                forecast = forecast.with_packed(tiles.packed_bytes)
     elif forecast is not None:
         report = {"attention": forecast.model.attention, "dtype": str(forecast.model.dtype)}
         report["self-test"] = "not run: " + ("as asked" if fits else "the model does not fit into memory")

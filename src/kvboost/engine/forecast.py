@@ -29,6 +29,19 @@ class Forecast:
     options: list[Option]
     machine: Machine
 
+    def with_packed(self, nbytes: int) -> Forecast:
+        """The same with packed copies of the weights, of which only a loaded model tells. Streamed ones have none."""
+
+        def counted(option: Option) -> Option:
+            weights = option.estimate.weights
+            if weights.streamed:
+                return option
+            estimate = replace(option.estimate, weights=replace(weights, packed=nbytes))
+            return replace(option, estimate=estimate, fits=estimate.peak <= self.machine.available)
+
+        options = [counted(option) for option in self.options]
+        return replace(self, estimate=options[0].estimate, options=options)
+
 
 def forecast(
     source: ModelSource,

@@ -120,9 +120,11 @@ def estimate_engine(engine: KVBoost, *, context: int, batch: int, stored_tokens:
         stored_tokens=stored_tokens,
     )
     shape, weights = shape_of(engine.model, layout), weights_of(engine.model)
-    shape = replace(shape, tiled=parts.runner.tiles is not None)
+    tiles = parts.runner.tiles
+    shape = replace(shape, tiled=tiles is not None)
+    weights = replace(weights, packed=tiles.packed_bytes if tiles is not None else 0)
     resident, held = resident_bytes(), session.store.stats().bytes + session.prefiller.pool.idle_bytes
-    known = weights.in_memory + held if shape.on_host else 0
+    known = weights.in_memory + weights.packed + held if shape.on_host else 0
     # The rest of the process; not measured where the system does not report it.
     runtime = resident - known if resident > known else RUNTIME_BYTES
     return estimate_memory(shape, weights, work, runtime=runtime)

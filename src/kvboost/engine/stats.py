@@ -46,6 +46,8 @@ def describe(parts: EngineParts, session: Session | None) -> dict[str, str]:
     model = parts.model
     lines = {"model": str(model.config.model_type), "device": str(model.device), "dtype": str(model.dtype)}
     lines["weights"] = describe_weights(model)
+    if parts.runner.tiles is not None and parts.runner.tiles.packed_bytes:
+        lines["weights"] += f", and {parts.runner.tiles.packed_bytes / 1e6:.1f} MB packed for the CPU's kernels"
     if session is None or parts.assembly is None:
         lines |= {"exact reuse": f"off: {parts.refusal}", "non-prefix reuse": "off: it needs exact reuse"}
     else:

@@ -87,11 +87,16 @@ class Tiles:
         self._modules: list[Any] = []
         self._plans: dict[int, _Plan] = {}
         layers = self._plan().layers
-        self.packed_bytes = sum(layer.packed.nbytes for layer in layers if layer.packed is not None)
-        """Memory of packed weights."""
         packed = sorted({_shape(layer.module) for layer in layers if layer.packed is not None})
         self.spec = f"tiles:{granule}:{','.join(packed)}"
         """Names what the bits depend on, beside the machine: which sizes a layer runs in follows from that alone."""
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of packed weights. Each number of threads that a step ran with has its own."""
+        with self._lock:
+            layers = [layer for plan in self._plans.values() for layer in plan.layers]
+        return sum(layer.packed.nbytes for layer in layers if layer.packed is not None)
 
     @contextmanager
     def step(self, cache: Any, rows: int) -> Iterator[Step]:
