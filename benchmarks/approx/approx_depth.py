@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common import rag
-from benchmarks.common.measure import joined, load_engine, positive
+from benchmarks.common.measure import add_engine_arguments, engine_beside, joined, load_engine, positive
 from benchmarks.common.quality import Reference, compare, quality_cells
 from benchmarks.internals import passage_chunks, stored_blocks
 from kvboost.bench.report import BenchError, Progress, Report
@@ -28,7 +27,7 @@ _NONE, _AUTO = "none", "auto 0.15"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    parser.add_argument("--model", type=Path, help="folder of a causal language model (config.json and weights)")
+    add_engine_arguments(parser)
     parser.add_argument("--depth", type=positive, default=3, help="how often reused text is reused again (default 3)")
     rag.add_arguments(parser)
 
@@ -38,7 +37,7 @@ def run(args: argparse.Namespace) -> Report:
     store = MemoryStore(_STORE_BYTES)
     settings: dict[str, Any] = {"store": store, "force_approx": True, "quality": "high"}
     plain = load_engine(args, dtype="float32", **settings, recompute_strategy="none")
-    auto = KVBoost(plain.model, plain.tokenizer, recompute_ratio=0.15, **settings)
+    auto = engine_beside(plain, recompute_ratio=0.15, **settings)
     engines = {_NONE: plain, _AUTO: auto}
     results: dict[tuple[int, str], list[dict[str, Any]]] = {}
     prompts = rag.load_prompts(plain.tokenizer, args.data, count=args.prompts, passages=args.passages)

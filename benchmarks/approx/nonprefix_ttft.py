@@ -21,6 +21,7 @@ from benchmarks.common.measure import (
     TextSource,
     add_model_arguments,
     alternate,
+    engine_beside,
     first_token,
     joined,
     load_engine,
@@ -159,12 +160,10 @@ def run(args: argparse.Namespace) -> Report:
 
     machine = describe_machine(dtype=args.dtype, model=str(args.model))
     approx = {
-        setting.name: KVBoost(
-            exact.model, exact.tokenizer, store=store, force_approx=args.force, **setting.engine_settings
-        )
+        setting.name: engine_beside(exact, store=store, force_approx=args.force, **setting.engine_settings)
         for setting in args.settings
     }
-    control = KVBoost(exact.model, exact.tokenizer, store=store, quality="exact")
+    control = engine_beside(exact, store=store, quality="exact")
     _learn(exact, {**approx, _CONTROL: control}, store, source)
     reordered = [_measure_length(exact, approx, store, source, length, args) for length in args.lengths]
     unhelpful: list[_Contest] = []

@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import rag
-from benchmarks.common.measure import DTYPES, FreezableStore, load_engine, positive, share
+from benchmarks.common.measure import (
+    DTYPES,
+    FreezableStore,
+    add_engine_arguments,
+    engine_beside,
+    load_engine,
+    positive,
+    share,
+)
 from benchmarks.common.plot import Panel, Point, save
 from benchmarks.common.quality import SEED, Reference, compare, interval, mean_cell
 from benchmarks.internals import STRATEGIES
@@ -54,7 +62,7 @@ class Setting:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    parser.add_argument("--model", type=Path, help="folder of a causal language model (config.json and weights)")
+    add_engine_arguments(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
     rag.add_arguments(parser)
     parser.add_argument(
@@ -137,7 +145,7 @@ def _engine(plain: KVBoost, store: FreezableStore, setting: Setting, args: argpa
     if setting.strategy not in _QUALITIES:
         asked = {"quality": "high", "recompute_strategy": setting.strategy, "recompute_ratio": setting.ratio}
     common: dict[str, Any] = {"store": store, "chunk_size": args.chunk_size, "force_approx": True}
-    return KVBoost(plain.model, plain.tokenizer, **common, **asked)
+    return engine_beside(plain, **common, **asked)
 
 
 def _stored(plain: KVBoost, store: FreezableStore, prompt: rag.RagPrompt) -> float:

@@ -6,13 +6,12 @@ import argparse
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.common import rag
-from benchmarks.common.measure import FreezableStore, load_engine, share
+from benchmarks.common.measure import FreezableStore, add_engine_arguments, engine_beside, load_engine, share
 from benchmarks.common.quality import Reference, compare, quality_cells
 from benchmarks.internals import (
     Auto,
@@ -139,7 +138,7 @@ def as_tried(strategy: RepairStrategy) -> AbstractContextManager[Any]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    parser.add_argument("--model", type=Path, help="folder of a causal language model (config.json and weights)")
+    add_engine_arguments(parser)
     parser.add_argument("--ratio", type=share, default=0.15, help="share of tokens (default 0.15)")
     parser.add_argument("--history", choices=list(rag.HISTORIES), default="unrelated", help="default: unrelated")
     rag.add_arguments(parser)
@@ -155,7 +154,7 @@ def run(args: argparse.Namespace) -> Report:
         rounds = 2 if isinstance(strategy, TwoRounds) else 1
         settings: dict[str, Any] = {"store": store, "force_approx": True, "recompute_ratio": args.ratio / rounds}
         settings["quality"] = "high"
-        engines[strategy] = KVBoost(plain.model, plain.tokenizer, recompute_strategy=strategy, **settings)
+        engines[strategy] = engine_beside(plain, recompute_strategy=strategy, **settings)
         if rounds == 2:
             allow_second_round(engines[strategy])
     samples: dict[str, list[dict[str, Any]]] = {}

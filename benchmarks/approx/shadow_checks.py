@@ -12,11 +12,10 @@ import argparse
 import inspect
 import random
 import warnings
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common import rag
-from benchmarks.common.measure import joined, load_engine, positive
+from benchmarks.common.measure import add_engine_arguments, engine_beside, joined, load_engine, positive
 from benchmarks.internals import wait_for_shadow_check
 from kvboost.bench.report import Progress, Report, Table
 from kvboost.engine import KVBoost
@@ -28,7 +27,7 @@ _HEAD = "You answer questions from what you are given.\n"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    parser.add_argument("--model", type=Path, help="folder of a causal language model (config.json and weights)")
+    add_engine_arguments(parser)
     parser.add_argument("--requests", type=positive, default=2000, help="default: 2000")
     rag.add_arguments(parser)
 
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace) -> Report:
     """One line for each engine."""
     common: dict[str, Any] = {"chunk_size": 16, "shadow_share": 1.0, "force_approx": True}
     bad = load_engine(args, dtype="float32", recompute_strategy="none", **{**common, "quality": 0.05})
-    good = KVBoost(bad.model, bad.tokenizer, recompute_ratio=0.5, quality=0.2, **common)
+    good = engine_beside(bad, recompute_ratio=0.5, quality=0.2, **common)
     report = Report("shadow_checks")
     columns = ["passages", "recomputed", "allowed to differ", "requests", "checked", "differed", "share at most"]
     table = report.table("Shadow checks", [*columns, "still reusing"], dtype="float32", model=args.model)

@@ -12,9 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.common.measure import TextSource, add_model_arguments, first_token, joined, load_engine, positive
+from benchmarks.common.measure import (
+    TextSource,
+    add_model_arguments,
+    engine_beside,
+    first_token,
+    joined,
+    load_engine,
+    positive,
+)
 from kvboost.bench.report import Progress, Report, Spread, Table, describe_machine, ratios
-from kvboost.engine import KVBoost
 from kvboost.types import GenerationResult
 
 QUICK = {"turns": 2, "chats": 1}
@@ -43,7 +50,7 @@ def run(args: argparse.Namespace) -> Report:
     """Both engines through the same chats, request by request."""
     report = Report("stripped_thinking", raw={"samples": []})
     engines = {_EXACT: load_engine(args, dtype=args.dtype)}
-    engines[_APPROX] = KVBoost(engines[_EXACT].model, engines[_EXACT].tokenizer, quality="high")
+    engines[_APPROX] = engine_beside(engines[_EXACT], quality="high")
     source = TextSource(engines[_EXACT].tokenizer, args.text)
     progress = Progress("chats", args.chats)
     first: dict[str, dict[int, list[GenerationResult]]] = {

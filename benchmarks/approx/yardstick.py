@@ -23,7 +23,15 @@ from benchmarks.approx.yard.strategies import DEFAULT, Setting, parse_strategy, 
 from benchmarks.approx.yard.tables import FLOOR, report_of
 from benchmarks.approx.yard.traffic import GROUP, Stream
 from benchmarks.common import rag
-from benchmarks.common.measure import DTYPES, FreezableStore, load_engine, positive, share
+from benchmarks.common.measure import (
+    DTYPES,
+    FreezableStore,
+    add_engine_arguments,
+    engine_beside,
+    load_engine,
+    positive,
+    share,
+)
 from benchmarks.common.quality import Reference
 from benchmarks.internals import why_no_approx
 from kvboost.bench.report import BenchError, Progress, Report, describe_machine, say
@@ -46,7 +54,7 @@ _OTHER_DTYPE = {"float32": "bfloat16", "bfloat16": "float32", "float16": "float3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
-    parser.add_argument("--model", type=Path, help="folder of a causal language model (config.json and weights)")
+    add_engine_arguments(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
     rag.add_arguments(parser)
     parser.set_defaults(prompts=60)
@@ -225,7 +233,7 @@ def _floor_engines(engine: KVBoost, args: argparse.Namespace) -> dict[str, KVBoo
         say("making an engine with KV in 8 bits")
         # Without workspaces: a cache that is still there has all its bits.
         settings: dict[str, Any] = {"quality": "exact", "kv_cache_bits": 8, "workspace_bytes": 0}
-        floors["KV in 8 bits"] = KVBoost(engine.model, engine.tokenizer, store=MemoryStore(_STORE_BYTES), **settings)
+        floors["KV in 8 bits"] = engine_beside(engine, store=MemoryStore(_STORE_BYTES), **settings)
     if "exact" in args.floors:
         floors["exact reuse"] = engine
     return floors

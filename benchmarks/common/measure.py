@@ -9,13 +9,14 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from kvboost.bench.measure import TextSource, alternate, first_token
 from kvboost.bench.report import BenchError, say
 from kvboost.engine import KVBoost
+from kvboost.steps import Numerics
 from kvboost.store import MemoryStore
 from kvboost.types import KVBlock, PutOutcome
 
@@ -23,9 +24,11 @@ __all__ = [
     "DTYPES",
     "FreezableStore",
     "TextSource",
+    "add_engine_arguments",
     "add_model_arguments",
     "alternate",
     "bare_forward",
+    "engine_beside",
     "first_token",
     "joined",
     "load_engine",
@@ -37,8 +40,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, *, dtypes: Sequence[str] | None = None) -> None:
-    """``--model``, ``--text`` and ``--dtype``: one dtype, or several where ``dtypes`` are the default."""
-    parser.add_argument("--model", type=Path, help="folder of a causal language model (config.json and weights)")
+    """A model, texts, and one dtype, or several where ``dtypes`` are the default."""
+    add_engine_arguments(parser)
     parser.add_argument(
         "--text", type=Path, nargs="+", help="text files to make prompts of (default: Python's own library)"
     )
@@ -48,6 +51,13 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, dtypes: Sequence[str
         parser.add_argument(
             "--dtype", choices=DTYPES, nargs="+", default=list(dtypes), help=f"default: {' '.join(dtypes)}"
         )
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--model``, ``--device`` and ``--numerics``."""
+    parser.add_argument("--model", type=Path, help="folder of a causal language model (config.json and weights)")
+    parser.add_argument("--device", help="where it runs, as cuda or cpu (default: the accelerator, if there is one)")
+    parser.add_argument("--numerics", choices=get_args(Numerics), help="default: by the device")
 
 
 def share(text: str) -> float:
@@ -79,7 +89,13 @@ def load_engine(args: argparse.Namespace, *, dtype: str, **settings: Any) -> KVB
         raise BenchError(f"there is no model in {folder}; give --model a folder that holds config.json and weights")
     say(f"loading {folder.resolve().name} as {dtype}")
     # Most benchmarks are about exact reuse; those of non-prefix reuse say so.
-    return KVBoost.from_pretrained(str(folder.resolve()), dtype=dtype, **{"quality": "exact", **settings})
+    settings = {"quality": "exact", "numerics": args.numerics, **settings}
+    return KVBoost.from_pretrained(str(folder.resolve()), dtype=dtype, device=args.device, **settings)
+
+
+def engine_beside(engine: KVBoost, **settings: Any) -> KVBoost:
+    """Another engine around the same model, with the same numerics."""
+    return KVBoost(engine.model, engine.tokenizer, **{"numerics": engine.config.numerics, **settings})
 
 
 class FreezableStore(MemoryStore):

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.approx.hit_rate import Store
-from benchmarks.common.measure import DTYPES, first_token, load_engine, positive
+from benchmarks.common.measure import DTYPES, add_engine_arguments, first_token, load_engine, positive
 from benchmarks.common.ragpulse import KINDS, Part, by_kind, part_tokens, prompt_of, read_trace
 from benchmarks.internals import ContentChunker, ServedPaths, chunk_keys, reusable_chunks
 from kvboost.bench.report import BenchError, Progress, Report, Spread, ratios
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--traces", type=Path, metavar="FOLDER", help="the folder of traces, with RAGPulse in ragpulse")
     parser.add_argument("--requests", type=positive, help="how many requests, from the first on (default all)")
     parser.add_argument("--chunk-size", type=positive, default=128, help="tokens per chunk on average (default 128)")
-    parser.add_argument("--model", type=Path, help="folder of a model: run prompts of these shapes on it as well")
+    add_engine_arguments(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of that model (default float32)")
     parser.add_argument(
         "--measured", type=positive, default=60, help="how many prompts with passages run on the model (default 60)"

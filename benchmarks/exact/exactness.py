@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.measure import TextSource, add_model_arguments, load_engine, positive
+from benchmarks.common.measure import TextSource, add_model_arguments, engine_beside, load_engine, positive
 from benchmarks.internals import FixedChunker, step_grid, token_array
 from kvboost.bench.report import Machine, Progress, Report, Table, describe_machine, say
 from kvboost.engine import KVBoost
@@ -218,12 +218,12 @@ def _subjects(loaded: KVBoost, source: TextSource) -> list[_Subject]:
     for size, max_chunks, max_tokens, workspaces in _SETTINGS:
         cuts: dict[str, Any] = {"chunking": "fixed", "chunk_size": size, "quality": "exact"}
         if size not in cold:
-            cold[size] = KVBoost(loaded.model, loaded.tokenizer, **cuts)
+            cold[size] = engine_beside(loaded, **cuts)
         memory: dict[str, Any] = {} if workspaces else {"workspace_bytes": 0}
         capacity = _UNLIMITED if max_tokens is None else max_tokens * per_token
         # What another order of eviction would keep, the reference could not tell.
         store = MemoryStore(capacity, max_chunks=max_chunks, policy=LeafFirstLRU())
-        engine = KVBoost(loaded.model, loaded.tokenizer, store=store, **cuts, **memory)
+        engine = engine_beside(loaded, store=store, **cuts, **memory)
         grid = step_grid(engine)
         reference = ReferenceStore(size=size, grid=grid, max_chunks=max_chunks, max_tokens=max_tokens)
         limit = f"{max_chunks} chunks" if max_chunks is not None else f"{max_tokens} tokens"

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> Report:
 
 def _plain(engine: KVBoost, tokens: list[int]) -> Callable[[], float]:
     """Plain Transformers, up to the first new token."""
-    ids = torch.tensor([tokens])
+    ids = torch.tensor([tokens], device=engine.model.device)
     wanted = {"max_new_tokens": 1, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     return lambda: wall_ms(lambda: engine.model.generate(ids, **wanted))
 
@@ -83,7 +83,7 @@ def _warm(engine: KVBoost, tokens: list[int], repeat: int) -> dict[str, Any]:
     read = engine.generate(text, max_new_tokens=1, temperature=0).prompt_token_ids
     asked = list(engine.encode(prompt))
     common = next((i for i, (a, b) in enumerate(zip(read, asked, strict=False)) if a != b), len(read))
-    ids = torch.tensor([asked])
+    ids = torch.tensor([asked], device=engine.model.device)
     cache = stock_cache()
     with torch.no_grad():
         engine.model(input_ids=ids[:, :common], past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -16,6 +16,7 @@ from benchmarks.common.measure import (
     add_model_arguments,
     alternate,
     bare_forward,
+    engine_beside,
     first_token,
     load_engine,
     positive,
@@ -82,7 +83,7 @@ def _other_engine(engine: KVBoost, variant: str, prompt: Any, settings: dict[str
         capacity = 0
     else:
         return engine
-    return KVBoost(engine.model, engine.tokenizer, workspace_bytes=capacity, **settings)
+    return engine_beside(engine, workspace_bytes=capacity, **settings)
 
 
 def _prompts(engine: KVBoost, source: TextSource, length: int, args: argparse.Namespace, *, as_text: bool) -> list[Any]:

@@ -35,7 +35,7 @@ class Stamps:
 
     def __call__(self, ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
         self.times.append(time.perf_counter())
-        return torch.zeros(len(ids), dtype=torch.bool)
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
     def rate(self, sequences: int) -> float:
         """Tokens per second behind the first one."""
@@ -47,8 +47,9 @@ class PaddedBatch:
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
         self._model, longest = model, max(map(len, prompts))
-        self._ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
-        self._mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        seen = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        self._ids, self._mask = (torch.tensor(rows, device=model.device) for rows in (padded, seen))
         self._cache = stock_cache()
         mask = self._mask[:, :-1]
         positions = (mask.cumsum(-1) - 1).clamp_min(0)

@@ -12,13 +12,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.common import rag
-from benchmarks.common.measure import DTYPES, load_engine, positive
+from benchmarks.common.measure import DTYPES, add_engine_arguments, load_engine, positive
 from benchmarks.common.quality import agreement, mean_cell
 from benchmarks.common.roundings import SCHEMES, Rounding
 from benchmarks.internals import (
@@ -42,7 +41,7 @@ _16_BIT = 2  # bytes
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this measurement."""
-    parser.add_argument("--model", type=Path, help="folder of a causal language model (config.json and weights)")
+    add_engine_arguments(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
     rag.add_arguments(parser)
     parser.set_defaults(prompts=50)

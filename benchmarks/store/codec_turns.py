@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.measure import TextSource, add_model_arguments, load_engine, positive
+from benchmarks.common.measure import TextSource, add_model_arguments, engine_beside, load_engine, positive
 from benchmarks.common.quality import agreement, mean_cell
 from kvboost.bench.report import Progress, Report
 from kvboost.engine import KVBoost
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> Report:
     # No workspaces: one that comes back holds KV as it was computed, which would be used instead of the stored KV.
     settings: dict[str, Any] = {"quality": "exact", "chunk_size": 64, "workspace_bytes": 0}
     exact = load_engine(args, dtype=args.dtype, **settings)
-    engines = {bits: KVBoost(exact.model, exact.tokenizer, kv_cache_bits=bits, **settings) for bits in _BITS}
+    engines = {bits: engine_beside(exact, kv_cache_bits=bits, **settings) for bits in _BITS}
     source = TextSource(exact.tokenizer, args.text)
     samples: dict[tuple[int, str, int], list[dict[str, Any]]] = {}
     progress = Progress("texts", args.texts)

@@ -21,7 +21,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.common.measure import TextSource, add_model_arguments, alternate, first_token, load_engine, positive
+from benchmarks.common.measure import (
+    TextSource,
+    add_model_arguments,
+    alternate,
+    engine_beside,
+    first_token,
+    load_engine,
+    positive,
+)
 from benchmarks.common.servers import redis_server
 from benchmarks.internals import place_after_loading
 from kvboost.bench.report import BenchError, Report, Spread, ratios
@@ -117,7 +125,7 @@ class _Sampling:
 
     def _engine(self) -> KVBoost:
         plain = self._plain
-        return KVBoost(plain.model, plain.tokenizer, quality="exact", cache_bytes="8GiB", **self._settings)
+        return engine_beside(plain, quality="exact", cache_bytes="8GiB", **self._settings)
 
     def _from_tier(self, *, after: bool = False, prefetched: bool = False) -> float:
         for attempt in range(1, _MAX_TRIES + 1):

@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.common.measure import engine_beside, load_engine
+from benchmarks.common.stand_ins import make_model
 from benchmarks.runner import find_benchmarks, main, summary_of
 from benchmarks.store import disk_kills
+from kvboost.engine import KVBoost
 
 NEED_A_MODEL = (
     "ttft_floor",
@@ -119,3 +124,27 @@ def test_a_claim_that_does_not_hold_is_exit_code_1(
     monkeypatch.setattr(disk_kills, "look", lambda *args: {"lost": 1})
     assert main(["disk_kills", "--kills", "2"]) == 1
     assert "did not hold" in capsys.readouterr().err
+
+
+def test_the_commands_for_a_gpu_can_be_run_as_written() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    commands = re.findall(r"`python -m benchmarks (\w+) ([^`]*)`", text)
+    assert len(commands) > 5
+    for name, options in commands:
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        importlib.import_module(find_benchmarks()[name]).add_arguments(parser)
+        args = parser.parse_args(options.split())
+        assert args.device == "cuda", name
+    assert not re.search(r"`python -m benchmarks \w+`", text), "a benchmark without its model and device"
+
+
+def test_device_and_numerics_reach_every_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    args = argparse.Namespace(model=make_model(tmp_path), device="cpu", numerics="fast")
+    asked: list[Any] = []
+    load = KVBoost.from_pretrained
+    monkeypatch.setattr(
+        KVBoost, "from_pretrained", lambda *given, **more: (asked.append(more["device"]), load(*given, **more))[1]
+    )
+    with load_engine(args, dtype="float32") as engine, engine_beside(engine, quality="exact") as other:
+        assert asked == ["cpu"]
+        assert engine.config.numerics == other.config.numerics == "fast"
