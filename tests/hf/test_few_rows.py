@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,10 @@ def test_the_result_is_that_of_linear(shape: tuple[int, ...], biased: bool) -> N
     assert found.shape == (*shape[:-1], 11)
 
 
-def test_the_faster_way_is_taken_for_each_shape(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_faster_way_is_taken_for_each_shape_and_logged_once(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="kvboost.engine")
     model = tiny("llama")
     up, down = (getattr(model.model.layers[0].mlp, f"{name}_proj").weight.shape for name in ("up", "down"))
     now = [0.0]
@@ -42,6 +46,9 @@ def test_the_faster_way_is_taken_for_each_shape(tiny: Callable[..., Any], monkey
     monkeypatch.setattr(few_rows, "linear", taking(up))
     monkeypatch.setattr(few_rows, "exchanged", taking(down))
     assert shapes_to_exchange(model) == {up}
+    [line] = caplog.messages
+    assert f"for 12 to 48 rows: {up[0]}x{up[1]} (" in line
+    assert f"{down[0]}x{down[1]}" not in line
 
 
 def test_weights_that_cannot_be_timed_are_left_alone(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
