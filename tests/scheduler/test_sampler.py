@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost.errors import ConfigError
@@ -32,6 +32,7 @@ def test_greedy_takes_the_likeliest() -> None:
 
 
 @given(seed=st.integers(0, 2**63 - 1))
+@settings(deadline=None)  # other processes on the machine would fail it
 def test_a_seed_gives_the_same_tokens_whoever_draws_between(seed: int) -> None:
     alone, among, other = (sampler(temperature=1.0, seed=seed) for _ in range(3))
     expected = [alone.sample(_LOGITS).token_id for _ in range(8)]
