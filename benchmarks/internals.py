@@ -27,9 +27,12 @@ from kvboost.approx.select import STRATEGIES, Auto, CacheBlend, Even, First, Not
 from kvboost.config import EngineConfig
 from kvboost.core.arrange import ServedPaths
 from kvboost.core.chunking import ContentChunker, FixedChunker, NaturalChunker, make_chunker
+from kvboost.core.guarded import GuardedStore, loads_of
+from kvboost.core.identity import PromptKeys
 from kvboost.core.keys import chunk_keys, token_array
 from kvboost.core.loader import KVLoader
 from kvboost.core.plan import plan_reuse, reusable_chunks
+from kvboost.core.prefill import tokens_by_tier
 from kvboost.core.session import Session
 from kvboost.core.verify import same_bits
 from kvboost.engine import KVBoost
@@ -65,6 +68,7 @@ __all__ = [
     "Finished",
     "First",
     "FixedChunker",
+    "GuardedStore",
     "Job",
     "JointPrefill",
     "KVCodec",
@@ -76,6 +80,7 @@ __all__ = [
     "NewToken",
     "Nothing",
     "PromptEncoder",
+    "PromptKeys",
     "Query",
     "RaggedRunner",
     "Repair",
@@ -88,6 +93,7 @@ __all__ = [
     "chunk_keys",
     "codec_for",
     "exchanged",
+    "loads_of",
     "make_chunker",
     "measure_rates",
     "model_on_disk",
@@ -100,6 +106,7 @@ __all__ = [
     "shapes_to_exchange",
     "stock_cache",
     "token_array",
+    "tokens_by_tier",
     "workload",
 ]
 

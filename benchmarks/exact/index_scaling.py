@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
+import itertools
 import random
 import sys
 import time
@@ -20,11 +21,23 @@ import numpy as np
 
 from benchmarks.common.measure import positive
 from benchmarks.common.process import memory_status
-from benchmarks.internals import ContentChunker, FixedChunker, chunk_keys, plan_reuse, reusable_chunks, token_array
+from benchmarks.internals import (
+    ContentChunker,
+    FixedChunker,
+    GuardedStore,
+    NaturalChunker,
+    PromptKeys,
+    chunk_keys,
+    loads_of,
+    plan_reuse,
+    reusable_chunks,
+    token_array,
+    tokens_by_tier,
+)
 from kvboost.bench.report import BenchError, Progress, Report, Spread, Table, describe_machine
 from kvboost.extend import Chunker
 from kvboost.store import MemoryStore
-from kvboost.types import Chunk, KVBlock, PutOutcome
+from kvboost.types import Break, Chunk, KVBlock, PutOutcome
 
 QUICK = {"max": 10000, "repeat": 3, "batch": 20}
 
@@ -36,6 +49,9 @@ _REAL_DOCUMENTS = 2000
 _ROOT = hashlib.sha256(b"benchmarks.exact.index_scaling").digest()
 _UNLIMITED = 2**62
 _RSS_FROM = 100_000  # below, page granularity and Python's own arenas drown the answer
+_LONG, _LONG_CHUNK, _NEW = 131_072, 32, 1000  # tokens of a long prompt, of its chunks, and of its end, which is new
+_LINE_ENDS = 1 / 40  # of the vocabulary
+_STAGES = ("keys", "lease", "tail", "plan")
 _MEASURES = ("plan_ns", "hit_us", "bare_us", "release_us", "miss_us", "put_us")
 
 
@@ -54,8 +70,9 @@ def run(args: argparse.Namespace) -> Report:
     sizes = [10**power for power in range(3, 20) if 10**power <= args.max]
     idle = memory_status("VmRSS")
     results = [_measure(size, idle, args) for size in sizes]
-    report = Report("index_scaling", raw={"sizes": results})
-    report.tables.append(_table(results))
+    long = _long_prompt(args)
+    report = Report("index_scaling", raw={"sizes": results, "long_prompt": long})
+    report.tables += [_table(results), _long_table(long)]
     return report
 
 
@@ -119,6 +136,69 @@ def _measure(size: int, idle: int, args: argparse.Namespace) -> dict[str, Any]:
         "evictions": full.evictions,
         "index_bytes_per_chunk": per_chunk if size >= _RSS_FROM else None,
     }
+
+
+def _long_prompt(args: argparse.Namespace) -> dict[str, Any]:
+    """What a long prompt takes before its first forward, all but its end stored: wall and CPU ms of every stage."""
+    rng = np.random.default_rng(args.seed)
+    breaks = np.where(rng.random(_VOCAB) < _LINE_ENDS, int(Break.LINE), int(Break.NONE)).astype(np.uint8)
+    chunker = NaturalChunker(_LONG_CHUNK, breaks)
+    # Chunks and their keys follow from the root that is given with each prompt, not from a model.
+    identity: Any = None
+    keys = PromptKeys(identity, chunker=chunker, tenant="", codec="raw", keeps_decoded=False)
+    ids = _tokens(-1 - args.seed, _LONG).tolist()
+    memory = MemoryStore(_UNLIMITED)
+    known, tail = keys.chunks_and_tail(_ROOT, ids[: _LONG - _NEW], ())
+    known += [tail] if tail is not None else []
+    _put(memory, [_block(c.prefix_key, c.parent_key, c.content_key, c.tokens) for c in known])
+    store = GuardedStore(memory)
+    found: dict[str, Any] = {"chunks": len(known), "wall_ms": [], "cpu_ms": []}
+    progress = Progress("long prompts", args.repeat)
+    for _ in range(args.repeat):
+        prompt = list(ids)
+        times = [(time.perf_counter(), time.process_time())]
+
+        def lap(times: list[tuple[float, float]] = times) -> None:
+            times.append((time.perf_counter(), time.process_time()))
+
+        chunks, tail = keys.chunks_and_tail(_ROOT, prompt, ())
+        lookup = [*chunks, tail] if tail is not None else chunks
+        lap()
+        lease = store.lease(lookup)
+        blocks = lease.blocks
+        lap()
+        end = lookup[len(blocks) - 1]
+        store.first_stored(keys.tails(_ROOT, prompt, behind=end))
+        lap()
+        tokens_by_tier(blocks, loads_of(lease), limit=end.end)
+        plan_reuse((), prompt_tokens=len(prompt), exact_tokens=end.end)
+        lap()
+        lease.release()
+        if end.end < _LONG - _NEW - 2 * _LONG_CHUNK:
+            raise BenchError("a stored prompt was not found: a defect of the store or this file")
+        for clock, name in enumerate(("wall_ms", "cpu_ms")):
+            laps = [1000.0 * (b[clock] - a[clock]) for a, b in itertools.pairwise(times)]
+            found[name].append(dict(zip(_STAGES, laps, strict=True)))
+        progress.step()
+    return found
+
+
+def _long_table(found: dict[str, Any]) -> Table:
+    table = Table(
+        f"A prompt of {_LONG:,} tokens, {found['chunks']:,} chunks of it stored: ms before its first forward",
+        describe_machine(),
+        ["clock", *_STAGES, "all"],
+    )
+    for name in ("wall_ms", "cpu_ms"):
+        laps = found[name]
+        cells = [Spread.of([lap[stage] for lap in laps]).text(1) for stage in _STAGES]
+        table.add(name.removesuffix("_ms"), *cells, Spread.of([sum(lap.values()) for lap in laps]).text(1))
+    table.notes.append(
+        f"Median [min max]. Natural chunks of {_LONG_CHUNK}, all but the last {_NEW:,} tokens stored. keys: ids to "
+        "chunks with their keys. lease: lookup. tail: the end of an earlier prompt behind the last chunk that was "
+        "found. plan: tokens by tier, and the plan."
+    )
+    return table
 
 
 def _plan(chunker: Chunker, ids: list[int]) -> None:

@@ -74,6 +74,10 @@ def test_index_scaling_measures_every_size_and_writes_both_files(
     for cell in ("| 1,000 ", "| 10,000 ", "| largest / smallest "):
         assert cell in printed
     document = json.loads(files["json"].read_text())
+    long = document["raw"]["long_prompt"]
+    assert 3000 < long["chunks"] < 6000
+    for clock in ("wall_ms", "cpu_ms"):
+        assert [set(laps) for laps in long[clock]] == [{"keys", "lease", "tail", "plan"}] * 2
     sizes = document["raw"]["sizes"]
     assert [entry["chunks"] for entry in sizes] == [1000, 10000]
     for entry in sizes:

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost import KVBoost
-from kvboost.core.prefill import ApproxSpans, PrefillState, RepairOutcome
+from kvboost.core.prefill import ApproxSpans, PrefillState, RepairOutcome, tokens_by_tier
 from kvboost.core.prefiller import Prefiller
 from kvboost.core.verify import same_bits
 from kvboost.steps import StepRule
-from kvboost.types import KVBlock
+from kvboost.types import KVBlock, LoadReport
 from tests.helpers.models import tiny_model
 
 _TEXT = torch.randint(3, 97, (100,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -170,3 +170,12 @@ def test_chunks_are_repositioned_once_and_before_anything_is_computed() -> None:
         run.finish(state)
         assert state.num_exact == len(_TEXT)
         assert state.report().reason == "as asked"
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, {"memory": 4, "disk": 2}), (3, {"memory": 2, "disk": 1})])
+def test_tokens_are_counted_by_tier_up_to_the_limit(limit: int | None, expected: dict[str, int]) -> None:
+    def block(name: bytes) -> KVBlock:
+        return KVBlock(name, None, name, bytes(8), (), 1, bitwise=True)  # two tokens
+
+    loads = LoadReport({b"b": "disk"})
+    assert tokens_by_tier([block(name) for name in (b"a", b"b", b"c")], loads, limit=limit) == expected

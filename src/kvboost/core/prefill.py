@@ -8,6 +8,7 @@ repositioned chunk, and nothing from a step that the rule does not allow, is eve
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -364,11 +365,12 @@ class PrefillState:
 
 def tokens_by_tier(blocks: Iterable[KVBlock], loads: LoadReport, *, limit: int | None = None) -> Counter[str]:
     """How many tokens of a lease's blocks, of the first ``limit``, came from which tier."""
-    tokens: Counter[str] = Counter()
-    for block in blocks:
-        count = len(block.tokens) // TOKEN_BYTES
-        if limit is not None:
-            count = min(count, limit - tokens.total())
+    tokens: dict[str, int] = {}
+    left = limit if limit is not None else sys.maxsize
+    for block in blocks:  # thousands in a long prompt
+        count = min(len(block.tokens) // TOKEN_BYTES, left)
         if count:
-            tokens[loads.tiers.get(block.key, "memory")] += count
-    return tokens
+            tier = loads.tiers.get(block.key, "memory")
+            tokens[tier] = tokens.get(tier, 0) + count
+            left -= count
+    return Counter(tokens)
