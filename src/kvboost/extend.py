@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from kvboost.types import BlockInfo, Chunk, KVBlock, PutOutcome, StoreStats
+from kvboost.types import BlockInfo, Chunk, KVBlock, LoadReport, PutOutcome, StoreStats
 
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 TokenArray = npt.NDArray[np.uint32]
 
 
@@ -184,8 +185,34 @@ class ChunkStore(Protocol):
 class LayeredStore(ChunkStore, Protocol):
     """A store with slower tiers below its memory, whose blocks may take time to arrive."""
 
-    def lease(self, chunks: Sequence[Chunk], *, arrived: Callable[[Chunk, KVBlock], None] | None = None) -> Lease:
-        """As :meth:`ChunkStore.lease`; ``arrived`` is called with each block as soon as it arrives."""
+    def lease(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        arrived: Callable[[Chunk, KVBlock], None] | None = None,
+        fetched: LoadReport | None = None,
+    ) -> Lease:
+        """As :meth:`ChunkStore.lease`; ``arrived`` is called with each block as soon as it arrives.
+
+        ``fetched`` is what :meth:`fetch` returned for this prompt: then only the memory is looked at, without waiting
+        for a tier.
+        """
+        ...
+
+    def lease_content(self, chunks: Sequence[Chunk], *, after: int, fetched: LoadReport | None = None) -> ContentLease:
+        """As :meth:`ChunkStore.lease_content`; after :meth:`fetch_content`, only the memory is looked at."""
+        ...
+
+    def fetch(self, chunks: Sequence[Chunk]) -> tuple[LoadReport, int]:
+        """Bring the leading chunks up into memory, and return how many of them are there. Holds and counts nothing."""
+        ...
+
+    def fetch_content(self, chunks: Sequence[Chunk], *, after: int) -> LoadReport:
+        """Bring up what :meth:`lease_content` would hold. Holds and counts nothing."""
+        ...
+
+    def in_background(self, work: Callable[[], T]) -> Future[T] | None:
+        """Run ``work``, which calls this store, on a thread of the store; None if too much waits already."""
         ...
 
     def leading_run(self, chunks: Sequence[Chunk]) -> int:

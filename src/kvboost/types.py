@@ -219,6 +219,16 @@ NOTHING_LOADED = LoadReport()
 """The report of a lookup served from memory, or of a store without tiers."""
 
 
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What was loaded into memory for one prompt before it is prefilled."""
+
+    exact: LoadReport = NOTHING_LOADED
+    """For its leading chunks."""
+    content: LoadReport = NOTHING_LOADED
+    """For chunks at other positions."""
+
+
 @dataclass(frozen=True)
 class StoreStats:
     """What a store holds and has done since it was made."""

@@ -324,11 +324,11 @@ def test_what_was_placed_on_the_way_is_placed_again_if_another_block_is_held(tin
         guarded = second.session.prefiller.store  # type: ignore[union-attr]
         lease = guarded.lease
 
-        def with_rubbish(chunks: Any, *, arrived: Any = None) -> Any:
+        def with_rubbish(chunks: Any, *, arrived: Any = None, **others: Any) -> Any:
             def spoilt(chunk: Any, block: KVBlock) -> None:
                 arrived(chunk, replace(block, tensors=tuple(torch.full_like(t, 7.0) for t in block.tensors)))
 
-            return lease(chunks, arrived=spoilt)
+            return lease(chunks, arrived=spoilt, **others)
 
         guarded.lease = with_rubbish  # type: ignore[method-assign]
         found = second.prefill(_LONG)

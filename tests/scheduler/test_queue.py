@@ -330,3 +330,46 @@ def test_a_job_that_was_cut_finer_than_at_its_submission_holds_nobody_up() -> No
     scheduler.opened(first, available=2, will_provide=4, steps=[8, 8])
     second = scheduler.add(tenant="one", nbytes=1, chain=[b"a", b"b", b"c", b"d"])
     assert scheduler.admit() == second
+
+
+def test_a_job_whose_kv_is_loading_is_passed_keeps_its_place_and_preempts_nobody() -> None:
+    scheduler = Scheduler(limits(max_running=1))
+    running = scheduler.add(tenant="t", nbytes=1, chain=())
+    assert scheduler.admit() == running
+    scheduler.opened(running, available=0, will_provide=0, steps=[])
+    loading = scheduler.add(tenant="t", nbytes=1, chain=(), loading=True)
+    for _ in range(10):
+        scheduler.decoded(running)
+        scheduler.tick()
+    assert scheduler.preempt() is None, "it could not run"
+    scheduler.remove(running)
+    late, later = (scheduler.add(tenant="t", nbytes=1, chain=()) for _ in range(2))
+    assert scheduler.admit() == late
+    scheduler.remove(late)
+    scheduler.loaded(loading)
+    assert scheduler.admit() == loading, "it came before the other"
+    scheduler.remove(loading)
+    assert scheduler.admit() == later
+
+
+def test_a_postponed_job_waits_until_it_is_loaded() -> None:
+    scheduler = Scheduler(limits())
+    first, other = (scheduler.add(tenant="t", nbytes=60, chain=()) for _ in range(2))
+    assert scheduler.admit() == first
+    scheduler.postpone(first)
+    assert (scheduler.running, scheduler.waiting, scheduler.reserved_bytes, scheduler.preempted) == (0, 2, 0, 0)
+    assert scheduler.admit() == other
+    assert scheduler.admit() is None
+    scheduler.remove(other)
+    assert scheduler.admit() is None
+    scheduler.loaded(first)
+    assert scheduler.admit() == first
+
+
+def test_the_group_of_a_job_that_is_loading_does_not_hold_another_up() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.add(tenant="t", nbytes=1, chain=(), group="a", loading=True)
+    assert scheduler.group() == "a", "there is no other"
+    other = scheduler.add(tenant="t", nbytes=1, chain=())
+    assert scheduler.group() == ""
+    assert scheduler.admit("") == other

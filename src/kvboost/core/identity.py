@@ -54,9 +54,9 @@ class PromptKeys:
         """What else affects the quality of non-prefix reuse: codec and chunking."""
         return f"{self._codec}|{self._chunker.spec}"
 
-    def snapshot(self) -> KeySnapshot:
-        """The model's current state and the root key derived from it."""
-        model, last = self._identity.snapshot(), self._last
+    def snapshot(self, model: ModelSnapshot | None = None) -> KeySnapshot:
+        """The model's current state, or the one given, and the root key derived from it."""
+        model, last = model or self._identity.snapshot(), self._last
         if last is None or last.model is not model:
             # Concurrent threads make equal keys; each returns its own.
             self._last = last = KeySnapshot(self._root(model), model)

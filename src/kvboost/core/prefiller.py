@@ -21,7 +21,7 @@ from kvboost.core.prefill import ApproxSpans, ChunkedPrompt, ExactHits, PrefillS
 from kvboost.core.workspaces import WorkspacePool
 from kvboost.extend import Lease
 from kvboost.steps import StepRule
-from kvboost.types import Chunk, KVBlock, PutOutcome, context_before
+from kvboost.types import NOTHING_LOADED, Chunk, Fetched, KVBlock, ModelSnapshot, PutOutcome, context_before
 
 if TYPE_CHECKING:
     import torch
@@ -53,12 +53,16 @@ class Prefiller:
         """The same over another store with separate workspaces, exact reuse only: for measurements."""
         return replace(self, store=store, pool=self.pool.for_tenant(), costs=CostModel(), approx=NoApprox())
 
-    def chunk(self, tokens: list[int], boundaries: Sequence[int]) -> ChunkedPrompt:
-        """Cut the prompt into chunks, at documents that are known too, keyed by the model's current state."""
-        return self._cut(tokens, sorted({*boundaries, *self.approx.boundaries(tokens)}))
+    def chunk(
+        self, tokens: list[int], boundaries: Sequence[int], *, model: ModelSnapshot | None = None
+    ) -> ChunkedPrompt:
+        """Cut the prompt into chunks, at documents that are known too, keyed by the model as it is, or ``model``."""
+        return self._cut(tokens, sorted({*boundaries, *self.approx.boundaries(tokens)}), model=model)
 
-    def _cut(self, tokens: list[int], boundaries: Sequence[int]) -> ChunkedPrompt:
-        snapshot = self.keys.snapshot()
+    def _cut(
+        self, tokens: list[int], boundaries: Sequence[int], *, model: ModelSnapshot | None = None
+    ) -> ChunkedPrompt:
+        snapshot = self.keys.snapshot(model)
         boundaries = self._with_grid(boundaries, len(tokens))
         chunks, tail = self.keys.chunks_and_tail(snapshot.root, tokens, boundaries)
         # Without a grid a prompt can be resumed anywhere, so its end is worth storing.
@@ -79,11 +83,13 @@ class Prefiller:
         clock: StageClock | None = None,
         approx: bool = False,
         using: Mapping[int, KVBlock] | None = None,
+        fetched: Fetched | None = None,
     ) -> PrefillState:
         """Place all stored KV of a prompt; the cache has capacity for ``new_tokens`` more.
 
         With ``approx``, chunks from other positions are reused too, where that is faster. ``using`` gives them by chunk
-        index instead, to prefill a prompt as it was prefilled before.
+        index instead, to prefill a prompt as it was prefilled before. ``fetched`` is what was loaded for this prompt
+        before: then no slower tier is asked.
         """
         clock = clock or StageClock()
         # Replayed blocks fit the chunks of that time: documents that became known since must not cut them.
@@ -91,7 +97,7 @@ class Prefiller:
         clock.lap("plan")
         lookup = prompt.lookup
         loader = KVLoader(lookup, tokens=len(tokens) + new_tokens, codec=self.codec, pool=self.pool)
-        lease = self.store.lease(lookup, arrived=loader.arrived)
+        lease = self.store.lease(lookup, arrived=loader.arrived, fetched=fetched.exact if fetched else None)
         spans: ApproxSpans | None = None
         trial: ApproxSpans | None = None
         reason: str | None = None
@@ -101,12 +107,19 @@ class Prefiller:
                 blocks, spans = blocks[: min(using)], self.approx.replay(using)
             elif approx:
                 available = min(len(blocks), len(prompt.usable))
-                spans, reason = self.approx.find(prompt.usable, available=available, prompt_tokens=len(tokens))
+                spans, reason = self.approx.find(
+                    prompt.usable,
+                    available=available,
+                    prompt_tokens=len(tokens),
+                    fetched=fetched.content if fetched else None,
+                )
                 if spans is not None and spans.on_trial:
                     spans.lease.release()
                     trial, spans = spans, None
-            if spans is None and len(blocks) < len(lookup) and self.rule.grid is None:
-                lookup, lease = self._with_tail(prompt, lookup, len(blocks), lease)
+            tail = self.stored_tail(prompt, len(blocks), in_memory=fetched is not None) if spans is None else None
+            if tail is not None:
+                more = self.store.lease([tail], fetched=NOTHING_LOADED if fetched else None)
+                lookup, lease = [*lookup[: len(blocks)], tail], JoinedLease(lease, more)
                 blocks = lease.blocks
             clock.lap("lease")
             state = self._start(prompt, loader.finish(blocks, lookup), lease, lookup[: len(blocks)], blocks, clock)
@@ -126,17 +139,14 @@ class Prefiller:
             state.close()
             raise
 
-    def _with_tail(
-        self, prompt: ChunkedPrompt, lookup: list[Chunk], count: int, lease: Lease
-    ) -> tuple[list[Chunk], Lease]:
-        """The first ``count`` chunks, which were found, and the stored end of an earlier prompt behind them, if any."""
-        found, missed = lookup[:count], lookup[count]
-        tails = self.keys.tails(prompt.snapshot.root, prompt.tokens, behind=found[-1] if found else None)
+    def stored_tail(self, prompt: ChunkedPrompt, found: int, *, in_memory: bool = False) -> Chunk | None:
+        """The stored end of an earlier prompt behind the first ``found`` chunks; None if there is none."""
+        if found >= len(prompt.lookup) or self.rule.grid is not None:
+            return None
+        behind, missed = prompt.lookup[found - 1] if found else None, prompt.lookup[found]
+        tails = self.keys.tails(prompt.snapshot.root, prompt.tokens, behind=behind)
         tails = [tail for tail in tails if tail.end != missed.end]  # it was looked up
-        tail = self.store.first_stored(tails) if tails else None
-        if tail is None:
-            return found, lease
-        return [*found, tail], JoinedLease(lease, self.store.lease([tail]))
+        return self.store.first_stored(tails, in_memory=in_memory) if tails else None
 
     def _start(
         self,
@@ -157,16 +167,17 @@ class Prefiller:
             lease=lease,
             tiers=tokens_by_tier(blocks, loads_of(lease), limit=reused),
         )
-        plain_ms = self._plain_ms(len(prompt.tokens))
+        plain = self.expected_seconds(len(prompt.tokens))
+        plain_ms = None if plain is None else 1000.0 * plain
         state = PrefillState(prompt, cache, hits=hits, rule=self.rule, clock=clock, pool=self.pool, plain_ms=plain_ms)
         cache.set_length(state.num_computed)
         return state
 
-    def _plain_ms(self, tokens: int) -> float | None:
+    def expected_seconds(self, tokens: int) -> float | None:
         """How long computing a whole prompt should take; None before anything was observed."""
         if not self.costs.in_seconds:
             return None
-        return 1000.0 * self.costs.prefill_seconds(forwards=self.rule.count(tokens), tokens=tokens)
+        return self.costs.prefill_seconds(forwards=self.rule.count(tokens), tokens=tokens)
 
     def knows(self, tokens: list[int]) -> bool:
         """Whether every chunk of this text, cut on its own, is stored somewhere."""

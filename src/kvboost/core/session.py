@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from kvboost.capacity import HOST_BUDGETS
 from kvboost.core.backend import KVPaging
+from kvboost.core.fetching import fetch
+from kvboost.core.prefill import ChunkedPrompt
 from kvboost.core.prefiller import Prefiller
 from kvboost.errors import CapacityError
 from kvboost.extend import ChunkStore, LayeredStore
+from kvboost.types import Fetched
 
 
 class SequenceLimits(Protocol):
@@ -86,9 +90,19 @@ class Session:
 
     def prefetch(self, tokens: list[int], boundaries: Sequence[int]) -> Future[int]:
         """Load the stored prefix of a prompt from slower tiers into memory, in the background."""
-        if self.refusal(len(tokens)) is None and isinstance(self.store, LayeredStore):
+        if self.fetches(len(tokens)):
+            assert isinstance(self.store, LayeredStore)
             return self.store.prefetch(self.prefiller.chunk(tokens, boundaries).lookup)
         return nothing_to_fetch()
+
+    def fetches(self, tokens: int) -> bool:
+        """Whether a prompt of this length may have KV in slower tiers."""
+        return self.refusal(tokens) is None and isinstance(self.store, LayeredStore)
+
+    def fetch(self, prompt: ChunkedPrompt, *, approx: bool) -> Future[Fetched] | None:
+        """Load what a prefill of the prompt would reuse into memory, in the background; None if too much waits."""
+        assert isinstance(self.store, LayeredStore)
+        return self.store.in_background(partial(fetch, self.prefiller, prompt, approx=approx))
 
 
 def nothing_to_fetch() -> Future[int]:

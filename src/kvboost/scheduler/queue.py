@@ -4,7 +4,8 @@ Used by :mod:`kvboost.scheduler.runner` between steps; imports neither torch nor
 prefill a few chunks, decode one token for every job, tick. Invariants: the bytes reserved for admitted jobs never
 exceed the budget. No job overtakes one that has waited ``max_wait_steps`` steps, and jobs that have decoded as many
 tokens may be preempted for it, so every wait is bounded. A job that waits for another to prefill their common prefix
-is released as soon as that one has prefilled it, has ended, or the wait reaches ``max_wait_steps``.
+is released as soon as that one has prefilled it, has ended, or the wait reaches ``max_wait_steps``. A job whose KV is
+being loaded keeps its place, and others pass it.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class _Entry:
     waited: int = 0
     steps: list[int] = field(default_factory=list)
     """Tokens of its remaining prefill steps, last first."""
+    loading: bool = False
+    """Whether its KV is being loaded from a slower tier: then it is neither admitted nor starving."""
     opened: bool = False
     available: int = 0
     """Chunks of its chain that are stored, or were offered to the store."""
@@ -98,8 +101,19 @@ class Scheduler:
         """Bytes reserved for the admitted jobs."""
         return sum(max(entry.nbytes, entry.held) for entry in self._running.values())
 
-    def add(self, *, tenant: str, nbytes: int, chain: Sequence[bytes], peak: int | None = None, group: str = "") -> int:
+    def add(
+        self,
+        *,
+        tenant: str,
+        nbytes: int,
+        chain: Sequence[bytes],
+        peak: int | None = None,
+        group: str = "",
+        loading: bool = False,
+    ) -> int:
         """Queue a job that needs ``nbytes`` at first and at most ``peak`` (the same if left out).
+
+        With ``loading`` it is not admitted before :meth:`loaded` is called.
 
         Raises CapacityError if it can never fit. Raises BusyError if ``max_waiting`` jobs are waiting and this tenant
         has its even share of them. A queue filled by one tenant stays open to others, and is longer for a while.
@@ -113,7 +127,8 @@ class Scheduler:
         if len(self._waiting) >= self.limits.max_waiting and self._fills_its_share(tenant):
             raise BusyError(f"{len(self._waiting)} jobs are waiting already; try again later or raise max_waiting")
         number = next(self._numbers)
-        self._waiting[number] = _Entry(number, tenant, nbytes, tuple(chain), next(self._arrivals), group)
+        entry = _Entry(number, tenant, nbytes, tuple(chain), next(self._arrivals), group, loading=loading)
+        self._waiting[number] = entry
         return number
 
     def _fills_its_share(self, tenant: str) -> bool:
@@ -132,6 +147,8 @@ class Scheduler:
             return None
         free = self.limits.kv_bytes - self.reserved_bytes
         for entry in self._by_priority():
+            if entry.loading:
+                return None  # and so are all behind it
             starving = self._starving(entry)
             if entry.group != group:
                 if starving:
@@ -147,6 +164,16 @@ class Scheduler:
             if starving:
                 return None  # no other job may take the memory it waits for
         return None
+
+    def postpone(self, number: int) -> None:
+        """An admitted job that was not opened waits again, in its place, until :meth:`loaded` is called."""
+        entry = self._waiting[number] = self._running.pop(number)
+        entry.loading = True
+
+    def loaded(self, number: int) -> None:
+        """Its KV is in memory, or is not waited for any more."""
+        if number in self._waiting:
+            self._waiting[number].loading = False
 
     def opened(self, number: int, *, available: int, will_provide: int, steps: Sequence[int], held: int = 0) -> None:
         """An admitted job found ``available`` chunks, will provide more, and needs these prefill steps (in tokens)."""
@@ -253,18 +280,21 @@ class Scheduler:
     def tick(self) -> None:
         """One step is over."""
         for entry in self._waiting.values():
-            entry.waited += 1
+            entry.waited += not entry.loading  # no other job is to blame for a slow tier
 
     def _starving(self, entry: _Entry) -> bool:
-        return entry.waited >= self.limits.max_wait_steps
+        return entry.waited >= self.limits.max_wait_steps and not entry.loading
 
     def _by_priority(self) -> list[_Entry]:
-        """Waiting jobs: starving ones first, then those whose tenant has the fewest running, then by arrival."""
+        """Waiting jobs: starving ones first, then those whose tenant has the fewest running, then by arrival.
+
+        Those that are loading come last.
+        """
         runs = Counter(entry.tenant for entry in self._running.values())
 
-        def priority(entry: _Entry) -> tuple[bool, int, int]:
+        def priority(entry: _Entry) -> tuple[bool, bool, int, int]:
             starving = self._starving(entry)
-            return not starving, 0 if starving else runs[entry.tenant], entry.arrived
+            return entry.loading, not starving, 0 if starving else runs[entry.tenant], entry.arrived
 
         return sorted(self._waiting.values(), key=priority)
 

@@ -3,14 +3,15 @@
 Implements :class:`kvboost.scheduler.jobs.JobRunner` for a server or any other caller with many threads. Prompts are
 prefilled in steps by the model's rule, so that reuse stays bitwise; all jobs are decoded together. Invariants:
 every ticket ends with ``Finished``; a job's resources are released in the step in which it ends, is cancelled or is
-preempted; an error of one job ends that job only.
+preempted; an error of one job ends that job only; the thread never waits for a slower tier.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Self
 
@@ -22,6 +23,7 @@ from kvboost.failures import log_failure
 from kvboost.hf.adapters import AS_SET
 from kvboost.scheduler.admission import checked_engine, checked_job
 from kvboost.scheduler.decoding import JobDecoder
+from kvboost.scheduler.fetching import KnownModels
 from kvboost.scheduler.jobs import BatchEngine, Finished, Job, RunnerLoad, Ticket
 from kvboost.scheduler.prefilling import JobPrefiller
 from kvboost.scheduler.queue import Limits, Scheduler
@@ -31,6 +33,7 @@ from kvboost.scheduler.sampler import sample_batch
 _MAX_REPAIR_BUDGETS = 2  # chunk budgets per repair, beside other jobs: about half of those tokens are computed
 
 _PREFILL_BUDGET = 256  # prompt tokens between two decode steps: others wait for a step of so many
+_FETCH_POLL_SECONDS = 0.05  # how late a load that takes too long is given up, while there is nothing else to do
 _MODEL_CHANGED = "the model's adapter or weights were changed while this job ran; submit it again"
 
 _log = logging.getLogger("kvboost.engine")
@@ -84,6 +87,7 @@ class BatchRunner:
         self._changed = threading.Condition(self._lock)
         self._scheduler = Scheduler(limits)
         self._jobs: dict[int, RunningJob] = {}
+        self._models = KnownModels()
         self._closing = False
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._work, name="kvboost-batch", daemon=True)
@@ -101,8 +105,6 @@ class BatchRunner:
         session = self.session_for(job.tenant)
         job = replace(job, token_ids=tuple(self._engine.encode(job.token_ids)))
         job = checked_job(job, session, vocab_size=self._vocab_size, kv_bytes=self._scheduler.limits.kv_bytes)
-        tokens = list(job.token_ids)
-        chain = [chunk.prefix_key for chunk in session.prefiller.chunk(tokens, job.boundaries).usable]
         ticket = JobTicket(self._wake)
         running = RunningJob(
             job,
@@ -112,13 +114,18 @@ class BatchRunner:
             max_step=self._scheduler.limits.chunk_budget,
         )
         running.epoch = self._parts.epoch
+        # Keys of an adapter are not known before it is in use; then its first job begins to load in its turn.
+        model = self._models.of(running.group, epoch=running.epoch)
+        prompt = session.prefiller.chunk(list(job.token_ids), job.boundaries, model=model)
+        chain = [chunk.prefix_key for chunk in prompt.usable]
+        loading = running.has_tiers and model is not None
         nbytes, peak = (self._bytes_for(count) for count in (running.tokens, running.max_tokens))
         try:
             with self._changed:
                 if self._closing:
                     raise ClosedError(f"{self._failure or 'this runner was closed'}; make a new one")
                 number = self._scheduler.add(
-                    tenant=job.tenant, nbytes=nbytes, peak=peak, chain=chain, group=running.group
+                    tenant=job.tenant, nbytes=nbytes, peak=peak, chain=chain, group=running.group, loading=loading
                 )
                 self._jobs[number] = running
                 self._changed.notify()
@@ -126,7 +133,8 @@ class BatchRunner:
             running.close()
             raise
         try:
-            running.prefetch(session)  # only now: a refused job loads nothing
+            if loading:  # only now: a refused job loads nothing
+                running.begin_fetch(prompt, approx=not self._deterministic, wake=self._wake)
         except BaseException:
             ticket.cancel()
             raise
@@ -197,10 +205,10 @@ class BatchRunner:
                 self._end(number, "error" if self._failure else "cancelled", error=self._failure)
 
     def _wait_for_work(self) -> bool:
-        """Block until there is a job. False if the runner is being closed."""
+        """Block until there is a job that need not wait for a tier. False if the runner is being closed."""
         with self._changed:
-            while not self._closing and not self._jobs:
-                self._changed.wait()
+            while not self._closing and all(job.awaits_fetch for job in self._jobs.values()):
+                self._changed.wait(_FETCH_POLL_SECONDS if self._jobs else None)
             return not self._closing
 
     def _step(self, group: str) -> None:
@@ -212,6 +220,11 @@ class BatchRunner:
             elif job.epoch != self._parts.epoch or (job.group == group and job.adapters not in (None, active)):
                 # Its KV is another model's: continuing would mix the two.
                 self._end(number, "error", error=_MODEL_CHANGED)
+            elif job.fetch is not None:
+                job.fetch.retry()
+                if job.fetch.is_over:
+                    with self._lock:
+                        self._scheduler.loaded(number)
         self._preempt()
         used = self._admit(group)
         with self._lock:
@@ -236,10 +249,8 @@ class BatchRunner:
 
     def _close(self, number: int) -> None:
         """Release the resources of a job that continues later. If that fails, the job ends."""
-        try:
+        with self._own_errors(number):
             self._jobs[number].close()
-        except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
-            self._failed(number, error)
 
     def _grow(self) -> None:
         """Ensure capacity for one more token of every job, preempting others if needed."""
@@ -258,13 +269,11 @@ class BatchRunner:
                     preempted = self._scheduler.preempt_for(number, wanted)
                 self._close(preempted)
             if job.is_open:
-                try:
+                with self._own_errors(number):
                     job.grow()
-                except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
-                    self._failed(number, error)
 
     def _admit(self, group: str) -> int:
-        """Open every job that may run now. Returns the cost in tokens of the chunk budget."""
+        """Open every job that may run now, or load its KV first. Returns the cost in tokens of the chunk budget."""
         used = 0
         while used < self._scheduler.limits.chunk_budget:
             with self._lock:
@@ -272,12 +281,16 @@ class BatchRunner:
                 if number is None:
                     break
                 job, alone = self._jobs[number], self._scheduler.running == 1
+                if must_fetch := job.must_fetch:
+                    self._scheduler.postpone(number)
                 self._limit_spare()
-            try:
-                self._open(number, job, alone=alone)
-                used += self._scheduler.cost_of_placing(job.state.plan.exact_tokens)
-            except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
-                self._failed(number, error)
+            with self._own_errors(number):
+                if must_fetch:
+                    job.begin_fetch(approx=not self._deterministic, wake=self._wake)
+                    used += 1 + self._scheduler.cost_of_placing(len(job.job.token_ids))  # cutting the prompt takes time
+                else:
+                    self._open(number, job, alone=alone)
+                    used += self._scheduler.cost_of_placing(job.state.plan.exact_tokens)
         return used
 
     def _limit_spare(self) -> None:
@@ -294,6 +307,7 @@ class BatchRunner:
             # Steps of other shapes round differently: what must give the same bytes repeats the steps it had.
             prefill_answer=not self._deterministic,
         )
+        self._models.saw(job.group, job.state.prompt.snapshot.model, epoch=job.epoch)
         with self._lock:
             self._scheduler.opened(
                 number,
@@ -318,7 +332,7 @@ class BatchRunner:
 
     def _prefilled(self, number: int, job: RunningJob, result: torch.Tensor | Exception | None) -> None:
         """A job ran a step: these are its logits if it was the last one, or why it failed."""
-        try:
+        with self._own_errors(number):
             if isinstance(result, Exception):
                 raise result
             if result is not None:
@@ -326,8 +340,6 @@ class BatchRunner:
             with self._lock:
                 self._scheduler.prefilled(number, available=job.chunks_available(), steps=job.steps_left())
             self._end_if_done(number, job)
-        except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
-            self._failed(number, error)
 
     def _decode(self) -> None:
         """One more token for every job whose prefill is complete."""
@@ -346,10 +358,8 @@ class BatchRunner:
                 return
             self._move(jobs, list(jobs), RunningJob.leave)
         for job, number in jobs.items():
-            try:
+            with self._own_errors(number):
                 self._accept(jobs, [job], self._decoder.alone(job))
-            except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
-                self._failed(number, error)
 
     def _move(
         self, jobs: dict[RunningJob, int], moving: Sequence[RunningJob], move: Callable[[RunningJob], None]
@@ -371,14 +381,12 @@ class BatchRunner:
             if isinstance(token, Exception):
                 self._failed(number, token)
                 continue
-            try:
+            with self._own_errors(number):
                 if sampler is not None:
                     job.ticket.put(token)
                     with self._lock:
                         self._scheduler.decoded(number)
                 self._end_if_done(number, job)
-            except Exception as error:  # noqa: BLE001 - an error of one job ends that job only
-                self._failed(number, error)
 
     def _end_if_done(self, number: int, job: RunningJob) -> None:
         reason = job.end
@@ -387,6 +395,14 @@ class BatchRunner:
                 job.keep_decoded()
             self._parts.offer_check(job.prefiller, job.state, job.decoded, job.group or AS_SET)
             self._end(number, reason)
+
+    @contextmanager
+    def _own_errors(self, number: int) -> Iterator[None]:
+        """An error of one job ends that job only."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others go on
+            self._failed(number, error)
 
     def _failed(self, number: int, error: Exception) -> None:
         log_failure(_log, error, "a job failed")

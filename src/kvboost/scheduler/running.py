@@ -8,14 +8,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 
 import torch
 
 from kvboost.core.clock import StageClock
-from kvboost.core.prefill import PrefillState
+from kvboost.core.prefill import ChunkedPrompt, PrefillState
 from kvboost.core.session import Session
 from kvboost.hf.rows import Row, RowBatch
+from kvboost.scheduler.fetching import JobFetch
 from kvboost.scheduler.jobs import Finished, Job, NewToken
 from kvboost.scheduler.sampler import Sampler
 from kvboost.types import ReuseReport
@@ -63,7 +63,7 @@ class RunningJob:
         self._max_step = max_step
         self.job = job
         self.ticket = ticket
-        self.prefiller = session.prefiller
+        self._session, self.prefiller = session, session.prefiller
         self._since_submit = self._clock = StageClock()
         self._sampler = Sampler(job, device=device)
         self._state: PrefillState | None = None
@@ -81,8 +81,10 @@ class RunningJob:
         """The model's when the job was submitted: all its tokens must come from one model."""
         self.adapters: tuple[str, ...] | None = None
         """Those in use when it was first opened."""
-        self.prefetching: Future[int] | None = None
-        """The prefetch from slower tiers that runs while the job waits."""
+        self.has_tiers = session.fetches(len(job.token_ids))
+        """Whether its KV may lie in slower tiers, which the model's thread does not wait for."""
+        self.fetch: JobFetch | None = None
+        """What is loaded from them while the job waits."""
 
     @property
     def state(self) -> PrefillState:
@@ -176,8 +178,8 @@ class RunningJob:
             self._queued_seconds = self._since_submit.elapsed_ms / 1000.0
         if self._report is not None:
             self._clock = StageClock()  # prefilled again after a preemption: timed separately
-        if self.prefetching is not None:
-            self.prefetching.cancel()  # loads that have not started are not needed any more
+        fetch, self.fetch = self.fetch, None
+        fetched = fetch.take() if fetch is not None else None
         self._clock.lap("waiting")
         prompt = list(self.job.token_ids)
         answered = self._sampler.generated[: self._reserved_tokens - 1] if prefill_answer else []
@@ -188,6 +190,7 @@ class RunningJob:
             new_tokens=self._reserved_tokens - len(answered),
             clock=self._clock,
             approx=approx,
+            fetched=fetched,
         )
         self._state = state
         repaired = state.last_step - state.plan.approx_start
@@ -196,12 +199,20 @@ class RunningJob:
                 f"repairing {repaired} tokens in one step would delay the other jobs, so they were computed"
             )
 
-    def prefetch(self, session: Session) -> None:
-        """Load from slower tiers while it waits, so that the model's thread need not wait for them."""
-        if self.job.adapter is None:  # keys of another adapter are known once it is in use
-            self.prefetching = session.prefetch(list(self.job.token_ids), self.job.boundaries)
-        if self.is_open and self.prefetching is not None:
-            self.prefetching.cancel()  # it was opened meanwhile, and loads by itself
+    @property
+    def must_fetch(self) -> bool:
+        """Whether its KV has to be loaded before it is opened."""
+        return self.has_tiers and self.fetch is None
+
+    @property
+    def awaits_fetch(self) -> bool:
+        """Whether nothing is to be done for it before its KV is loaded."""
+        return self.fetch is not None and not self.fetch.is_over and not self.ticket.cancelled
+
+    def begin_fetch(self, prompt: ChunkedPrompt | None = None, *, approx: bool, wake: Callable[[], None]) -> None:
+        """Load its KV, while it waits: under the keys of ``prompt``, or of the model as it is now."""
+        prompt = prompt or self.prefiller.chunk(list(self.job.token_ids), self.job.boundaries)
+        self.fetch = JobFetch(self._session, prompt, approx=approx, wake=wake)
 
     def steps_left(self) -> list[int]:
         """Tokens of the remaining prefill steps, in order; a repair counts as one step."""
@@ -311,8 +322,9 @@ class RunningJob:
 
     def close(self) -> None:
         """Release everything. The job may be opened again."""
-        if self.prefetching is not None:
-            self.prefetching.cancel()
+        if self.fetch is not None:
+            self.fetch.cancel()
+            self.fetch = None
         if self._state is not None:
             state, self._state = self._state, None
             try:

@@ -1,10 +1,11 @@
 """Where blocks are kept between requests."""
 
 from kvboost.store.eviction import LeafFirstLRU, LeastExpected
+from kvboost.store.lookup import LoadRules
 from kvboost.store.memory import MemoryStore
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.protection import read_key, record_format
-from kvboost.store.tiered import LoadRules, TieredStore
+from kvboost.store.tiered import TieredStore
 from kvboost.store.tiers.disk.directory import check_directory
 from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.store.tiers.host import HostTier

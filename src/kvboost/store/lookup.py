@@ -8,13 +8,27 @@ that ends.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from kvboost.types import Chunk, DeclinedLoad, KVBlock, LoadReport
+from kvboost.types import NOTHING_LOADED, Chunk, DeclinedLoad, KVBlock, LoadReport
 
 _FADE = 0.9  # of earlier loads with each new one: the last ten or so count
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRules:
+    """When a block of a slower tier is loaded, and how it comes into memory."""
+
+    compute_seconds: Callable[[int], float] | None = None
+    """What computing so many tokens would take: loading is declined where that is less."""
+    fits: Callable[[KVBlock], bool] = lambda block: True
+    """Whether a block that was loaded is one for this model."""
+    to_memory: Callable[[KVBlock], KVBlock] = lambda block: block
+    """Brings it to where the memory store has its tensors."""
+    content_saves: float = 1.0
+    """The share of computing that a block found by content saves at best: some of its tokens are recomputed."""
 
 
 @dataclass
@@ -60,21 +74,26 @@ class Lookup:
         """The tier has these, but computing them is faster."""
         self._declined.append((tier, chunks, load_seconds, compute_seconds))
 
-    @property
-    def has_report(self) -> bool:
-        """Whether there is anything to report: most lookups find all or nothing."""
-        return bool(self.tiers or self._declined)
-
-    def report(self, left: Callable[[Chunk], bool]) -> LoadReport:
-        """All of it. Of what was declined only the chunks still ``left``: another tier may have been faster."""
+    def report(self, left: Set[int]) -> LoadReport:
+        """All of it. Of what was declined only the chunks that start at ``left``: another tier may have been faster."""
+        if not self.tiers and not self._declined:
+            return NOTHING_LOADED  # most lookups find all or nothing
         declined: list[DeclinedLoad] = []
         starts: dict[int, int] = {}
         for tier, chunks, load, compute in self._declined:
-            computed = {chunk.start: chunk.end - chunk.start for chunk in chunks if left(chunk)}
+            computed = {chunk.start: chunk.end - chunk.start for chunk in chunks if chunk.start in left}
             if computed:
                 declined.append(DeclinedLoad(tier, sum(computed.values()), load, compute))
                 starts |= computed
         return LoadReport(self.tiers, tuple(declined), starts)
+
+
+def left_of(report: LoadReport, left: Set[int]) -> LoadReport:
+    """A report of loads of which only chunks that start at ``left`` were not found: others may be in memory now."""
+    if not report.declined_at:
+        return report
+    declined_at = {start: tokens for start, tokens in report.declined_at.items() if start in left}
+    return replace(report, declined=report.declined if declined_at else (), declined_at=declined_at)
 
 
 class Claims:

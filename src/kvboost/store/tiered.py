@@ -12,42 +12,37 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from kvboost.extend import ContentLease, Lease, RunTier, Tier
+from kvboost.store.background import Background, finished
 from kvboost.store.counters import Counters
-from kvboost.store.lookup import Claims, Lookup, Speed
+from kvboost.store.lookup import Claims, LoadRules, Lookup, Speed, left_of
 from kvboost.store.memory import MemoryStore
+from kvboost.store.unsaved import Unsaved
 from kvboost.store.variants import best_variant
 from kvboost.store.work import TierWork
 from kvboost.store.write_behind import WriteBehind, WriteQueue
 from kvboost.streams import BlockingStreams, Streams
-from kvboost.types import TOKEN_BYTES, BlockInfo, Chunk, HotChunk, KVBlock, PutOutcome, StoreStats, context_mark
+from kvboost.types import (
+    TOKEN_BYTES,
+    BlockInfo,
+    Chunk,
+    HotChunk,
+    KVBlock,
+    LoadReport,
+    PutOutcome,
+    StoreStats,
+    context_mark,
+)
 
 T = TypeVar("T")
 
 _LOCAL = ("host", "disk")  # tiers that answer without a round trip
-_MAX_TRIES = 3  # of storing one block below
-_MAX_UNSAVED = 100_000  # keys remembered that no tier has taken yet
-_MAX_PREFETCHES = 64  # that wait
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRules:
-    """When a block of a slower tier is loaded, and how it comes into memory."""
-
-    compute_seconds: Callable[[int], float] | None = None
-    """What computing so many tokens would take: loading is declined where that is less."""
-    fits: Callable[[KVBlock], bool] = lambda block: True
-    """Whether a block that was loaded is one for this model."""
-    to_memory: Callable[[KVBlock], KVBlock] = lambda block: block
-    """Brings it to where the memory store has its tensors."""
-    content_saves: float = 1.0
-    """The share of computing that a block found by content saves at best: some of its tokens are recomputed."""
 
 
 _LOAD_ALWAYS = LoadRules()
@@ -76,22 +71,23 @@ class TieredStore:
         self._lasting = tuple(tier for tier in tiers if tier.outlives_process)
         self._overflow = tuple(tier for tier in tiers if not tier.outlives_process)
         self._queue = queue if queue is not None else WriteQueue(waiting_bytes)
+        self._unsaved = Unsaved()
         self._writer = WriteBehind(
-            self._queue, owns_queue=queue is None, streams=self._streams, failed=self._failed, tried=self._tried
+            self._queue,
+            owns_queue=queue is None,
+            streams=self._streams,
+            failed=self._failed,
+            tried=self._unsaved.tried,
         )
         self._lock = threading.Lock()
         self._claims = Claims()
-        self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="kvboost-prefetch")
-        self._prefetches = 0  # waiting or under way
+        self._background = Background()
         self._speeds = {tier: Speed() for tier in self._tiers}
         self._work = defaultdict(TierWork, {tier.name: TierWork() for tier in self._tiers})
         self._below: tuple[StoreStats, ...] = ()  # as the tiers were last asked
         self._token_bytes = 0.0  # of the last block seen
-        # Blocks that are still in memory only, oldest first, and how often they were tried.
-        self._unsaved: dict[bytes, int] = {}
         self._warned: set[str] = set()
-        self._declined = self._dropped = self._rejected = 0
-        self._lost = 0  # blocks that are not tried again
+        self._declined = self._rejected = 0
         memory.on_evict = self._demote
         memory.selective = False  # what is loaded must pass through it, and what is new goes down from it
 
@@ -99,60 +95,74 @@ class TieredStore:
         """Another tenant's store with the same rules. It shares the thread that writes and the bytes that may wait."""
         return TieredStore(memory, tiers, rules=self._rules, streams=self._streams, queue=self._queue)
 
-    def lease(self, chunks: Sequence[Chunk], *, arrived: Callable[[Chunk, KVBlock], None] | None = None) -> Lease:
+    def lease(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        arrived: Callable[[Chunk, KVBlock], None] | None = None,
+        fetched: LoadReport | None = None,
+    ) -> Lease:
         """Hold the longest leading run of ``chunks``, wherever it lies, as far as loading it pays.
 
         ``arrived`` is called with every block that came up from a tier, while the next ones are still on their way.
-        Such a block is whole and checked, but only the lease says whether it is held in the end.
+        Such a block is whole and checked, but only the lease says whether it is held in the end. ``fetched`` is what
+        :meth:`fetch` did for these before: then only the memory is looked at, and no tier is waited for.
         """
         lookup = Lookup(arrived)
-        self._bring_up_run(chunks, lookup)
+        if fetched is None:
+            self._bring_up_run(chunks, lookup)
         lease = self._memory.lease(chunks)
         self._streams.join()  # also what was prefetched may still be on its way
-        if lookup.has_report:
-            held = {block.key for block in lease.blocks}
-            lease.loads = lookup.report(lambda chunk: chunk.prefix_key not in held)
+        left = {chunk.start for chunk in chunks[len(lease.blocks) :]}
+        lease.loads = left_of(fetched, left) if fetched is not None else lookup.report(left)
         return lease
 
-    def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> ContentLease:
-        """Hold, for each of ``chunks[after:]``, the best-fitting block, wherever it lies."""
+    def lease_content(self, chunks: Sequence[Chunk], *, after: int, fetched: LoadReport | None = None) -> ContentLease:
+        """Hold, for each of ``chunks[after:]``, the best-fitting block, wherever it lies.
+
+        ``fetched`` is what :meth:`fetch_content` did for these before: then only the memory is looked at.
+        """
         lookup = Lookup()
-        unknown = self._memory.unknown_content(chunks[after:])
-        if unknown:
-            self._bring_up_content(chunks, [after + index for index in unknown], lookup)
+        if fetched is None:
+            self._bring_up_content(chunks, after, lookup)
         lease = self._memory.lease_content(chunks, after=after)
         self._streams.join()
-        if lookup.has_report:
-            blocks = zip(chunks[after:], lease.blocks, strict=True)
-            found = {chunk.start for chunk, block in blocks if block is not None}
-            lease.loads = lookup.report(lambda chunk: chunk.start not in found)
+        blocks = zip(chunks[after:], lease.blocks, strict=True)
+        left = {chunk.start for chunk, block in blocks if block is None}
+        lease.loads = left_of(fetched, left) if fetched is not None else lookup.report(left)
         return lease
+
+    def fetch(self, chunks: Sequence[Chunk]) -> tuple[LoadReport, int]:
+        """Bring the longest leading run of ``chunks`` up into memory, and say how many of them are there now.
+
+        Holds and counts nothing: what comes up is the most recent there is, and may be evicted for others.
+        """
+        lookup = Lookup()
+        self._bring_up_run(chunks, lookup)
+        known = self._memory.leading_run(chunks)
+        return lookup.report({chunk.start for chunk in chunks[known:]}), known
+
+    def fetch_content(self, chunks: Sequence[Chunk], *, after: int) -> LoadReport:
+        """Bring up, for each of ``chunks[after:]`` that is nowhere in memory, the best-fitting block."""
+        lookup = Lookup()
+        self._bring_up_content(chunks, after, lookup)
+        return lookup.report({chunk.start for chunk in chunks})
+
+    def in_background(self, work: Callable[[], T]) -> Future[T] | None:
+        """Run ``work``, which may wait for a tier, on the thread that loads ahead; None if too much waits already."""
+        return self._background.run(work)
 
     def prefetch(self, chunks: Sequence[Chunk]) -> Future[int]:
         """Bring the longest leading run of ``chunks`` up into memory, in the background.
 
-        Returns at once. The result is how many tokens came up. Nothing is held: what comes up is the most recent there
-        is, and may be evicted for others. Where too many wait already, nothing is done.
+        Returns at once. The result is how many tokens came up. Where too many wait already, nothing is done.
         """
-        with self._lock:
-            taken = self._prefetches < _MAX_PREFETCHES
-            self._prefetches += taken
-        if not taken:
-            nothing: Future[int] = Future()
-            nothing.set_result(0)
-            return nothing
-        future = self._prefetcher.submit(self._prefetched, chunks)
-        future.add_done_callback(self._prefetch_ended)
-        return future
+        return self._background.run(partial(self._prefetched, chunks)) or finished(0)
 
     def _prefetched(self, chunks: Sequence[Chunk]) -> int:
         lookup = Lookup()
         self._bring_up_run(chunks, lookup)
         return lookup.tokens
-
-    def _prefetch_ended(self, future: Future[int]) -> None:
-        with self._lock:
-            self._prefetches -= 1
 
     def leading_run(self, chunks: Sequence[Chunk]) -> int:
         """How many of ``chunks`` a lease would probably hold. Loads nothing and counts nothing."""
@@ -168,10 +178,13 @@ class TieredStore:
         there: Sequence[bool] = self._ask(tier, [], tier.contains, keys)
         return next((index for index, found in enumerate(there) if not found), len(there))
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of these are in memory or on this machine's disk: one round trip to a server is not worth a guess."""
+    def contains(self, keys: Sequence[bytes], *, in_memory: bool = False) -> list[bool]:
+        """Which of these are in memory or on this machine's disk: one round trip to a server is not worth a guess.
+
+        With ``in_memory`` no tier is asked.
+        """
         found = self._memory.contains(keys)
-        for tier in self._tiers:
+        for tier in self._tiers if not in_memory else ():
             if tier.name in _LOCAL:
                 there: Sequence[bool] = self._ask(tier, [False] * len(keys), tier.contains, keys)
                 found = [one or other for one, other in zip(found, there, strict=True)]
@@ -205,10 +218,8 @@ class TieredStore:
     def flush(self) -> None:
         """Return once everything kept so far is as safe as the tiers make it."""
         self._writer.wait()
-        with self._lock:
-            unsaved = list(self._unsaved)
         # What did not fit into the queue is still in memory, unless it was demoted since.
-        for block in self._memory.blocks(unsaved):
+        for block in self._memory.blocks(self._unsaved.keys()):
             self._writer.wait()
             self._save(block, self._lasting)
         self._writer.wait()
@@ -222,8 +233,7 @@ class TieredStore:
     def clear(self) -> None:
         """Forget every block, in every tier."""
         self._writer.forget()
-        with self._lock:
-            self._unsaved.clear()
+        self._unsaved.clear()
         self._memory.clear()
         for tier in self._tiers:
             self._ask(tier, None, tier.clear)
@@ -236,15 +246,16 @@ class TieredStore:
                 self._ask(tier, Counters().stats(tier.name, chunks=0, nbytes=0, capacity_bytes=0), tier.stats)
                 for tier in self._tiers
             )
+        dropped, unsaved = self._unsaved.counts()
         with self._lock:
             return replace(
                 stats,
                 rejected=stats.rejected + self._rejected,
                 below=self._below,
                 loads_declined=self._declined,
-                writes_dropped=self._dropped,
+                writes_dropped=dropped,
                 waiting_bytes=self._writer.waiting_bytes,
-                unsaved=self._lost + len(self._unsaved),
+                unsaved=unsaved,
             )
 
     def work(self) -> dict[str, TierWork]:
@@ -254,7 +265,7 @@ class TieredStore:
 
     def close(self) -> None:
         """Write what waits, then close every tier."""
-        self._prefetcher.shutdown(cancel_futures=True)
+        self._background.close()
         self.flush()
         self._writer.close()
         for tier in self._tiers:
@@ -275,10 +286,12 @@ class TieredStore:
                 if run and self._pays(tier, run, lookup):
                     chunks = chunks[self._load(at, run, keys[: len(run)], lookup, gaps=False) :]
 
-    def _bring_up_content(self, chunks: Sequence[Chunk], unknown: Sequence[int], lookup: Lookup) -> None:
-        """Load for each of the ``unknown`` chunks the variant that fits its place best, from the fastest tier."""
-        missing = list(unknown)
+    def _bring_up_content(self, chunks: Sequence[Chunk], after: int, lookup: Lookup) -> None:
+        """Load for each unknown one of ``chunks[after:]`` the variant that fits best, from the fastest tier."""
+        missing = [after + index for index in self._memory.unknown_content(chunks[after:])]
         for at, tier in enumerate(self._tiers):
+            if not missing:
+                return
             contents = [chunks[index].content_key for index in missing]
             variants: Sequence[Sequence[BlockInfo]] = self._ask(tier, [], tier.variants, contents)
             wanted: dict[int, BlockInfo] = {}
@@ -291,8 +304,6 @@ class TieredStore:
             if run and self._pays(tier, run, lookup, saves=self._rules.content_saves):
                 self._load(at, run, [info.key for info in wanted.values()], lookup, gaps=True)
                 missing = [index for index in missing if self._memory.unknown_content([chunks[index]])]
-            if not missing:
-                return
 
     def _pays(self, tier: Tier, chunks: Sequence[Chunk], lookup: Lookup, *, saves: float = 1.0) -> bool:
         """Whether loading these is expected to be faster than the computing it ``saves``."""
@@ -362,10 +373,8 @@ class TieredStore:
     # Writing down
 
     def _save(self, block: KVBlock, tiers: Sequence[Tier]) -> None:
-        if not tiers:
-            return
-        if not self._offered(block, tiers):
-            self._remember_unsaved(block.key, tries=0)
+        if tiers and not self._offered(block, tiers):
+            self._unsaved.remember(block.key)
 
     def _offered(self, block: KVBlock, tiers: Sequence[Tier]) -> bool:
         taken = self._writer.offer(block, tiers)
@@ -374,32 +383,12 @@ class TieredStore:
                 self._work[tier.name].writes_dropped += not taken
         return taken
 
-    def _tried(self, block: KVBlock, kept: bool) -> None:
-        """A tier may have been full, busy or out of reach: a few times the block is tried again, at the next flush."""
-        with self._lock:
-            tries = self._unsaved.pop(block.key, 0) + 1
-            self._lost += not kept and tries >= _MAX_TRIES
-        if not kept and tries < _MAX_TRIES:
-            self._remember_unsaved(block.key, tries=tries)
-
-    def _remember_unsaved(self, key: bytes, *, tries: int) -> None:
-        with self._lock:
-            self._dropped += 1
-            self._unsaved[key] = tries
-            if len(self._unsaved) > _MAX_UNSAVED:
-                self._unsaved.pop(next(iter(self._unsaved)))
-                self._lost += 1
-
     def _demote(self, block: KVBlock) -> None:
         """A block leaves the memory: tiers that end with the process get it now, the others if they missed it."""
-        with self._lock:
-            unsaved = block.key in self._unsaved
-            self._unsaved.pop(block.key, None)
+        unsaved = self._unsaved.forget(block.key)
         tiers = (*self._overflow, *(self._lasting if unsaved else ()))
         if tiers and not self._offered(block, tiers):
-            with self._lock:
-                self._dropped += 1
-                self._lost += unsaved
+            self._unsaved.dropped(lost=unsaved)
 
     def _ask(self, tier: Tier, otherwise: T, method: Callable[..., T], *arguments: Any) -> T:
         """What the tier answers, or ``otherwise`` if it fails: a cache may only help."""

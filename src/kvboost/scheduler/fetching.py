@@ -1,0 +1,95 @@
+"""Loads the stored KV of waiting jobs from slower tiers, so that the model's thread never waits for one.
+
+Used by the batch runner. Invariants: a tier is only asked by the thread of the job's store; a job waits for its KV no
+longer than computing it is expected to take, within limits; what has not come by then is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from kvboost.core.prefill import ChunkedPrompt
+from kvboost.core.session import Session
+from kvboost.failures import log_failure
+from kvboost.types import Fetched, ModelSnapshot
+
+_MIN_SECONDS = 2.0  # waited in any case: the first request to a tier connects
+_MAX_SECONDS = 30.0  # also of a prompt that takes minutes to compute
+_UNKNOWN_SECONDS = 10.0  # before anything was computed
+
+_log = logging.getLogger("kvboost.engine")
+
+
+class JobFetch:
+    """What is loaded for one job while it waits."""
+
+    def __init__(self, session: Session, prompt: ChunkedPrompt, *, approx: bool, wake: Callable[[], None]) -> None:
+        """``wake`` is called when loading has ended."""
+        self._session, self._prompt, self._approx, self._wake = session, prompt, approx, wake
+        expected = session.prefiller.expected_seconds(len(prompt.tokens))
+        limit = _UNKNOWN_SECONDS if expected is None else min(max(expected, _MIN_SECONDS), _MAX_SECONDS)
+        self._deadline = time.monotonic() + limit
+        self._future: Future[Fetched] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._future = self._session.fetch(self._prompt, approx=self._approx)
+        if self._future is not None:
+            self._future.add_done_callback(lambda _: self._wake())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job need not wait any longer."""
+        if self._future is not None and self._future.done():
+            return True
+        return time.monotonic() >= self._deadline
+
+    def retry(self) -> None:
+        """Begin loading if too much waited before."""
+        if self._future is None:
+            self._begin()
+
+    def wait(self, timeout: float) -> None:
+        """Return once loading has ended. Raises TimeoutError."""
+        assert self._future is not None
+        self._future.result(timeout)
+
+    def take(self) -> Fetched:
+        """What was loaded. What has not begun is not needed any more."""
+        self.cancel()
+        if self._future is None or not self._future.done() or self._future.cancelled():
+            return Fetched()
+        error = self._future.exception()
+        if error is not None:
+            log_failure(_log, error, "a job's stored KV could not be loaded, so it is computed")
+            return Fetched()
+        return self._future.result()
+
+    def cancel(self) -> None:
+        """Drop it unless it has begun."""
+        if self._future is not None:
+            self._future.cancel()
+
+
+class KnownModels:
+    """The model's state under each adapter, as the last job of that adapter found it: keys are derived from it.
+
+    A state that is outdated costs a useless load: what is placed is looked up with the keys of the model as it is.
+    """
+
+    def __init__(self) -> None:
+        self._epoch = -1
+        self._models: dict[str, ModelSnapshot] = {}
+
+    def of(self, group: str, *, epoch: int) -> ModelSnapshot | None:
+        """The state for jobs of this group; None if none has run since the model changed."""
+        return self._models.get(group) if epoch == self._epoch else None
+
+    def saw(self, group: str, model: ModelSnapshot, *, epoch: int) -> None:
+        """A job of the group runs with this state."""
+        if epoch != self._epoch:
+            self._models, self._epoch = {}, epoch
+        self._models[group] = model
