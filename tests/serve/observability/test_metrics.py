@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,21 +67,29 @@ def test_every_tier_tells_how_it_does(with_disk: Running) -> None:
     }
 
 
-def test_a_tier_that_fails_is_seen_and_the_server_stays_ready(
-    with_disk: Running, monkeypatch: pytest.MonkeyPatch
+def test_a_directory_that_is_gone_is_seen_and_the_server_stays_ready(
+    start_server: Callable[..., Running], make_engine: Callable[..., KVBoost], tmp_path: Path
 ) -> None:
-    backend = with_disk.engine.parts.assembly.stores._tiers[0]._backend  # type: ignore[union-attr]
-    monkeypatch.setattr(type(backend), "is_available", False)
-    with pytest.warns(RuntimeWarning, match="out of reach"):
-        backend.health.failed("out of reach", "gone", remedy="look at it")
-    with with_disk.http(None) as http:
-        answer = http.get("/ready")
-        samples = _samples(http.get("/metrics").text)
-    assert answer.status_code == 200, "it answers without the tier"
-    assert answer.json()["tiers"]["disk"]["available"] is False
-    assert answer.json()["tiers"]["disk"]["errors"] == 1
-    assert samples["kvboost_tier_available", "disk"] == 0
-    assert samples["kvboost_tier_errors_total", "disk"] == samples["kvboost_store_errors_total",] == 1
+    """A file in its place stops root too."""
+    folder = tmp_path / "kv"
+    server = start_server(make_engine(disk_cache_dir=folder))
+    with server.http(None) as http:
+        assert _samples(http.get("/metrics").text)["kvboost_tier_available", "disk"] == 1
+        folder.rename(tmp_path / "elsewhere")
+        folder.touch()
+        with pytest.warns(RuntimeWarning, match="the directory cannot be used"):
+            server.engine.flush()
+        assert http.post("/v1/completions", json=_ASKED).status_code == 200, "it answers without the tier"
+        answer, samples = http.get("/ready"), _samples(http.get("/metrics").text)
+        assert answer.status_code == 200
+        assert answer.json()["tiers"]["disk"]["available"] is False
+        assert answer.json()["tiers"]["disk"]["errors"] > 0
+        assert samples["kvboost_tier_available", "disk"] == 0
+        assert samples["kvboost_tier_errors_total", "disk"] == samples["kvboost_store_errors_total",] > 0
+        folder.unlink()
+        (tmp_path / "elsewhere").rename(folder)
+        server.engine.flush()
+        assert http.get("/ready").json()["tiers"]["disk"]["available"] is True, "it is back"
 
 
 def test_no_scrape_or_page_asks_a_tier(with_disk: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ class Backend(ABC):
 
     @property
     def is_available(self) -> bool:
-        """Whether it answered when it was last used. False: every call is a miss, at once."""
+        """Whether it answered when it was last used."""
         return True
 
     def limited_to(self, capacity: int) -> None:
@@ -120,7 +120,7 @@ class RecordTier(ABC, Generic[B]):
 
     @property
     def is_available(self) -> bool:
-        """Whether the backend answered when it was last used. False: every call is a miss, at once."""
+        """Whether the backend answered when it was last used."""
         return self._backend.is_available
 
     def health(self) -> dict[str, int]:

@@ -53,6 +53,8 @@ class Directory:
         self._lock = threading.RLock()
         self._index: ChunkIndex | None = None
         self._presence: Presence | None = None
+        self.is_usable = True
+        """Whether the last access to the index, or the last write, succeeded."""
 
     def open(self) -> None:
         """Make the directory for this user alone and open its index.
@@ -116,8 +118,13 @@ class Directory:
         presence.reap()  # first: their bytes are free only once their files are gone
         index.recover(is_being_written, lambda place, size: is_recorded(self._layout.record(*place), size))
 
+    def worked(self) -> None:
+        """An access to the index, or a write, succeeded."""
+        self.is_usable = True
+
     def failed(self, error: Exception) -> None:
         """Count a failure, warn of the first one, and rebuild the index if it is broken."""
+        self.is_usable = False
         if not is_damaged(error):
             remedy = "look for a full disk, missing permissions or a file system without locks"
             self._health.failed("the directory cannot be used", error, remedy=remedy)

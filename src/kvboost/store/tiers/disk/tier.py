@@ -60,6 +60,11 @@ class _DiskBackend(Backend):
             layout, records=records, files=files, health=self.health, is_being_written=self.is_being_written
         )
 
+    @property
+    def is_available(self) -> bool:
+        """Whether the directory could be used when it was last used."""
+        return self.directory.is_usable
+
     def limits(self, index: ChunkIndex) -> Limits:
         """What may lie in the directory now. Raises what FAILURES names."""
         self.limited_to(self.directory.capacity(index, self.wanted_bytes))
@@ -145,7 +150,9 @@ class DiskTier(RecordTier[_DiskBackend]):
 
     def _store(self, block: KVBlock) -> PutOutcome:
         try:
-            return self._reserved(block)
+            outcome = self._reserved(block)
+            self._directory.worked()
+            return outcome
         except sqlite3.IntegrityError:
             pass  # another process has entered it a moment ago and is writing it
         except FAILURES as error:
@@ -323,7 +330,9 @@ class DiskTier(RecordTier[_DiskBackend]):
     def _with_index(self, work: Callable[[ChunkIndex], T], otherwise: T) -> T:
         """The index's answer, or ``otherwise`` if it has none: the cache may only help."""
         try:
-            return work(self._index())
+            answer = work(self._index())
+            self._directory.worked()
+            return answer
         except FAILURES as error:
             self._directory.failed(error)
             return otherwise
