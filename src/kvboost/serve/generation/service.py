@@ -276,7 +276,9 @@ class Service:
     def _count(self, answer: Answer, *, seconds: float, span: RequestSpan | None) -> None:
         reuse = answer.reuse()
         whole = len(answer.ended) == len(answer.request.prompts) * answer.request.n
-        reason = answer.ended[0].reason if whole else "cancelled"
+        # The first choice that failed ends the answer: the others are cancelled, or had ended before.
+        failed = any(ended.reason == "error" for ended in answer.ended)
+        reason = "error" if failed else answer.ended[0].reason if whole else "cancelled"
         queued = [ended.queued_seconds for ended in answer.ended if ended.queued_seconds is not None]
         record = RequestRecord(
             id=answer.id,
