@@ -37,6 +37,23 @@ def test_pieces_join_to_the_text_and_break_no_character(text: str) -> None:
         assert not any("�" in p.text for p in pieces)
 
 
+def test_special_tokens_cost_no_more_and_more() -> None:
+    pieces: list[StreamPiece] = []
+    longest = 0
+
+    def decode(ids: Any) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return str(_TOKENIZER.decode(ids, skip_special_tokens=True))
+
+    streamer = PieceStreamer(decode, pieces.append)
+    streamer.put(torch.tensor([[1]]))  # the prompt
+    for token in [_TOKENIZER.eos_token_id] * 500 + _TOKENIZER("a")["input_ids"]:
+        streamer.put(torch.tensor([token]))
+    assert (pieces[-1].text, len(pieces)) == ("a", 501)
+    assert longest < 10
+
+
 def test_stream_gives_what_generate_gives(engine: KVBoost) -> None:
     whole = engine.generate("Once upon a time", max_new_tokens=12, temperature=0)
     pieces = list(engine.stream("Once upon a time", max_new_tokens=12, temperature=0))

@@ -14,6 +14,17 @@ from kvboost.types import GenerationResult, StreamPiece
 _HELD_BACK = "�"  # the replacement character: a multi-byte character is not complete yet
 
 
+def context_with_silent(decode: Callable[[Sequence[int]], str], context: list[int], silent: list[int]) -> list[int]:
+    """What has to stand before the next tokens, so that spaces between words come out right.
+
+    ``silent`` tokens added no text to that of ``context``. Special tokens never do, and are left out: answers of
+    thousands of them would be decoded again and again. Some say nothing only where they are (a space at the beginning
+    of a text); those are kept.
+    """
+    both = [*context, *silent]
+    return context if decode([*both, *silent]) == decode(both) else both
+
+
 class PieceStreamer:
     """A Transformers streamer that turns token ids into :class:`StreamPiece` objects.
 
@@ -48,8 +59,9 @@ class PieceStreamer:
         if after.endswith(_HELD_BACK) and not final:
             return
         self._emit(StreamPiece(after[len(before) :], tuple(self._pending)))
-        # A context that decodes to nothing (special tokens) would lose the next piece's leading space.
-        self._context = self._pending if after != before else [*self._context, *self._pending]
+        self._context = (
+            self._pending if after != before else context_with_silent(self._decode, self._context, self._pending)
+        )
         self._pending = []
 
 

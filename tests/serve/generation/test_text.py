@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -16,7 +16,11 @@ _BYTES = byte_tokenizer()
 
 def _pieces_tokenizer() -> Any:
     """As SentencePiece's models are read: words with a mark for the space, and single bytes for everything else."""
-    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)} | {"▁der": 257, "▁Rest": 258, "x": 259}
+    vocab = (
+        {"<unk>": 0}
+        | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
+        | {"▁der": 257, "▁Rest": 258, "x": 259, "▁": 260}
+    )
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
     inner.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -41,6 +45,8 @@ def _byte_ids(tokenizer: Any, raw: bytes) -> list[int]:
 
 @settings(deadline=None)  # the machine may be busy
 @given(st.text(max_size=30), st.sampled_from(["bytes", "pieces"]))
+@example("0 𐀀", "pieces")  # a space that decodes to nothing by itself, before a character of four bytes
+@example("é 0", "pieces")  # and after one of two
 def test_a_text_comes_back_whole_and_in_whole_characters(text: str, kind: str) -> None:
     tokenizer = _BYTES if kind == "bytes" else _PIECES
     text = text.lstrip(" ") if kind == "pieces" else text  # that decoder drops a leading space
@@ -58,18 +64,41 @@ def test_any_bytes_give_the_text_of_all_tokens(ids: list[int]) -> None:
     assert joined == _decode(_BYTES)(ids)
 
 
-def test_garbage_is_let_go_and_costs_no_more_and_more() -> None:
+class _Counted:
+    """Decodes, and knows the most tokens that it was given at once."""
+
     longest = 0
 
-    def decode(ids: Any) -> str:
-        nonlocal longest
-        longest = max(longest, len(ids))
+    def __call__(self, ids: Any) -> str:
+        self.longest = max(self.longest, len(ids))
         return str(_decode(_PIECES)(ids))
 
+
+def test_garbage_is_let_go_and_costs_no_more_and_more() -> None:
+    decode = _Counted()
     detokenizer = Detokenizer(decode)
     pieces = [detokenizer.add(1 + 0xFF) for _ in range(1000)]
     assert sum(map(len, pieces)) > 900
-    assert longest < 150
+    assert decode.longest < 150
+
+
+def test_a_run_of_spaces_costs_no_more_and_more() -> None:
+    decode = _Counted()
+    detokenizer = Detokenizer(decode)
+    ids = [*_byte_ids(_PIECES, "é".encode()), *[260] * 500, 259]
+    assert "".join(detokenizer.add(token) for token in ids) == "é" + " " * 500 + "x"
+    assert decode.longest < 10
+
+
+@pytest.mark.parametrize(("word", "text"), [([], "Rest"), ([257], " Rest"), ([260], " Rest"), ([0, 260, 0], " Rest")])
+def test_tokens_without_text_cost_no_more_and_more(word: list[int], text: str) -> None:
+    decode = _Counted()
+    detokenizer = Detokenizer(decode)
+    for token in word:
+        detokenizer.add(token)
+    assert "".join(detokenizer.add(0) for _ in range(1000)) == ""
+    assert detokenizer.add(258) == text
+    assert decode.longest < 10
 
 
 def test_spaces_between_words_survive() -> None:

@@ -11,6 +11,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvboost.engine.text_stream import context_with_silent
+
 _BROKEN = "\ufffd"  # what decoders write for bytes that are no character, or not one yet
 _MAX_HELD = 64  # tokens that are no text together; then they are given out as they are
 _MAX_RUN = 3  # replacement characters that can still become one character: its bytes but the last
@@ -46,11 +48,24 @@ class Detokenizer:
 
     def _settle(self, text: str) -> str:
         piece = text[len(self._before) + self._given :]
-        # A context that decodes to nothing (special tokens) would lose the next piece's leading space.
-        self._context = self._pending if len(text) > len(self._before) else [*self._context, *self._pending]
+        if len(text) > len(self._before):
+            self._context = self._context_of(text)
+        else:
+            self._context = context_with_silent(self._decode, self._context, self._pending)
         self._before = self._decode(self._context)
         self._pending, self._given = [], 0
         return piece
+
+    def _context_of(self, text: str) -> list[int]:
+        """The fewest of the last tokens that say by themselves what they say in ``text``.
+
+        A space that begins a text is dropped by some decoders, and part of a character is none.
+        """
+        for before in (0, 1):
+            context = [*self._context[len(self._context) - before :], *self._pending]
+            if (own := self._decode(context)) and text.endswith(own):
+                return context
+        return [*self._context, *self._pending][-_MAX_HELD:]
 
 
 class StopCutter:
