@@ -458,6 +458,7 @@ def test_fields_without_effect_are_taken_and_named(http: httpx.Client) -> None:
     fields = {"metadata", "service_tier", "thinking", "context_management", "cache_control"}
     assert set(told.split(", ")) == fields
     call = {"type": "tool_use", "id": "c", "name": "clock", "input": {}, "caller": {"type": "direct"}}
+    call["cache_control"] = _MARK
     result = {"type": "tool_result", "tool_use_id": "c", "content": "noon", "is_error": False}
     nested = {
         "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "omitted"},
@@ -469,6 +470,7 @@ def test_fields_without_effect_are_taken_and_named(http: httpx.Client) -> None:
     assert sorted(told.split(", ")) == [
         "messages.content.caller",
         "messages.content.is_error",
+        "messages.content.tool_use.cache_control",
         "system.cache_control.ttl",
         "thinking",
         "thinking.budget_tokens",

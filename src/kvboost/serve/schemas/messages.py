@@ -56,7 +56,8 @@ class ToolUseBlock(Body):
     id: Text
     name: ToolName
     input: dict[str, Any]
-    cache_control: CacheControl | None = None
+    cache_control: Annotated[CacheControl | None, NO_EFFECT] = None
+    """Only the template knows where a call ends in the text."""
     caller: Inert = None
 
 
@@ -216,9 +217,13 @@ def _without_effect(block: Block) -> Iterator[str]:
     """As :meth:`Body.ignored`, in a tenth of the time: a conversation has thousands of blocks."""
     if isinstance(block, ToolResultBlock) and block.is_error is not None:
         yield "is_error"
-    if isinstance(block, ToolUseBlock) and block.caller is not None:
-        yield "caller"
     mark = getattr(block, "cache_control", None)
+    if isinstance(block, ToolUseBlock):
+        if block.caller is not None:
+            yield "caller"
+        if mark is not None:
+            yield "tool_use.cache_control"  # that of other blocks has an effect
+            return
     if mark is not None:
         yield from (f"cache_control.{name}" for name in mark.ignored())
 
