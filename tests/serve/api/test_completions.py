@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
+from kvboost import KVBoost
+from kvboost.scheduler.jobs import Finished, NewToken, RunnerLoad
 from tests.serve.conftest import Running
 
 _ASKED: dict[str, Any] = {"model": "tiny", "prompt": "Caches are", "temperature": 0, "max_tokens": 5}
@@ -40,6 +44,43 @@ def test_the_best_of_several_has_the_likeliest_tokens(client: openai.OpenAI, key
     assert chosen.usage is not None
     assert every.usage is not None
     assert chosen.usage.completion_tokens == every.usage.completion_tokens, "all that were made are counted"
+
+
+class _Drawn:
+    """A runner whose answers were drawn before: for each job the next one, tokens with their log-probabilities."""
+
+    answers: Iterator[list[NewToken]]
+
+    def submit(self, job: Any) -> Any:
+        drawn = next(self.answers)
+        return SimpleNamespace(events=lambda: iter([*drawn, Finished("stop", None)]), cancel=lambda: None)
+
+    def load(self) -> RunnerLoad:
+        return RunnerLoad(0, 0, 0)
+
+    def close(self) -> None: ...
+
+
+def test_an_answer_that_ends_at_once_is_as_likely_as_its_end(
+    start_server: Callable[..., Running], make_engine: Callable[..., KVBoost]
+) -> None:
+    engine = make_engine()
+    x, y = engine.encode("xy")
+    end = engine.tokenizer.eos_token_id
+    nothing, begun, whole = (
+        [NewToken(end, -8.0)],
+        [NewToken(x, -0.5), NewToken(end, -6.0)],
+        [NewToken(y, -1.0), NewToken(end, -0.2)],
+    )
+    running = start_server(engine, runner=(drawn := _Drawn()))
+    with running.openai() as client:
+        drawn.answers = iter([nothing, begun, whole])
+        chosen = client.completions.create(**_ASKED, n=2, best_of=3, logprobs=0)
+        assert [choice.text for choice in chosen.choices] == ["y", "x"]
+        assert chosen.choices[0].logprobs is not None
+        assert chosen.choices[0].logprobs.token_logprobs == [-1.0], "its end is no part of the answer"
+        drawn.answers = iter([begun, [NewToken(end, -0.1)], whole])
+        assert client.completions.create(**_ASKED, best_of=3).choices[0].text == ""
 
 
 @pytest.mark.parametrize(

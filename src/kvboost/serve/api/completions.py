@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -112,11 +113,13 @@ class _Writer:
         """The answer as one object."""
         pieces: dict[int, list[Piece]] = {}
         choices: list[dict[str, Any]] = []
+        means: dict[int, float] = {}
         async with self._service.generating(self._generation, prefix="cmpl-") as answer:
             async for event in answer.events():
                 if isinstance(event, Piece):
                     pieces.setdefault(event.index, []).append(event)
                     continue
+                means[event.index] = -math.inf if event.mean_logprob is None else event.mean_logprob
                 choices.append(
                     {
                         "index": event.index,
@@ -125,7 +128,7 @@ class _Writer:
                         "finish_reason": event.reason,
                     }
                 )
-        best = self._best(choices, {index: _mean_logprob(found) for index, found in pieces.items()})
+        best = self._best(choices, means)
         return JSONResponse({**answer.head("text_completion"), "choices": best, "usage": answer.usage()})
 
     async def stream(self) -> AsyncIterator[Any]:
@@ -161,7 +164,7 @@ class _Writer:
             return choices
         best: list[dict[str, Any]] = []
         for start in range(0, len(choices), made):
-            ranked = sorted(choices[start : start + made], key=lambda choice: -means.get(choice["index"], 0.0))
+            ranked = sorted(choices[start : start + made], key=lambda choice: -means[choice["index"]])
             best += ranked[:wanted]
         return [{**choice, "index": index} for index, choice in enumerate(best)]
 
@@ -183,12 +186,6 @@ class _Writer:
             ],
             "text_offset": [offset for piece in pieces for offset in piece.offsets],
         }
-
-
-def _mean_logprob(pieces: Sequence[Piece]) -> float:
-    """Per token, of one choice; an answer without any text is as sure as can be."""
-    logprobs = [token.logprob for piece in pieces for token in piece.tokens if token.logprob is not None]
-    return sum(logprobs) / len(logprobs) if logprobs else 0.0
 
 
 def _chosen(token: NewToken) -> tuple[int, float]:

@@ -54,6 +54,8 @@ class Ended:
     """From ``submit`` until it was admitted, and to its end."""
     stop_string: str | None = None
     """The one that ended it."""
+    mean_logprob: float | None = None
+    """Over all tokens that were produced, the end token too; None where log-probabilities were not requested."""
 
 
 def milliseconds(seconds: float | None) -> float | None:
@@ -83,6 +85,7 @@ def follow(
     """The pieces of one job, then its end. Blocks. Cancels the job at a stop string."""
     detokenizer, cutter = Detokenizer(decode), StopCutter(stops)
     produced: list[int] = []
+    logprobs: list[float] = []
     borders: list[int] = [0]  # characters before the token with this index
     decoded = 0
     waiting: list[tuple[NewToken, int]] = []  # tokens whose text has not been given out
@@ -97,6 +100,8 @@ def follow(
         if stopped:
             continue  # computed before the job was cancelled; how many come so late is chance
         produced.append(event.token_id)
+        if event.logprob is not None:
+            logprobs.append(event.logprob)
         if event.token_id in end_token_ids:
             continue
         waiting.append((event, decoded))
@@ -135,6 +140,7 @@ def follow(
         queued_seconds=finished.queued_seconds,
         seconds=finished.seconds,
         stop_string=cutter.found,
+        mean_logprob=sum(logprobs) / len(logprobs) if logprobs else None,
     )
 
 
