@@ -96,7 +96,7 @@ def find_browser() -> str:
     return chromium
 
 
-def take(chromium: str, address: str, picture: Path, *, dark: bool, window: str = "1100,960") -> None:
+def take(chromium: str, address: str, picture: Path, *, dark: bool, window: str = "1400,1330") -> None:
     """What the browser shows at an address."""
     with tempfile.TemporaryDirectory() as profile:
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={window}"]

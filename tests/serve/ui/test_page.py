@@ -9,6 +9,7 @@ import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvboost import KVBoost
 from tests.serve.conftest import Running
 
 _CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+_KINDS = ("exact", "moved", "recomputed", "fresh")
 
 
 def test_the_page_is_whole_and_carries_no_numbers(keyed: Running) -> None:
@@ -63,7 +65,7 @@ def test_the_page_in_a_browser(
     assert re.search(r'id="rate">\d+\.\d %<', page)
     assert re.search(r'id="ttft">[\d.]+ m?s<', page)
     assert page.count('class="bar"') == 14
-    for kind in ("exact", "moved", "recomputed", "fresh"):
+    for kind in _KINDS:
         assert f'<i class="{kind}" style="flex' in page, kind
     assert ">memory<" in page
     assert "<th>uses</th>" in page
@@ -96,6 +98,10 @@ class _Tab:
         """What JavaScript gives there."""
         found = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         return found["result"].get("value")
+
+    def colour_scheme(self, scheme: str) -> None:
+        """``light`` or ``dark``."""
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def resize(self, width: int) -> None:
         """As wide as a phone, or as a screen."""
@@ -159,11 +165,38 @@ def test_a_prompt_sent_from_the_page_is_coloured_by_what_was_reused(
             ["exact", "ab"],
             ["", "cdef"],
         ]
+        for scheme in ("light", "dark"):
+            tab.colour_scheme(scheme)
+            assert len(set(_drawn_kinds(tab))) == len(_KINDS), f"each kind has colours of its own in {scheme}"
         assert run("$('length').labels[0].textContent.trim()") == "New tokens, at most"
         run("$('length').value = 0; $('ask').requestSubmit()")
         _until(lambda: "max_tokens" in run("$('outcome').textContent") or not run("$('ask').checkValidity()"))
-        for width in (1400, 390):
+        ask(text + "Third?")
+        _until(lambda: run("$('requests').querySelectorAll('.bar').length") == 3)
+        for width, scheme in product((1400, 390), ("light", "dark")):
             tab.resize(width)
+            tab.colour_scheme(scheme)
             assert run("document.documentElement.scrollWidth") <= width, "nobody scrolls sideways"
             if kept := os.environ.get("KVBOOST_KEEP_SCREENSHOT"):
-                Path(f"{kept}.{width}.png").write_bytes(b64decode(tab.call("Page.captureScreenshot")["data"]))
+                Path(f"{kept}.{width}.{scheme}.png").write_bytes(b64decode(tab.call("Page.captureScreenshot")["data"]))
+        tier = {"available": True, "errors": 2, "writes_dropped": 0, "loads": 4, "load_ms": 12.3, "hit_rate": 0.75}
+        told = run(f"""fetch('/v1/cache').then(answer => answer.json()).then(cache => {{
+            draw({{...cache, tiers: {{memory: {json.dumps(tier)}}}}}, {{}});
+            return $('tiers').firstChild.textContent;
+        }})""")
+        for what in ("memory", "2 errors", "12 ms per load", "75 % of chunks found there"):
+            assert what in told
+
+
+def _drawn_kinds(tab: _Tab) -> list[tuple[str, str]]:
+    """The colours of a prompt's tokens and of the lines below them, one for each kind."""
+    tab.run(f"drawAsked('abcdefgh', {json.dumps([[kind, 2] for kind in _KINDS])})")
+    found = tab.run("""[...$('asked').children].map(run => {
+        const style = getComputedStyle(run);
+        return [run.className, style.backgroundColor, style.color, style.borderBottomColor];
+    })""")
+    transparent = "rgba(0, 0, 0, 0)"
+    for kind, background, _, line in found:
+        assert background == transparent, f"{kind} is text, not a bar"
+        assert line != transparent, kind
+    return [(colour, line) for _, _, colour, line in found]
