@@ -208,6 +208,58 @@ def test_one_that_worked_rests_while_the_other_goes_on() -> None:
     asyncio.run(scenario())
 
 
+def test_a_request_rests_before_it_is_begun_and_not_between_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr("kvboost.serve.security.pace._MAX_REST_S", 1e9)
+        pace, work = Pace(1e9), _Work()
+        reading, compiling = (FairPool(1, max_waiting=10, name="test", pace=pace) for _ in range(2))
+
+        async def request(name: str) -> None:
+            with pace.here("a"):
+                await reading.run("a", time.sleep, 0.01)
+                await compiling.run("a", time.sleep, 0.01)
+                await reading.run("a", work.note, name)
+
+        with pace.here("b"):
+            first = asyncio.create_task(request("a1"))
+            await asyncio.sleep(0)
+            second = asyncio.create_task(request("a2"))
+            await asyncio.wait_for(first, 20)
+            await asyncio.sleep(0.2)
+            assert work.done == ["a1"]
+            assert reading.waiting == 1, "the second waits for its first stage"
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        reading.close()
+        compiling.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_goes_on_with_a_request_comes_before_what_begins_one() -> None:
+    async def scenario() -> list[str]:
+        pool, other, work = FairPool(1, max_waiting=10, name="test"), FairPool(1, max_waiting=10, name="test"), _Work()
+
+        async def request(name: str) -> None:
+            with pool.pace.here("a"):
+                await other.run("a", work.note, name + " begins")
+                await pool.run("a", work.note, name + " goes on")
+
+        first = await _blocked(pool, work)
+        tasks = _tasks(pool, work, "a1 a2")
+        await asyncio.sleep(0)
+        requests = [asyncio.create_task(request(name)) for name in ("a3", "a4")]
+        while pool.waiting < 4:
+            await asyncio.sleep(0.001)
+        work.go.set()
+        await asyncio.gather(first, *tasks, *requests)
+        pool.close()
+        other.close()
+        return work.done
+
+    assert asyncio.run(scenario())[-4:] == ["a3 goes on", "a4 goes on", "a1", "a2"]
+
+
 def test_who_rests_goes_on_when_the_others_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         monkeypatch.setattr("kvboost.serve.security.pace._HERE_S", 0.1)

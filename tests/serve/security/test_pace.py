@@ -44,10 +44,10 @@ def test_the_other_counts_for_a_while_after_its_last_request(clock: Clock) -> No
     pace = Pace(4.0)
     with pace.here("b"), pace.here("b"):
         pass
-    clock.now += 9.0
+    clock.now += 1.5
     pace.worked("a", 1.0)
     assert pace.wait("a") == pytest.approx(4.0)
-    clock.now += 2.0
+    clock.now += 1.0
     assert pace.wait("a") == 0.0, "the other has gone"
 
 
@@ -67,6 +67,15 @@ def test_no_rest_is_longer_than_five_seconds_and_none_shortens_another(clock: Cl
         pace.worked("a", 100.0)
         pace.worked("a", 0.001)
         assert pace.wait("a") == pytest.approx(5.0)
+
+
+def test_rests_add_up(clock: Clock) -> None:
+    pace = Pace(4.0)
+    with pace.here("b"):
+        pace.worked("a", 0.25)
+        clock.now += 0.5
+        pace.worked("a", 0.25)
+        assert pace.wait("a") == pytest.approx(1.5), "what the stages of one request took, together"
 
 
 def test_without_rest_nothing_is_kept(clock: Clock) -> None:

@@ -3,7 +3,8 @@
 Used for tokenising, which takes a second for a few megabytes: a tenant with a hundred such prompts makes another wait
 for one of them, not for all. Invariants: what waits is bounded, and never more than an even share of it is one
 tenant's once it is full; work that nobody waits for any more is dropped unless it was begun or ends an answer. A
-tenant whose work takes long may have to rest before its next one (:mod:`kvboost.serve.security.pace`).
+tenant whose work takes long may have to rest before its next request (:mod:`kvboost.serve.security.pace`); what goes
+on with a request comes before what begins one.
 """
 
 from __future__ import annotations
@@ -13,15 +14,29 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from time import thread_time
 from typing import Any, TypeVar
 
 from kvboost.serve.errors import ApiError
-from kvboost.serve.security.pace import Pace
+from kvboost.serve.security.pace import Pace, Visit, visit_of
 
 T = TypeVar("T")
 _LOOK_S = 0.5  # who rests is looked at again so often: the others may have gone
+
+
+@dataclass(eq=False)
+class _Entry:
+    future: Future[Any]
+    work: Callable[[], Any]
+    visit: Visit | None
+    """The request that it is part of, where that is known."""
+
+    @property
+    def may_rest(self) -> bool:
+        """Not the end of an answer, nor what goes on with a request."""
+        return not (self.future.running() or (self.visit is not None and self.visit.begun))
 
 
 class FairPool:
@@ -32,7 +47,7 @@ class FairPool:
         self.pace = pace or Pace(0.0)
         self._threads, self._max_waiting, self._name = threads, max_waiting, name
         self._changed = threading.Condition()
-        self._waiting: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
+        self._waiting: OrderedDict[str, deque[_Entry]] = OrderedDict()
         """By tenant, in the order of their turns."""
         self._started = 0
         self._closed = False
@@ -56,7 +71,7 @@ class FairPool:
                     headers={"Retry-After": "1"},
                 )
         future: Future[T] = Future()
-        entry = (future, partial(work, *arguments, **keywords))
+        entry = _Entry(future, partial(work, *arguments, **keywords), visit_of(tenant))
         self._add(tenant, entry)
         try:
             return await asyncio.wrap_future(future)
@@ -71,19 +86,20 @@ class FairPool:
         """
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
-        self._add(tenant, (future, partial(work, *arguments, **keywords)), first=True)
+        self._add(tenant, _Entry(future, partial(work, *arguments, **keywords), None))
         return await asyncio.wrap_future(future)
 
-    def _add(self, tenant: str, entry: tuple[Future[Any], Callable[[], Any]], *, first: bool = False) -> None:
+    def _add(self, tenant: str, entry: _Entry) -> None:
         with self._changed:
             own = self._waiting.setdefault(tenant, deque())
-            (own.appendleft if first else own.append)(entry)
+            going_on = next((place for place, other in enumerate(own) if other.may_rest), len(own))
+            own.insert(len(own) if entry.may_rest else going_on, entry)
             if self._started < self._threads:
                 self._started += 1
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
             self._changed.notify()
 
-    def _drop(self, tenant: str, entry: tuple[Future[Any], Callable[[], Any]]) -> None:
+    def _drop(self, tenant: str, entry: _Entry) -> None:
         """Take work out of the queue, so that it holds neither its prompt nor another's place."""
         with self._changed:
             own = self._waiting.get(tenant, deque())
@@ -103,8 +119,7 @@ class FairPool:
         while not self._closed:
             waits = {}
             for tenant, own in self._waiting.items():
-                ends_answer = own[0][0].running()
-                waits[tenant] = 0.0 if ends_answer else self.pace.wait(tenant)
+                waits[tenant] = self.pace.wait(tenant) if own[0].may_rest else 0.0
                 if not waits[tenant]:
                     return tenant
             self._changed.wait(min(_LOOK_S, *waits.values()) if waits else None)
@@ -117,9 +132,12 @@ class FairPool:
                 if tenant is None:
                     return
                 own = self._waiting.pop(tenant)
-                future, work = own.popleft()
+                entry = own.popleft()
                 if own:
                     self._waiting[tenant] = own  # behind the others
+                if entry.visit is not None:
+                    entry.visit.begun = True
+            future, work = entry.future, entry.work
             began = thread_time()
             if future.running() or future.set_running_or_notify_cancel():  # otherwise whoever asked for it has gone
                 try:
@@ -127,4 +145,4 @@ class FairPool:
                 except BaseException as error:  # noqa: BLE001 - it is raised where the result is waited for
                     future.set_exception(error)
             self.pace.worked(tenant, thread_time() - began)
-            del future, work, own  # a prompt must not be held until the next one comes
+            del entry, future, work, own  # a prompt must not be held until the next one comes

@@ -2,8 +2,8 @@
 
 The interpreter runs one thread at a time, and so the model as well waits for whoever parses a large body, makes lists
 of its tokens or compiles its schema. Used by the pools that do so. Invariant: while others are here, for each
-second of a processor that a tenant's work took its next work waits ``rest`` seconds, up to a bound; a tenant that is
-alone never waits.
+second of a processor that a tenant's work took its next request waits ``rest`` seconds, up to a bound. A request that
+was begun does not wait again, and a tenant that is alone never does.
 """
 
 from __future__ import annotations
@@ -12,10 +12,30 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from time import monotonic
 
-_HERE_S = 10.0  # after its last request a tenant counts as here
-_MAX_REST_S = 5.0  # after the longest work
+_HERE_S = 2.0  # after its last request a tenant counts as here
+_MAX_REST_S = 5.0  # however much was worked
+
+
+@dataclass(eq=False)
+class Visit:
+    """A request that is under way."""
+
+    tenant: str
+    begun: bool = False
+    """Whether any of its work was."""
+
+
+_visit: ContextVar[Visit | None] = ContextVar("the request that is answered", default=None)
+
+
+def visit_of(tenant: str) -> Visit | None:
+    """The request that is being answered, if it is this tenant's: an admin's may be for another."""
+    visit = _visit.get()
+    return visit if visit is not None and visit.tenant == tenant else None
 
 
 class Pace:
@@ -27,18 +47,20 @@ class Pace:
         self._lock = threading.Lock()
         self._under_way: Counter[str] = Counter()
         self._last: dict[str, float] = {}
-        """When a tenant's last request ended, where it was less than ten seconds ago."""
+        """When a tenant's last request ended, where it was a moment ago."""
         self._begins: dict[str, float] = {}
-        """When a tenant's next work may begin."""
+        """When a tenant's next request may begin."""
 
     @contextmanager
     def here(self, tenant: str) -> Iterator[None]:
         """A request of this tenant is under way."""
         with self._lock:
             self._under_way[tenant] += 1
+        token = _visit.set(Visit(tenant))
         try:
             yield
         finally:
+            _visit.reset(token)
             now = monotonic()
             with self._lock:
                 self._under_way[tenant] -= 1
@@ -49,13 +71,14 @@ class Pace:
 
     def worked(self, tenant: str, seconds: float) -> None:
         """Work of this tenant has just ended, and took so much of a processor."""
-        rest = min(_MAX_REST_S, self._rest * seconds)
-        if rest:
+        if self._rest:
+            now = monotonic()
             with self._lock:
-                self._begins[tenant] = max(self._begins.get(tenant, 0.0), monotonic() + rest)
+                begins = max(self._begins.get(tenant, now), now) + self._rest * seconds
+                self._begins[tenant] = min(begins, now + _MAX_REST_S)
 
     def wait(self, tenant: str) -> float:
-        """Seconds until this tenant's next work may begin."""
+        """Seconds until this tenant's next request may begin."""
         now = monotonic()
         with self._lock:
             others = self._under_way.keys() | {name for name, ended in self._last.items() if now - ended < _HERE_S}
