@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ def slow(start_server: Callable[..., Running], make_engine: Callable[..., KVBoos
         header_seconds=0.5,
         max_header_bytes=2000,
         max_streams=2,
-        max_connections=20,
     )
     return start_server(engine, runner=OneByOne(engine, pause=0.05), limits=limits)
 
@@ -200,24 +199,76 @@ def test_silent_connections_are_closed(slow: Running, sent: bytes) -> None:
         assert time.monotonic() - began < 3
 
 
-def test_long_headers_and_many_connections_are_refused(slow: Running, http: httpx.Client) -> None:
+def test_long_headers_are_refused(http: httpx.Client) -> None:
     assert http.get("/health", headers={"X": "x" * 5000}).status_code == 431
-    connections = [socket.create_connection(("127.0.0.1", slow.port)) for _ in range(40)]
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    connection.settimeout(0.2)
     try:
-        closed = 0
-        for connection in connections[-15:]:
-            connection.settimeout(0.2)
-            try:
-                closed += connection.recv(1) == b""
-            except ConnectionResetError:
-                closed += 1
-            except TimeoutError:
-                pass
-        assert closed >= 10
-    finally:
-        for connection in connections:
-            connection.close()
-    assert _until(lambda: httpx.get(slow.url + "/health").status_code == 200)
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def few(start_server: Callable[..., Running], make_engine: Callable[..., KVBoost]) -> Running:
+    """Takes four connections, and lets them be silent."""
+    engine = make_engine()
+    limits = Limits(max_new_tokens=64, max_connections=4, header_seconds=60)
+    return start_server(engine, runner=OneByOne(engine, pause=0.05), limits=limits)
+
+
+def _read_health(connection: socket.socket) -> None:
+    connection.settimeout(20)
+    got = b""
+    while b'"ok"}' not in got:
+        got += (more := connection.recv(1000))
+        assert more, "it was closed"
+
+
+def test_silent_connections_keep_nobody_out(few: Running) -> None:
+    asked = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    body = json.dumps({**_ASKED, "stream": True}).encode()
+    with ExitStack() as opened:
+
+        def connect(sent: bytes = b"") -> socket.socket:
+            made = opened.enter_context(socket.create_connection(("127.0.0.1", few.port)))
+            made.sendall(sent)
+            return made
+
+        answered = connect(_posted(body))
+        assert _until(lambda: few.runner.alive == 1)
+        kept_alive = connect(asked)
+        _read_health(kept_alive)
+        silent, half = connect(), connect(b"GET /health HTTP/1.1\r\nHost: loc")
+        time.sleep(0.2)
+        kept_alive.sendall(asked)
+        _read_health(kept_alive)  # now it is the one that was idle least
+        assert httpx.get(few.url + "/health").status_code == 200, "a second peer gets in"
+        assert _is_closed(silent)
+        assert not _is_closed(half)
+        newer = [connect() for _ in range(2)]
+        assert _is_closed(half)
+        assert not any(map(_is_closed, [kept_alive, *newer]))
+        answered.settimeout(20)
+        while b"[DONE]" not in answered.recv(65536):
+            pass
+    assert _until(lambda: _idle(few))
+
+
+def test_a_connection_too_many_is_closed_if_all_others_are_answered(few: Running) -> None:
+    body = json.dumps({**_ASKED, "stream": True}).encode()
+    with ExitStack() as opened:
+        for number in range(4):
+            connection = opened.enter_context(socket.create_connection(("127.0.0.1", few.port)))
+            connection.sendall(_posted(body))
+            assert _until(lambda wanted=number + 1: few.runner.alive == wanted)  # type: ignore[misc]
+        assert _is_closed(opened.enter_context(socket.create_connection(("127.0.0.1", few.port))))
+        assert few.runner.alive == 4
+    assert _until(lambda: _idle(few))
 
 
 def test_bytes_that_are_no_http_never_bring_it_down(slow: Running) -> None:
