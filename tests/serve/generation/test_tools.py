@@ -162,36 +162,50 @@ _HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("hostile", _HOSTILE)
-def test_an_answer_of_200_kb_is_read_in_linear_time(hostile: str) -> None:
-    marker, text = _HOSTILE[hostile]
-    reader = _reader(marker)
-    started = time.process_time()
-    found = [part for at in range(0, len(text), 8) for part in reader.add(text[at : at + 8])]
-    found += reader.end()
-    assert time.process_time() - started < 1.0
-    assert found
-
-
-def test_transformers_own_parser_is_used_where_the_tokenizer_has_one() -> None:
+def _parsed(**marks: str) -> Any:
+    """A tokenizer that says how its model writes calls."""
     tokenizer = _tokenizer("")
+    function = {"name": "{content.name}", "arguments": "{content.arguments}"}
+    calls = {"repeats": True, "content": "json", "transform": {"type": "function", "function": function}, **marks}
     tokenizer.response_template = {
         "defaults": {"role": "assistant"},
         "start_anchor": "<assistant>",
-        "fields": {
-            "content": {},
-            "tool_calls": {
-                "open": "<call>",
-                "close": "</call>",
-                "repeats": True,
-                "content": "json",
-                "transform": {
-                    "type": "function",
-                    "function": {"name": "{content.name}", "arguments": "{content.arguments}"},
-                },
-            },
-        },
+        "fields": {"content": {}, "tool_calls": calls},
     }
+    return tokenizer
+
+
+def _seconds(reader: ToolReader, text: str) -> float:
+    started = time.process_time()
+    for at in range(0, len(text), 8):
+        reader.add(text[at : at + 8])
+    reader.end()
+    return time.process_time() - started
+
+
+@pytest.mark.parametrize("hostile", _HOSTILE)
+def test_an_answer_of_200_kb_is_read_in_linear_time(hostile: str) -> None:
+    marker, text = _HOSTILE[hostile]
+    assert _seconds(_reader(marker), text) < 1.0
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [
+        {"open": "<tool_call>", "close": "</tool_call>"},
+        {"open_pattern": r"<tool_call>\s*", "close": "</tool_call>"},
+    ],
+    ids=["marks", "patterns"],
+)
+@pytest.mark.parametrize("hostile", _HOSTILE)
+def test_and_by_transformers_parser(hostile: str, marks: dict[str, str]) -> None:
+    text = _HOSTILE[hostile][1].replace("[TOOL_CALLS]", "<tool_call>")
+    reader = make_tool_reader(_parsed(**marks), prompt="<assistant>", tools=[_WEATHER])
+    assert _seconds(reader, text) < 3.0  # searching all of it anew at each token is quadratic
+
+
+def test_transformers_own_parser_is_used_where_the_tokenizer_has_one() -> None:
+    tokenizer = _parsed(open="<call>", close="</call>")
     call = '<call>{"name": "get_weather", "arguments": {"city": "Paris"}}</call>'
     for step in (1, 1000):
         reader = make_tool_reader(tokenizer, prompt="<assistant>", tools=[_WEATHER])

@@ -28,6 +28,9 @@ _BLANKS = " \t\r\n"
 _FENCE = re.compile(r"```(?:json)?\s{0,4}(?=\{)")
 _HALF_FENCE = re.compile(r"`{1,2}|```(?:j|js|jso|json)?\s{0,4}")
 _REASONING_FIELDS = frozenset({"thinking", "reasoning", "reasoning_content"})
+_UNREADABLE = (ValueError, TypeError, KeyError, RecursionError)
+"""What Transformers' parser raises for text that is not as its template has it."""
+_ALWAYS_FED = 256  # characters that it may be undecided on while every piece is fed to it
 _Read = Callable[[str], list[Call]]
 
 
@@ -247,27 +250,43 @@ class ParserReader:
     def __init__(self, parser: Any, names: Set[str]) -> None:
         self._parser, self._names = parser, names
         self._open: list[str] = []  # of the call that is being written
+        self._held: list[str] = []  # not fed yet
+        self._held_length = 0
+        self._quiet = 0  # characters fed since the parser last said anything
         self._failed = False
 
     def add(self, text: str) -> list[Found]:
         """What is certain now."""
         if self._failed:
             return _text(text)
-        try:
-            events = self._parser.feed(text)
-        except (ValueError, TypeError, KeyError):  # what it says of text that is not as its template has it
-            self._failed = True
-            return _text("".join(self._open) + text)
-        return self._found(events)
+        self._held.append(text)
+        self._held_length += len(text)
+        # At each feed the parser searches all that it has not decided on: the more that is, the more has to come.
+        if self._held_length * 4 < self._quiet - _ALWAYS_FED:
+            return []
+        return self._feed()
 
     def end(self) -> list[Found]:
         """The rest."""
+        found = self._feed() if self._held else []
         if self._failed:
-            return []
+            return found
         try:
             _, events = self._parser.finalize()
-        except (ValueError, TypeError, KeyError):
-            return _text("".join(self._open))
+        except _UNREADABLE:
+            return [*found, *_text("".join(self._open))]
+        return [*found, *self._found(events)]
+
+    def _feed(self) -> list[Found]:
+        text = "".join(self._held)
+        self._held.clear()
+        self._held_length = 0
+        try:
+            events = self._parser.feed(text)
+        except _UNREADABLE:
+            self._failed = True
+            return _text("".join(self._open) + text)
+        self._quiet = 0 if events else self._quiet + len(text)
         return self._found(events)
 
     def _found(self, events: list[dict[str, Any]]) -> list[Found]:
