@@ -22,7 +22,8 @@ from kvboost.store import LeafFirstLRU, MemoryStore
 
 QUICK = {"requests": 40}
 
-_SHORTEST, _LONGEST = 40, 400
+_SHORTEST = 40
+_LONGEST = 400  # by default; the settings below are for it
 _DOCUMENTS = 4
 _OPERATIONS = ("prefill", "generate", "warm", "clear")
 _WEIGHTS = (70, 15, 12, 3)
@@ -138,9 +139,9 @@ class _Subject:
 class _Prompts:
     """Prompts with shared beginnings, of every length next to a chunk's end."""
 
-    def __init__(self, source: TextSource, rng: random.Random) -> None:
-        self._rng = rng
-        self._documents = [source.window(rng.randrange(len(source.ids)), _LONGEST) for _ in range(_DOCUMENTS)]
+    def __init__(self, source: TextSource, rng: random.Random, *, longest: int) -> None:
+        self._rng, self._longest = rng, longest
+        self._documents = [source.window(rng.randrange(len(source.ids)), longest) for _ in range(_DOCUMENTS)]
         self._recent: dict[str, list[list[int]]] = {}
         self._lengths: dict[int, list[int]] = {}
 
@@ -148,8 +149,8 @@ class _Prompts:
         """From a shuffled deck: all ``k * size - 1 .. k * size + 1``, and as many random lengths."""
         deck = self._lengths.setdefault(size, [])
         if not deck:
-            edges = edge_lengths(size)
-            deck += [*edges, *(self._rng.randint(_SHORTEST, _LONGEST) for _ in edges)]
+            edges = edge_lengths(size, longest=self._longest)
+            deck += [*edges, *(self._rng.randint(_SHORTEST, self._longest) for _ in edges)]
             self._rng.shuffle(deck)
         return deck.pop()
 
@@ -165,16 +166,19 @@ class _Prompts:
         return tokens
 
 
-def edge_lengths(size: int) -> list[int]:
+def edge_lengths(size: int, *, longest: int = _LONGEST) -> list[int]:
     """Every length next to a multiple of ``size`` in the range tested."""
-    near = {k * size + d for k in range(1, _LONGEST // size + 1) for d in (-1, 0, 1)}
-    return sorted(n for n in near if _SHORTEST <= n <= _LONGEST)
+    near = {k * size + d for k in range(1, longest // size + 1) for d in (-1, 0, 1)}
+    return sorted(n for n in near if _SHORTEST <= n <= longest)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     add_model_arguments(parser)
     parser.add_argument("--requests", type=positive, default=500, help="random requests (default 500)")
+    parser.add_argument(
+        "--longest", type=positive, default=_LONGEST, help=f"tokens of a prompt, at most (default {_LONGEST})"
+    )
     parser.add_argument("--seed", type=int, default=1)
 
 
@@ -183,8 +187,8 @@ def run(args: argparse.Namespace) -> Report:
     rng = random.Random(args.seed)
     loaded = load_engine(args, dtype=args.dtype)
     source = TextSource(loaded.tokenizer, args.text)
-    prompts = _Prompts(source, rng)
-    subjects = _subjects(loaded, source)
+    prompts = _Prompts(source, rng, longest=args.longest)
+    subjects = _subjects(loaded, source, longest=args.longest)
     covered: dict[int, set[int]] = {subject.size: set() for subject in subjects}
     failures: list[dict[str, Any]] = []
     say("the first request of each engine digests the weights")
@@ -207,15 +211,16 @@ def run(args: argparse.Namespace) -> Report:
     report = Report("exactness", failed=failed)
     report.raw = {"seed": args.seed, "engines": {s.name: s.counts for s in subjects}, "failures": failures}
     machine = describe_machine(dtype=args.dtype, model=str(args.model))
-    report.tables.append(_table(subjects, machine, covered, args.seed))
+    report.tables.append(_table(subjects, machine, covered, args.seed, longest=args.longest))
     return report
 
 
-def _subjects(loaded: KVBoost, source: TextSource) -> list[_Subject]:
+def _subjects(loaded: KVBoost, source: TextSource, *, longest: int) -> list[_Subject]:
     per_token = loaded.prefill(source.window(0, _SHORTEST)).cache.layout.bytes_per_token
     cold: dict[int, KVBoost] = {}
     subjects = []
-    for size, max_chunks, max_tokens, workspaces in _SETTINGS:
+    for size, chunks, tokens, workspaces in _SETTINGS:
+        max_chunks, max_tokens = (limit and limit * longest // _LONGEST for limit in (chunks, tokens))
         cuts: dict[str, Any] = {"chunking": "fixed", "chunk_size": size, "quality": "exact"}
         if size not in cold:
             cold[size] = engine_beside(loaded, **cuts)
@@ -288,7 +293,9 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-def _table(subjects: Sequence[_Subject], machine: Machine, covered: dict[int, set[int]], seed: int) -> Table:
+def _table(
+    subjects: Sequence[_Subject], machine: Machine, covered: dict[int, set[int]], seed: int, *, longest: int
+) -> Table:
     names = ("requests", "prefill", "generate", "warm", "clear", "hits", "evictions", "differences", "mispredicted")
     table = Table("Exactness: warm against cold, to the bit", machine, ["engine", *names, "reused"])
     total: dict[str, int] = {}
@@ -304,7 +311,7 @@ def _table(subjects: Sequence[_Subject], machine: Machine, covered: dict[int, se
         "tokens reused, chunks held or evictions other than predicted. `reused`: share of prefilled tokens."
     )
     for size, lengths in covered.items():
-        edges = edge_lengths(size)
+        edges = edge_lengths(size, longest=longest)
         hit = len(lengths.intersection(edges))
         table.notes.append(f"Chunks of {size}: {hit} of the {len(edges)} lengths next to a chunk's end. Seed {seed}.")
     return table
