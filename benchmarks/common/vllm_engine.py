@@ -1,0 +1,93 @@
+"""vLLM engines in processes of their own, each run by a Python that has vLLM: see ``vllm_child``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+_ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": str(_ROOT / "src"),
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""What vLLM's CPU build needs here, in one process."""
+
+
+class VLLMEngine:
+    """One vLLM engine. A context manager: leaving it closes the engine, :meth:`kill` does not wait."""
+
+    def __init__(
+        self, python: Path, model: Path, *, connector: dict[str, Any] | None, seed: str = "", **engine: Any
+    ) -> None:
+        """``connector`` are its settings, None for vLLM alone; ``seed`` names a fault to put into it."""
+        settings = {"connector": connector, "engine": engine, "seed": seed}
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
+        self._process = subprocess.Popen(
+            [str(python), str(Path(__file__).with_name("vllm_child.py")), str(model), json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, **ENVIRONMENT},
+        )
+        self.block_size = self._answer()["block_size"]
+
+    def generate(self, *prompts: list[int], **order: Any) -> list[dict[str, Any]]:
+        """Answers to prompts given together."""
+        answer: list[dict[str, Any]] = self.ask(do="generate", prompts=prompts, **order)
+        return answer
+
+    def forget(self) -> None:
+        """Empty vLLM's own prefix cache."""
+        self.ask(do="forget")
+
+    def ask(self, **order: Any) -> Any:
+        """Give an order and wait for its answer."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def log(self) -> str:
+        """What the engine has printed so far."""
+        self._log.seek(0)
+        return self._log.read()
+
+    def kill(self) -> None:
+        """As a crash does."""
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise AssertionError(f"the engine has ended:\n{self.log()[-4000:]}")
+        return json.loads(line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.poll() is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        for stream in (self._process.stdout, self._log):
+            if stream is not None:
+                stream.close()

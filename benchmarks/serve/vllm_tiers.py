@@ -1,0 +1,178 @@
+"""vLLM with our connector against vLLM alone: after a restart, behind other text, and on prompts never seen.
+
+Two engines of one vLLM environment, each in its own process, asked in turn; vLLM's own prefix cache is on in both.
+A time is of a call for one token. After a restart: the engine with the connector is made anew for every sample, the
+other one's prefix cache is emptied. Behind other text: questions over four passages that both engines have read in
+another order and behind another preamble. Never seen: random tokens, also as 16 requests at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.measure import positive
+from benchmarks.common.rag import load_prompts
+from benchmarks.common.servers import redis_server
+from benchmarks.common.vllm_engine import VLLMEngine
+from kvboost.bench.report import BenchError, Progress, Report, Spread, ratios
+
+QUICK = {"repeat": 1, "questions": 1}
+_PREAMBLES = ("Read these texts with care.\n\n", "You are a librarian. Some texts follow, then a question.\n\n")
+_ORDER = (2, 0, 3, 1)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--model", type=Path, metavar="FOLDER")
+    parser.add_argument("--vllm-venv", type=Path, metavar="FOLDER", help="an environment with vLLM and kvboost")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--tokens", type=positive, default=2000, help="of a prompt that was read before")
+    parser.add_argument("--repeat", type=positive, default=5, help="pairs (default 5)")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="questions with passages, for text behind other text")
+    parser.add_argument("--questions", type=positive, default=8, help="of them (default 8)")
+    parser.add_argument("--parts", nargs="+", default=["restart", "moved", "new"], choices=("restart", "moved", "new"))
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Every part in turn."""
+    if args.vllm_venv is None or args.model is None:
+        raise BenchError("this needs vLLM: give --vllm-venv FOLDER and --model FOLDER")
+    report = Report("vllm_tiers")
+    parts = {"restart": _restart, "moved": _moved, "new": _new}
+    for part in args.parts:
+        if part != "moved" or args.data is not None:
+            parts[part](args, report)
+    return report
+
+
+def _engine(args: argparse.Namespace, connector: dict[str, Any] | None, **options: Any) -> VLLMEngine:
+    python = args.vllm_venv.expanduser() / "bin" / "python"
+    return VLLMEngine(python, args.model.expanduser(), connector=connector, dtype=args.dtype, **options)
+
+
+def _random_prompt(seed: int, length: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(1000, 30000) for _ in range(length)]
+
+
+@contextmanager
+def _places() -> Iterator[dict[str, dict[str, Any]]]:
+    with tempfile.TemporaryDirectory() as folder, redis_server() as redis:
+        yield {"disk": {"disk_cache_dir": f"{folder}/kv"}, "Redis": {"remote_url": redis.url}}
+
+
+def _restart(args: argparse.Namespace, report: Report) -> None:
+    table = report.table(
+        f"After a restart: {args.tokens} tokens read before, first token",
+        ["KV from", "reused", "vLLM alone s", "with the connector s", "alone / with", "same log-probabilities"],
+        dtype=args.dtype,
+        model=args.model,
+    )
+    prompt = _random_prompt(0, args.tokens)
+    with _places() as places, _engine(args, None) as alone:
+        for name, connector in places.items():
+            with _engine(args, connector) as first:
+                first.generate(prompt, new=1)
+            progress = Progress(f"restart, {name}", args.repeat)
+            plain, ours, reused, same = [], [], [], []
+            for _ in range(args.repeat):
+                with _engine(args, connector) as again:
+                    again.generate(_random_prompt(1, 200), new=1)  # its kernels' first use
+                    alone.forget()
+                    plain.append(alone.generate(prompt, new=1)[0]["seconds"])
+                    (answer,) = again.generate(prompt, new=1)
+                    ours.append(answer["seconds"])
+                    reused.append(answer["cached"])
+                    (own,) = alone.generate(prompt, new=1)  # from its own prefix cache, up to the same page
+                    same.append(own["cached"] == answer["cached"] and own["logprobs"] == answer["logprobs"])
+                    progress.step()
+            table.add(
+                name,
+                Spread.of(reused).text(0),
+                Spread.of(plain).text(),
+                Spread.of(ours).text(),
+                Spread.of(ratios(plain, ours)).text(1),
+                f"{sum(same)} of {len(same)}",
+            )
+            report.raw[f"restart {name}"] = {"alone": plain, "with": ours, "reused": reused}
+
+
+def _moved(args: argparse.Namespace, report: Report) -> None:
+    from transformers import AutoTokenizer
+
+    table = report.table(
+        "Behind other text: four passages read before in another order and behind another preamble, first token",
+        ["recomputed", "reused of the prompt", "vLLM alone s", "with the connector s", "alone / with", "same token"],
+        dtype=args.dtype,
+        model=args.model,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(args.model.expanduser())
+    heads = [tuple(tokenizer.encode(text)) for text in _PREAMBLES]
+    questions = load_prompts(tokenizer, args.data, count=args.questions, passages=4)
+    for ratio in (0.15, 0.0):
+        settings = {"mode": "approximate", "recompute_ratio": ratio}
+        with ExitStack() as stack:
+            alone, ours = (stack.enter_context(_engine(args, each)) for each in (None, settings))
+            plain, times, shares, same = [], [], [], []
+            progress = Progress(f"behind other text, {ratio:.0%} recomputed", len(questions))
+            for question in questions:
+                seen = [*heads[0], *(t for i in _ORDER for t in question.passages[i]), *question.tail]
+                asked = [*heads[1], *(t for passage in question.passages for t in passage), *question.tail]
+                for engine in (alone, ours):
+                    engine.generate(seen, new=1)
+                (one,), (other,) = alone.generate(asked, new=1), ours.generate(asked, new=1)
+                plain.append(one["seconds"])
+                times.append(other["seconds"])
+                shares.append(other["cached"] / len(asked))
+                same.append(one["tokens"] == other["tokens"])
+                progress.step()
+            table.add(
+                f"{ratio:.0%}",
+                Spread.of(shares).text(),
+                Spread.of(plain).text(),
+                Spread.of(times).text(),
+                Spread.of(ratios(plain, times)).text(),
+                f"{sum(same)} of {len(same)}",
+            )
+            if "could not be" in ours.log():
+                raise BenchError("KV could not be loaded; see the connector's log")
+
+
+def _new(args: argparse.Namespace, report: Report) -> None:
+    table = report.table(
+        "Never seen before: the connector on against off",
+        ["", "off s", "on s", "off / on"],
+        dtype=args.dtype,
+        model=args.model,
+    )
+    shapes = {
+        f"one prompt of {args.tokens} tokens, first token": (1, args.tokens, 1),
+        "16 x 200 tokens, 32 new": (16, 200, 32),
+    }
+    with ExitStack() as stack:
+        off, on = (stack.enter_context(_engine(args, each, max_num_seqs=16)) for each in (None, {}))
+        seed = 100
+        for name, (count, length, new) in shapes.items():
+            times: dict[str, list[float]] = {"off": [], "on": []}
+            progress = Progress(name, args.repeat + 1)
+            for number in range(args.repeat + 1):
+                prompts = [_random_prompt(seed + i, length) for i in range(count)]
+                seed += count
+                pair = [("off", off), ("on", on)]
+                for kind, engine in pair if number % 2 else pair[::-1]:
+                    seconds = engine.generate(*prompts, new=new)[0]["seconds"]
+                    if number:  # the first pair warms both up
+                        times[kind].append(seconds)
+                progress.step()
+            table.add(
+                name,
+                Spread.of(times["off"]).text(),
+                Spread.of(times["on"]).text(),
+                Spread.of(ratios(times["off"], times["on"])).text(),
+            )

@@ -1,0 +1,1 @@
+"""KVBoost inside other engines."""

@@ -1,0 +1,161 @@
+"""vLLM's connector interface, passed on to the side that runs in this process."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvboost.errors import UnsupportedModelError
+from kvboost.integrations.vllm.messages import Orders, Report
+from kvboost.integrations.vllm.place import make_place
+from kvboost.integrations.vllm.scheduler import SchedulerSide
+from kvboost.integrations.vllm.stats import Metrics, Stats
+from kvboost.integrations.vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger(__name__)
+
+
+class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Keeps the KV of a vLLM server in memory, on disk, in Redis and in object stores.
+
+    A model whose KV it cannot keep is served as without it; the log says why.
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        try:
+            place = make_place(vllm_config, kv_cache_config, version=vllm.__version__)
+        except UnsupportedModelError as error:
+            _log.warning("kvboost: this model's KV is not kept: %s", error)
+            return
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(place)
+        else:
+            self._worker = WorkerSide(place, rank=vllm_config.parallel_config.rank)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: what is not kept is computed again."""
+        return False
+
+    # In a worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The pages of all layers."""
+        if self._worker is None:
+            return
+        try:
+            self._worker.register(self._vllm_config.compilation_config.static_forward_context, kv_caches)
+        except UnsupportedModelError as error:
+            _log.warning("kvboost: this model's KV is not kept: %s", error)
+            self._worker.close()
+            self._worker = None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Write what this step's requests were promised."""
+        if self._worker is not None:
+            self._worker.begin(self._orders())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: pages are written before the forward."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing yet: pages are read once the step is through."""
+
+    def wait_for_save(self) -> None:
+        """Keep what the step has computed."""
+        if self._worker is not None:
+            self._worker.end(self._orders())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Pages to compute after all."""
+        return self._worker.failed_pages() if self._worker is not None else set()
+
+    def build_connector_worker_meta(self) -> Report | None:
+        """What the scheduler's side needs to know."""
+        return self._worker.report() if self._worker is not None else None
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        """Counts since the last call."""
+        counts = self._worker.counts.take() if self._worker is not None else {}
+        return Stats(data=counts) if counts else None
+
+    def shutdown(self) -> None:
+        """Write what waits."""
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close()
+        self._scheduler = self._worker = None
+
+    def _orders(self) -> Orders:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, Orders)
+        return orders
+
+    # In the scheduler
+
+    def on_new_request(self, request: Any) -> None:
+        """Begin to look for it."""
+        if self._scheduler is not None:
+            self._scheduler.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens can be loaded; written before the step's forward."""
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request has pages now."""
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """The workers' orders."""
+        return self._scheduler.orders(scheduler_output) if self._scheduler is not None else Orders()
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """The workers' report."""
+        report = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(report, Report):
+            self._scheduler.told(report)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Its pages are free at once: what was worth keeping has been read."""
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As :meth:`request_finished`."""
+        return self.request_finished(request, [])
+
+    # Of the class
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        """Counts as they come from another process."""
+        return Stats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> Metrics:
+        """Prometheus counters."""
+        return Metrics(*args)

@@ -1,0 +1,166 @@
+"""Opens the store of one process of a vLLM server, from the connector's ``kv_connector_extra_config``."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kvboost.config import AUTO, EngineConfig
+from kvboost.core.chunking import chunk_size_for, make_chunker
+from kvboost.core.costs import CostModel
+from kvboost.core.guarded import GuardedStore
+from kvboost.engine.stores import Stores
+from kvboost.errors import ConfigError, UnsupportedModelError
+from kvboost.extend import Chunker, ChunkStore
+from kvboost.hf.breaks import break_table
+from kvboost.hf.cache import KVLayout, TensorSpec
+from kvboost.hf.codec import KVCodec, codec_for
+from kvboost.integrations.vllm.identity import RequestKeys, model_fields
+
+_log = logging.getLogger(__name__)
+_DEFAULT_BYTES = 4 * 2**30
+_OWN = (
+    "cache_bytes",
+    "chunk_size",
+    "disk_cache_bytes",
+    "disk_cache_dir",
+    "kv_cache_bits",
+    "object_cache_bytes",
+    "object_url",
+    "record_key_file",
+    "record_protection",
+    "remote_cache_bytes",
+    "remote_ttl_seconds",
+    "remote_url",
+    "tenant",
+    "tenant_bytes",
+)
+"""Settings of an engine that the connector takes too, with the same meaning."""
+MODES = ("exact", "approximate", "off")
+_RATIO = 0.15
+
+
+@dataclass(frozen=True)
+class ConnectorConfig:
+    """What ``kv_connector_extra_config`` says."""
+
+    engine: EngineConfig
+    mode: str = "exact"
+    """For requests that do not say: one of :data:`MODES`."""
+    recompute_ratio: float = _RATIO
+    """Share of moved tokens that is recomputed."""
+
+
+def connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
+    """The settings in ``kv_connector_extra_config``. Raises ConfigError for one that is none."""
+    own = (*_OWN, "mode", "recompute_ratio")
+    for name in extra:
+        if name not in own:
+            near = difflib.get_close_matches(name, own, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"use {', '.join(own)}"
+            raise ConfigError(f"{name} is not a setting of KVBoostConnector; {hint}")
+    mode, ratio = extra.get("mode", "exact"), extra.get("recompute_ratio", _RATIO)
+    if mode not in MODES:
+        raise ConfigError(f"mode={mode!r} is not known; use one of {', '.join(MODES)}")
+    if not isinstance(ratio, int | float) or not 0.0 <= ratio <= 1.0:
+        raise ConfigError(f"recompute_ratio={ratio!r} is not a share; give 0.15 for 15 % of the tokens")
+    engine = EngineConfig(**{name: value for name, value in extra.items() if name in _OWN})
+    engine = replace(
+        engine,
+        cache_bytes=_DEFAULT_BYTES if engine.cache_bytes == AUTO else engine.cache_bytes,
+        host_cache_bytes=0,  # the memory store is in host memory already
+    )
+    return ConnectorConfig(engine, mode, float(ratio))
+
+
+@dataclass(frozen=True)
+class Place:
+    """What both sides of a connector derive alike from a server's configuration."""
+
+    config: EngineConfig
+    mode: str
+    recompute_ratio: float
+    layers: list[str]
+    heads: int
+    dim: int
+    block_size: int
+    layout: KVLayout
+    codec: KVCodec
+    chunker: Chunker
+    keys: RequestKeys
+
+    def open(self, *, rank: int, memory: bool) -> ChunkStore:
+        """The store of one worker; without ``memory`` only to look into the tiers below."""
+        config = self.config if memory else replace(self.config, cache_bytes=0)
+        stores = Stores(config, layout=self.layout, codec=self.codec, costs=CostModel(), repaired_share=0.0)
+        return stores.open(config.tenant, root=self.keys.namespace(rank=rank))
+
+    def guarded(self, store: ChunkStore) -> GuardedStore:
+        """A store whose failures are misses."""
+        return GuardedStore(store)
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether there is anything below the workers' memory."""
+        config = self.config
+        return any(place is not None for place in (config.disk_cache_dir, config.remote_url, config.object_url))
+
+
+def make_place(vllm_config: Any, kv_cache_config: Any, *, version: str) -> Place:
+    """Raises UnsupportedModelError for a model whose pages cannot be kept, and ConfigError for bad settings."""
+    settings = connector_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    config = settings.engine
+    layers, spec = _only_group(kv_cache_config)
+    kind = TensorSpec(spec.num_kv_heads, spec.head_size, spec.dtype, torch.device("cpu"))
+    layout = KVLayout((kind,) * (2 * len(layers)))
+    if config.chunk_size is None:
+        config = replace(config, chunk_size=chunk_size_for(layout.bytes_per_token))
+    chunker = make_chunker("natural", size=config.chunk_tokens, breaks=_breaks(vllm_config.model_config))
+    codec = codec_for(config.kv_cache_bits, layout)
+    block_size = vllm_config.cache_config.block_size
+    fields = model_fields(vllm_config, block_size=block_size, version=version)
+    keys = RequestKeys(fields, chunker=chunker, tenant=config.tenant, codec=codec.name)
+    return Place(
+        config,
+        settings.mode,
+        settings.recompute_ratio,
+        layers,
+        heads=spec.num_kv_heads,
+        dim=spec.head_size,
+        block_size=block_size,
+        layout=layout,
+        codec=codec,
+        chunker=chunker,
+        keys=keys,
+    )
+
+
+def _only_group(kv_cache_config: Any) -> tuple[list[str], Any]:
+    """The layers of the model, which must all have full attention and unquantised KV of one shape."""
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise UnsupportedModelError(f"it has {len(groups)} kinds of KV cache; only one kind can be kept")
+    spec = groups[0].kv_cache_spec
+    if type(spec).__name__ != "FullAttentionSpec" or spec.sliding_window or spec.attention_chunk_size:
+        raise UnsupportedModelError(f"its KV cache is {type(spec).__name__}; only full attention can be kept")
+    if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16) or spec.page_size_bytes != (
+        2 * spec.block_size * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+    ):
+        raise UnsupportedModelError("its KV cache is quantised; leave kv_cache_dtype at auto")
+    return list(groups[0].layer_names), spec
+
+
+def _breaks(model: Any) -> Any:
+    """Where texts have natural ends; None if the tokenizer cannot be loaded, which only makes chunks worse."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    try:
+        return break_table(cached_tokenizer_from_config(model))
+    except (OSError, ValueError, TypeError) as error:
+        _log.warning("kvboost: no tokenizer for natural chunks (%s); chunks are cut by content", error)
+        return None

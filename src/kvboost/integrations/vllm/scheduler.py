@@ -1,0 +1,294 @@
+"""The scheduler's side: finds out what is stored, claims what the workers hold, and says what to keep.
+
+Runs in the process of vLLM's scheduler, which has no KV. A request goes through: looking (is anything of it stored?),
+fetching (the workers hold it), claimed (vLLM has given pages for it). Invariant: only what every worker holds is
+claimed. A request with nothing stored is never delayed by the workers.
+"""
+
+from __future__ import annotations
+
+import enum
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvboost.core.identity import PromptKeys
+from kvboost.integrations.vllm.messages import Fetch, Orders, Report, Save
+from kvboost.integrations.vllm.messages import Place as PlaceOrder
+from kvboost.integrations.vllm.place import MODES, Place
+from kvboost.types import Chunk, context_before
+
+_MAX_KNOWN = 2**20  # keys of stored chunks that are remembered
+OPTION = "kvboost"
+"""In a request's ``kv_transfer_params``: ``{"kvboost": "off"}`` neither reads nor writes the store; ``"exact"`` and
+``"approximate"`` are the others."""
+_LEAST_MOVED = 0.5  # of the tokens behind the exact ones: with more gaps than that, computing is no slower
+
+
+class _State(enum.Enum):
+    LOOKING = enum.auto()
+    FETCHING = enum.auto()
+    HELD = enum.auto()
+    DONE = enum.auto()
+    """Claimed, or nothing to claim."""
+
+
+@dataclass
+class _Tracked:
+    """One request of vLLM's."""
+
+    request: Any
+    keys: PromptKeys
+    state: _State = _State.LOOKING
+    found: Future[list[Chunk]] | None = None
+    wanted: list[Chunk] = field(default_factory=list)
+    held: int = 0
+    moved: list[int] = field(default_factory=list)
+    anywhere: bool = False
+    apart: bool = False
+    """Some of its KV is approximate: nobody else may use its pages, and none of it is kept."""
+    local: int = 0
+    """Tokens that vLLM has by itself, when it was last asked."""
+    started: bool = False
+    """It has taken part in a step since it was looked for."""
+    pages: list[int] = field(default_factory=list)
+    kept: int = 0
+    """Tokens up to here are stored, or were offered."""
+    cut_at: int = 0
+    """No chunk ends before this many tokens are computed."""
+    tail_kept: bool = False
+
+
+class SchedulerSide:
+    """Everything the connector does in the scheduler. Used from its one thread; only lookups are in another."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._store = place.open(rank=0, memory=False) if place.has_tiers else None
+        self._guarded = place.guarded(self._store) if self._store is not None else None
+        self._lookups = ThreadPoolExecutor(1, thread_name_prefix="kvboost-lookup")
+        self._requests: dict[str, _Tracked] = {}
+        self._known: dict[bytes, None] = {}
+        """Keys that the workers have stored, oldest first. They may have evicted some: then a fetch finds less."""
+        self._contents: dict[bytes, None] = {}
+        """The same for texts, wherever they stood."""
+        self._orders = Orders()
+
+    # What vLLM asks
+
+    def arrived(self, request: Any) -> None:
+        """A request is new: begin to look for it."""
+        mode = _mode_of(request, self._place.mode)
+        if mode != "off":
+            tracked = _Tracked(request, self._place.keys.of(request.cache_salt, request.lora_request))
+            tracked.anywhere = mode == "approximate" and request.lora_request is None
+            self._requests[request.request_id] = tracked
+            self._look(tracked)
+
+    def matched(self, request: Any, local: int) -> int | None:
+        """Tokens behind the first ``local`` ones that can be loaded; None: not known yet."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            return 0
+        if tracked.started:
+            self._look(tracked)  # it was preempted: its pages are gone
+        tracked.local = local
+        if tracked.state is _State.LOOKING:
+            assert tracked.found is not None
+            if not tracked.found.done():
+                return None
+            tracked.wanted = tracked.found.result()
+            end = tracked.wanted[-1].end if tracked.wanted else 0
+            if self._whole_pages(tracked, end) <= local:
+                tracked.state = _State.DONE
+            else:
+                tracked.state = _State.FETCHING
+                self._orders.fetches.append(Fetch(request.request_id, tracked.wanted, tracked.anywhere))
+        if tracked.state is _State.FETCHING:
+            return None
+        if tracked.state is _State.HELD:
+            claim = self._whole_pages(tracked, self._held_end(tracked, local)) - local
+            if claim > 0:
+                if tracked.moved and not tracked.apart:
+                    tracked.apart = True
+                    set_apart(request)
+                return claim
+            self._done(tracked)
+        return 0
+
+    def allocated(self, request: Any, pages: Sequence[int], loaded: int) -> None:
+        """vLLM has given pages to a request and will have ``loaded`` tokens written into them."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.state is not _State.HELD:
+            return
+        if loaded:
+            start = tracked.local
+            end = start + loaded
+            tokens = list(request.all_token_ids[:end]) if tracked.moved else []
+            self._orders.places.append(PlaceOrder(request.request_id, start, end, list(pages), tokens))
+            tracked.state = _State.DONE
+        else:
+            self._done(tracked)
+
+    def orders(self, output: Any) -> Orders:
+        """What the workers shall do in this step."""
+        for new in output.scheduled_new_reqs:
+            self._scheduled(new.req_id, new.block_ids, computed=new.num_computed_tokens, output=output, anew=True)
+        cached = output.scheduled_cached_reqs
+        for request, pages, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            self._scheduled(request, pages, computed=computed, output=output, anew=request in cached.resumed_req_ids)
+        orders, self._orders = self._orders, Orders()
+        return orders
+
+    def told(self, report: Report) -> None:
+        """What the workers have done."""
+        for key, content in report.stored:
+            self._known[key] = None
+            self._contents[content] = None
+        for known in (self._known, self._contents):
+            while len(known) > _MAX_KNOWN:
+                del known[next(iter(known))]
+        for request, held in report.held.items():
+            tracked = self._requests.get(request)
+            if tracked is not None and tracked.state is _State.FETCHING:
+                tracked.held, tracked.moved, tracked.state = held, report.moved.get(request, []), _State.HELD
+                for chunk in tracked.wanted[held:]:
+                    self._known.pop(chunk.prefix_key, None)  # evicted, or another server's and lost
+                for index in set(range(held, len(tracked.wanted))) - set(tracked.moved):
+                    self._contents.pop(tracked.wanted[index].content_key, None)
+
+    def finished(self, request: Any) -> None:
+        """A request has ended, however."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is not None and tracked.state in (_State.FETCHING, _State.HELD):
+            self._orders.releases.append(request.request_id)
+
+    def close(self) -> None:
+        """Close what was opened to look."""
+        self._lookups.shutdown(cancel_futures=True)
+        if self._store is not None:
+            self._store.close()
+
+    # Looking
+
+    def _look(self, tracked: _Tracked) -> None:
+        tracked.state, tracked.held, tracked.moved, tracked.started = _State.LOOKING, 0, [], False
+        tokens = list(tracked.request.all_token_ids)
+        if self._guarded is None:
+            tracked.found = Future()
+            tracked.found.set_result(self._find(tracked.keys, tokens, asks=False, anywhere=tracked.anywhere))
+        else:
+            tracked.found = self._lookups.submit(self._find, tracked.keys, tokens, asks=True, anywhere=tracked.anywhere)
+
+    def _find(self, keys: PromptKeys, tokens: list[int], *, asks: bool, anywhere: bool) -> list[Chunk]:
+        """The leading chunks that are probably stored, and the end of an earlier prompt behind them.
+
+        With ``anywhere`` all chunks, if some behind the leading ones may be stored as well.
+        """
+        root = keys.snapshot().root
+        chunks = [chunk for chunk in keys.chunks(root, tokens, ()) if chunk.end < len(tokens)]
+        run = self._run(chunks, asks=asks)
+        # The tiers are not asked for texts here: the workers find out when they fetch.
+        if anywhere and run < len(chunks) and (asks or any(c.content_key in self._contents for c in chunks[run:])):
+            return chunks
+        size = self._place.block_size
+        behind = chunks[run - 1] if run else None
+        for tail in keys.tails(root, tokens, behind=behind):
+            if tail.end % size == 0 and self._run([tail], asks=asks):
+                return [*chunks[:run], tail]
+        return chunks[:run]
+
+    def _run(self, chunks: Sequence[Chunk], *, asks: bool) -> int:
+        known = next((i for i, chunk in enumerate(chunks) if chunk.prefix_key not in self._known), len(chunks))
+        if asks and known < len(chunks):
+            assert self._guarded is not None
+            known += self._guarded.leading_run(chunks[known:])
+        return known
+
+    def _whole_pages(self, tracked: _Tracked, end: int) -> int:
+        """Tokens in whole pages up to ``end``; the last token is always computed."""
+        size = self._place.block_size
+        return min(end, int(tracked.request.num_tokens) - 1) // size * size
+
+    def _held_end(self, tracked: _Tracked, local: int) -> int:
+        """Up to where a request is claimed: the last chunk that is held, if enough before it is held too."""
+        exact = tracked.wanted[tracked.held - 1].end if tracked.held else 0
+        if not tracked.moved:
+            return exact
+        end, begin = tracked.wanted[tracked.moved[-1]].end, max(exact, local)
+        found = sum(tracked.wanted[index].end - tracked.wanted[index].start for index in tracked.moved)
+        if found >= _LEAST_MOVED * (end - begin) and self._whole_pages(tracked, end) > begin:
+            return end
+        tracked.moved = []
+        return exact
+
+    def _done(self, tracked: _Tracked) -> None:
+        tracked.state = _State.DONE
+        self._orders.releases.append(tracked.request.request_id)
+
+    # Keeping
+
+    def _scheduled(self, request_id: str, pages: Any, *, computed: int, output: Any, anew: bool) -> None:
+        """A request takes part in this step: keep the chunks that are complete after it."""
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return
+        tracked.started = True
+        if tracked.apart:
+            return
+        new = list(pages[0]) if pages is not None else []
+        tracked.pages = new if anew else [*tracked.pages, *new]
+        tokens = tracked.request.all_token_ids
+        # Draft tokens may be rejected: only tokens that are known count.
+        ready = min(computed + output.num_scheduled_tokens[request_id], len(tokens))
+        prompt_read = ready >= tracked.request.num_prompt_tokens and not tracked.tail_kept
+        if ready < tracked.cut_at and not prompt_read:
+            return
+        chunks = self._new_chunks(tracked, list(tokens[:ready]), with_tail=prompt_read)
+        tracked.cut_at = ready + self._place.chunker.min_tokens
+        tracked.tail_kept = tracked.tail_kept or prompt_read
+        if chunks:
+            save = Save(request_id, [chunk for chunk, _ in chunks], [context for _, context in chunks], tracked.pages)
+            self._orders.saves.append(save)
+
+    def _new_chunks(self, tracked: _Tracked, tokens: list[int], *, with_tail: bool) -> list[tuple[Chunk, bytes]]:
+        """The complete chunks that are not stored yet, with their contexts; at a prompt's end also its last pages."""
+        keys, size = tracked.keys, self._place.block_size
+        root = keys.snapshot().root
+        chunks = keys.chunks(root, tokens, ())
+        new = [
+            (chunk, context_before(chunks, index))
+            for index, chunk in enumerate(chunks)
+            if chunk.end > tracked.kept and chunk.prefix_key not in self._known
+        ]
+        tracked.kept = chunks[-1].end if chunks else 0
+        if with_tail:
+            whole = min(tracked.request.num_prompt_tokens, len(tokens)) // size * size
+            before, tail = keys.chunks_and_tail(root, tokens[:whole], ())
+            if tail is not None and tail.prefix_key not in self._known:
+                new.append((tail, context_before([*before, tail], len(before))))
+        return new
+
+
+def _mode_of(request: Any, default: str) -> str:
+    """How a request is served: its own wish, the server's default, or off if more than its tokens decide its KV."""
+    plain = request.prompt_token_ids is not None and request.prompt_embeds is None and not request.mm_features
+    if not plain or request.pooling_params is not None:
+        return "off"
+    wish = (request.kv_transfer_params or {}).get(OPTION, default)
+    return wish if wish in MODES else default
+
+
+def set_apart(request: Any) -> None:
+    """Give a request's further pages names that no other request has.
+
+    vLLM names pages by their tokens and shares them by name. Pages with approximate KV, and those computed behind
+    them, would be served to others as exact.
+    """
+    request.cache_salt = f"kvboost-{uuid.uuid4()}"
+    request.block_hashes.clear()
+    request.update_block_hashes()

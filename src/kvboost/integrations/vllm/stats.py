@@ -1,0 +1,73 @@
+"""Counts of one worker, for vLLM's log and its Prometheus endpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+_HELP = {
+    "loaded_tokens": "Prompt tokens whose KV came from KVBoost's store instead of being computed.",
+    "moved_tokens": "Prompt tokens whose KV was computed behind other text and re-rotated: approximate.",
+    "computed_tokens": "Prompt tokens computed between and among moved ones.",
+    "saved_tokens": "Tokens whose KV was put into KVBoost's store.",
+    "failed_loads": "Loads that failed. Their tokens were computed.",
+    "failed_saves": "Saves that failed. Their tokens are computed again next time.",
+}
+
+
+@dataclass
+class Counts:
+    """What a worker has done since it was last asked."""
+
+    loaded_tokens: int = 0
+    moved_tokens: int = 0
+    computed_tokens: int = 0
+    saved_tokens: int = 0
+    failed_loads: int = 0
+    failed_saves: int = 0
+
+    def take(self) -> dict[str, int]:
+        """All counts that are not zero, which begin again."""
+        taken = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in taken:
+            setattr(self, name, 0)
+        return {name: count for name, count in taken.items() if count}
+
+
+class Stats(KVConnectorStats):  # type: ignore[misc]
+    """Counts on their way from a worker to the log and the metrics."""
+
+    def reset(self) -> None:
+        """Begin again."""
+        self.data: dict[str, int] = {}
+
+    def aggregate(self, other: Any) -> Stats:
+        """The sums: over steps for one worker, over workers for one step."""
+        names = self.data.keys() | other.data.keys()
+        return Stats(data={name: self.data.get(name, 0) + other.data.get(name, 0) for name in names})
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the log."""
+        return {f"kvboost {name.replace('_', ' ')}": count for name, count in sorted(self.data.items())}
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not self.data
+
+
+class Metrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """Prometheus counters ``vllm:kvboost_loaded_tokens`` and so on."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {}
+        for name, text in _HELP.items():
+            counter = self._counter_cls(f"vllm:kvboost_{name}", text, labelnames=labelnames)
+            self._counters[name] = {index: counter.labels(*labels) for index, labels in per_engine_labelvalues.items()}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what happened since the last call."""
+        for name, count in transfer_stats_data.items():
+            self._counters[name][engine_idx].inc(count)

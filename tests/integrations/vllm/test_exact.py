@@ -1,0 +1,151 @@
+"""Exact reuse in vLLM: what comes from our tiers is what vLLM computed, and nobody else's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.common.servers import redis_server
+from tests.integrations.vllm.conftest import engine as start
+
+_NEARLY_ALL = 608  # of 640 tokens: whole pages of 32, and the last token is computed
+
+
+def _same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
+    keys = ("tokens", "logprobs")
+    return [[a[key] for key in keys] for a in one] == [[b[key] for key in keys] for b in other]
+
+
+@pytest.fixture
+def reference(model: Path, prompt: list[int]) -> list[dict[str, Any]]:
+    """The answer of vLLM alone, with its own prefix cache up to the same page."""
+    with start(model, connector=None) as plain:
+        plain.generate(prompt)
+        answer = plain.generate(prompt)
+    assert answer[0]["cached"] == _NEARLY_ALL
+    return answer
+
+
+def test_memory_and_a_restart_from_disk(
+    model: Path, prompt: list[int], reference: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    place = {"disk_cache_dir": str(tmp_path / "kv")}
+    with start(model, connector=place) as first:
+        assert first.generate(prompt)[0]["cached"] == 0
+        first.forget()
+        again = first.generate(prompt)
+        assert again[0]["cached"] == _NEARLY_ALL
+        assert _same(again, reference)
+        first.forget()
+        other = [*prompt[:500], *prompt[:100]]
+        assert "could not be" not in first.log()
+        assert 500 - 96 <= first.generate(other)[0]["cached"] <= 500, "the common part, but for a chunk and a page"
+    with start(model, connector=place) as second:
+        restarted = second.generate(prompt)
+        assert restarted[0]["cached"] == _NEARLY_ALL
+        assert _same(restarted, reference)
+
+
+def test_pages_written_wrongly_are_seen(model: Path, prompt: list[int], reference: list[dict[str, Any]]) -> None:
+    with start(model, connector={}, seed="one page off") as engine:
+        engine.generate(prompt)
+        engine.forget()
+        assert not _same(engine.generate(prompt), reference)
+
+
+def test_two_servers_share_a_redis_and_survive_its_end(
+    model: Path, prompt: list[int], reference: list[dict[str, Any]]
+) -> None:
+    with redis_server() as redis, start(model, connector={"remote_url": redis.url}) as second:
+        with start(model, connector={"remote_url": redis.url}) as first:
+            first.generate(prompt)
+        answer = second.generate(prompt)
+        assert answer[0]["cached"] == _NEARLY_ALL
+        assert _same(answer, reference)
+        redis.process.kill()
+        assert len(second.generate(prompt[::-1])[0]["tokens"]) == 4
+        second.forget()
+        assert _same(second.generate(prompt), reference), "from memory"
+
+
+@pytest.mark.parametrize("seed", ["", "salt ignored"])
+def test_a_salt_keeps_tenants_apart(model: Path, prompt: list[int], tmp_path: Path, seed: str) -> None:
+    with start(model, connector={"disk_cache_dir": str(tmp_path / "kv")}, seed=seed) as engine:
+        engine.generate(prompt, salt="alice")
+        engine.forget()
+        shared = [engine.generate(prompt, salt="bob")[0]["cached"], engine.generate(prompt)[0]["cached"]]
+        engine.forget()
+        own = engine.generate(prompt, salt="alice")[0]["cached"]
+    assert own == _NEARLY_ALL
+    assert (shared == [0, 0]) is (seed == "")
+
+
+def test_a_load_that_fails_is_computed(model: Path, prompt: list[int]) -> None:
+    with start(model, connector={}, seed="loading fails") as engine:
+        cold = engine.generate(prompt)
+        engine.forget()
+        again = engine.generate(prompt)
+        assert again[0]["tokens"] == cold[0]["tokens"]
+        assert "could not be loaded; it is computed" in engine.log()
+
+
+def test_off_for_one_request(model: Path, prompt: list[int]) -> None:
+    with start(model, connector={}) as engine:
+        engine.generate(prompt, params={"kvboost": "off"})
+        engine.forget()
+        assert engine.generate(prompt)[0]["cached"] == 0, "nothing was kept"
+        engine.forget()
+        assert engine.generate(prompt, params={"kvboost": "off"})[0]["cached"] == 0, "nothing is read"
+
+
+def test_many_requests_with_preemption(model: Path, prompt: list[int]) -> None:
+    """30 pages for requests of 12 to 18 pages: some are preempted, and every answer is as without us."""
+    prompts = [[*prompt[: 200 + 40 * i], *prompt[i : i + 60]] for i in range(6)]
+    small = {"num_gpu_blocks_override": 30, "max_model_len": 768, "max_num_batched_tokens": 256}
+    with start(model, connector=None, enable_prefix_caching=False, **small) as plain:
+        wanted = plain.generate(*prompts, new=100)
+    with start(model, connector={}, **small) as engine:
+        for _ in range(2):
+            answers = engine.generate(*prompts, new=100)
+            assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in wanted]
+            engine.forget()
+        assert sum(answer["cached"] for answer in answers) > 500
+        assert "could not be" not in engine.log()
+
+
+def _adapter(folder: Path, model: Path, *, seed: int) -> str:
+    """A LoRA adapter of random numbers over the first layer's value projection."""
+    config = json.loads((model / "config.json").read_text())
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    values = config["num_key_value_heads"] * (hidden // heads)
+    source = torch.Generator().manual_seed(seed)
+    name = "base_model.model.model.layers.0.self_attn.v_proj"
+    tensors = {
+        f"{name}.lora_A.weight": torch.randn(8, hidden, generator=source),
+        f"{name}.lora_B.weight": torch.randn(values, 8, generator=source),
+    }
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+@pytest.mark.parametrize("seed", ["", "adapter ignored"])
+def test_adapters_share_nothing_even_by_one_name(model: Path, prompt: list[int], tmp_path: Path, seed: str) -> None:
+    paths = [_adapter(tmp_path / str(number), model, seed=number) for number in range(2)]
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    with start(model, connector={}, seed=seed, **options) as engine:
+        cached = []
+        for number in (0, 1, 0):
+            engine.forget()
+            lora = {"lora": "style", "lora_id": number + 1, "lora_path": paths[number]}
+            cached.append(engine.generate(prompt, **lora)[0]["cached"])
+        engine.forget()
+        cached.append(engine.generate(prompt)[0]["cached"])
+    assert (cached == [0, 0, _NEARLY_ALL, 0]) is (seed == "")
