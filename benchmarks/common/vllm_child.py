@@ -22,12 +22,20 @@ def seed_fault(name: str) -> None:
     elif name == "adapter ignored":
         plain = identity.RequestKeys.of
         identity.RequestKeys.of = lambda self, salt, lora: plain(self, salt, None)  # type: ignore[method-assign]
-    elif name == "loading fails":
+    elif name in ("a load fails", "a load fails, and its step is kept"):
+        write, end = worker.WorkerSide._write, worker.WorkerSide.end
 
-        def fail(self: Any, order: Any) -> None:
+        def fail_once(self: Any, order: Any) -> None:
+            worker.WorkerSide._write = write  # type: ignore[method-assign]
             raise RuntimeError("seeded")
 
-        worker.WorkerSide._write = fail  # type: ignore[method-assign]
+        def keep_all(self: Any, orders: Any) -> None:
+            orders.epoch = self._failures
+            end(self, orders)
+
+        worker.WorkerSide._write = fail_once  # type: ignore[method-assign]
+        if name != "a load fails":
+            worker.WorkerSide.end = keep_all  # type: ignore[method-assign]
     elif name == "one page off":
         plain_slots = worker.slots_of
         worker.slots_of = lambda pages, **at: plain_slots(pages.roll(1), **at)

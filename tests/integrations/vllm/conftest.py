@@ -12,15 +12,14 @@ import pytest
 from benchmarks.common.vllm_engine import VLLMEngine
 
 PYTHON = Path(os.environ.get("KVBOOST_VLLM_PYTHON", ""))
-MODELS = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvboost" / "models"
 
 
-@pytest.fixture
-def model() -> Path:
-    """A trained model, as ``.ci/vllm`` makes it."""
+@pytest.fixture(scope="session")
+def model(request: pytest.FixtureRequest) -> Path:
+    """SmolLM2, or the folder in ``KVBOOST_VLLM_MODEL``."""
     if not os.environ.get("KVBOOST_VLLM_PYTHON"):
         pytest.skip("needs vLLM: set KVBOOST_VLLM_PYTHON")
-    return MODELS / os.environ.get("KVBOOST_VLLM_MODEL", "smollm2-135m")
+    return Path(os.environ.get("KVBOOST_VLLM_MODEL") or request.getfixturevalue("smollm2_path"))
 
 
 @pytest.fixture

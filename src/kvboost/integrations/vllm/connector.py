@@ -39,6 +39,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._refused: dict[str, int] = {}
         try:
             place = make_place(vllm_config, kv_cache_config, version=vllm.__version__)
         except UnsupportedModelError as error:
@@ -47,7 +48,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(place)
         else:
-            self._worker = WorkerSide(place, rank=vllm_config.parallel_config.rank)
+            self._worker = WorkerSide(place)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -71,6 +72,8 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Write what this step's requests were promised."""
         if self._worker is not None:
             self._worker.begin(self._orders())
+        else:  # the scheduler's side may not know why this side keeps nothing
+            self._refused = {fetch.request: 0 for fetch in self._orders().fetches}
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: pages are written before the forward."""
@@ -89,7 +92,9 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> Report | None:
         """What the scheduler's side needs to know."""
-        return self._worker.report() if self._worker is not None else None
+        if self._worker is not None:
+            return self._worker.report()
+        return Report(held=self._refused) if self._refused else None
 
     def get_kv_connector_stats(self) -> Stats | None:
         """Counts since the last call."""
@@ -147,6 +152,12 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As :meth:`request_finished`."""
         return self.request_finished(request, [])
+
+    def reset_cache(self) -> bool:
+        """Find nothing of what was stored before, until the server is restarted."""
+        if self._scheduler is not None:
+            self._scheduler.reset()
+        return True
 
     # Of the class
 

@@ -63,10 +63,16 @@ def find_decoder(layers: dict[str, Any], names: Sequence[str]) -> Decoder:
     if root is None:
         raise UnsupportedModelError("its module was not found")
     path, _, _ = names[0].partition(".layers.")
-    decoders = [root.get_submodule(name.rpartition(".self_attn.")[0]) for name in names]
+    try:
+        decoders = [root.get_submodule(name.rpartition(".self_attn.")[0]) for name in names]
+    except AttributeError as error:  # layers of a draft model
+        raise UnsupportedModelError(f"not all of its layers belong to one model ({error})") from error
     kinds = {type(decoder).__name__ for decoder in decoders}
     if not kinds <= set(_FAMILIES):
         raise UnsupportedModelError(f"its layers are {', '.join(sorted(kinds))}; known are {', '.join(_FAMILIES)}")
+    if hasattr(decoders[0].self_attn.qkv_proj, "base_layer"):
+        # Such layers apply the adapters of the batch that runs, row by row.
+        raise UnsupportedModelError("adapters are enabled")
     rotary = type(decoders[0].self_attn.rotary_emb).__name__
     if rotary not in _ROTARIES:
         raise UnsupportedModelError(f"its positions are encoded by {rotary}; known are {', '.join(_ROTARIES)}")

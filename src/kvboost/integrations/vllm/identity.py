@@ -12,7 +12,6 @@ import logging
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +32,19 @@ _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_m
 
 def model_fields(vllm_config: Any, *, block_size: int, version: str) -> dict[str, str]:
     """The fingerprint fields of the model that a vLLM server runs, without adapter."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    model = vllm_config.model_config
     config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _CONFIG_NOISE}
     text = json.dumps(config, sort_keys=True, default=str)
-    shards = f"tp={parallel.tensor_parallel_size}|pp={parallel.pipeline_parallel_size}"
     device = vllm_config.device_config.device_type
     compiled = "eager" if model.enforce_eager else f"compiled:{vllm_config.compilation_config.compute_hash()}"
     return {
         "weights": _weights(model, vllm_config.load_config),
         "config": hashlib.sha256(text.encode()).hexdigest(),
-        "rope": "",  # in the config
+        "rope": f"{model.max_model_len}",  # by which some choose their frequencies; the rest is in the config
         "dtype": f"{model.dtype}|{model.quantization}",
         "attention": f"vllm|{vllm_config.attention_config.backend}|{vllm_config.cache_config.cache_dtype}|{block_size}",
         "adapter": "",
-        "numerics": f"vllm={version}|torch={torch.__version__}|{device}|{compiled}|{shards}",
+        "numerics": f"vllm={version}|torch={torch.__version__}|{device}|{compiled}|{model.code_revision}",
     }
 
 
@@ -79,19 +77,20 @@ def digest_files(files: Sequence[Path]) -> str:
         return hashlib.sha256(b"".join(pool.map(one, files))).hexdigest()
 
 
-@lru_cache(maxsize=1024)
-def _adapter(path: str, stamps: tuple[tuple[str, int, int], ...]) -> str:
-    return digest_files([Path(path) / name for name, _, _ in stamps])
+class Adapters:
+    """The contents of adapters: after a restart a name may be given to other weights."""
 
+    def __init__(self) -> None:
+        self._digests: dict[tuple[int, str], str | None] = {}
 
-def adapter_digest(lora: Any) -> str:
-    """The contents of an adapter's files: a name may be given to other weights after a restart."""
-    folder = Path(lora.lora_path)
-    present = [folder / name for name in _ADAPTER_FILES if (folder / name).is_file()]
-    if not present:
-        return f"unknown:{uuid.uuid4()}"  # shared with nobody
-    stamps = tuple((file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in present)
-    return _adapter(str(folder), stamps)
+    def digest(self, lora: Any) -> str | None:
+        """Of an adapter's files when it was first used: that is what vLLM has loaded. None if they are not found."""
+        key = (lora.lora_int_id, lora.lora_path)
+        if key not in self._digests or lora.load_inplace:
+            folder = Path(lora.lora_path)
+            present = [folder / name for name in _ADAPTER_FILES if (folder / name).is_file()]
+            self._digests[key] = digest_files(present) if present else None
+        return self._digests[key]
 
 
 class _Fixed:
@@ -112,11 +111,20 @@ class RequestKeys:
 
     def __init__(self, fields: dict[str, str], *, chunker: Chunker, tenant: str, codec: str) -> None:
         self._fields, self._chunker, self._tenant, self._codec = fields, chunker, tenant, codec
+        self._adapters = Adapters()
         self._of: dict[tuple[str | None, str], PromptKeys] = {}
 
-    def of(self, salt: str | None, lora: Any) -> PromptKeys:
-        """The keys of a request with this salt and this adapter (None for none)."""
-        adapter = adapter_digest(lora) if lora is not None else ""
+    def renew(self) -> None:
+        """The weights have changed to something unknown: nothing that was stored is found any more."""
+        self._fields = {**self._fields, "weights": f"unknown:{uuid.uuid4()}"}
+        self._adapters = Adapters()
+        self._of.clear()
+
+    def of(self, salt: str | None, lora: Any) -> PromptKeys | None:
+        """The keys of a request with this salt and this adapter (None for none); None for an unknown adapter."""
+        adapter = self._adapters.digest(lora) if lora is not None else ""
+        if adapter is None:
+            return None
         if (known := self._of.get((salt, adapter))) is not None:
             return known
         tenant = self._tenant if salt is None else f"{self._tenant}\0salt\0{salt}"
@@ -127,7 +135,8 @@ class RequestKeys:
         self._of[salt, adapter] = keys
         return keys
 
-    def namespace(self, *, rank: int) -> bytes:
-        """What all records of this model and tenant descend from, for one worker's share of the heads."""
-        root = self.of(None, None).namespace()
-        return hashlib.sha256(b"kvboost.vllm.rank.1" + root + rank.to_bytes(4, "little")).digest()
+    def namespace(self) -> bytes:
+        """What all records of this model and tenant descend from."""
+        keys = self.of(None, None)
+        assert keys is not None
+        return keys.namespace()

@@ -39,7 +39,9 @@ class Save:
     request: str
     chunks: list[Chunk]
     contexts: list[bytes]
+    first_page: int
     pages: list[int]
+    """Those of the chunks, from the request's page number ``first_page`` on."""
 
 
 @dataclass
@@ -51,6 +53,8 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc]
     saves: list[Save] = field(default_factory=list)
     releases: list[str] = field(default_factory=list)
     """Requests that want nothing any more of what is held for them."""
+    epoch: int = 0
+    """How many failures the scheduler knew of."""
 
 
 @dataclass
@@ -63,13 +67,9 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Indices of further chunks held for it, which were computed behind other text."""
     stored: list[tuple[bytes, bytes]] = field(default_factory=list)
     """Prefix and content keys of chunks that are stored now."""
+    failures: int = 0
+    """Loads that failed: what was computed in these steps is of no use."""
 
     def aggregate(self, other: Any) -> Report:
-        """What all workers have: each holds its own heads, and all of them are needed."""
-        both = self.held.keys() | other.held.keys()
-        held = {request: min(self.held.get(request, 2**31), other.held.get(request, 2**31)) for request in both}
-        moved = {
-            request: sorted(set(self.moved.get(request, ())) & set(other.moved.get(request, ())))
-            for request in self.moved.keys() & other.moved.keys()
-        }
-        return Report(held, moved, self.stored + other.stored)
+        """There is one worker: see :func:`kvboost.integrations.vllm.place.make_place`."""
+        raise NotImplementedError("KVBoostConnector runs with one worker")

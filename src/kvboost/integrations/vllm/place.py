@@ -29,7 +29,6 @@ _OWN = (
     "chunk_size",
     "disk_cache_bytes",
     "disk_cache_dir",
-    "kv_cache_bits",
     "object_cache_bytes",
     "object_url",
     "record_key_file",
@@ -94,11 +93,11 @@ class Place:
     chunker: Chunker
     keys: RequestKeys
 
-    def open(self, *, rank: int, memory: bool) -> ChunkStore:
-        """The store of one worker; without ``memory`` only to look into the tiers below."""
+    def open(self, *, memory: bool) -> ChunkStore:
+        """The worker's store; without ``memory`` only to look into the tiers below."""
         config = self.config if memory else replace(self.config, cache_bytes=0)
         stores = Stores(config, layout=self.layout, codec=self.codec, costs=CostModel(), repaired_share=0.0)
-        return stores.open(config.tenant, root=self.keys.namespace(rank=rank))
+        return stores.open(config.tenant, root=self.keys.namespace())
 
     def guarded(self, store: ChunkStore) -> GuardedStore:
         """A store whose failures are misses."""
@@ -112,9 +111,14 @@ class Place:
 
 
 def make_place(vllm_config: Any, kv_cache_config: Any, *, version: str) -> Place:
-    """Raises UnsupportedModelError for a model whose pages cannot be kept, and ConfigError for bad settings."""
+    """Raises UnsupportedModelError for a server whose pages cannot be kept, and ConfigError for bad settings."""
     settings = connector_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
     config = settings.engine
+    parallel = vllm_config.parallel_config
+    workers = parallel.world_size * getattr(parallel, "decode_context_parallel_size", 1)
+    if workers != 1:
+        # Workers would have to agree on what all of them hold before a claim, and on the positions of a repair.
+        raise UnsupportedModelError(f"it runs on {workers} workers; KV is kept for one")
     layers, spec = _only_group(kv_cache_config)
     kind = TensorSpec(spec.num_kv_heads, spec.head_size, spec.dtype, torch.device("cpu"))
     layout = KVLayout((kind,) * (2 * len(layers)))

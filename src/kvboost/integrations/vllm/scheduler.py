@@ -20,6 +20,7 @@ from kvboost.integrations.vllm.messages import Place as PlaceOrder
 from kvboost.integrations.vllm.place import MODES, Place
 from kvboost.types import Chunk, context_before
 
+_LOOKUPS = 4
 _MAX_KNOWN = 2**20  # keys of stored chunks that are remembered
 OPTION = "kvboost"
 """In a request's ``kv_transfer_params``: ``{"kvboost": "off"}`` neither reads nor writes the store; ``"exact"`` and
@@ -66,32 +67,33 @@ class SchedulerSide:
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._store = place.open(rank=0, memory=False) if place.has_tiers else None
+        self._store = place.open(memory=False) if place.has_tiers else None
         self._guarded = place.guarded(self._store) if self._store is not None else None
-        self._lookups = ThreadPoolExecutor(1, thread_name_prefix="kvboost-lookup")
+        self._lookups = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="kvboost-lookup")
         self._requests: dict[str, _Tracked] = {}
         self._known: dict[bytes, None] = {}
         """Keys that the workers have stored, oldest first. They may have evicted some: then a fetch finds less."""
         self._contents: dict[bytes, None] = {}
         """The same for texts, wherever they stood."""
         self._orders = Orders()
+        self._failures = 0
 
     # What vLLM asks
 
     def arrived(self, request: Any) -> None:
         """A request is new: begin to look for it."""
         mode = _mode_of(request, self._place.mode)
-        if mode != "off":
-            tracked = _Tracked(request, self._place.keys.of(request.cache_salt, request.lora_request))
+        keys = self._place.keys.of(request.cache_salt, request.lora_request) if mode != "off" else None
+        if keys is not None:
+            tracked = self._requests[request.request_id] = _Tracked(request, keys)
             tracked.anywhere = mode == "approximate" and request.lora_request is None
-            self._requests[request.request_id] = tracked
             self._look(tracked)
 
     def matched(self, request: Any, local: int) -> int | None:
         """Tokens behind the first ``local`` ones that can be loaded; None: not known yet."""
         tracked = self._requests.get(request.request_id)
-        if tracked is None:
-            return 0
+        if tracked is None or request.skip_reading_prefix_cache:
+            return 0  # such a request is not asked again, whatever the answer
         if tracked.started:
             self._look(tracked)  # it was preempted: its pages are gone
         tracked.local = local
@@ -121,9 +123,9 @@ class SchedulerSide:
     def allocated(self, request: Any, pages: Sequence[int], loaded: int) -> None:
         """vLLM has given pages to a request and will have ``loaded`` tokens written into them."""
         tracked = self._requests.get(request.request_id)
-        if tracked is None or tracked.state is not _State.HELD:
+        if tracked is None:
             return
-        if loaded:
+        if loaded and tracked.state is _State.HELD:
             start = tracked.local
             end = start + loaded
             tokens = list(request.all_token_ids[:end]) if tracked.moved else []
@@ -131,6 +133,12 @@ class SchedulerSide:
             tracked.state = _State.DONE
         else:
             self._done(tracked)
+
+    def reset(self) -> None:
+        """The server's weights may be others now: find nothing of before."""
+        self._place.keys.renew()
+        self._known.clear()
+        self._contents.clear()
 
     def orders(self, output: Any) -> Orders:
         """What the workers shall do in this step."""
@@ -142,10 +150,15 @@ class SchedulerSide:
         ):
             self._scheduled(request, pages, computed=computed, output=output, anew=request in cached.resumed_req_ids)
         orders, self._orders = self._orders, Orders()
+        orders.epoch = self._failures
         return orders
 
     def told(self, report: Report) -> None:
         """What the workers have done."""
+        if report.failures:
+            self._failures += report.failures
+            for each in self._requests.values():  # what was offered since may have been dropped
+                each.kept, each.cut_at, each.tail_kept = 0, 0, False
         for key, content in report.stored:
             self._known[key] = None
             self._contents[content] = None
@@ -156,6 +169,7 @@ class SchedulerSide:
             tracked = self._requests.get(request)
             if tracked is not None and tracked.state is _State.FETCHING:
                 tracked.held, tracked.moved, tracked.state = held, report.moved.get(request, []), _State.HELD
+                self._known.update(dict.fromkeys(chunk.prefix_key for chunk in tracked.wanted[:held]))
                 for chunk in tracked.wanted[held:]:
                     self._known.pop(chunk.prefix_key, None)  # evicted, or another server's and lost
                 for index in set(range(held, len(tracked.wanted))) - set(tracked.moved):
@@ -164,8 +178,8 @@ class SchedulerSide:
     def finished(self, request: Any) -> None:
         """A request has ended, however."""
         tracked = self._requests.pop(request.request_id, None)
-        if tracked is not None and tracked.state in (_State.FETCHING, _State.HELD):
-            self._orders.releases.append(request.request_id)
+        if tracked is not None:
+            self._done(tracked)
 
     def close(self) -> None:
         """Close what was opened to look."""
@@ -176,6 +190,7 @@ class SchedulerSide:
     # Looking
 
     def _look(self, tracked: _Tracked) -> None:
+        self._done(tracked)
         tracked.state, tracked.held, tracked.moved, tracked.started = _State.LOOKING, 0, [], False
         tokens = list(tracked.request.all_token_ids)
         if self._guarded is None:
@@ -219,16 +234,19 @@ class SchedulerSide:
         exact = tracked.wanted[tracked.held - 1].end if tracked.held else 0
         if not tracked.moved:
             return exact
-        end, begin = tracked.wanted[tracked.moved[-1]].end, max(exact, local)
+        end = tracked.wanted[tracked.moved[-1]].end
         found = sum(tracked.wanted[index].end - tracked.wanted[index].start for index in tracked.moved)
-        if found >= _LEAST_MOVED * (end - begin) and self._whole_pages(tracked, end) > begin:
+        # What vLLM has by itself must be held too: its pages may not be computed yet when the others are built.
+        if exact >= local and found >= _LEAST_MOVED * (end - exact) and self._whole_pages(tracked, end) > exact:
             return end
         tracked.moved = []
         return exact
 
     def _done(self, tracked: _Tracked) -> None:
+        """Nothing is claimed any more; what is held, or will be, is let go of."""
+        if tracked.state in (_State.FETCHING, _State.HELD):
+            self._orders.releases.append(tracked.request.request_id)
         tracked.state = _State.DONE
-        self._orders.releases.append(tracked.request.request_id)
 
     # Keeping
 
@@ -241,7 +259,10 @@ class SchedulerSide:
         if tracked.apart:
             return
         new = list(pages[0]) if pages is not None else []
-        tracked.pages = new if anew else [*tracked.pages, *new]
+        if anew:
+            tracked.pages = new
+        else:
+            tracked.pages.extend(new)
         tokens = tracked.request.all_token_ids
         # Draft tokens may be rejected: only tokens that are known count.
         ready = min(computed + output.num_scheduled_tokens[request_id], len(tokens))
@@ -249,11 +270,15 @@ class SchedulerSide:
         if ready < tracked.cut_at and not prompt_read:
             return
         chunks = self._new_chunks(tracked, list(tokens[:ready]), with_tail=prompt_read)
-        tracked.cut_at = ready + self._place.chunker.min_tokens
+        tracked.cut_at = ready + self._place.config.chunk_tokens  # not at every token: all of it is cut again
         tracked.tail_kept = tracked.tail_kept or prompt_read
         if chunks:
-            save = Save(request_id, [chunk for chunk, _ in chunks], [context for _, context in chunks], tracked.pages)
-            self._orders.saves.append(save)
+            size = self._place.block_size
+            # The end of a prompt may begin before a chunk that ends behind it.
+            first = min(chunk.start for chunk, _ in chunks) // size
+            last = -(-max(chunk.end for chunk, _ in chunks) // size)
+            parts, contexts = [chunk for chunk, _ in chunks], [context for _, context in chunks]
+            self._orders.saves.append(Save(request_id, parts, contexts, first, tracked.pages[first:last]))
 
     def _new_chunks(self, tracked: _Tracked, tokens: list[int], *, with_tail: bool) -> list[tuple[Chunk, bytes]]:
         """The complete chunks that are not stored yet, with their contexts; at a prompt's end also its last pages."""

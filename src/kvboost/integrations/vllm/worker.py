@@ -56,9 +56,9 @@ class _Held:
 class WorkerSide:
     """One worker's store and pages."""
 
-    def __init__(self, place: Place, *, rank: int) -> None:
+    def __init__(self, place: Place) -> None:
         self._place = place
-        self._store: ChunkStore = place.open(rank=rank, memory=True)
+        self._store: ChunkStore = place.open(memory=True)
         self._guarded = place.guarded(self._store)
         self._fetchers = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="kvboost-fetch")
         self._lock = threading.Lock()
@@ -66,6 +66,7 @@ class WorkerSide:
         self._fetching: set[str] = set()
         self._report = Report()
         self._failed_pages: set[int] = set()
+        self._failures = 0
         self._pages: list[Pages] = []
         self._decoder: Decoder | None = None
         self.counts = Counts()
@@ -100,14 +101,20 @@ class WorkerSide:
             except Exception:  # noqa: BLE001 - whatever it is, vLLM computes these pages instead
                 _log.exception("kvboost: KV of request %s could not be loaded; it is computed", order.request)
                 self.counts.failed_loads += 1
+                self._failures += 1
+                with self._lock:
+                    self._report.failures += 1
                 first = order.start // self._place.block_size
                 self._failed_pages.update(order.pages[first : -(-order.end // self._place.block_size)])
             finally:
                 self._release(order.request)
 
     def end(self, orders: Orders) -> None:
-        """After the forward: keep what it has computed."""
-        for save in orders.saves:
+        """After the forward: keep what it has computed.
+
+        Unless a load has failed that the scheduler did not know of: then this step may have read pages without KV.
+        """
+        for save in orders.saves if orders.epoch == self._failures else ():
             try:
                 self._save(save)
             except Exception:  # noqa: BLE001 - a cache may only help
@@ -118,7 +125,7 @@ class WorkerSide:
         """What happened since the last report; None if nothing did."""
         with self._lock:
             report, self._report = self._report, Report()
-        return report if report.held or report.stored else None
+        return report if report != Report() else None
 
     def failed_pages(self) -> set[int]:
         """Pages that could not be loaded since the last call."""
@@ -131,21 +138,25 @@ class WorkerSide:
         self._store.close()
 
     def _fetch(self, fetch: Fetch) -> None:
-        exact = self._guarded.lease(fetch.chunks)
-        count = len(exact.blocks)
-        moved: ContentLease = EmptyLease()
-        if fetch.anywhere and self._decoder is not None and count < len(fetch.chunks):
-            moved = self._guarded.lease_content(fetch.chunks, after=count)
-        held = _Held(fetch.chunks, exact, moved)
+        held = _Held(fetch.chunks, EmptyLease(), EmptyLease())
+        try:
+            held.exact = self._guarded.lease(fetch.chunks)
+            count = len(held.exact.blocks)
+            if fetch.anywhere and self._decoder is not None and count < len(fetch.chunks):
+                held.moved = self._guarded.lease_content(fetch.chunks, after=count)
+        except Exception:  # noqa: BLE001 - the scheduler waits for an answer
+            _log.exception("kvboost: KV of request %s could not be fetched; it is computed", fetch.request)
         with self._lock:
             wanted = fetch.request in self._fetching
             self._fetching.discard(fetch.request)
+            unused: _Held | None = held
             if wanted:
+                unused = self._held.pop(fetch.request, None)
                 self._held[fetch.request] = held
-                self._report.held[fetch.request] = count
+                self._report.held[fetch.request] = len(held.exact.blocks)
                 self._report.moved[fetch.request] = list(held.blocks)
-        if not wanted:
-            held.release()
+        if unused is not None:
+            unused.release()
 
     def _release(self, request: str) -> None:
         with self._lock:
@@ -160,7 +171,7 @@ class WorkerSide:
         pages = torch.tensor(order.pages, dtype=torch.int64, device=self._pages[0].device)
         count = len(held.exact.blocks)
         if order.tokens:
-            states = self._built(order, held, pages)
+            states = self._built(order, held)
         else:
             states = self._joined(held.chunks[:count], held.exact.blocks, start=order.start, end=order.end)
         slots = slots_of(pages, tokens=self._place.block_size, start=order.start, end=order.end)
@@ -169,20 +180,19 @@ class WorkerSide:
         self._guarded.used([chunk.prefix_key for chunk in held.chunks[:count]])
         self.counts.loaded_tokens += order.end - order.start
 
-    def _built(self, order: PlaceOrder, held: _Held, pages: torch.Tensor) -> torch.Tensor:
-        """The KV of a request of which some was computed behind other text, for positions ``[start, end)``."""
+    def _built(self, order: PlaceOrder, held: _Held) -> torch.Tensor:
+        """The KV of a request of which some was computed behind other text, for positions ``[start, end)``.
+
+        Nothing is read from pages: those that vLLM has by itself may only be computed in this step.
+        """
         assert self._decoder is not None
         place, count = self._place, len(held.exact.blocks)
-        exact = max(order.start, min(held.chunks[count - 1].end if count else 0, order.end))
+        exact = min(held.chunks[count - 1].end if count else 0, order.end)
         shape = (2 * len(self._pages), place.heads, order.end, place.dim)
-        states = torch.zeros(shape, dtype=place.layout.slots[0].dtype, device=pages.device)
-        if order.start:  # what vLLM has by itself
-            first = pages[: order.start // place.block_size]
-            for layer, source in enumerate(self._pages):
-                states[2 * layer : 2 * layer + 2, :, : order.start] = source.read(first)
-        if exact > order.start:
-            known = self._joined(held.chunks[:count], held.exact.blocks, start=order.start, end=exact)
-            states[:, :, order.start : exact] = known.to(states.device)
+        states = torch.zeros(shape, dtype=place.layout.slots[0].dtype, device=self._pages[0].device)
+        if exact:
+            known = self._joined(held.chunks[:count], held.exact.blocks, start=0, end=exact)
+            states[:, :, :exact] = known.to(states.device)
         computed = place_moved(
             self._decoder,
             place.codec,
@@ -212,13 +222,9 @@ class WorkerSide:
         return joined
 
     def _save(self, save: Save) -> None:
-        size = self._place.block_size
-        # The end of a prompt may begin before a chunk that ends behind it.
-        first = min(chunk.start for chunk in save.chunks) // size
-        last = -(-max(chunk.end for chunk in save.chunks) // size)
-        pages = torch.tensor(save.pages[first:last], device=self._pages[0].device)
+        pages = torch.tensor(save.pages, device=self._pages[0].device)
         states = torch.cat([layer.read(pages).cpu() for layer in self._pages])
-        offset = first * size
+        offset = save.first_page * self._place.block_size
         for chunk, context in zip(save.chunks, save.contexts, strict=True):
 
             def make(chunk: Chunk = chunk, context: bytes = context) -> KVBlock:
