@@ -130,10 +130,10 @@ def test_many_requests_with_preemption(model: Path, prompt: list[int]) -> None:
     prompts = [[*prompt[: 200 + 40 * i], *prompt[i : i + 60]] for i in range(6)]
     small = {"num_gpu_blocks_override": 30, "max_model_len": 768, "max_num_batched_tokens": 256}
     with start(model, connector=None, enable_prefix_caching=False, **small) as plain:
-        wanted = plain.generate(*prompts, new=100)
+        wanted = plain.generate(*prompts, new=48)
     with start(model, connector={}, **small) as engine:
         for _ in range(2):
-            answers = engine.generate(*prompts, new=100)
+            answers = engine.generate(*prompts, new=48)
             assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in wanted]
             engine.forget()
         assert sum(answer["cached"] for answer in answers) > 500
