@@ -18,6 +18,7 @@ from typing import Self
 _CHUNK = 64 * 1024
 _DRIBBLE_S = 0.005
 _LATE_S = 0.25
+_LARGE = 16 * 1024  # bytes read at once; of a record, not of an answer whether there is one
 
 
 class Fault(enum.Enum):
@@ -38,6 +39,8 @@ class Fault(enum.Enum):
     """The connection is reset in the middle of a reply."""
     GARBAGE = "garbage"
     """Random bytes instead of replies."""
+    DIES = "dies in mid-load"
+    """All goes well until a large reply: it ends in its middle, and from then on nobody listens."""
 
 
 class FaultyProxy:
@@ -141,7 +144,11 @@ class FaultyProxy:
             return False
         elif fault is Fault.GARBAGE:
             client.sendall(os.urandom(len(data)))
-        elif fault is Fault.NONE:
+        elif fault is Fault.DIES and len(data) >= _LARGE:
+            client.sendall(data[: len(data) // 2])
+            self.fault = Fault.REFUSED
+            return False
+        elif fault in (Fault.NONE, Fault.DIES):
             client.sendall(data)
         return True  # in a black hole, nothing of it
 

@@ -30,12 +30,14 @@ def seed_fault(name: str) -> None:
             raise RuntimeError("seeded")
 
         def keep_all(self: Any, orders: Any) -> None:
-            orders.epoch = self._failures
+            orders.failures = self._failures
             end(self, orders)
 
         worker.WorkerSide._write = fail_once  # type: ignore[method-assign]
         if name != "a load fails":
             worker.WorkerSide.end = keep_all  # type: ignore[method-assign]
+    elif name == "a fetch is never answered":
+        worker.WorkerSide._fetch = lambda self, fetch: None  # type: ignore[method-assign]
     elif name == "one page off":
         plain_slots = worker.slots_of
         worker.slots_of = lambda pages, **at: plain_slots(pages.roll(1), **at)

@@ -21,6 +21,20 @@ _BATCH_BYTES = 64 * 2**20
 _CPU_BATCH_BYTES = 2 * 2**20
 
 
+def turn_between(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of the rotation from the first half of the given positions to the second half.
+
+    ``cos`` and ``sin`` are a model's own, [2 * tokens, frequencies]; the results are [tokens, frequencies].
+    """
+    old_cos, new_cos = cos.chunk(2)
+    old_sin, new_sin = sin.chunk(2)
+    # Not the angle (new - old) * frequency: at position 100,000 the model's own float32 angle is off by
+    # 4e-3, and fresh keys carry that error. Dividing new by old, as complex numbers, takes out the old
+    # error, puts in the new one, and cancels the attention scaling that both carry.
+    norm = old_cos.square().addcmul_(old_sin, old_sin)
+    return (new_cos * old_cos + new_sin * old_sin) / norm, (new_sin * old_cos - new_cos * old_sin) / norm
+
+
 @dataclass(frozen=True)
 class Rotary:
     """One of the model's own tables of rotary angles."""
@@ -37,14 +51,7 @@ class Rotary:
 
     def rotation_between(self, old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine, [tokens, frequencies], of the rotation from the old positions [tokens] to the new ones."""
-        cos, sin = self.angles(torch.cat([old, new]))
-        old_cos, new_cos = cos.chunk(2)
-        old_sin, new_sin = sin.chunk(2)
-        # Not the angle (new - old) * frequency: at position 100,000 the model's own float32 angle is off by
-        # 4e-3, and fresh keys carry that error. Dividing new by old, as complex numbers, takes out the old
-        # error, puts in the new one, and cancels the attention scaling that both carry.
-        norm = old_cos.square().addcmul_(old_sin, old_sin)
-        return (new_cos * old_cos + new_sin * old_sin) / norm, (new_sin * old_cos - new_cos * old_sin) / norm
+        return turn_between(*self.angles(torch.cat([old, new])))
 
 
 class Rotation(NamedTuple):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.common.faults import Fault, FaultyProxy
 from benchmarks.common.servers import redis_server
 from tests.integrations.vllm.conftest import engine as start
 
@@ -83,6 +84,31 @@ def test_two_servers_share_a_redis_and_survive_its_end(
         assert len(second.generate(prompt[::-1])[0]["tokens"]) == 4
         second.forget()
         assert _same(second.generate(prompt), reference), "from memory"
+
+
+def test_a_redis_that_dies_in_mid_load(model: Path, prompt: list[int], reference: list[dict[str, Any]]) -> None:
+    with redis_server() as redis, FaultyProxy(redis.port) as proxy:
+        with start(model, connector={"remote_url": redis.url}) as first:
+            first.generate(prompt)
+        with start(model, connector={"remote_url": f"redis://127.0.0.1:{proxy.port}"}) as second:
+            proxy.fault = Fault.DIES
+            (answer,) = second.generate(prompt)
+            assert proxy.fault is Fault.REFUSED, "it died while KV was loaded"
+            assert answer["tokens"] == reference[0]["tokens"]
+            assert answer["cached"] < _NEARLY_ALL, "not all of it can have come"
+            second.forget()
+            assert _same(second.generate(prompt), reference), "from memory"
+
+
+def test_a_fetch_that_is_never_answered_is_not_waited_for(
+    model: Path, prompt: list[int], reference: list[dict[str, Any]]
+) -> None:
+    with start(model, connector={}, seed="a fetch is never answered") as engine:
+        engine.generate(prompt)
+        engine.forget()
+        (answer,) = engine.generate(prompt)
+        assert (answer["cached"], answer["tokens"]) == (0, reference[0]["tokens"])
+        assert "did not come within 10 s; the request is computed" in engine.log()
 
 
 @pytest.mark.parametrize("seed", ["", "salt ignored"])

@@ -39,7 +39,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._refused: dict[str, int] = {}
+        self._refused: dict[int, int] = {}
         try:
             place = make_place(vllm_config, kv_cache_config, version=vllm.__version__)
         except UnsupportedModelError as error:
@@ -73,7 +73,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.begin(self._orders())
         else:  # the scheduler's side may not know why this side keeps nothing
-            self._refused = {fetch.request: 0 for fetch in self._orders().fetches}
+            self._refused = {fetch.number: 0 for fetch in self._orders().fetches}
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: pages are written before the forward."""
@@ -98,7 +98,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> Stats | None:
         """Counts since the last call."""
-        counts = self._worker.counts.take() if self._worker is not None else {}
+        counts = self._worker.take_counts() if self._worker is not None else {}
         return Stats(data=counts) if counts else None
 
     def shutdown(self) -> None:

@@ -12,19 +12,20 @@ from kvboost.types import Chunk
 
 @dataclass
 class Fetch:
-    """Hold the KV of these chunks for a request, from whichever tier has them."""
+    """Hold the KV of these chunks, from whichever tier has them, until it is loaded or released."""
 
-    request: str
+    number: int
+    """Names what is held. A request that is looked for again has another."""
     chunks: list[Chunk]
     anywhere: bool = False
     """Also chunks that were computed behind other text."""
 
 
 @dataclass
-class Place:
+class Load:
     """Write held KV of positions ``[start, end)`` into a request's pages, then let go of it."""
 
-    request: str
+    fetch: int
     start: int
     end: int
     pages: list[int]
@@ -36,7 +37,6 @@ class Place:
 class Save:
     """Keep the KV of these chunks, which the step has computed."""
 
-    request: str
     chunks: list[Chunk]
     contexts: list[bytes]
     first_page: int
@@ -46,25 +46,25 @@ class Save:
 
 @dataclass
 class Orders(KVConnectorMetadata):  # type: ignore[misc]
-    """From the scheduler to the workers, for one step."""
+    """From the scheduler to the worker, for one step."""
 
     fetches: list[Fetch] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
-    releases: list[str] = field(default_factory=list)
-    """Requests that want nothing any more of what is held for them."""
-    epoch: int = 0
-    """How many failures the scheduler knew of."""
+    releases: list[int] = field(default_factory=list)
+    """Fetches of which nothing is wanted any more."""
+    failures: int = 0
+    """Loads that the scheduler knows to have failed."""
 
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """From a worker to the scheduler, after one step."""
+    """From the worker to the scheduler, after one step."""
 
-    held: dict[str, int] = field(default_factory=dict)
-    """Leading chunks held for a request whose fetch has ended."""
-    moved: dict[str, list[int]] = field(default_factory=dict)
-    """Indices of further chunks held for it, which were computed behind other text."""
+    held: dict[int, int] = field(default_factory=dict)
+    """Leading chunks held, by fetch."""
+    moved: dict[int, list[int]] = field(default_factory=dict)
+    """Indices of further chunks held, which were computed behind other text."""
     stored: list[tuple[bytes, bytes]] = field(default_factory=list)
     """Prefix and content keys of chunks that are stored now."""
     failures: int = 0

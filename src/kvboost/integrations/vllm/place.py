@@ -13,7 +13,6 @@ import torch
 from kvboost.config import AUTO, EngineConfig
 from kvboost.core.chunking import chunk_size_for, make_chunker
 from kvboost.core.costs import CostModel
-from kvboost.core.guarded import GuardedStore
 from kvboost.engine.stores import Stores
 from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.extend import Chunker, ChunkStore
@@ -81,12 +80,8 @@ def connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
 class Place:
     """What both sides of a connector derive alike from a server's configuration."""
 
-    config: EngineConfig
-    mode: str
-    recompute_ratio: float
+    settings: ConnectorConfig
     layers: list[str]
-    heads: int
-    dim: int
     block_size: int
     layout: KVLayout
     codec: KVCodec
@@ -95,18 +90,20 @@ class Place:
 
     def open(self, *, memory: bool) -> ChunkStore:
         """The worker's store; without ``memory`` only to look into the tiers below."""
-        config = self.config if memory else replace(self.config, cache_bytes=0)
+        config = self.settings.engine
+        config = config if memory else replace(config, cache_bytes=0)
         stores = Stores(config, layout=self.layout, codec=self.codec, costs=CostModel(), repaired_share=0.0)
         return stores.open(config.tenant, root=self.keys.namespace())
 
-    def guarded(self, store: ChunkStore) -> GuardedStore:
-        """A store whose failures are misses."""
-        return GuardedStore(store)
+    @property
+    def spec(self) -> TensorSpec:
+        """The shape of each layer's keys, and of its values."""
+        return self.layout.slots[0]
 
     @property
     def has_tiers(self) -> bool:
-        """Whether there is anything below the workers' memory."""
-        config = self.config
+        """Whether there is anything below the worker's memory."""
+        config = self.settings.engine
         return any(place is not None for place in (config.disk_cache_dir, config.remote_url, config.object_url))
 
 
@@ -129,19 +126,7 @@ def make_place(vllm_config: Any, kv_cache_config: Any, *, version: str) -> Place
     block_size = vllm_config.cache_config.block_size
     fields = model_fields(vllm_config, block_size=block_size, version=version)
     keys = RequestKeys(fields, chunker=chunker, tenant=config.tenant, codec=codec.name)
-    return Place(
-        config,
-        settings.mode,
-        settings.recompute_ratio,
-        layers,
-        heads=spec.num_kv_heads,
-        dim=spec.head_size,
-        block_size=block_size,
-        layout=layout,
-        codec=codec,
-        chunker=chunker,
-        keys=keys,
-    )
+    return Place(replace(settings, engine=config), layers, block_size, layout, codec, chunker, keys)
 
 
 def _only_group(kv_cache_config: Any) -> tuple[list[str], Any]:

@@ -1,31 +1,39 @@
-"""The scheduler's side: finds out what is stored, claims what the workers hold, and says what to keep.
+"""The scheduler's side: finds out what is stored, claims what the worker holds, and says what to keep.
 
 Runs in the process of vLLM's scheduler, which has no KV. A request goes through: looking (is anything of it stored?),
-fetching (the workers hold it), claimed (vLLM has given pages for it). Invariant: only what every worker holds is
-claimed. A request with nothing stored is never delayed by the workers.
+fetching (the worker brings it up), held, and done (claimed, or nothing to claim). Invariants: only what the worker
+holds is claimed; a request with nothing stored is not delayed by the worker; no request waits longer than
+``_PATIENCE_S`` for what is stored.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
+import logging
+import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvboost.core.guarded import GuardedStore
 from kvboost.core.identity import PromptKeys
-from kvboost.integrations.vllm.messages import Fetch, Orders, Report, Save
-from kvboost.integrations.vllm.messages import Place as PlaceOrder
+from kvboost.integrations.vllm.messages import Fetch, Load, Orders, Report, Save
 from kvboost.integrations.vllm.place import MODES, Place
 from kvboost.types import Chunk, context_before
 
 _LOOKUPS = 4
+_PATIENCE_S = 10.0  # then it is computed: a tier may hang
 _MAX_KNOWN = 2**20  # keys of stored chunks that are remembered
 OPTION = "kvboost"
 """In a request's ``kv_transfer_params``: ``{"kvboost": "off"}`` neither reads nor writes the store; ``"exact"`` and
 ``"approximate"`` are the others."""
 _LEAST_MOVED = 0.5  # of the tokens behind the exact ones: with more gaps than that, computing is no slower
+
+
+_log = logging.getLogger(__name__)
 
 
 class _State(enum.Enum):
@@ -44,6 +52,8 @@ class _Tracked:
     keys: PromptKeys
     state: _State = _State.LOOKING
     found: Future[list[Chunk]] | None = None
+    deadline: float = 0.0
+    fetch: int = -1
     wanted: list[Chunk] = field(default_factory=list)
     held: int = 0
     moved: list[int] = field(default_factory=list)
@@ -68,21 +78,24 @@ class SchedulerSide:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._store = place.open(memory=False) if place.has_tiers else None
-        self._guarded = place.guarded(self._store) if self._store is not None else None
+        self._guarded = GuardedStore(self._store) if self._store is not None else None
         self._lookups = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="kvboost-lookup")
         self._requests: dict[str, _Tracked] = {}
         self._known: dict[bytes, None] = {}
-        """Keys that the workers have stored, oldest first. They may have evicted some: then a fetch finds less."""
+        """Keys that the worker has stored, oldest first. It may have evicted some: then a fetch finds less."""
         self._contents: dict[bytes, None] = {}
         """The same for texts, wherever they stood."""
         self._orders = Orders()
+        self._fetches: dict[int, _Tracked] = {}
+        """Those under way."""
+        self._numbers = itertools.count()
         self._failures = 0
 
     # What vLLM asks
 
     def arrived(self, request: Any) -> None:
         """A request is new: begin to look for it."""
-        mode = _mode_of(request, self._place.mode)
+        mode = _mode_of(request, self._place.settings.mode)
         keys = self._place.keys.of(request.cache_salt, request.lora_request) if mode != "off" else None
         if keys is not None:
             tracked = self._requests[request.request_id] = _Tracked(request, keys)
@@ -97,18 +110,12 @@ class SchedulerSide:
         if tracked.started:
             self._look(tracked)  # it was preempted: its pages are gone
         tracked.local = local
+        if tracked.state in (_State.LOOKING, _State.FETCHING) and time.monotonic() > tracked.deadline:
+            _log.warning("kvboost: stored KV did not come within %.0f s; the request is computed", _PATIENCE_S)
+            self._done(tracked)
         if tracked.state is _State.LOOKING:
-            assert tracked.found is not None
-            if not tracked.found.done():
-                return None
-            tracked.wanted = tracked.found.result()
-            end = tracked.wanted[-1].end if tracked.wanted else 0
-            if self._whole_pages(tracked, end) <= local:
-                tracked.state = _State.DONE
-            else:
-                tracked.state = _State.FETCHING
-                self._orders.fetches.append(Fetch(request.request_id, tracked.wanted, tracked.anywhere))
-        if tracked.state is _State.FETCHING:
+            self._found(tracked)
+        if tracked.state in (_State.LOOKING, _State.FETCHING):
             return None
         if tracked.state is _State.HELD:
             claim = self._whole_pages(tracked, self._held_end(tracked, local)) - local
@@ -126,10 +133,9 @@ class SchedulerSide:
         if tracked is None:
             return
         if loaded and tracked.state is _State.HELD:
-            start = tracked.local
-            end = start + loaded
+            end = tracked.local + loaded
             tokens = list(request.all_token_ids[:end]) if tracked.moved else []
-            self._orders.places.append(PlaceOrder(request.request_id, start, end, list(pages), tokens))
+            self._orders.loads.append(Load(tracked.fetch, tracked.local, end, list(pages), tokens))
             tracked.state = _State.DONE
         else:
             self._done(tracked)
@@ -139,9 +145,12 @@ class SchedulerSide:
         self._place.keys.renew()
         self._known.clear()
         self._contents.clear()
+        for tracked in self._requests.values():
+            self._done(tracked)
+        self._requests.clear()  # what they compute has keys of before: none of it is kept
 
     def orders(self, output: Any) -> Orders:
-        """What the workers shall do in this step."""
+        """What the worker shall do in this step."""
         for new in output.scheduled_new_reqs:
             self._scheduled(new.req_id, new.block_ids, computed=new.num_computed_tokens, output=output, anew=True)
         cached = output.scheduled_cached_reqs
@@ -150,11 +159,11 @@ class SchedulerSide:
         ):
             self._scheduled(request, pages, computed=computed, output=output, anew=request in cached.resumed_req_ids)
         orders, self._orders = self._orders, Orders()
-        orders.epoch = self._failures
+        orders.failures = self._failures
         return orders
 
     def told(self, report: Report) -> None:
-        """What the workers have done."""
+        """What the worker has done."""
         if report.failures:
             self._failures += report.failures
             for each in self._requests.values():  # what was offered since may have been dropped
@@ -165,15 +174,20 @@ class SchedulerSide:
         for known in (self._known, self._contents):
             while len(known) > _MAX_KNOWN:
                 del known[next(iter(known))]
-        for request, held in report.held.items():
-            tracked = self._requests.get(request)
-            if tracked is not None and tracked.state is _State.FETCHING:
-                tracked.held, tracked.moved, tracked.state = held, report.moved.get(request, []), _State.HELD
-                self._known.update(dict.fromkeys(chunk.prefix_key for chunk in tracked.wanted[:held]))
-                for chunk in tracked.wanted[held:]:
-                    self._known.pop(chunk.prefix_key, None)  # evicted, or another server's and lost
-                for index in set(range(held, len(tracked.wanted))) - set(tracked.moved):
-                    self._contents.pop(tracked.wanted[index].content_key, None)
+        for number, held in report.held.items():
+            tracked = self._fetches.pop(number, None)
+            if tracked is not None:
+                tracked.held, tracked.moved, tracked.state = held, report.moved.get(number, []), _State.HELD
+                self._correct(tracked)
+
+    def _correct(self, tracked: _Tracked) -> None:
+        """What was found is stored, what was not was evicted, or was another server's and is lost."""
+        found, missed = tracked.wanted[: tracked.held], tracked.wanted[tracked.held :]
+        self._known.update(dict.fromkeys(chunk.prefix_key for chunk in found))
+        for index, chunk in enumerate(missed, tracked.held):
+            self._known.pop(chunk.prefix_key, None)
+            if tracked.anywhere and index not in tracked.moved:
+                self._contents.pop(chunk.content_key, None)
 
     def finished(self, request: Any) -> None:
         """A request has ended, however."""
@@ -192,12 +206,30 @@ class SchedulerSide:
     def _look(self, tracked: _Tracked) -> None:
         self._done(tracked)
         tracked.state, tracked.held, tracked.moved, tracked.started = _State.LOOKING, 0, [], False
+        tracked.deadline = time.monotonic() + _PATIENCE_S
         tokens = list(tracked.request.all_token_ids)
         if self._guarded is None:
             tracked.found = Future()
             tracked.found.set_result(self._find(tracked.keys, tokens, asks=False, anywhere=tracked.anywhere))
         else:
             tracked.found = self._lookups.submit(self._find, tracked.keys, tokens, asks=True, anywhere=tracked.anywhere)
+
+    def _found(self, tracked: _Tracked) -> None:
+        """If the lookup is over, have the worker fetch what it found."""
+        assert tracked.found is not None
+        if not tracked.found.done():
+            return
+        if (error := tracked.found.exception()) is not None:
+            _log.warning("kvboost: looking for stored KV failed; the request is computed", exc_info=error)
+            self._done(tracked)
+            return
+        tracked.wanted = tracked.found.result()
+        if self._whole_pages(tracked, tracked.wanted[-1].end if tracked.wanted else 0) <= tracked.local:
+            self._done(tracked)
+            return
+        tracked.state, tracked.fetch = _State.FETCHING, next(self._numbers)
+        self._fetches[tracked.fetch] = tracked
+        self._orders.fetches.append(Fetch(tracked.fetch, tracked.wanted, tracked.anywhere))
 
     def _find(self, keys: PromptKeys, tokens: list[int], *, asks: bool, anywhere: bool) -> list[Chunk]:
         """The leading chunks that are probably stored, and the end of an earlier prompt behind them.
@@ -207,7 +239,7 @@ class SchedulerSide:
         root = keys.snapshot().root
         chunks = [chunk for chunk in keys.chunks(root, tokens, ()) if chunk.end < len(tokens)]
         run = self._run(chunks, asks=asks)
-        # The tiers are not asked for texts here: the workers find out when they fetch.
+        # The tiers are not asked for texts here: the worker finds out when it fetches.
         if anywhere and run < len(chunks) and (asks or any(c.content_key in self._contents for c in chunks[run:])):
             return chunks
         size = self._place.block_size
@@ -245,7 +277,8 @@ class SchedulerSide:
     def _done(self, tracked: _Tracked) -> None:
         """Nothing is claimed any more; what is held, or will be, is let go of."""
         if tracked.state in (_State.FETCHING, _State.HELD):
-            self._orders.releases.append(tracked.request.request_id)
+            self._orders.releases.append(tracked.fetch)
+            self._fetches.pop(tracked.fetch, None)
         tracked.state = _State.DONE
 
     # Keeping
@@ -270,7 +303,7 @@ class SchedulerSide:
         if ready < tracked.cut_at and not prompt_read:
             return
         chunks = self._new_chunks(tracked, list(tokens[:ready]), with_tail=prompt_read)
-        tracked.cut_at = ready + self._place.config.chunk_tokens  # not at every token: all of it is cut again
+        tracked.cut_at = ready + self._place.settings.engine.chunk_tokens  # not at every token: all of it is cut again
         tracked.tail_kept = tracked.tail_kept or prompt_read
         if chunks:
             size = self._place.block_size
@@ -278,7 +311,7 @@ class SchedulerSide:
             first = min(chunk.start for chunk, _ in chunks) // size
             last = -(-max(chunk.end for chunk, _ in chunks) // size)
             parts, contexts = [chunk for chunk, _ in chunks], [context for _, context in chunks]
-            self._orders.saves.append(Save(request_id, parts, contexts, first, tracked.pages[first:last]))
+            self._orders.saves.append(Save(parts, contexts, first, tracked.pages[first:last]))
 
     def _new_chunks(self, tracked: _Tracked, tokens: list[int], *, with_tail: bool) -> list[tuple[Chunk, bytes]]:
         """The complete chunks that are not stored yet, with their contexts; at a prompt's end also its last pages."""

@@ -1,13 +1,12 @@
-"""Counts of one worker, for vLLM's log and its Prometheus endpoint."""
+"""Counts of the worker, for vLLM's log and its Prometheus endpoint."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-_HELP = {
+COUNTS = {
     "loaded_tokens": "Prompt tokens whose KV came from KVBoost's store instead of being computed.",
     "moved_tokens": "Prompt tokens whose KV was computed behind other text and re-rotated: approximate.",
     "computed_tokens": "Prompt tokens computed between and among moved ones.",
@@ -15,25 +14,7 @@ _HELP = {
     "failed_loads": "Loads that failed. Their tokens were computed.",
     "failed_saves": "Saves that failed. Their tokens are computed again next time.",
 }
-
-
-@dataclass
-class Counts:
-    """What a worker has done since it was last asked."""
-
-    loaded_tokens: int = 0
-    moved_tokens: int = 0
-    computed_tokens: int = 0
-    saved_tokens: int = 0
-    failed_loads: int = 0
-    failed_saves: int = 0
-
-    def take(self) -> dict[str, int]:
-        """All counts that are not zero, which begin again."""
-        taken = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in taken:
-            setattr(self, name, 0)
-        return {name: count for name, count in taken.items() if count}
+"""What the worker counts."""
 
 
 class Stats(KVConnectorStats):  # type: ignore[misc]
@@ -63,7 +44,7 @@ class Metrics(KVConnectorPromMetrics):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._counters = {}
-        for name, text in _HELP.items():
+        for name, text in COUNTS.items():
             counter = self._counter_cls(f"vllm:kvboost_{name}", text, labelnames=labelnames)
             self._counters[name] = {index: counter.labels(*labels) for index, labels in per_engine_labelvalues.items()}
 
