@@ -6,14 +6,17 @@ Called only by the engine's assembly. Without this package an engine has exact r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvboost.approx.calibration import Calibration
 from kvboost.approx.find import ApproxReuse, probe_approx
 from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.levels import Repair, choose_repairs, must_be_earned, tolerated_share
 from kvboost.approx.trust import EarnedTrust
+from kvboost.approx.trust_file import TrustFile
 from kvboost.config import EngineConfig
 from kvboost.core.backend import NoApprox, NonPrefixReuse
+from kvboost.core.identity import PromptKeys
 from kvboost.core.prefiller import Prefiller
 from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.hf.cache import KVLayout
@@ -35,6 +38,8 @@ class ApproxSettings:
     """Why it is off although the settings allow it."""
     earned: bool = True
     """Whether it may be used at once."""
+    trust_dir: Path | None = None
+    """Where what it has earned is kept for the next process."""
 
     @property
     def recomputed_share(self) -> float:
@@ -51,17 +56,28 @@ class ApproxSettings:
             return NoApprox(str(error))
         except Exception as error:  # noqa: BLE001 - exact reuse works and continues, whatever fails here
             return NoApprox(f"testing whether this model's keys can be repositioned failed: {error!r}")
-        share = self.repairs[0].tolerated_share
-        guard = ReuseGuard(share) if self.earned else EarnedTrust(share, repairs=[str(one) for one in self.repairs])
+        guard = ReuseGuard(self.repairs[0].tolerated_share) if self.earned else self._trust(prefiller.keys)
         return ApproxReuse(
             prefiller.store, model=model, repairs=self.repairs, guard=guard, costs=prefiller.costs, force=force
         )
+
+    def _trust(self, keys: PromptKeys) -> EarnedTrust:
+        share, names = self.repairs[0].tolerated_share, [str(one) for one in self.repairs]
+
+        def identity() -> str:
+            fields = keys.snapshot().model.fields
+            model = [fields[name] for name in ("weights", "config", "rope", "dtype")]
+            return "|".join([*model, keys.conditions, str(share), *names])
+
+        keeper = TrustFile(self.trust_dir, identity=identity) if self.trust_dir is not None else None
+        return EarnedTrust(share, repairs=names, keeper=keeper)
 
 
 def approx_settings(config: EngineConfig, *, weights: str, conditions: str) -> ApproxSettings:
     """The settings for a model with these weights, codec and chunking."""
     if config.calibration is None:
-        return ApproxSettings(choose_repairs(config), earned=not must_be_earned(config))
+        directory = Path(config.disk_cache_dir).expanduser() / "trust" if config.disk_cache_dir is not None else None
+        return ApproxSettings(choose_repairs(config), earned=not must_be_earned(config), trust_dir=directory)
     calibration = Calibration.load(config.calibration)
     if calibration.weights != weights:
         raise ConfigError(

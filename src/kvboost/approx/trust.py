@@ -2,19 +2,44 @@
 
 Used instead of :class:`kvboost.approx.guard.ReuseGuard` with ``quality="auto"``. Repairs are tried one after another,
 cheapest first, on requests that are answered exactly. Invariant: no repair is chosen for a request before its upper
-bound was below the tolerated share, and none any longer once its lower bound is above it.
+bound was below the tolerated share, and none any longer once its lower bound is above it. What checks have shown may be
+kept for the next process (:mod:`kvboost.approx.trust_file`): the bounds are valid over all checks together.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from kvboost.approx.guard import DisagreementBound, Standing
 
 _MAX_CHECKS = 400  # a repair whose share lies next to the tolerated one would be tried forever
 _RECENT = 200  # checks of a repair in use that are also judged by themselves: a good past must not hide a bad present
+
+
+@dataclass(frozen=True)
+class TrustState:
+    """How far the trial is."""
+
+    rung: int = 0
+    earned: bool = False
+    checked: int = 0
+    differed: int = 0
+    recent_checked: int = 0
+    """Of the latest checks of a repair in use, which are also judged by themselves."""
+    recent_differed: int = 0
+
+
+class TrustKeeper(Protocol):
+    """Keeps a state for the next process."""
+
+    def load(self) -> TrustState | None:
+        """What was kept last for the model as it is now; None if nothing was, or it is of no use."""
+
+    def save(self, state: TrustState) -> None:
+        """Keep this, if that can be done; raises nothing."""
 
 
 class EarnedTrust:
@@ -24,15 +49,18 @@ class EarnedTrust:
     from check to check, is above ``tolerated``: each of the repairs gets its part of the error.
     """
 
-    def __init__(self, tolerated: float, *, repairs: Sequence[str], confidence: float = 0.95) -> None:
+    def __init__(
+        self, tolerated: float, *, repairs: Sequence[str], confidence: float = 0.95, keeper: TrustKeeper | None = None
+    ) -> None:
         """``repairs`` are their names, in the order they are tried."""
         self._tolerated, self._names = tolerated, tuple(repairs)
         self._confidence = 1.0 - (1.0 - confidence) / len(self._names)
         self._lock = threading.Lock()
         self.has_place: Callable[[], bool] = lambda: True
         """Whether another request can be checked; set by who checks. If not, none is put on trial."""
-        self._rung, self._earned = 0, False
+        self._keeper = keeper
         self._bound = self._recent = DisagreementBound(self._confidence)
+        self._resume((keeper.load() if keeper is not None else None) or TrustState())
 
     @property
     def standing(self) -> Standing:
@@ -69,18 +97,33 @@ class EarnedTrust:
                 self._start(rung, earned=True)
             elif self._bound.checked >= _MAX_CHECKS:
                 self._start(rung + 1)
+            self._keep()
 
     def _is_worse(self, bound: DisagreementBound) -> bool:
         return bound.disagreements > self._tolerated * bound.checked and bound.excludes(self._tolerated)
 
     def _start(self, rung: int, *, earned: bool = False) -> None:
-        self._rung, self._earned = rung, earned
-        self._bound, self._recent = (DisagreementBound(self._confidence) for _ in range(2))
+        self._resume(TrustState(rung, earned))
+
+    def _resume(self, state: TrustState) -> None:
+        self._rung, self._earned = min(state.rung, len(self._names)), state.earned
+        self._bound = DisagreementBound(self._confidence, checked=state.checked, disagreements=state.differed)
+        self._recent = DisagreementBound(
+            self._confidence, checked=state.recent_checked, disagreements=state.recent_differed
+        )
+
+    def _keep(self) -> None:
+        if self._keeper is None:
+            return
+        bound, recent = self._bound, self._recent
+        counts = bound.checked, bound.disagreements, recent.checked, recent.disagreements
+        self._keeper.save(TrustState(self._rung, self._earned, *counts))
 
     def reset(self) -> None:
         """Start again with the first repair."""
         with self._lock:
             self._start(0)
+            self._keep()
 
     @property
     def reason(self) -> str | None:

@@ -1,0 +1,71 @@
+"""Keeps what checks have shown about non-prefix reuse beside the disk tier, so that the next process goes on there.
+
+Used by :class:`kvboost.approx.trust.EarnedTrust`. One small JSON file for each model, dtype, codec, chunking, tolerated
+share and list of repairs: with any of them changed, trust has to be earned again. Invariant: a file is
+replaced as a whole; one that cannot be read, or is not what was written, counts as none. Of several processes with one
+directory, the last that checked a request is the one that is kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from kvboost.approx.trust import TrustState
+
+_log = logging.getLogger(__name__)
+_FORMAT = 1  # raise it when a repair computes something else than before: what was shown is then of another repair
+
+
+class TrustFile:
+    """The file of one engine in a cache directory."""
+
+    def __init__(self, directory: Path, *, identity: Callable[[], str]) -> None:
+        """``identity`` names everything the checks depend on, as it is now."""
+        self._identity, self._made_for = identity, identity()
+        self._path = directory / f"{hashlib.sha256(self._made_for.encode()).hexdigest()[:32]}.json"
+        self._failed = False
+
+    def load(self) -> TrustState | None:
+        """What was kept last for this identity."""
+        try:
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+            if (content["format"], content["identity"]) != (_FORMAT, self._made_for):
+                raise ValueError("it was written by another version")
+            return _checked(TrustState(**content["state"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning("%s cannot be used, so trust is earned anew: %r", self._path, error)
+            return None
+
+    def save(self, state: TrustState) -> None:
+        """Keep this for the next process. If that fails it is said once, and nothing else changes."""
+        if self._identity() != self._made_for:
+            return  # the model was changed in this process, and the next one loads the files as they were
+        content = json.dumps(
+            {"format": _FORMAT, "identity": self._made_for, "state": dataclasses.asdict(state)}, indent=1
+        )
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False, encoding="utf-8") as file:
+                file.write(content + "\n")
+            os.replace(file.name, self._path)  # whole or not at all: other processes read it
+        except OSError as error:
+            if not self._failed:
+                _log.warning("%s cannot be written, so the next process earns trust anew: %r", self._path, error)
+            self._failed = True
+
+
+def _checked(state: TrustState) -> TrustState:
+    counts = ((state.checked, state.differed), (state.recent_checked, state.recent_differed))
+    whole = all(type(one) is int for one in (state.rung, *counts[0], *counts[1])) and type(state.earned) is bool
+    if not whole or state.rung < 0 or any(not 0 <= differed <= checked for checked, differed in counts):
+        raise ValueError(f"no state of a trial: {state}")
+    return state
