@@ -60,6 +60,7 @@ ROUTES: Mapping[tuple[str, str], Route] = {
     ("GET", "/v1/models/{model:path}"): Route(Access.USER, models.model),
     ("POST", "/tokenize"): Route(Access.USER, tokens.tokenize),
     ("POST", "/detokenize"): Route(Access.USER, tokens.detokenize),
+    ("POST", "/v1/arrange"): Route(Access.USER, tokens.arrange),
     ("GET", "/metrics"): Route(Access.ADMIN, health.metrics),
     ("GET", "/v1/cache"): Route(Access.ADMIN, cache.show),
     ("POST", "/v1/cache/warm"): Route(Access.ADMIN, cache.warm),

@@ -15,6 +15,7 @@ from kvboost.serve.security.limits import Limits
 from tests.serve.conftest import ADMIN_KEY, KEY, OTHER_KEY, Running
 
 _TEXT = "A cache keeps what was costly to make near to where it is used, until the room is needed for more. "
+_ONE_TOKEN = {"model": "tiny", "max_tokens": 1, "temperature": 0}
 
 
 def test_completions_of_text_and_ids_and_several(client: openai.OpenAI, keyed: Running) -> None:
@@ -101,6 +102,50 @@ def test_tokens_there_and_back(keyed: Running) -> None:
             assert refused.json()["error"]["param"].startswith("tokens")
         assert http.post("/tokenize", json={}).status_code == 400
         assert http.post("/tokenize", json={"prompt": "x", "model": "other"}).status_code == 404
+
+
+def test_documents_are_put_behind_a_path_that_was_served(keyed: Running) -> None:
+    """Sent as one message, the arranged prompt reuses more than the one as given."""
+    one, two, three = (f"[{name}] " + _TEXT * 3 for name in ("one", "two", "three"))
+    fields = {"head": "Read this.\n", "volatile": "It is Monday.\n", "question": "Which is it?", "ranks": "Best: {}.\n"}
+
+    def reused(http: Any, texts: list[str]) -> int:
+        asked = {**_ONE_TOKEN, "messages": [{"role": "user", "content": "".join(texts)}]}
+        return int(http.post("/v1/chat/completions", json=asked).json()["usage"]["kvboost"]["exact_tokens"])
+
+    with keyed.http() as http:
+        first = http.post("/v1/arrange", json={"documents": [one, two], **fields}).json()
+        assert (first["order"], first["served_tokens"]) == ([0, 1], 0)
+        assert first["parts"] == ["Read this.\n", one, two, "Best: 1, 2.\n", "It is Monday.\n", "Which is it?"]
+        reused(http, first["parts"])
+        second = http.post("/v1/arrange", json={"documents": [three, two, one], **fields}).json()
+        assert (second["order"], second["served_documents"]) == ([2, 1, 0], 2)
+        assert second["served_tokens"] == len(one) + len(two)
+        assert reused(http, second["parts"]) > len(one) + len(two)
+        pinned = http.post("/v1/arrange", json={"documents": [three, one, two], **fields, "keep": [1, 0]}).json()
+        assert pinned["order"][0] == 0
+    with keyed.http(OTHER_KEY) as http:
+        assert http.post("/v1/arrange", json={"documents": [two, one], **fields}).json()["order"] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "documents"),
+        ({"documents": "x"}, "documents"),
+        ({"documents": [1]}, "documents"),
+        ({"documents": ["x"] * 1025}, "documents"),
+        ({"documents": ["x"], "keep": [-1, 0]}, "keep"),
+        ({"documents": ["x"], "keep": [1]}, "keep"),
+        ({"documents": ["x"], "ranks": "Best"}, "ranks"),
+        ({"documents": ["x"], "other": 1}, "other"),
+    ],
+)
+def test_what_cannot_be_arranged_is_refused(keyed: Running, fields: dict[str, Any], param: str) -> None:
+    with keyed.http() as http:
+        answer = http.post("/v1/arrange", json=fields)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"].split(".")[0] == param
 
 
 def test_health_and_readiness(keyed: Running) -> None:

@@ -108,6 +108,7 @@ _BODIES: dict[str, dict[str, Any] | None] = {
     "/v1/messages/count_tokens": {"model": "tiny", "messages": [{"role": "user", "content": "x"}]},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [70]},
+    "/v1/arrange": {"documents": ["x"]},
     "/v1/cache/warm": {"prompt": "x" * 100, "tenant": tenant_of(KEY, SECRET)},
     "/v1/cache/pin": {"prompt": "x" * 100, "tenant": tenant_of(KEY, SECRET)},
     "/v1/cache/clear": None,

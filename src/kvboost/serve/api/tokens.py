@@ -1,16 +1,20 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize, /detokenize and /v1/arrange: prompts, before anything is computed."""
 
 from __future__ import annotations
+
+from dataclasses import asdict
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvboost.engine.prompts import ArrangedPrompt
+from kvboost.errors import ConfigError
 from kvboost.serve.api.chat import encode_either
 from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.api.sse import while_connected
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.service import Service
-from kvboost.serve.schemas.tokens import DetokenizeRequest, TokenizeRequest
+from kvboost.serve.schemas.tokens import ArrangeRequest, DetokenizeRequest, TokenizeRequest
 from kvboost.serve.security.auth import Caller, caller_of
 
 
@@ -42,3 +46,22 @@ async def _detokenized(service: Service, body: DetokenizeRequest, caller: Caller
 
     texts = await service.tokenizing.run(caller.tenant, decoded)
     return JSONResponse({"prompt": texts if several else texts[0]})
+
+
+async def arrange(service: AppService, body: ArrangeRequest, request: Request) -> Response:
+    """The texts of a prompt in an order whose beginning is cached for this key."""
+    return await while_connected(request, _arranged(service, body, caller_of(request)))
+
+
+async def _arranged(service: Service, body: ArrangeRequest, caller: Caller) -> Response:
+    service.check_model(body.model)
+    fields = body.model_dump(exclude={"model"})
+
+    def ordered() -> ArrangedPrompt:
+        return service.engine.for_tenant(caller.tenant).arrange(**fields)
+
+    try:
+        found = await service.tokenizing.run(caller.tenant, ordered)
+    except ConfigError as error:
+        raise bad_request(str(error), param="ranks") from error
+    return JSONResponse({"object": "kvboost.arranged", **asdict(found)})

@@ -1,4 +1,4 @@
-"""What /tokenize, /detokenize and /v1/cache take."""
+"""What /tokenize, /detokenize, /v1/arrange and /v1/cache take."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvboost.serve.schemas.base import Body, Messages, Text, TokenIds, at_most_lists
+from kvboost.serve.schemas.base import Body, Messages, Text, TokenIds, at_most, at_most_lists
 
 _MAX_LISTS = 1024  # more than an answer names segments
+_MAX_DOCUMENTS = 1024  # more than fit a prompt
 
 
 class TokenizeRequest(Body):
@@ -27,6 +28,20 @@ class DetokenizeRequest(Body):
         TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
         at_most_lists("tokens", lambda limits: _MAX_LISTS),
     ]
+
+
+class ArrangeRequest(Body):
+    """POST /v1/arrange: the texts of a prompt, as :meth:`kvboost.KVBoost.arrange` takes them."""
+
+    model: Text | None = None
+    documents: Annotated[
+        Annotated[list[Text], Field(fail_fast=True)], at_most("documents", lambda limits: _MAX_DOCUMENTS)
+    ]
+    head: Text | None = None
+    volatile: Text | None = None
+    question: Text | None = None
+    keep: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] = (0, 0)
+    ranks: Text | None = None
 
 
 class WarmRequest(Body):
