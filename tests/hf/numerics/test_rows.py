@@ -6,12 +6,13 @@ from bisect import bisect_right
 from functools import reduce
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvboost.core.verify import same_bits
-from kvboost.hf.numerics.rows import RowSizes, cancelling, find_classes, run_rows
+from kvboost.hf.numerics.rows import RowSizes, cancelling, find_classes, run_rows, writer_of
 
 _INPUTS = 3
 _LARGER = (64, 96, 128, 256, 512, 1024, 2048)
@@ -190,3 +191,42 @@ def test_cancelling_rows_show_the_order_of_a_sum_in_every_element() -> None:
     others = torch.randn(rows.shape, generator=generator), torch.randn(weights.shape, generator=generator)
     assert shown(*others) < 0.1
     assert shown(rows, weights) > 0.9
+
+
+@given(sizes=row_sizes(), count=st.integers(0, 2000))
+@example(sizes=RowSizes(20, 32, (64,), 24, test=lambda rows: True), count=1546)
+@settings(deadline=None)
+def test_rows_written_where_they_belong_are_the_same(sizes: RowSizes, count: int) -> None:
+    """And in the same sizes: each part is given to the one or to the other."""
+    layer, written, x = Layer(), Layer(), _ROWS[:count]
+    result = run_rows(layer, x, sizes, into=lambda part, out: out.copy_(written(part)))
+    assert same_bits(result, Layer()(x))
+    assert len(written.sizes) == max(0, len(sizes.cover(count)) - 1) or sizes.allows(count)
+    for size in layer.sizes + written.sizes:
+        assert sizes.smallest <= size <= sizes.dense or size in sizes.larger or (sizes.test and sizes.test(size))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_a_writer_has_the_bits_of_the_layers_own_forward(bias: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    layer = torch.nn.Linear(576, 192, bias=bias).to(dtype)
+    into = writer_of(layer)
+    assert into is not None
+    for count in (1, 20, 112, 300, 1792):
+        x, out = torch.randn(count, 576).to(dtype), torch.full((count + 64, 192), torch.nan, dtype=dtype)
+        into(x, out[40 : 40 + count])
+        assert same_bits(out[40 : 40 + count], layer(x))
+        assert out[:40].isnan().all()
+        assert out[40 + count :].isnan().all()
+
+
+def test_a_layer_with_a_forward_of_its_own_has_no_writer() -> None:
+    class Other(torch.nn.Linear):
+        pass
+
+    assert writer_of(Other(4, 4)) is None
+    patched = torch.nn.Linear(4, 4)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    assert writer_of(patched) is None

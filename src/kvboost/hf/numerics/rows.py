@@ -16,6 +16,8 @@ import torch
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
 """A layer applied to [rows, inputs]."""
+RowsInto = Callable[[torch.Tensor, torch.Tensor], object]
+"""The same, written into the second: [rows, outputs]."""
 
 _CLASSES = (32, 48)
 """A class is named by one of its sizes. oneDNN splits no sum for up to 32 rows, and splits it in one way from about 48
@@ -126,8 +128,23 @@ def _class_of(size: int, layer: Rows, rows: torch.Tensor, call_cost: int, test_l
     return RowSizes(smallest, size, larger, call_cost, agrees if test_later else None)
 
 
-def run_rows(layer: Rows, x: torch.Tensor, sizes: RowSizes) -> torch.Tensor:
-    """``layer`` applied to [rows, inputs], in calls of these sizes."""
+def writer_of(module: torch.nn.Module) -> RowsInto | None:
+    """Computes a plain linear layer's rows where they belong, by the kernel that its forward calls; None for others."""
+    if type(module) is not torch.nn.Linear or "forward" in vars(module):
+        return None
+
+    def into(x: torch.Tensor, out: torch.Tensor) -> None:
+        bias = module._parameters["bias"]  # declared as a tensor, and None without one
+        if bias is None:
+            torch.mm(x, module.weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, module.weight.t(), out=out)
+
+    return into
+
+
+def run_rows(layer: Rows, x: torch.Tensor, sizes: RowSizes, *, into: RowsInto | None = None) -> torch.Tensor:
+    """``layer`` applied to [rows, inputs], in calls of these sizes. With ``into``, no call's rows are copied."""
     count = x.shape[0]
     if sizes.allows(count):
         return layer(x)
@@ -138,12 +155,16 @@ def run_rows(layer: Rows, x: torch.Tensor, sizes: RowSizes) -> torch.Tensor:
         return layer(padded)[:count]
     result: torch.Tensor | None = None
     start = 0
-    for size in calls:
+    for size in sorted(calls):  # of the first, the rows are copied: let it be the smallest
         start = min(start, count - size)  # the last call overlaps the one before
-        rows = layer(x[start : start + size])
-        if result is None:
-            result = rows.new_empty(count, rows.shape[1])
-        result[start : start + size] = rows
+        part = x[start : start + size]
+        if result is not None and into is not None:
+            into(part, result[start : start + size])
+        else:
+            rows = layer(part)
+            if result is None:
+                result = rows.new_empty(count, rows.shape[1])
+            result[start : start + size] = rows
         start += size
     assert result is not None
     return result

@@ -25,7 +25,7 @@ from kvboost.hf.layers import walk
 from kvboost.hf.numerics.elementwise import functions_of, hook_function
 from kvboost.hf.numerics.hooks import in_this_thread
 from kvboost.hf.numerics.packed import PackedLinear, can_pack
-from kvboost.hf.numerics.rows import Rows, RowSizes, cancelling, find_classes, run_rows
+from kvboost.hf.numerics.rows import Rows, RowsInto, RowSizes, cancelling, find_classes, run_rows, writer_of
 from kvboost.hf.peft_layers import WeightNames
 
 # What a call costs beside its rows, as a number of rows: with packed weights less, as nothing is reordered.
@@ -45,6 +45,7 @@ class _Layer:
     rows: Rows
     sizes: RowSizes
     packed: PackedLinear | None
+    into: RowsInto | None
 
     def needs_hook(self, rows: int) -> bool:
         if self.packed is not None:
@@ -196,7 +197,8 @@ def _linear_layers(linear: list[Any], added: set[Any], device: torch.device, bud
         budget -= nbytes if pack else 0
         for module in modules:
             packed = PackedLinear(module) if pack else None
-            layers.append(_Layer(module, packed or module.forward, sizes, packed))
+            into = writer_of(module) if packed is None else None
+            layers.append(_Layer(module, packed or module.forward, sizes, packed, into))
     return layers
 
 
@@ -248,7 +250,7 @@ def _hook(layer: _Layer) -> list[Any]:
 
     def after(module: torch.nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         x = given.pop()
-        result = run_rows(layer.rows, x.reshape(-1, x.shape[-1]), layer.sizes)
+        result = run_rows(layer.rows, x.reshape(-1, x.shape[-1]), layer.sizes, into=layer.into)
         return result.view(*x.shape[:-1], -1)
 
     return [
