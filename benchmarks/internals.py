@@ -140,9 +140,14 @@ def repair_with(strategy: RepairStrategy, ratio: float) -> Repair:
     return Repair(strategy, ratio, tolerated_error=math.inf, tolerated_share=0.0)
 
 
-def level_repair(quality: str) -> Repair:
-    """The repair of a ``quality``, for a model without a calibration."""
-    return choose_repairs(EngineConfig(quality=quality))[0]
+def level_repair(quality: str, *, family: str | None = None) -> Repair:
+    """The repair of a ``quality``, for a model of this family without a calibration."""
+    return choose_repairs(EngineConfig(quality=quality), family=family)[0]
+
+
+def family_of(engine: KVBoost) -> str:
+    """The ``model_type`` by which an engine chooses its repairs."""
+    return str(engine.model.config.get_text_config(decoder=True).model_type)
 
 
 @contextmanager

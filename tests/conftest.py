@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from benchmarks.common.servers import RedisServer, redis_server
 from kvboost.bench.report import BenchError
@@ -15,6 +16,10 @@ from kvboost.core.prefiller import Prefiller
 from tests.helpers.models import smollm2_folder, tiny_model
 from tests.helpers.places import KINDS, Place
 from tests.helpers.s3 import s3_environment, s3_server
+
+# How long an example takes is no property of the code on a machine that does other things as well.
+settings.register_profile("kvboost", deadline=None)
+settings.load_profile("kvboost")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -33,7 +33,7 @@ from benchmarks.common.measure import (
     share,
 )
 from benchmarks.common.quality import Reference
-from benchmarks.internals import why_no_approx
+from benchmarks.internals import family_of, why_no_approx
 from kvboost.bench.report import BenchError, Progress, Report, describe_machine, say
 from kvboost.engine import KVBoost
 from kvboost.store import MemoryStore
@@ -213,9 +213,10 @@ class _Yard:
         for place, setting in enumerate(wanted):
             if setting.needs_variants:
                 continue
-            sample = case.measure(self._engine, setting.repair())
+            repair = setting.repair(family=family_of(self._engine))
+            sample = case.measure(self._engine, repair)
             if self._args.time:
-                sample |= case.time_first_token(self._engine, setting.repair(), plain_first=(number + place) % 2 == 0)
+                sample |= case.time_first_token(self._engine, repair, plain_first=(number + place) % 2 == 0)
             self._add(number, history, setting.label, sample)
         candidates = [setting for setting in wanted if setting.needs_variants]
         if candidates:

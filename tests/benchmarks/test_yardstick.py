@@ -186,10 +186,11 @@ def test_labels_name_a_strategy_its_ratio_and_its_spread() -> None:
         Setting("fast", "fast", 0.15),
     ]
     spreads = {
-        text: settings_of([parse_strategy(text)], [0.1])[1].repair().strategy.spreads for text in ("auto", "query")
+        text: settings_of([parse_strategy(text)], [0.1])[1].repair(family="llama").strategy.spreads
+        for text in ("auto", "query")
     }
     flipped = {
-        text: settings_of([parse_strategy(text)], [0.1])[1].repair().strategy.spreads
+        text: settings_of([parse_strategy(text)], [0.1])[1].repair(family="llama").strategy.spreads
         for text in ("auto-spread", "query+spread")
     }
     assert (list(spreads.values()), list(flipped.values())) == ([True, False], [False, True])

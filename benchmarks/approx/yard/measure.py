@@ -18,7 +18,7 @@ from benchmarks.approx.yard.strategies import Noting, Setting
 from benchmarks.common.measure import first_token
 from benchmarks.common.quality import Reference, agreement, best_f1, forward, harm
 from benchmarks.common.rag import RagPrompt
-from benchmarks.internals import Nothing, Repair, SlabCache, recompute_at, repair_with, repairing
+from benchmarks.internals import Nothing, Repair, SlabCache, family_of, recompute_at, repair_with, repairing
 from kvboost.engine import KVBoost
 from kvboost.store import MemoryStore
 from kvboost.types import GenerationMode, PrefillResult, ReuseReport
@@ -68,7 +68,7 @@ class Case:
         samples: dict[float, tuple[torch.Tensor, PrefillResult]] = {}
         for setting in settings:
             if setting.name == "variants-nearest":
-                yield setting, {**counts, **self.measure(engine, setting.repair())}
+                yield setting, {**counts, **self.measure(engine, setting.repair(family=family_of(engine)))}
                 continue
             if not passages:
                 yield setting, {"reused": False, "reason": "no passage has two variants", **counts}

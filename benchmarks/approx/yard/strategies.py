@@ -87,10 +87,10 @@ class Setting:
         """Whether it is about several variants of a passage."""
         return self.name in SAMPLED_VARIANTS
 
-    def repair(self) -> Repair:
+    def repair(self, *, family: str) -> Repair:
         """What the engine does for it; for a candidate over variants what stands below it."""
         if self.name in LEVELS:
-            return level_repair(self.name)
+            return level_repair(self.name, family=family)
         if self.needs_variants:
             return repair_with(Even() if self.ratio else Nothing(), self.ratio)
         return repair_with(_strategy(self.name), self.ratio)

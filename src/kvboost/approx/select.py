@@ -129,7 +129,7 @@ class Query(Nothing):
 class Auto(Query):
     """Positions with the most suffix attention plus a sparse even sample; their change is spread to neighbours.
 
-    The default. Measured against the others in docs/results/recompute.md.
+    The default for Llamas. Measured against the others in docs/results/recompute.md and yardstick.md.
     """
 
     name = "auto"

@@ -73,11 +73,12 @@ class ApproxSettings:
         return EarnedTrust(share, repairs=names, keeper=keeper)
 
 
-def approx_settings(config: EngineConfig, *, weights: str, conditions: str) -> ApproxSettings:
-    """The settings for a model with these weights, codec and chunking."""
+def approx_settings(config: EngineConfig, *, weights: str, family: str, conditions: str) -> ApproxSettings:
+    """The settings for a model with these weights, ``model_type``, codec and chunking."""
     if config.calibration is None:
         directory = Path(config.disk_cache_dir).expanduser() / "trust" if config.disk_cache_dir is not None else None
-        return ApproxSettings(choose_repairs(config), earned=not must_be_earned(config), trust_dir=directory)
+        repairs = choose_repairs(config, family=family)
+        return ApproxSettings(repairs, earned=not must_be_earned(config), trust_dir=directory)
     calibration = Calibration.load(config.calibration)
     if calibration.weights != weights:
         raise ConfigError(
@@ -89,7 +90,7 @@ def approx_settings(config: EngineConfig, *, weights: str, conditions: str) -> A
             f"calibration={str(config.calibration)!r} was made for {calibration.conditions!r}, and these settings are "
             f"{conditions!r}; calibrate again with them, or leave calibration out"
         )
-    repairs = choose_repairs(config, calibration)
+    repairs = choose_repairs(config, calibration, family=family)
     if repairs or config.quality == "exact":
         return ApproxSettings(repairs)
     return ApproxSettings(

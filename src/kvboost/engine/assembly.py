@@ -134,7 +134,12 @@ def assemble(runner: ModelRunner, tokenizer: Any, *, config: EngineConfig, store
     keys = PromptKeys(
         identity, chunker=chunker, tenant=config.tenant, codec=codec.name, keeps_decoded=config.reuse_generated
     )
-    approx = optional.approx_settings(config, weights=identity.snapshot().fields["weights"], conditions=keys.conditions)
+    approx = optional.approx_settings(
+        config,
+        weights=identity.snapshot().fields["weights"],
+        family=runner.model.config.get_text_config(decoder=True).model_type,
+        conditions=keys.conditions,
+    )
     costs = CostModel()
     stores: Stores | None = None
     if store is None:

@@ -40,15 +40,15 @@ class _ExactOnly:
         return NoApprox(self.reason)
 
 
-def approx_settings(config: EngineConfig, *, weights: str, conditions: str) -> ApproxSettings:
-    """The settings for a model with these weights, codec and chunking."""
+def approx_settings(config: EngineConfig, *, weights: str, family: str, conditions: str) -> ApproxSettings:
+    """The settings for a model with these weights, ``model_type``, codec and chunking."""
     if config.quality == "exact" and config.calibration is None:
         return _ExactOnly(None)
     try:
         from kvboost.approx import setup
     except ModuleNotFoundError as error:
         return _ExactOnly(f"the package {error.name} is not installed")
-    return setup.approx_settings(config, weights=weights, conditions=conditions)
+    return setup.approx_settings(config, weights=weights, family=family, conditions=conditions)
 
 
 def check_approx_settings(config: EngineConfig) -> None:
