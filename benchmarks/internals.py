@@ -135,13 +135,6 @@ def why_no_approx(engine: KVBoost) -> str | None:
     return None if isinstance(approx, ApproxReuse) else str(approx.reason)
 
 
-def grant_trust(engine: KVBoost) -> None:
-    """Tell an engine with ``quality="auto"`` that checks went well, until it moves text."""
-    guard = _approx(engine).guard
-    while not guard.allowed:
-        guard.observe(False)
-
-
 def repair_with(strategy: RepairStrategy, ratio: float) -> Repair:
     """A repair that recomputes this share whatever its estimate says."""
     return Repair(strategy, ratio, tolerated_error=math.inf, tolerated_share=0.0)
