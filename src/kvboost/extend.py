@@ -181,6 +181,21 @@ class ChunkStore(Protocol):
         ...
 
 
+class StoreListener(Protocol):
+    """Is told what a store's tiers gain and lose, such as :class:`kvboost.fleet.events.StoreEvents`.
+
+    It is called while the tier is locked: it must be quick, must not call back and must not raise.
+    """
+
+    def stored(self, tier: str, block: KVBlock) -> None:
+        """``tier`` has this block now. May be told again of one that it had."""
+        ...
+
+    def removed(self, tier: str, keys: Sequence[bytes]) -> None:
+        """``tier`` has these blocks no more. May be told of some that it never had."""
+        ...
+
+
 @runtime_checkable
 class LayeredStore(ChunkStore, Protocol):
     """A store with slower tiers below its memory, whose blocks may take time to arrive."""
@@ -300,6 +315,18 @@ class RunTier(Protocol):
 
     def leading_run(self, keys: Sequence[bytes]) -> int:
         """How many of ``keys``, from the first on without a gap, can probably be loaded. A hint."""
+        ...
+
+
+@runtime_checkable
+class TellingTier(Protocol):
+    """A tier that can tell what it removes. Only such a tier is announced to a :class:`StoreListener`."""
+
+    def on_remove(self, removed: Callable[[bytes], None]) -> None:
+        """Call ``removed`` with the key of every block that this process removes from now on, of any namespace.
+
+        As a listener, it is called while the tier is locked.
+        """
         ...
 
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from kvboost.errors import StoreError
-from kvboost.extend import EvictionPolicy
+from kvboost.extend import EvictionPolicy, StoreListener
 from kvboost.store.counters import ContentKeys, Counters
 from kvboost.store.eviction import LeastExpected
 from kvboost.store.variants import best_variant
@@ -30,6 +30,8 @@ from kvboost.types import (
     context_mark,
 )
 
+TIER = "memory"
+"""The name of this store in statistics and events."""
 MAX_VARIANTS = 4  # of one content that are kept for non-prefix reuse only
 _MAX_LOOKED_AT = 8  # of one content in a lookup; exact blocks may hold the same text behind any number of beginnings
 
@@ -129,6 +131,7 @@ class MemoryStore:
         """
         other = MemoryStore.__new__(MemoryStore)
         other._open(self._memory, quota_bytes)
+        other._listener = self._listener
         return other
 
     def _open(self, memory: _Memory, quota_bytes: int | None) -> None:
@@ -142,6 +145,18 @@ class MemoryStore:
         self._quota = memory.capacity_bytes if quota_bytes is None else min(memory.capacity_bytes, quota_bytes)
         self._bytes = self._chunks = self._leased = 0
         self._counters = Counters()
+        self._listener: StoreListener | None = None
+
+    def listen(self, listener: StoreListener) -> None:
+        """Tell ``listener`` what this store holds, and from now on what it gains and loses, in that order.
+
+        So do the stores that :meth:`for_tenant` makes afterwards.
+        """
+        with self._lock:
+            self._listener = listener
+            for entry in self._entries.values():  # a block is entered behind its parent
+                if entry.owner is self:
+                    listener.stored(TIER, entry.block)
 
     def _own(self, key: bytes) -> _Entry | None:
         entry = self._entries.get(key)
@@ -261,6 +276,8 @@ class MemoryStore:
             self._contents.add(block.content_key, block.key)
             self._count(1, block.nbytes)
             self._policy.inserted(block.key, parent=block.parent_key, nbytes=block.nbytes, content=block.content_key)
+            if self._listener is not None:
+                self._listener.stored(TIER, block)
             return PutOutcome.STORED
 
     def used(self, chain: Sequence[bytes]) -> None:
@@ -280,7 +297,7 @@ class MemoryStore:
         """Counters and sizes, consistent with each other."""
         with self._lock:
             return self._counters.stats(
-                "memory", chunks=self._chunks, nbytes=self._bytes, capacity_bytes=self._quota, leased=self._leased
+                TIER, chunks=self._chunks, nbytes=self._bytes, capacity_bytes=self._quota, leased=self._leased
             )
 
     @property
@@ -353,6 +370,8 @@ class MemoryStore:
         self._policy.removed(key)
         entry.owner._count(-1, -block.nbytes)
         self._contents.remove(block.content_key, key)
+        if entry.owner._listener is not None:
+            entry.owner._listener.removed(TIER, [key])
         return block
 
     def _release(self, entries: Sequence[_Entry]) -> None:

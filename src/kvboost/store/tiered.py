@@ -18,7 +18,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from kvboost.extend import ContentLease, Lease, RunTier, Tier
+from kvboost.extend import ContentLease, Lease, RunTier, StoreListener, Tier
+from kvboost.store.announce import Announcer
 from kvboost.store.background import Background, finished
 from kvboost.store.counters import Counters
 from kvboost.store.lookup import Claims, LoadRules, Lookup, Speed, left_of
@@ -60,10 +61,12 @@ class TieredStore:
         streams: Streams | None = None,
         waiting_bytes: int = 512 * 2**20,
         queue: WriteQueue | None = None,
+        announcer: Announcer | None = None,
     ) -> None:
         """Take over ``memory`` and ``tiers``, which are closed with this store.
 
-        At most ``waiting_bytes`` wait to be written, unless another store's ``queue`` is used: see :meth:`for_tenant`.
+        At most ``waiting_bytes`` wait to be written, unless another store's ``queue`` is used: see :meth:`for_tenant`,
+        as for ``announcer``.
         ``streams`` are those of the device that the blocks lie on.
         """
         self._memory, self._tiers, self._rules = memory, tuple(tiers), rules
@@ -72,12 +75,14 @@ class TieredStore:
         self._overflow = tuple(tier for tier in tiers if not tier.outlives_process)
         self._queue = queue if queue is not None else WriteQueue(waiting_bytes)
         self._unsaved = Unsaved()
+        self._announcer = announcer if announcer is not None else Announcer()
         self._writer = WriteBehind(
             self._queue,
             owns_queue=queue is None,
             streams=self._streams,
             failed=self._failed,
             tried=self._unsaved.tried,
+            stored=self._announcer.stored,
         )
         self._lock = threading.Lock()
         self._claims = Claims()
@@ -93,7 +98,14 @@ class TieredStore:
 
     def for_tenant(self, memory: MemoryStore, tiers: Sequence[Tier]) -> TieredStore:
         """Another tenant's store with the same rules. It shares the thread that writes and the bytes that may wait."""
-        return TieredStore(memory, tiers, rules=self._rules, streams=self._streams, queue=self._queue)
+        return TieredStore(
+            memory, tiers, rules=self._rules, streams=self._streams, queue=self._queue, announcer=self._announcer
+        )
+
+    def listen(self, listener: StoreListener) -> None:
+        """Tell ``listener`` what the memory holds, and from now on what it and the tiers below gain and lose."""
+        self._announcer.listen(listener, self._tiers)
+        self._memory.listen(listener)
 
     def lease(
         self,
@@ -329,6 +341,8 @@ class TieredStore:
             for chunk, key, loaded in zip(chunks, keys, blocks, strict=False):
                 if loaded is None or not self._accepted(loaded, chunk, key):
                     missed += 1
+                    if loaded is None:
+                        self._announcer.missing(tier, key)
                     if gaps:
                         continue
                     break

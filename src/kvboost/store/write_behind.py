@@ -66,15 +66,18 @@ class WriteBehind:
         streams: Streams,
         failed: Callable[[Tier, Exception], None],
         tried: Callable[[KVBlock, bool], None],
+        stored: Callable[[Tier, KVBlock], None] = lambda tier, block: None,
     ) -> None:
         """``failed`` is told what a tier raised; ``tried`` whether a block is now in all tiers it was meant for.
+
+        ``stored`` is told of each tier that has it.
 
         Tenants share one queue; each waits for and forgets only its own blocks. The queue ends with its owner.
         """
         self._queue = queue
         self._owns_queue = owns_queue
         self._streams = streams
-        self._failed, self._tried = failed, tried
+        self._failed, self._tried, self._stored = failed, tried, stored
         self._bytes = self._jobs = 0  # of this tenant's jobs in the queue
         self._closed = False
 
@@ -150,7 +153,10 @@ class WriteBehind:
                 if tier.outlives_process and on_host is None:
                     on_host = replace(block, tensors=self._streams.on_host(block.tensors))
                 offered = on_host if tier.outlives_process and on_host is not None else block
-                kept &= tier.store(offered) is not PutOutcome.REFUSED
+                if tier.store(offered) is PutOutcome.REFUSED:
+                    kept = False
+                else:
+                    self._stored(tier, block)
             except Exception as error:  # noqa: BLE001 - whatever a tier raises, the others get the block
                 kept = False
                 self._failed(tier, error)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -70,6 +70,7 @@ class HostTier:
         self._contents = ContentKeys()
         self._bytes = 0
         self._counters = Counters()
+        self._removed: Callable[[bytes], None] = lambda key: None
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these are here."""
@@ -157,6 +158,11 @@ class HostTier:
         """Forget every block."""
         self.clear()
 
+    def on_remove(self, removed: Callable[[bytes], None]) -> None:
+        """Call ``removed`` with the key of every block that leaves this tier."""
+        with self._lock:
+            self._removed = removed
+
     def _reserve(self, block: KVBlock) -> tuple[list[int], list[Event]] | None:
         """Evict others until ``block`` fits, count it and take its pages; None if it cannot. The lock is held."""
         if block.nbytes > self._capacity:
@@ -182,6 +188,7 @@ class HostTier:
         self._policy.removed(key)
         self._uncount(record.block)
         self._contents.remove(record.block.content_key, key)
+        self._removed(key)
 
     def _uncount(self, block: KVBlock) -> None:
         self._bytes -= block.nbytes

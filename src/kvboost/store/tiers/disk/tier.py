@@ -51,6 +51,8 @@ class _DiskBackend(Backend):
     ) -> None:
         place = str(layout.directory)
         super().__init__("disk", place=place, wanted_bytes=wanted_bytes, default_bytes=DEFAULT_PLACE_BYTES)
+        self.removed: Callable[[bytes], None] = lambda key: None
+        """Called with the key of every record that is removed."""
         self.layout = layout
         self._tenant_quota = tenant_quota
         self.files = files
@@ -320,8 +322,13 @@ class DiskTier(RecordTier[_DiskBackend]):
         self._with_index(self._write_uses, None)
         super().close()
 
+    def on_remove(self, removed: Callable[[bytes], None]) -> None:
+        """Call ``removed`` with the key of every record that this process removes, of any namespace."""
+        self._backend.removed = removed
+
     def _remove_file(self, place: Place) -> None:
         self._files.remove(self._layout.record(*place))
+        self._backend.removed(place[1])
 
     def _index(self) -> ChunkIndex:
         """The directory's index, for this namespace. Raises what FAILURES names."""
