@@ -1,0 +1,1 @@
+"""Several servers as one: what each holds, told to others, and where a request goes."""
