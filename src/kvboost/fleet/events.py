@@ -2,7 +2,7 @@
 
 :class:`StoreEvents` makes them from a store, :mod:`kvboost.fleet.publish` sends them, :mod:`kvboost.fleet.subscribe`
 receives ours and vLLM's. Invariant: vLLM 0.32 decodes what is encoded here, and the other way round
-(``tests/fleet/test_vllm_events.py``).
+(``tests/integrations/vllm/test_events.py``).
 
 One chunk is one block: its hash is the chunk's prefix key, its parent is the chunk before it, ``block_size`` is its
 length. What that is worth to a router depends on how it finds blocks:
