@@ -16,8 +16,8 @@ from kvboost.core.arrange import ServedPaths
 from kvboost.core.session import Session
 from kvboost.engine.parts import EngineParts
 from kvboost.errors import ConfigError
-from kvboost.extend import ChunkStore, LayeredStore
-from kvboost.store import MemoryStore
+from kvboost.extend import ChunkStore, LayeredStore, StoreListener
+from kvboost.store import MemoryStore, TieredStore
 
 View = TypeVar("View")
 
@@ -118,6 +118,18 @@ class TenantView:
         for view in self.views() if self._root is None else [self]:
             if isinstance(view._store, LayeredStore):
                 view._store.flush()
+
+    def listen(self, listener: StoreListener) -> None:
+        """Tell ``listener`` what is stored for all tenants, and from now on what is gained and lost.
+
+        Only of tiers that know what they lose: the memory and this machine's disk. Raises ConfigError for a store of
+        another kind.
+        """
+        for view in self.views():
+            if not isinstance(view._store, MemoryStore | TieredStore):
+                kind = type(view._store).__name__
+                raise ConfigError(f"a {kind} does not tell what it stores; use a MemoryStore or a TieredStore")
+            view._store.listen(listener)
 
     def clear(self) -> None:
         """Drop everything stored for this tenant, in every tier. A store passed to the engine is cleared as a whole."""

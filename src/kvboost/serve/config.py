@@ -45,6 +45,14 @@ class ServerConfig:
     """The private key of that certificate (PEM)."""
     root_path: str = ""
     """The path under which a proxy shows this server, such as ``/llm``. Requests may come with it or without."""
+    kv_events: str | None = None
+    """Publish what the cache stores and evicts here, for cache-aware routers: ``tcp://*:5557``. In vLLM's format over
+    ZeroMQ; addresses of other machines are connected to. The events have the token ids of all prompts in them, and
+    nobody is asked for a key. Needs ``kvboost[fleet]``. See docs/fleet.md."""
+    kv_events_replay: str | None = None
+    """Let subscribers ask here for events that they missed: ``tcp://*:5558``."""
+    kv_events_topic: str = ""
+    """The topic of the events, as some routers want one: ``kv@NAME@MODEL``."""
     drain_seconds: float = 30.0
     """Time for running requests to finish at the end; then they are cancelled."""
 
@@ -62,6 +70,8 @@ class ServerConfig:
             raise ConfigError("TLS needs a certificate and its key; give both tls_cert_file and tls_key_file")
         if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path, re.ASCII):
             raise ConfigError(f"root_path={self.root_path!r} is no path; write it as /llm, without a slash at its end")
+        if self.kv_events is None and (self.kv_events_replay is not None or self.kv_events_topic):
+            raise ConfigError("kv_events_replay and kv_events_topic are for KV events; give kv_events, too")
         names = [name for name, _ in self.adapters]
         if not all(names) or len({*names, self.served_model_name}) <= len(names):
             raise ConfigError("every adapter is a model with a name of its own; write --adapter NAME=PATH for each")

@@ -30,6 +30,7 @@ from kvboost.errors import ConfigError
 from kvboost.scheduler.jobs import JobRunner
 from kvboost.serve.app import make_app
 from kvboost.serve.config import ServerConfig
+from kvboost.serve.events import check_events, published_events
 from kvboost.serve.generation.service import Service
 from kvboost.serve.security.auth import Keys, check_binding, is_loopback
 from kvboost.serve.security.connection import bounded_connection
@@ -135,7 +136,7 @@ def serve(
         root_path=config.root_path,
         adapters=[name for name, _ in config.adapters],
     )
-    with _listen(config) as listening:
+    with _listen(config) as listening, published_events(engine, config):
         if ready is not None:
             ready(config.host, int(listening.getsockname()[1]))
         files = (config.tls_cert_file, config.tls_key_file) if config.tls_cert_file is not None else None
@@ -207,8 +208,9 @@ def read_keys_again(keys: Keys) -> None:
 
 
 def check_port(config: ServerConfig) -> None:
-    """Refuse a port that is in use now, before a model is loaded."""
+    """Refuse a port that is in use now, and KV events that cannot be published, before a model is loaded."""
     _listen(config).close()
+    check_events(config)
 
 
 def _listen(config: ServerConfig) -> socket.socket:
