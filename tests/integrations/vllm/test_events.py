@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ from kvboost.store import MemoryStore
 from kvboost.testing.blocks import SIZE, block_of
 from kvboost.testing.content import prompt
 from kvboost.types import Chunk
+from tests.fleet.picture import Picture
 
-from .conftest import PYTHON
+from .conftest import PYTHON, engine
 
 ANY = "tcp://127.0.0.1:0"
 _SECONDS = 120.0
@@ -189,3 +191,45 @@ def unused_ports() -> list[int]:
     for each in sockets:
         each.close()
     return ports
+
+
+def test_a_vllm_server_with_our_connector_announces_our_tiers(
+    model: Path, prompt: list[int], tmp_path: Path, unused_ports: list[int]
+) -> None:
+    """Stored, evicted, on disk: vLLM's own publisher says so, in vLLM's own names of pages."""
+    live, replay = (f"tcp://127.0.0.1:{port}" for port in unused_ports)
+    binds = [f"tcp://*:{port}" for port in unused_ports]
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": binds[0], "replay_endpoint": binds[1]}
+    token_bytes = 2 * 30 * 3 * 64 * 4  # of SmolLM2 in float32
+    settings = {"disk_cache_dir": str(tmp_path), "cache_bytes": 1500 * token_bytes, "chunk_size": 16}
+    picture, losses = Picture(), list[str]()
+    with (
+        EventSubscriber(
+            live, on_batch=lambda b: picture.apply(b.events), on_lost=losses.append, replay_endpoint=replay
+        ),
+        engine(model, connector=settings, kv_events_config=events) as vllm,
+    ):
+        size = vllm.block_size
+        vllm.generate(prompt)
+        vllm.generate([7] * 40)  # reports travel with steps
+        until(lambda: len(picture.keys(None)) >= 640 // size)
+        device = picture.held[None]
+        for tier, medium in (("kvboost-memory", "CPU"), ("kvboost-disk", "STORAGE")):
+            until(lambda tier=tier: len(picture.keys(tier)) >= 640 // size)
+            told = picture.held[tier]
+            assert {event.medium for event in told.values()} == {medium}
+            assert set(told) <= set(device)
+            for page, event in told.items():
+                same = (event.token_ids, event.block_size, event.parent_block_hash)
+                assert same == (device[page].token_ids, size, device[page].parent_block_hash)
+        first = picture.keys("kvboost-memory")
+        others = [[token + shift for token in prompt] for shift in (1, 2, 3)]
+        for each in others:
+            vllm.generate(each)
+        vllm.generate([8] * 40)
+        until(lambda: not first & picture.keys("kvboost-memory"))  # evicted
+        until(lambda: len(picture.keys("kvboost-disk")) >= 4 * 640 // size)  # and still there
+        assert first <= picture.keys("kvboost-disk")
+        vllm.forget()
+        until(lambda: not picture.keys(None))
+        assert losses == []

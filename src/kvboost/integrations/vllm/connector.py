@@ -6,16 +6,19 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.integrations.vllm.messages import Orders, Report
+from kvboost.integrations.vllm.page_events import PageEvent
 from kvboost.integrations.vllm.place import make_place
 from kvboost.integrations.vllm.scheduler import SchedulerSide
 from kvboost.integrations.vllm.stats import Metrics, Stats
@@ -159,6 +162,11 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler.reset()
         return True
 
+    def take_events(self) -> list[KVCacheEvent]:
+        """What the tiers have gained and lost, for vLLM's own publisher of KV events."""
+        found = self._scheduler.take_events() if self._scheduler is not None else []
+        return [_event_of(event, self._vllm_config.cache_config.block_size) for event in found]
+
     # Of the class
 
     @classmethod
@@ -170,3 +178,21 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_prom_metrics(cls, *args: Any) -> Metrics:
         """Prometheus counters."""
         return Metrics(*args)
+
+
+def _event_of(event: PageEvent, block_size: int) -> KVCacheEvent:
+    """As vLLM has it. The medium is one of those that vLLM knows; ``ownership`` names the tier."""
+    medium = MEDIUM_CPU if event.tier == "memory" else MEDIUM_STORAGE
+    where = {"medium": medium, "group_idx": 0, "locality": "LOCAL", "ownership": f"kvboost-{event.tier}"}
+    hashes = [maybe_convert_block_hash(page) for page in event.hashes]
+    if not event.is_stored:
+        return BlockRemoved(block_hashes=hashes, **where)
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=maybe_convert_block_hash(event.parent) if event.parent is not None else None,
+        token_ids=event.tokens,
+        block_size=block_size,
+        lora_id=event.lora.adapter_id if event.lora is not None else None,
+        lora_name=event.lora.name if event.lora is not None else None,
+        **where,
+    )

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from kvboost.integrations.vllm.page_events import Change
 from kvboost.types import Chunk
 
 
@@ -69,6 +70,8 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Prefix and content keys of chunks that are stored now."""
     failures: int = 0
     """Loads that failed: what was computed in these steps is of no use."""
+    changes: list[Change] = field(default_factory=list)
+    """What the worker's tiers have gained and lost, if vLLM publishes KV events."""
 
     def aggregate(self, other: Any) -> Report:
         """There is one worker: see :func:`kvboost.integrations.vllm.place.make_place`."""

@@ -87,6 +87,8 @@ class Place:
     codec: KVCodec
     chunker: Chunker
     keys: RequestKeys
+    has_events: bool = False
+    """Whether vLLM publishes KV events."""
 
     def open(self, *, memory: bool) -> ChunkStore:
         """The worker's store; without ``memory`` only to look into the tiers below."""
@@ -126,7 +128,9 @@ def make_place(vllm_config: Any, kv_cache_config: Any, *, version: str) -> Place
     block_size = vllm_config.cache_config.block_size
     fields = model_fields(vllm_config, block_size=block_size, version=version)
     keys = RequestKeys(fields, chunker=chunker, tenant=config.tenant, codec=codec.name)
-    return Place(replace(settings, engine=config), layers, block_size, layout, codec, chunker, keys)
+    events = vllm_config.kv_events_config
+    has_events = events is not None and bool(events.enable_kv_cache_events)
+    return Place(replace(settings, engine=config), layers, block_size, layout, codec, chunker, keys, has_events)
 
 
 def _only_group(kv_cache_config: Any) -> tuple[list[str], Any]:

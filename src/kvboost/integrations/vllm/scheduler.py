@@ -21,6 +21,7 @@ from typing import Any
 from kvboost.core.guarded import GuardedStore
 from kvboost.core.identity import PromptKeys
 from kvboost.integrations.vllm.messages import Fetch, Load, Orders, Report, Save
+from kvboost.integrations.vllm.page_events import PageEvent, PageEvents
 from kvboost.integrations.vllm.place import MODES, Place
 from kvboost.types import Chunk, context_before
 
@@ -90,6 +91,7 @@ class SchedulerSide:
         """Those under way."""
         self._numbers = itertools.count()
         self._failures = 0
+        self._events = PageEvents(place.block_size) if place.has_events else None
 
     # What vLLM asks
 
@@ -148,6 +150,8 @@ class SchedulerSide:
         for tracked in self._requests.values():
             self._done(tracked)
         self._requests.clear()  # what they compute has keys of before: none of it is kept
+        if self._events is not None:
+            self._events.clear()
 
     def orders(self, output: Any) -> Orders:
         """What the worker shall do in this step."""
@@ -168,6 +172,8 @@ class SchedulerSide:
             self._failures += report.failures
             for each in self._requests.values():  # what was offered since may have been dropped
                 each.kept, each.cut_at, each.tail_kept = 0, 0, False
+        if self._events is not None:
+            self._events.apply(report.changes)
         for key, content in report.stored:
             self._known[key] = None
             self._contents[content] = None
@@ -194,6 +200,10 @@ class SchedulerSide:
         tracked = self._requests.pop(request.request_id, None)
         if tracked is not None:
             self._done(tracked)
+
+    def take_events(self) -> list[PageEvent]:
+        """Pages that the worker's tiers have gained and lost since the last call."""
+        return self._events.take() if self._events is not None else []
 
     def close(self) -> None:
         """Close what was opened to look."""
@@ -229,6 +239,8 @@ class SchedulerSide:
             return
         tracked.state, tracked.fetch = _State.FETCHING, next(self._numbers)
         self._fetches[tracked.fetch] = tracked
+        if self._events is not None and not tracked.apart:
+            self._events.describe(tracked.request, tracked.wanted)
         self._orders.fetches.append(Fetch(tracked.fetch, tracked.wanted, tracked.anywhere))
 
     def _find(self, keys: PromptKeys, tokens: list[int], *, asks: bool, anywhere: bool) -> list[Chunk]:
@@ -311,6 +323,8 @@ class SchedulerSide:
             first = min(chunk.start for chunk, _ in chunks) // size
             last = -(-max(chunk.end for chunk, _ in chunks) // size)
             parts, contexts = [chunk for chunk, _ in chunks], [context for _, context in chunks]
+            if self._events is not None:
+                self._events.describe(tracked.request, parts)
             self._orders.saves.append(Save(parts, contexts, first, tracked.pages[first:last]))
 
     def _new_chunks(self, tracked: _Tracked, tokens: list[int], *, with_tail: bool) -> list[tuple[Chunk, bytes]]:

@@ -24,8 +24,10 @@ from kvboost.extend import ChunkStore, ContentLease, Lease
 from kvboost.integrations.vllm.decoder import Decoder, find_decoder
 from kvboost.integrations.vllm.messages import Fetch, Load, Orders, Report, Save
 from kvboost.integrations.vllm.moved import place_moved
+from kvboost.integrations.vllm.page_events import Changes
 from kvboost.integrations.vllm.pages import Pages, learn_order, slots_of
 from kvboost.integrations.vllm.place import Place
+from kvboost.store import MemoryStore, TieredStore
 from kvboost.types import Chunk, KVBlock, PutOutcome
 
 _log = logging.getLogger(__name__)
@@ -70,6 +72,10 @@ class WorkerSide:
         self._pages: list[Pages] = []
         self._decoder: Decoder | None = None
         self._counts: Counter[str] = Counter()
+        self._changes: Changes | None = None
+        if place.has_events and isinstance(self._store, MemoryStore | TieredStore):
+            self._changes = Changes()
+            self._store.listen(self._changes)
 
     def register(self, layers: Mapping[str, Any], caches: Mapping[str, torch.Tensor]) -> None:
         """Learn the order of the pages. Raises UnsupportedModelError if they cannot be read."""
@@ -126,6 +132,8 @@ class WorkerSide:
         """What happened since the last report; None if nothing did."""
         with self._lock:
             report, self._report = self._report, Report()
+        if self._changes is not None:
+            report.changes = self._changes.take()
         return report if report != Report() else None
 
     def take_counts(self) -> dict[str, int]:
