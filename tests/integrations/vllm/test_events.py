@@ -193,6 +193,13 @@ def unused_ports() -> list[int]:
     return ports
 
 
+def _page(event: BlockStored, page: Any) -> tuple[list[int], Any]:
+    """The tokens and the parent of one of an event's pages."""
+    at, size = event.block_hashes.index(page), event.block_size
+    parent = event.block_hashes[at - 1] if at else event.parent_block_hash
+    return event.token_ids[at * size : (at + 1) * size], parent
+
+
 def test_a_vllm_server_with_our_connector_announces_our_tiers(
     model: Path, prompt: list[int], tmp_path: Path, unused_ports: list[int]
 ) -> None:
@@ -219,9 +226,8 @@ def test_a_vllm_server_with_our_connector_announces_our_tiers(
             told = picture.held[tier]
             assert {event.medium for event in told.values()} == {medium}
             assert set(told) <= set(device)
-            for page, event in told.items():
-                same = (event.token_ids, event.block_size, event.parent_block_hash)
-                assert same == (device[page].token_ids, size, device[page].parent_block_hash)
+            assert all(_page(event, page) == _page(device[page], page) for page, event in told.items())
+            assert {event.block_size for event in told.values()} == {size}
         first = picture.keys("kvboost-memory")
         others = [[token + shift for token in prompt] for shift in (1, 2, 3)]
         for each in others:
