@@ -217,12 +217,15 @@ def test_a_vllm_server_with_our_connector_announces_our_tiers(
         engine(model, connector=settings, kv_events_config=events) as vllm,
     ):
         size = vllm.block_size
+
+        def told_until(condition: Callable[[], Any]) -> None:
+            until(lambda: vllm.generate([7] * 40) and condition())  # what the worker reports travels with steps
+
         vllm.generate(prompt)
-        vllm.generate([7] * 40)  # reports travel with steps
-        until(lambda: len(picture.keys(None)) >= 640 // size)
+        told_until(lambda: len(picture.keys(None)) >= 640 // size)
         device = picture.held[None]
         for tier, medium in (("kvboost-memory", "CPU"), ("kvboost-disk", "STORAGE")):
-            until(lambda tier=tier: len(picture.keys(tier)) >= 640 // size)
+            told_until(lambda tier=tier: len(picture.keys(tier)) >= 640 // size)
             told = picture.held[tier]
             assert {event.medium for event in told.values()} == {medium}
             assert set(told) <= set(device)
@@ -232,9 +235,8 @@ def test_a_vllm_server_with_our_connector_announces_our_tiers(
         others = [[token + shift for token in prompt] for shift in (1, 2, 3)]
         for each in others:
             vllm.generate(each)
-        vllm.generate([8] * 40)
-        until(lambda: not first & picture.keys("kvboost-memory"))  # evicted
-        until(lambda: len(picture.keys("kvboost-disk")) >= 4 * 640 // size)  # and still there
+        told_until(lambda: not first & picture.keys("kvboost-memory"))  # evicted
+        told_until(lambda: len(picture.keys("kvboost-disk")) >= 4 * 640 // size)  # and still there
         assert first <= picture.keys("kvboost-disk")
         vllm.forget()
         until(lambda: not picture.keys(None))
