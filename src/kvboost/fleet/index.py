@@ -56,7 +56,8 @@ class FleetIndex:
             rows, known = self._find(update.dropped)
             self._table[rows[known], 1 + word] &= ~bit
         if len(update.added):
-            self._table[self._insert(update.added), 1 + word] |= bit
+            rows = self._insert(update.added)  # may make a new table
+            self._table[rows, 1 + word] |= bit
 
     def forget(self, replica: str) -> None:
         """``replica`` has gone, and what it held with it."""
@@ -123,4 +124,5 @@ class FleetIndex:
             rows *= 2
         self._table = np.zeros((rows, self._table.shape[1]), dtype=np.uint64)
         self._taken = 0
-        self._table[self._insert(held[:, 0]), 1:] = held[:, 1:]
+        places = self._insert(held[:, 0])
+        self._table[places, 1:] = held[:, 1:]

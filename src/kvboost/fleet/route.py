@@ -19,11 +19,32 @@ import numpy.typing as npt
 from kvboost.core.costs import CostModel
 from kvboost.errors import ConfigError
 from kvboost.fleet.index import FleetIndex, Holders
-from kvboost.fleet.summary import short_keys
+from kvboost.fleet.summary import ShortKeys, short_keys
 from kvboost.types import Chunk
 
 _Floats = npt.NDArray[np.float64]
 _ALL = ~np.uint64(0)
+
+
+@dataclass(frozen=True)
+class RoutePrompt:
+    """What a router needs of a prompt. Made once per request, however often it is routed."""
+
+    prefix_keys: ShortKeys
+    content_keys: ShortKeys
+    chunk_tokens: _Floats
+    prompt_tokens: int
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], *, prompt_tokens: int) -> RoutePrompt:
+        """Of the prompt's complete chunks; the tokens behind the last one are computed wherever it goes."""
+        ends = np.array([chunk.end for chunk in chunks], dtype=np.float64)
+        return cls(
+            short_keys([chunk.prefix_key for chunk in chunks]),
+            short_keys([chunk.content_key for chunk in chunks]),
+            np.diff(ends, prepend=0.0),  # chunks tile the prompt from its beginning
+            prompt_tokens,
+        )
 
 
 @dataclass(frozen=True)
@@ -93,17 +114,15 @@ class Router:
         self._shared = shared
         self._random = random.Random(seed)
 
-    def choose(
-        self, chunks: Sequence[Chunk], *, prompt_tokens: int, queues: Mapping[str, float], approximate: bool = True
-    ) -> Choice:
-        """One of the replicas in ``queues`` (seconds until each could begin) for a prompt of these chunks.
+    def choose(self, prompt: RoutePrompt, *, queues: Mapping[str, float], approximate: bool = True) -> Choice:
+        """One of the replicas in ``queues``: the seconds until each could begin.
 
         ``approximate`` says whether the request may use text behind other text.
         """
         if not queues:
             raise ConfigError("there is no replica to choose from; wait until one is ready")
         names = list(queues)
-        expected = self.expect(chunks, prompt_tokens=prompt_tokens, replicas=names, approximate=approximate)
+        expected = self.expect(prompt, replicas=names, approximate=approximate)
         seconds = expected.seconds
         total = seconds + np.fromiter(queues.values(), dtype=np.float64, count=len(names))
         known = bool(seconds.min() < seconds.max())
@@ -123,23 +142,15 @@ class Router:
             known=known,
         )
 
-    def expect(
-        self, chunks: Sequence[Chunk], *, prompt_tokens: int, replicas: Sequence[str], approximate: bool = True
-    ) -> Expected:
-        """What a prompt of these chunks would take on each of ``replicas``, were they idle."""
-        costs, count = self.costs, len(chunks)
+    def expect(self, prompt: RoutePrompt, *, replicas: Sequence[str], approximate: bool = True) -> Expected:
+        """What the prompt would take on each of ``replicas``, were they idle."""
+        costs, tokens = self.costs, prompt.chunk_tokens
         places = [self.index.place(name) for name in replicas]
-        keys = [chunk.prefix_key for chunk in chunks]
-        if approximate:
-            keys += [chunk.content_key for chunk in chunks]
-        held = self.index.holders(short_keys(keys))
+        prefix = self.index.holders(prompt.prefix_keys)
+        content = self.index.holders(prompt.content_keys) if approximate else np.zeros_like(prefix)
         if None in places:  # of a replica that is new nothing is known, but it can load what all can
-            held = np.concatenate((held, np.zeros((len(held), 1), dtype=np.uint64)), axis=1)
-        tokens = np.fromiter((chunk.end - chunk.start for chunk in chunks), dtype=np.float64, count=count)
-        held, tokens = _joined(held, tokens)
-        prefix, content = held[: len(tokens)], held[len(tokens) :]
-        if not approximate:
-            content = np.zeros_like(prefix)
+            nobody = np.zeros((len(tokens), 1), dtype=np.uint64)
+            prefix, content = np.hstack((prefix, nobody)), np.hstack((content, nobody))
         # What the tier shares reaches everybody: a run of exact chunks goes on through it.
         shared_prefix, shared_content = self._shared_by_all(prefix), self._shared_by_all(content)
         run = np.bitwise_and.accumulate(prefix | shared_prefix, axis=0)
@@ -154,10 +165,10 @@ class Router:
         unclaimed = np.full_like(prefix, _ALL)
         for number in sorted(range(len(kinds)), key=lambda number: kinds[number][0]):
             seconds, where = kinds[number]
-            if seconds < costs.compute:
+            if seconds < costs.compute and where.any():
                 found[number] = _tokens_held(where & unclaimed, tokens, places)
                 unclaimed &= ~where
-        computed = prompt_tokens - found.sum(axis=0)
+        computed = prompt.prompt_tokens - found.sum(axis=0)
         spent = [seconds * row for (seconds, _), row in zip(kinds, found, strict=True) if row.any()]
         return Expected(
             seconds=computed * costs.compute + sum(spent),
@@ -176,18 +187,11 @@ class Router:
         return (bit * _ALL)[:, None]
 
 
-def _joined(held: Holders, tokens: _Floats) -> tuple[Holders, _Floats]:
-    """Neighbours with the same holders as one: a long prompt has thousands of chunks and few different ones."""
-    count = len(tokens)
-    if count < 2:
-        return held, tokens
-    sides = held.reshape(-1, count, held.shape[1])  # [prefix and content, chunks, words]
-    differs = (sides[:, 1:] != sides[:, :-1]).any(axis=(0, 2))
-    starts = np.concatenate(([0], np.flatnonzero(differs) + 1))
-    return sides[:, starts].reshape(-1, held.shape[1]), np.add.reduceat(tokens, starts)
-
-
 def _tokens_held(held: Holders, tokens: _Floats, places: Sequence[int | None]) -> _Floats:
     """How many tokens each of these replicas holds. None is the last bit, which belongs to no replica."""
-    bits = np.unpackbits(held.astype("<u8").view(np.uint8), axis=1, bitorder="little")  # [chunks, replicas]
-    return (tokens @ bits)[[-1 if place is None else place for place in places]]
+    octets = held.astype("<u8").view(np.uint8)
+    if None not in places:
+        octets = octets[:, : max(place or 0 for place in places) // 8 + 1]  # the replicas that there are
+    bits = np.unpackbits(octets, axis=1, bitorder="little").astype(np.float32)  # [chunks, replicas]
+    # Whole numbers are exact in float32 up to 16 million tokens.
+    return (tokens.astype(np.float32) @ bits)[[-1 if place is None else place for place in places]].astype(np.float64)
