@@ -24,6 +24,7 @@ from kvboost.types import Chunk
 
 _Floats = npt.NDArray[np.float64]
 _ALL = ~np.uint64(0)
+_PART = 256  # chunks
 
 
 @dataclass(frozen=True)
@@ -146,14 +147,13 @@ class Router:
         """What the prompt would take on each of ``replicas``, were they idle."""
         costs, tokens = self.costs, prompt.chunk_tokens
         places = [self.index.place(name) for name in replicas]
-        prefix = self.index.holders(prompt.prefix_keys)
+        prefix, run = self._exact_run(prompt.prefix_keys)
         content = self.index.holders(prompt.content_keys) if approximate else np.zeros_like(prefix)
-        if None in places:  # of a replica that is new nothing is known, but it can load what all can
-            nobody = np.zeros((len(tokens), 1), dtype=np.uint64)
-            prefix, content = np.hstack((prefix, nobody)), np.hstack((content, nobody))
-        # What the tier shares reaches everybody: a run of exact chunks goes on through it.
         shared_prefix, shared_content = self._shared_by_all(prefix), self._shared_by_all(content)
-        run = np.bitwise_and.accumulate(prefix | shared_prefix, axis=0)
+        if None in places:  # of a replica that is new nothing is known, but it can load what all can
+            nobody = np.zeros_like(run[:, :1])
+            prefix, content = np.hstack((prefix, nobody)), np.hstack((content, nobody))
+            run = np.hstack((run, np.bitwise_and.accumulate(shared_prefix)))
         # Each chunk comes from the cheapest place it is in: exact, moved, loaded, loaded and moved.
         kinds = [
             (costs.place, run & prefix),
@@ -177,6 +177,21 @@ class Router:
             loaded=found[2] + found[3],
             computed=computed,
         )
+
+    def _exact_run(self, keys: ShortKeys) -> tuple[Holders, Holders]:
+        """Who holds these chunks, and whose run of exact chunks reaches them. Behind the longest run both are empty."""
+        parts, runs = [self.index.holders(keys[:0])], [self.index.holders(keys[:0])]
+        alive = np.full((1, parts[0].shape[1]), _ALL)
+        for start in range(0, len(keys), _PART):  # a prompt of passages in a new order is over after the first part
+            parts.append(self.index.holders(keys[start : start + _PART]))
+            # What the tier shares reaches everybody: a run goes on through it.
+            reached = parts[-1] | self._shared_by_all(parts[-1])
+            runs.append(np.bitwise_and.accumulate(np.concatenate((alive, reached)))[1:])
+            alive = runs[-1][-1:]
+            if not alive.any():
+                break
+        behind = np.zeros((len(keys) - sum(map(len, parts)), alive.shape[1]), dtype=np.uint64)
+        return np.concatenate((*parts, behind)), np.concatenate((*runs, behind))
 
     def _shared_by_all(self, held: Holders) -> Holders:
         """All bits of the chunks that the shared tier holds: [chunks, 1]."""
