@@ -1,7 +1,7 @@
 """Requests for a simulated fleet: a trace's prompts by their keys, repeated for larger fleets, with arrival times.
 
-Used by :mod:`benchmarks.fleet.fleet_simulation`. Invariants: equal text has equal keys; copies of a trace share nothing,
-as different services do; the same seed gives the same requests.
+Used by :mod:`benchmarks.fleet.fleet_simulation`. Invariants: equal text has equal keys; copies of a trace share
+nothing, as different services do; the same seed gives the same requests.
 """
 
 from __future__ import annotations

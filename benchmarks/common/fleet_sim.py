@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.common.fleet_load import Request
+from kvboost.extend import EvictionPolicy
 from kvboost.fleet.index import FleetIndex
 from kvboost.fleet.route import RouteCosts
 from kvboost.fleet.summary import KeySummary, KeyUpdate, ShortKeys
 from kvboost.store import MemoryStore
+from kvboost.store.eviction import LeastExpected
 from kvboost.types import Chunk, KVBlock, PutOutcome
 
 _NONE: ShortKeys = np.empty(0, dtype=np.uint64)
@@ -46,6 +48,7 @@ class Fleet:
     """From, to (seconds), and how many times as long the shared tier takes then."""
     balance: float | None = None
     """Instead of queues: only replicas with at most this much more than the mean of all tokens so far are chosen."""
+    policy: Callable[[], EvictionPolicy] = LeastExpected
     admit_copies: bool = True
     """Keep what another replica was known to hold already when the request came."""
 
@@ -182,7 +185,7 @@ class Simulation:
 
     def _store(self) -> MemoryStore:
         fleet = self.fleet
-        return MemoryStore(fleet.capacity * (fleet.replicas if fleet.pooled else 1))
+        return MemoryStore(fleet.capacity * (fleet.replicas if fleet.pooled else 1), policy=fleet.policy())
 
     def run(self, requests: Iterable[Request]) -> Outcome:
         """Serve them all."""
@@ -212,7 +215,7 @@ class Simulation:
         if self.fleet.balance is None:
             return {replica.name: max(0.0, replica.free_at - self.now) for replica in up}
         bound = (1.0 + self.fleet.balance) * sum(replica.sent_tokens for replica in up) / len(up)
-        return {replica.name: 0.0 for replica in up if replica.sent_tokens <= bound}
+        return {replica.name: 1e-12 * replica.sent_tokens for replica in up if replica.sent_tokens <= bound}
 
     def _arrive(self, request: Request) -> None:
         queues = self._queues()
