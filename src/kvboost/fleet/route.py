@@ -102,7 +102,7 @@ class Choice:
     moved_tokens: int
     loaded_tokens: int
     known: bool
-    """False if it was nowhere known to be faster than elsewhere: then one of two drawn, with the shorter queue."""
+    """False if nobody is known to hold anything of the prompt: then one of two drawn, with the shorter queue."""
 
 
 class Router:
@@ -126,7 +126,7 @@ class Router:
         expected = self.expect(prompt, replicas=names, approximate=approximate)
         seconds = expected.seconds
         total = seconds + np.fromiter(queues.values(), dtype=np.float64, count=len(names))
-        known = bool(seconds.min() < seconds.max())
+        known = bool((expected.computed < prompt.prompt_tokens).any())
         if known:
             chosen = self._random.choice(np.flatnonzero(total == total.min()).tolist())
         else:
