@@ -129,6 +129,14 @@ def test_nothing_known_takes_the_shorter_of_two_queues() -> None:
     assert not choosing.choose(_PROMPT, queues=queues).known
 
 
+def test_what_all_hold_goes_to_the_shortest_queue() -> None:
+    """As the system prompt that every request begins with."""
+    names = [f"r{number}" for number in range(10)]
+    choosing = router(dict.fromkeys(names, frozenset({("prefix", 0)})))
+    queues = {name: float(number) for number, name in enumerate(names)}
+    assert {choosing.choose(_PROMPT, queues=queues).replica for _ in range(50)} == {"r0"}
+
+
 def test_a_hot_document_spreads_over_the_replicas() -> None:
     """Each request adds to the queue of its replica, and leaves its text there."""
     choosing = router({"a": frozenset(("prefix", i) for i in range(_CHUNKS))})
