@@ -100,8 +100,8 @@ def _time_routing(report: Report, index: FleetIndex, prompts: list[list[Chunk]],
     report.failed |= Spread.of(steps[_STEPS[-1]]).median > _BAR_MS
     updates = Spread.of(report.raw["whole updates"]).text(1)
     table.notes.append(
-        f"The index: {len(index):,} keys in {index.nbytes / 1e6:,.0f} MB. One replica's whole update: {updates} ms; the "
-        "longest ones make the table again."
+        f"The index: {len(index):,} keys in {index.nbytes / 1e6:,.0f} MB. One replica's whole update: {updates} ms; "
+        "the longest ones make the table again."
     )
     table.notes.append(
         f"The bar: short keys and choice together in less than {_BAR_MS:.0f} ms, median. The prompt is cut and keyed "
