@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost.errors import ConfigError
@@ -28,6 +28,7 @@ def holders(index: FleetIndex, keys: list[int]) -> list[set[str]]:
     return [{n for n, p in places.items() if int(row[p // 64]) >> p % 64 & 1} for row in rows]
 
 
+@settings(deadline=None)
 @given(_UPDATES)
 def test_it_knows_what_a_dict_of_sets_knows(updates: list[tuple[str, list[int], list[int], str]]) -> None:
     index, held = FleetIndex(), defaultdict[str, set[int]](set)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost.core.costs import CostModel
@@ -56,6 +56,7 @@ def by_hand(own: Held, shared: Held, *, approximate: bool, costs: RouteCosts = _
     return float(seconds)
 
 
+@settings(deadline=None)
 @given(_FLEET, st.booleans(), st.sampled_from([0.125, 0.5, 2.0]), st.sampled_from([0.25, 0.75, 2.0]))
 def test_expected_seconds_are_those_counted_by_hand(
     fleet: dict[str, Held], approximate: bool, load: float, move: float
@@ -71,6 +72,7 @@ def test_expected_seconds_are_those_counted_by_hand(
     assert (total == 112).all()
 
 
+@settings(deadline=None)
 @given(_FLEET, _QUEUES, st.booleans())
 def test_the_chosen_replica_is_there_and_none_is_better(
     fleet: dict[str, Held], queues: dict[str, float], approximate: bool
@@ -87,6 +89,7 @@ def test_the_chosen_replica_is_there_and_none_is_better(
         assert queues[choice.replica] - min(queues.values()) <= _COSTS.compute * 112
 
 
+@settings(deadline=None)
 @given(_FLEET, _QUEUES, _HELD, st.integers(0, 100))
 def test_a_chosen_replica_that_holds_more_or_waits_less_is_chosen_again(
     fleet: dict[str, Held], queues: dict[str, float], more: Held, less: int

@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost.errors import ConfigError, DamagedRecordError
@@ -32,6 +32,7 @@ def content(number: int) -> bytes:
     return key(3) if number == 3 else hashlib.sha256(b"content %d" % (number % 3)).digest()
 
 
+@settings(deadline=None)
 @given(_STEPS)
 def test_a_router_that_hears_every_update_knows_what_the_replica_holds(steps: list[tuple[str, int]]) -> None:
     summary, index, blocks = KeySummary(), FleetIndex(), set[int]()
@@ -63,6 +64,7 @@ def test_what_comes_and_goes_between_two_updates_is_not_sent() -> None:
     assert not len(update.dropped)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 2**64 - 1)), st.lists(st.integers(1, 2**64 - 1)), st.booleans())
 def test_an_update_is_read_as_it_was_sent(added: list[int], dropped: list[int], whole: bool) -> None:
     update = KeyUpdate(np.array(added, dtype=np.uint64), np.array(dropped, dtype=np.uint64), whole)
@@ -70,6 +72,7 @@ def test_an_update_is_read_as_it_was_sent(added: list[int], dropped: list[int], 
     assert (read.added.tolist(), read.dropped.tolist(), read.whole) == (added, dropped, whole)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=64), st.integers(0, 200))
 def test_other_bytes_are_refused(noise: bytes, length: int) -> None:
     sent = KeyUpdate(np.array([5, 6], dtype=np.uint64), np.array([7], dtype=np.uint64), whole=False).to_bytes()
