@@ -1,1 +1,1 @@
-"""Several servers as one: what each holds, told to others, and where a request goes."""
+"""Many replicas as one system: what each of them holds, what it tells others, where a request goes. No torch."""

@@ -1,0 +1,94 @@
+"""The routers that a simulated fleet is run with: ours, and what others do.
+
+Used by :mod:`benchmarks.fleet.fleet_simulation`. Invariant: all of them see the same queues.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+
+from benchmarks.common.fleet_load import Request
+from benchmarks.common.fleet_sim import SHARED, Simulation, Strategy
+from kvboost.fleet.index import FleetIndex
+from kvboost.fleet.route import Router
+from kvboost.fleet.summary import KeyUpdate, ShortKeys
+
+_NONE: ShortKeys = np.empty(0, dtype=np.uint64)
+_ABOVE = 1.5  # times the shortest queue: prefix affinity goes elsewhere, as vllm-router does
+
+
+def round_robin() -> Strategy:
+    """One after the other."""
+    turns = itertools.count()
+
+    def choose(simulation: Simulation, request: Request, queues: dict[str, float]) -> str:
+        names = list(simulation.replicas)
+        while (name := names[next(turns) % len(names)]) not in queues:
+            pass
+        return name
+
+    return choose
+
+
+def power_of_two() -> Strategy:
+    """Of two drawn the one with the shorter queue: Ray Serve's own."""
+    draw = random.Random(0)
+
+    def choose(simulation: Simulation, request: Request, queues: dict[str, float]) -> str:
+        return min(draw.sample(list(queues), min(2, len(queues))), key=lambda name: queues[name])
+
+    return choose
+
+
+def shortest_queue() -> Strategy:
+    """For the pool, whose memory is everywhere."""
+    return lambda simulation, request, queues: min(queues, key=lambda name: queues[name])
+
+
+def prefix_affinity() -> Strategy:
+    """The longest prefix that was sent to a replica before, unless its queue is too long.
+
+    As Ray's and vLLM's routers: a tree of what was sent where, here without a limit, and power of two otherwise.
+    """
+    sent, other = FleetIndex(), power_of_two()
+
+    def choose(simulation: Simulation, request: Request, queues: dict[str, float]) -> str:
+        keys, prompt = request.prompt.prefix_keys, request.prompt
+        run = np.bitwise_and.accumulate(sent.holders(keys), axis=0)
+        bits = np.unpackbits(run.view(np.uint8), axis=1, bitorder="little")
+        tokens = prompt.chunk_tokens @ bits
+        most = simulation.fleet.costs.compute * prompt.prompt_tokens + _ABOVE * min(queues.values())
+        found = {
+            name: float(tokens[place])
+            for name, queue in queues.items()
+            if queue <= most and (place := sent.place(name)) is not None and tokens[place]
+        }
+        best = max(found.values(), default=0.0)
+        tied = [name for name, length in found.items() if length == best]
+        name = other(simulation, request, {n: queues[n] for n in tied} if tied else queues)
+        sent.apply(name, KeyUpdate(keys, _NONE, whole=False))
+        return name
+
+    return choose
+
+
+def expected_seconds(*, shared: bool = False, at_once: bool = False) -> Strategy:
+    """Ours. ``at_once``: what was sent somewhere counts as held there, before the replica says so."""
+    routers: dict[int, Router] = {}
+
+    def choose(simulation: Simulation, request: Request, queues: dict[str, float]) -> str:
+        fleet = simulation.fleet
+        router = routers.get(id(simulation))
+        if router is None:
+            name = SHARED if shared else None
+            router = routers[id(simulation)] = Router(simulation.index, fleet.costs, shared=name)
+        choice = router.choose(request.prompt, queues=queues, approximate=not fleet.chained).replica
+        if at_once:
+            keys = np.concatenate((request.prompt.prefix_keys, request.prompt.content_keys))
+            simulation.index.apply(choice, KeyUpdate(keys, _NONE, whole=False))
+        return choice
+
+    return choose

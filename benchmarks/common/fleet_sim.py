@@ -1,0 +1,304 @@
+"""A fleet in simulated time: the real router, stores and eviction; prefill as seconds per token.
+
+Used by :mod:`benchmarks.fleet.fleet_simulation`. A replica prefills one request after the other, in the order they were
+sent to it; answers are decoded beside that. Its store is a real :class:`kvboost.store.MemoryStore`, which evicts as it
+always does, with blocks that have a size and no data. Invariant: the router knows what replicas have said until now,
+not what they hold.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from benchmarks.common.fleet_load import Request
+from kvboost.extend import EvictionPolicy
+from kvboost.fleet.index import FleetIndex
+from kvboost.fleet.route import RouteCosts
+from kvboost.fleet.summary import KeySummary, KeyUpdate, ShortKeys
+from kvboost.store import MemoryStore
+from kvboost.store.eviction import LeastExpected
+from kvboost.types import Chunk, KVBlock, PutOutcome
+
+_NONE: ShortKeys = np.empty(0, dtype=np.uint64)
+SHARED = "shared tier"
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What is simulated."""
+
+    replicas: int
+    capacity: int
+    """Of one replica's memory, in tokens."""
+    costs: RouteCosts
+    chained: bool
+    """Text is reused as a prefix only; else wherever it stands."""
+    pooled: bool = False
+    """One memory for all, as near to each as its own: the bound."""
+    event_delay: float = 0.05
+    """Seconds from the end of a prefill until the router knows what was stored."""
+    slow: tuple[float, float, float] | None = None
+    """From, to (seconds), and how many times as long the shared tier takes then."""
+    balance: float | None = None
+    """Instead of queues: only replicas with at most this much more than the mean of all tokens so far are chosen."""
+    policy: Callable[[], EvictionPolicy] = LeastExpected
+    admit_copies: bool = True
+    """Keep what another replica was known to hold already when the request came."""
+
+
+@dataclass
+class Outcome:
+    """What came of it."""
+
+    ttft: list[float]
+    tokens: float = 0.0
+    local: float = 0.0
+    shared: float = 0.0
+    loaded_tokens: float = 0.0
+    router_seconds: list[float] = field(default_factory=list)
+    retried: int = 0
+    index_bytes: int = 0
+    index_keys: int = 0
+    loads: list[float] = field(default_factory=list)
+    """Tokens sent to each replica."""
+
+
+@dataclass(frozen=True)
+class Outage:
+    """A replica goes at ``at`` and is back, empty, ``seconds`` later; if ``drained``, after its queue."""
+
+    at: float
+    replica: int
+    seconds: float
+    drained: bool
+
+
+class Replica:
+    """One server with its memory."""
+
+    def __init__(self, name: str, store: MemoryStore, *, chained: bool) -> None:
+        self.name = name
+        self.store, self._chained = store, chained
+        self.summary = KeySummary()
+        self.free_at = 0.0
+        self.up = True
+        self.life = 0  # how often it was started again
+        self.unfinished: deque[tuple[float, Request]] = deque()
+        self.sent_tokens = 0.0
+        self._evicted: list[bytes] = []
+        store.on_evict = self._dropped
+
+    def _dropped(self, block: KVBlock) -> None:
+        self._evicted.append(block.key)
+
+    def look_up(self, request: Request) -> tuple[list[bool], int, Callable[[], None]]:
+        """Which chunks are here, how many of the first as they stand, and what ends the lookup."""
+        chunks = request.chunks
+        if self._chained:
+            lease = self.store.lease(chunks)
+            count = len(lease.blocks)
+            return [number < count for number in range(len(chunks))], count, lease.release
+        found = self.store.lease_content(chunks, after=0)
+        blocks = found.blocks
+        pairs = enumerate(zip(blocks, chunks, strict=True))
+        exact = next((n for n, (b, c) in pairs if b is None or b.key != c.prefix_key), len(chunks))
+        self._keys = [block.key if block is not None else None for block in blocks]
+        return [block is not None for block in blocks], exact, found.release
+
+    def keep(self, chunks: Sequence[Chunk], here: Sequence[bool], admit: Sequence[bool]) -> None:
+        """Store what was not here, and tell the policy and the summary."""
+        stored: list[Chunk] = []
+        chain: list[bytes] = []
+        for number, chunk in enumerate(chunks):
+            if here[number]:
+                chain.append(chunk.prefix_key if self._chained else self._keys[number] or b"")
+                continue
+            outcome = self.store.put(_block(chunk, chained=self._chained)) if admit[number] else PutOutcome.REFUSED
+            if outcome is PutOutcome.STORED:
+                stored.append(chunk)
+                chain.append(chunk.prefix_key)
+            elif outcome is PutOutcome.REFUSED and self._chained:
+                break  # what follows could not be reached
+        self.store.used(chain)
+        self.summary.stored([c.prefix_key for c in stored], content_keys=[c.content_key for c in stored])
+        self.summary.removed(self._evicted)
+        self._evicted.clear()
+
+    def restart(self, store: MemoryStore) -> None:
+        """Another process with empty memory."""
+        self.store = store
+        store.on_evict = self._dropped
+        self.summary = KeySummary()
+        self.life += 1
+        self.up = True
+
+
+def _block(chunk: Chunk, *, chained: bool) -> KVBlock:
+    return KVBlock(
+        key=chunk.prefix_key,
+        parent_key=chunk.parent_key if chained else None,
+        content_key=chunk.content_key,
+        tokens=b"",
+        tensors=(),
+        nbytes=chunk.end - chunk.start,
+        bitwise=True,
+        start=chunk.start,
+    )
+
+
+Strategy = Callable[["Simulation", Request, dict[str, float]], str]
+"""Chooses among the replicas with a queue (seconds)."""
+
+
+class Simulation:
+    """One run of a fleet over some requests."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        strategy: Strategy,
+        *,
+        count: int,
+        outages: Iterable[Outage] = (),
+        shared: bool = False,
+    ) -> None:
+        self.fleet, self.index = fleet, FleetIndex()
+        self._strategy = strategy
+        self._pool = self._store() if fleet.pooled else None
+        self.replicas = {
+            name: Replica(name, self._pool or self._store(), chained=fleet.chained)
+            for name in (f"replica-{number}" for number in range(fleet.replicas))
+        }
+        self._shared: set[int] | None = set() if shared else None
+        self._outages = sorted(outages, key=lambda outage: outage.at)
+        self._coming: list[tuple[float, int, Callable[[], None]]] = []
+        self._turns = itertools.count()
+        self.now = 0.0
+        self.outcome = Outcome(ttft=[0.0] * count)
+
+    def _store(self) -> MemoryStore:
+        fleet = self.fleet
+        return MemoryStore(fleet.capacity * (fleet.replicas if fleet.pooled else 1), policy=fleet.policy())
+
+    def run(self, requests: Iterable[Request]) -> Outcome:
+        """Serve them all."""
+        for outage in self._outages:
+            self._later(outage.at, lambda outage=outage: self._begin(outage))
+        for request in requests:
+            self._until(request.arrival)
+            self.now = request.arrival
+            self._arrive(request)
+        self._until(float("inf"))
+        out = self.outcome
+        out.index_bytes, out.index_keys = self.index.nbytes, len(self.index)
+        out.loads = [replica.sent_tokens for replica in self.replicas.values()]
+        return out
+
+    def _later(self, when: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._coming, (when, next(self._turns), what))
+
+    def _until(self, when: float) -> None:
+        while self._coming and self._coming[0][0] <= when:
+            self.now, _, what = heapq.heappop(self._coming)
+            what()
+
+    def _queues(self) -> dict[str, float]:
+        """Of the replicas that may be chosen."""
+        up = [replica for replica in self.replicas.values() if replica.up]
+        if self.fleet.balance is None:
+            return {replica.name: max(0.0, replica.free_at - self.now) for replica in up}
+        bound = (1.0 + self.fleet.balance) * sum(replica.sent_tokens for replica in up) / len(up)
+        return {replica.name: 1e-12 * replica.sent_tokens for replica in up if replica.sent_tokens <= bound}
+
+    def _arrive(self, request: Request) -> None:
+        queues = self._queues()
+        if not queues:  # nobody is there: ask again
+            self._later(self.now + 1.0, lambda: self._arrive(request))
+            return
+        begin = time.perf_counter()
+        replica = self.replicas[self._strategy(self, request, queues)]
+        self.outcome.router_seconds.append(time.perf_counter() - begin)
+        self._serve(replica, request)
+
+    def _serve(self, replica: Replica, request: Request) -> None:
+        """What was sent earlier is served earlier, so the store is as it will be when this request's turn comes."""
+        costs, tokens = self.fleet.costs, request.prompt.chunk_tokens.tolist()
+        here, exact, release = replica.look_up(request)
+        names = (request.prompt.prefix_keys if self.fleet.chained else request.prompt.content_keys).tolist()
+        admit = [True] * len(tokens)
+        if not self.fleet.admit_copies and not self.fleet.pooled:
+            admit = (~self.index.holders(np.array(names, dtype=np.uint64)).any(axis=1)).tolist()
+        start = max(self.now, replica.free_at)
+        load = costs.load * self._slowness(start)
+        seconds, local, from_shared, unbroken = 0.0, 0.0, 0.0, True
+        for number, count in enumerate(tokens):
+            there = self._shared is not None and names[number] in self._shared
+            fetched = load + (0.0 if self.fleet.chained else costs.move)
+            unbroken = unbroken and (here[number] or there)
+            if here[number]:
+                local += count
+                seconds += count * (costs.place if number < exact else costs.move)
+            elif there and fetched < costs.compute and (unbroken or not self.fleet.chained):
+                from_shared += count
+                seconds += count * fetched
+            else:
+                seconds += count * costs.compute
+        seconds += costs.compute * (request.prompt.prompt_tokens - sum(tokens))
+        replica.keep(request.chunks, here, admit)
+        release()
+        out = self.outcome
+        out.tokens += request.prompt.prompt_tokens
+        out.local += local
+        out.shared += from_shared
+        out.ttft[request.number] = start + seconds - request.arrival
+        replica.sent_tokens += request.prompt.prompt_tokens
+        replica.free_at = start + seconds
+        while replica.unfinished and replica.unfinished[0][0] <= self.now:
+            replica.unfinished.popleft()
+        replica.unfinished.append((replica.free_at, request))
+        self._tell(replica, names)
+
+    def _tell(self, replica: Replica, names: list[int]) -> None:
+        """Once the prefill is over, the router hears what changed and the shared tier has what was computed."""
+        update, life = replica.summary.changes(), replica.life
+
+        def told() -> None:
+            if replica.life == life and replica.up and not self.fleet.pooled:
+                self.index.apply(replica.name, update)
+            if self._shared is not None and replica.life == life:
+                fresh = [name for name in names if name not in self._shared]
+                self._shared.update(fresh)
+                self.index.apply(SHARED, KeyUpdate(np.array(fresh, dtype=np.uint64), _NONE, whole=False))
+
+        self._later(replica.free_at + self.fleet.event_delay, told)
+
+    def _slowness(self, when: float) -> float:
+        slow = self.fleet.slow
+        return slow[2] if slow and slow[0] <= when < slow[1] else 1.0
+
+    def _begin(self, outage: Outage) -> None:
+        replica = list(self.replicas.values())[outage.replica]
+        replica.up = False
+        self.index.forget(replica.name)
+        back = self.now + outage.seconds
+        if outage.drained:
+            back = max(self.now, replica.free_at) + outage.seconds
+        else:
+            replica.life += 1
+            lost = [request for finish, request in replica.unfinished if finish > self.now]
+            self.outcome.retried += len(lost)
+            for request in lost:
+                self._later(self.now, lambda request=request: self._arrive(request))
+        replica.unfinished.clear()
+        self._later(back, lambda: self._end(replica, back))
+
+    def _end(self, replica: Replica, back: float) -> None:
+        replica.restart(self._pool or self._store())
+        replica.free_at = back
