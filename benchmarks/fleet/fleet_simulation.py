@@ -2,7 +2,7 @@
 
 Runs the real router, store and eviction in simulated time (benchmarks/common/fleet_sim.py) with stated costs per token:
 by default an 8B model with grouped heads on one large GPU, its KV in host memory, and a shared tier at 10 GB/s to each
-replica. ``--check`` repeats the issue's own count instead: no time, no shared tier, least recently used evicted, load
+replica. ``--check`` repeats an earlier count instead: no time, no shared tier, least recently used evicted, load
 kept within 10 %. ``--variants`` and ``--scenarios`` run RAGPulse at one size.
 """
 
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--place-us", type=float, default=3.0, help="use of a token in place (default 3)")
     parser.add_argument("--kv-bytes", type=positive, default=131_072, help="of a token (default 131072)")
     parser.add_argument("--shared-gbps", type=float, default=10.0, help="GB/s from the shared tier; 0 for none")
-    parser.add_argument("--check", action="store_true", help="the issue's own count, at 3, 8 and 32 replicas")
+    parser.add_argument("--check", action="store_true", help="an earlier count, at 3, 8 and 32 replicas")
     parser.add_argument("--variants", type=positive, metavar="REPLICAS", help="what closes the distance to the pool")
     parser.add_argument("--scenarios", type=positive, metavar="REPLICAS", help="failures, updates, hot documents")
 
@@ -168,7 +168,7 @@ def _settings(trace: Trace, args: argparse.Namespace) -> str:
 
 
 def _check(report: Report, trace: Trace, args: argparse.Namespace) -> None:
-    """As in the issue, whose numbers stand beside ours."""
+    """As in an earlier count, whose numbers stand beside ours."""
     theirs = {
         3: {"round robin": 42.6, _PEER: 46.7, _OURS: 52.8, "pooled": 55.6},
         8: {"round robin": 40.8, _PEER: 46.0, _OURS: 57.8, "pooled": 63.3},
@@ -190,7 +190,7 @@ def _check(report: Report, trace: Trace, args: argparse.Namespace) -> None:
         report.raw[str(replicas)] = found
         report.failed |= replicas == 32 and ratio < _BAR
     table.notes.append(
-        f"In brackets: the issue's quick simulation. All {len(trace.prompts):,} requests; least recently used evicted, "
+        f"In brackets: an earlier, independent count. All {len(trace.prompts):,} requests; least recently used evicted, "
         f"memory {args.percent:g} % of the footprint each, tokens sent to a replica at most 10 % above the mean."
     )
 
