@@ -1,0 +1,110 @@
+"""The Ray Serve application: fronts that take requests, replicas that answer them.
+
+Used by ``kvboost serve --ray``, and by whoever deploys ``build_app(...)`` with Serve's own tools. Invariant: a replica
+has time to finish what it answers and to write what waits, before Serve ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray import serve
+
+from kvboost.config import RunnerConfig
+from kvboost.integrations.ray.config import RayConfig
+from kvboost.integrations.ray.front import Front
+from kvboost.integrations.ray.replica import Replica
+from kvboost.serve.config import ServerConfig
+from kvboost.serve.security.limits import Limits
+
+NAME = "kvboost"
+"""Of the application, unless its user gives another."""
+_FLUSH_S = 30.0  # to write what waits for the tiers, after the last request
+_OBJECT_STORE_BYTES = 256 * 2**20  # of a Ray of our own: requests and answers pass through it, no KV does
+
+
+def build_app(
+    model: str,
+    *,
+    engine: Mapping[str, Any] | None = None,
+    server: ServerConfig | None = None,
+    runner: RunnerConfig | None = None,
+    limits: Limits | None = None,
+    ray_config: RayConfig | None = None,
+) -> serve.Application:
+    """The application for ``serve.run`` or a Serve config file.
+
+    Args:
+        model: Folder or hub name; every node must reach it.
+        engine: Keyword arguments of ``KVBoost.from_pretrained``.
+        server: As for ``kvboost serve``. ``host``, ``port`` and the TLS files are Serve's own HTTP options here.
+        runner: How a replica runs its requests.
+        limits: What one client and one request may take, in each replica.
+        ray_config: How many replicas there are, and what each reserves.
+    """
+    server, runner, limits = server or ServerConfig(), runner or RunnerConfig(), limits or Limits()
+    fleet = ray_config or RayConfig()
+    if server.served_model_name is None:
+        server = replace(server, served_model_name=os.path.basename(os.path.abspath(model)))
+    scaling: dict[str, Any] = {"num_replicas": fleet.replicas}
+    if fleet.max_replicas is not None:
+        bounds = {"min_replicas": fleet.replicas, "max_replicas": fleet.max_replicas}
+        scaling = {"autoscaling_config": {**bounds, "target_ongoing_requests": fleet.target_requests}}
+    replicas = serve.deployment(
+        Replica,
+        name="replica",
+        max_ongoing_requests=limits.max_streams,
+        graceful_shutdown_timeout_s=server.drain_seconds + _FLUSH_S,
+        ray_actor_options={"num_cpus": fleet.replica_cpus, "num_gpus": fleet.replica_gpus},
+        **scaling,
+    )
+    fronts = serve.deployment(
+        serve.ingress()(Front),
+        name="front",
+        num_replicas=fleet.fronts,
+        max_ongoing_requests=limits.max_connections,
+        graceful_shutdown_timeout_s=server.drain_seconds,
+        ray_actor_options={"num_cpus": 0},
+    )
+    bound = replicas.bind(model, engine=dict(engine or {}), server=server, runner=runner, limits=limits)
+    return fronts.bind(bound, limits=limits)
+
+
+def run_app(
+    app: serve.Application, *, server: ServerConfig, ray_config: RayConfig, ready: Callable[[str, int], None]
+) -> None:
+    """Run the application until SIGTERM or SIGINT, then drain it. Where: see :func:`_connect`.
+
+    A cluster's other applications stay. Must be called from the main thread.
+    """
+    if not ray.is_initialized():
+        _connect(ray_config)
+    tls = {"ssl_certfile": server.tls_cert_file, "ssl_keyfile": server.tls_key_file}
+    files = {name: str(path) for name, path in tls.items() if path is not None}
+    ended = threading.Event()
+    before = {sig: signal.signal(sig, lambda *_: ended.set()) for sig in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        serve.start(http_options={"host": server.host, "port": server.port, "keep_alive_timeout_s": 30, **files})
+        serve.run(app, name=NAME)
+        ready(server.host, server.port)
+        ended.wait()
+    finally:
+        serve.delete(NAME)
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
+
+
+def _connect(fleet: RayConfig) -> None:
+    """Join the cluster that the environment names, or start a Ray that has room for all replicas."""
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(logging_level="error")
+        return
+    most = fleet.max_replicas or fleet.replicas
+    cpus = max(os.cpu_count() or 1, int(most * fleet.replica_cpus + 1))
+    ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES, logging_level="error")
