@@ -22,7 +22,7 @@ from kvboost.bench.report import BenchError, Report
 from kvboost.errors import KVBoostError
 
 _ROOT = Path(__file__).parent
-_GROUPS = ("exact", "approx", "store", "serve", "offload")
+_GROUPS = ("exact", "approx", "store", "serve", "offload", "fleet")
 _FAILED, _UNABLE = 1, 2  # exit codes: a claim did not hold; the benchmark could not start
 _USAGE = """usage: python -m benchmarks NAME [--quick] [options]    python -m benchmarks NAME --help for its options
        python -m benchmarks --list

@@ -1,0 +1,1 @@
+"""Benchmarks of a fleet: the router's time, and the simulator."""

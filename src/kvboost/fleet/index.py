@@ -1,0 +1,128 @@
+"""Which replicas hold a key: one table for all of them, asked for thousands of keys at once.
+
+Used by :class:`kvboost.fleet.route.Router`. A hash table with open addressing in one array: a row is a short key and a
+bit for each replica. Keys are SHA-256, so their own bits are the hash. Invariants: a row that nobody holds any more
+keeps its place until the table is made again, so no search ends early; at most half of the rows are taken.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost.errors import ConfigError
+from kvboost.fleet.summary import KeyUpdate, ShortKeys
+
+Holders = npt.NDArray[np.uint64]
+"""A row of bits per key, 64 replicas in a word: replica n is bit ``n % 64`` of word ``n // 64``."""
+
+_LEAST_ROWS = 1024
+_WORD = 64
+
+
+class FleetIndex:
+    """What every replica of a fleet said it holds. Not thread-safe: it belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._table: Holders = np.zeros((_LEAST_ROWS, 2), dtype=np.uint64)
+        self._taken = 0  # rows with a key, held by somebody or not
+        self._places: dict[str, int] = {}
+        self._free: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Of the table."""
+        return self._table.nbytes
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """Those that are known."""
+        return tuple(self._places)
+
+    def __len__(self) -> int:
+        """How many keys somebody holds."""
+        return int(np.count_nonzero(self._table[:, 1:].any(axis=1)))
+
+    def place(self, replica: str) -> int | None:
+        """The number of its bit in :data:`Holders`; None if nothing is known of it."""
+        return self._places.get(replica)
+
+    def apply(self, replica: str, update: KeyUpdate) -> None:
+        """Take over what ``replica`` has sent. One that is new joins the fleet."""
+        word, bit = self._bit_of(replica)
+        if update.whole:
+            self._table[:, 1 + word] &= ~bit
+        if len(update.dropped):
+            rows, known = self._find(update.dropped)
+            self._table[rows[known], 1 + word] &= ~bit
+        if len(update.added):
+            rows = self._insert(update.added)  # may make a new table
+            self._table[rows, 1 + word] |= bit
+
+    def forget(self, replica: str) -> None:
+        """``replica`` has gone, and what it held with it."""
+        if replica in self._places:
+            word, bit = self._bit_of(replica)
+            self._table[:, 1 + word] &= ~bit
+            self._free.append(self._places.pop(replica))
+
+    def holders(self, keys: ShortKeys) -> Holders:
+        """For each key, who holds it: [keys, words]."""
+        rows, known = self._find(keys)
+        held = self._table[rows, 1:]
+        held[~known] = 0
+        return held
+
+    def _bit_of(self, replica: str) -> tuple[int, np.uint64]:
+        place = self._places.get(replica)
+        if place is None:
+            if not replica:
+                raise ConfigError("a replica needs a name; give the one that its requests are sent to")
+            place = self._places[replica] = self._free.pop() if self._free else len(self._places)
+            words = place // _WORD + 1
+            if words >= self._table.shape[1]:
+                wider = np.zeros((len(self._table), 1 + words), dtype=np.uint64)
+                wider[:, : self._table.shape[1]] = self._table
+                self._table = wider
+        return place // _WORD, np.uint64(1) << np.uint64(place % _WORD)
+
+    def _find(self, keys: ShortKeys) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """The row of each key, and whether it is there; else the empty row where it would be."""
+        names, last = self._table[:, 0], len(self._table) - 1
+        rows = (keys & np.uint64(last)).astype(np.int64)
+        there = names[rows]
+        known = there == keys
+        on = np.flatnonzero(~known & (there != 0))
+        while len(on):  # further from their own place, a few at a time
+            rows[on] = (rows[on] + 1) & last
+            there = names[rows[on]]
+            known[on] = there == keys[on]
+            on = on[(there != keys[on]) & (there != 0)]
+        return rows, known
+
+    def _insert(self, keys: ShortKeys) -> npt.NDArray[np.int64]:
+        """The row of each key, made if there was none."""
+        if 2 * (self._taken + len(keys)) > len(self._table):
+            self._rebuild(len(keys))
+        rows, known = self._find(keys)
+        new = np.flatnonzero(~known)
+        while len(new):
+            # Two new keys may want one empty row: the one that reads itself back has it, the other looks further.
+            self._table[rows[new], 0] = keys[new]
+            won = self._table[rows[new], 0] == keys[new]
+            self._taken += len(np.unique(rows[new[won]]))
+            new = new[~won]
+            rows[new], found = self._find(keys[new])
+            new = new[~found]
+        return rows
+
+    def _rebuild(self, coming: int) -> None:
+        """Without the keys that nobody holds, and with space for as many as there are and are ``coming``."""
+        held = self._table[self._table[:, 1:].any(axis=1)]
+        rows = _LEAST_ROWS
+        while rows < 4 * (len(held) + coming):
+            rows *= 2
+        self._table = np.zeros((rows, self._table.shape[1]), dtype=np.uint64)
+        self._taken = 0
+        places = self._insert(held[:, 0])
+        self._table[places, 1:] = held[:, 1:]

@@ -1,0 +1,197 @@
+"""Which replica a request goes to: the one from which its first token is expected soonest.
+
+Used by the request router of a fleet and by the simulator. For every replica: what of the prompt is in its memory,
+exactly or elsewhere in other prompts, what it would load from the shared tier and what it would compute; that in
+seconds, plus its queue. Invariants: only replicas with a queue are chosen; holding more or waiting less never makes a
+replica less likely; the chosen one's queue is longer than the shortest by no more than what it saves, so a hot
+document spreads as soon as waiting for it takes longer than computing it once more.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvboost.core.costs import CostModel
+from kvboost.errors import ConfigError
+from kvboost.fleet.index import FleetIndex, Holders
+from kvboost.fleet.summary import ShortKeys, short_keys
+from kvboost.types import Chunk
+
+_Floats = npt.NDArray[np.float64]
+_ALL = ~np.uint64(0)
+
+
+@dataclass(frozen=True)
+class RoutePrompt:
+    """What a router needs of a prompt. Made once per request, however often it is routed."""
+
+    prefix_keys: ShortKeys
+    content_keys: ShortKeys
+    chunk_tokens: _Floats
+    prompt_tokens: int
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], *, prompt_tokens: int) -> RoutePrompt:
+        """Of the prompt's complete chunks; the tokens behind the last one are computed wherever it goes."""
+        ends = np.array([chunk.end for chunk in chunks], dtype=np.float64)
+        return cls(
+            short_keys([chunk.prefix_key for chunk in chunks]),
+            short_keys([chunk.content_key for chunk in chunks]),
+            np.diff(ends, prepend=0.0),  # chunks tile the prompt from its beginning
+            prompt_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class RouteCosts:
+    """Seconds per token on any replica of the fleet. Only their ratios matter where no replica has a queue."""
+
+    compute: float
+    """Prefill of a token that is nowhere."""
+    move: float
+    """Reposition a token that is in memory behind other text, with its share of recomputed ones."""
+    load: float = float("inf")
+    """Bring a token's KV in from the shared tier: its bytes over the bandwidth. Infinite without such a tier."""
+    place: float = 0.0
+    """Use a token that is in memory where it stands."""
+
+    def __post_init__(self) -> None:
+        if not (self.compute > 0.0 and 0.0 <= self.place <= min(self.move, self.load)):
+            raise ConfigError(
+                "compute must be above 0, and place from 0 up to move and load: what is in place is the cheapest; got "
+                f"compute={self.compute}, move={self.move}, load={self.load}, place={self.place}"
+            )
+
+    @classmethod
+    def of(cls, model: CostModel, *, recompute_ratio: float, load: float = float("inf")) -> RouteCosts:
+        """What an engine has learnt from its requests. ``load`` is measured at the shared tier."""
+        compute = model.prefill_seconds(forwards=0, tokens=1)
+        move = model.reposition_seconds(1) + recompute_ratio * model.repair_factor * compute
+        return cls(compute, move, load)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a request would take on each replica, in the order they were asked for."""
+
+    seconds: _Floats
+    exact: _Floats
+    """Tokens in its memory, as they stand."""
+    moved: _Floats
+    """Tokens in its memory, behind other text."""
+    loaded: _Floats
+    """Tokens that the shared tier holds and its memory does not, where loading is faster than computing."""
+    computed: _Floats
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Where a request goes, and what is expected there."""
+
+    replica: str
+    seconds: float
+    """Until its first token, without the queue."""
+    queue_seconds: float
+    exact_tokens: int
+    moved_tokens: int
+    loaded_tokens: int
+    known: bool
+    """False if it was nowhere known to be faster than elsewhere: then one of two drawn, with the shorter queue."""
+
+
+class Router:
+    """Chooses replicas by what they hold and how long their queues are. Belongs to one event loop, as its index."""
+
+    def __init__(self, index: FleetIndex, costs: RouteCosts, *, shared: str | None = None, seed: int = 0) -> None:
+        """``shared`` is the name under which the index knows what the shared tier holds."""
+        self.index = index
+        self.costs = costs
+        self._shared = shared
+        self._random = random.Random(seed)
+
+    def choose(self, prompt: RoutePrompt, *, queues: Mapping[str, float], approximate: bool = True) -> Choice:
+        """One of the replicas in ``queues``: the seconds until each could begin.
+
+        ``approximate`` says whether the request may use text behind other text.
+        """
+        if not queues:
+            raise ConfigError("there is no replica to choose from; wait until one is ready")
+        names = list(queues)
+        expected = self.expect(prompt, replicas=names, approximate=approximate)
+        seconds = expected.seconds
+        total = seconds + np.fromiter(queues.values(), dtype=np.float64, count=len(names))
+        known = bool(seconds.min() < seconds.max())
+        if known:
+            chosen = self._random.choice(np.flatnonzero(total == total.min()).tolist())
+        else:
+            # Of all of them the shortest would be the same for every router, until the queues are heard of again.
+            two = self._random.sample(range(len(names)), min(2, len(names)))
+            chosen = min(two, key=lambda number: float(total[number]))
+        return Choice(
+            replica=names[chosen],
+            seconds=float(seconds[chosen]),
+            queue_seconds=queues[names[chosen]],
+            exact_tokens=int(expected.exact[chosen]),
+            moved_tokens=int(expected.moved[chosen]),
+            loaded_tokens=int(expected.loaded[chosen]),
+            known=known,
+        )
+
+    def expect(self, prompt: RoutePrompt, *, replicas: Sequence[str], approximate: bool = True) -> Expected:
+        """What the prompt would take on each of ``replicas``, were they idle."""
+        costs, tokens = self.costs, prompt.chunk_tokens
+        places = [self.index.place(name) for name in replicas]
+        prefix = self.index.holders(prompt.prefix_keys)
+        content = self.index.holders(prompt.content_keys) if approximate else np.zeros_like(prefix)
+        if None in places:  # of a replica that is new nothing is known, but it can load what all can
+            nobody = np.zeros((len(tokens), 1), dtype=np.uint64)
+            prefix, content = np.hstack((prefix, nobody)), np.hstack((content, nobody))
+        # What the tier shares reaches everybody: a run of exact chunks goes on through it.
+        shared_prefix, shared_content = self._shared_by_all(prefix), self._shared_by_all(content)
+        run = np.bitwise_and.accumulate(prefix | shared_prefix, axis=0)
+        # Each chunk comes from the cheapest place it is in: exact, moved, loaded, loaded and moved.
+        kinds = [
+            (costs.place, run & prefix),
+            (costs.move, content),
+            (costs.load, run & shared_prefix),
+            (costs.load + costs.move, shared_content),
+        ]
+        found = np.zeros((len(kinds), len(replicas)))
+        unclaimed = np.full_like(prefix, _ALL)
+        for number in sorted(range(len(kinds)), key=lambda number: kinds[number][0]):
+            seconds, where = kinds[number]
+            if seconds < costs.compute and where.any():
+                found[number] = _tokens_held(where & unclaimed, tokens, places)
+                unclaimed &= ~where
+        computed = prompt.prompt_tokens - found.sum(axis=0)
+        spent = [seconds * row for (seconds, _), row in zip(kinds, found, strict=True) if row.any()]
+        return Expected(
+            seconds=computed * costs.compute + sum(spent),
+            exact=found[0],
+            moved=found[1],
+            loaded=found[2] + found[3],
+            computed=computed,
+        )
+
+    def _shared_by_all(self, held: Holders) -> Holders:
+        """All bits of the chunks that the shared tier holds: [chunks, 1]."""
+        place = self.index.place(self._shared) if self._shared is not None else None
+        if place is None:
+            return np.zeros((len(held), 1), dtype=np.uint64)
+        bit = (held[:, place // 64] >> np.uint64(place % 64)) & np.uint64(1)
+        return (bit * _ALL)[:, None]
+
+
+def _tokens_held(held: Holders, tokens: _Floats, places: Sequence[int | None]) -> _Floats:
+    """How many tokens each of these replicas holds. None is the last bit, which belongs to no replica."""
+    octets = held.astype("<u8").view(np.uint8)
+    if None not in places:
+        octets = octets[:, : max(place or 0 for place in places) // 8 + 1]  # the replicas that there are
+    bits = np.unpackbits(octets, axis=1, bitorder="little").astype(np.float32)  # [chunks, replicas]
+    # Whole numbers are exact in float32 up to 16 million tokens.
+    return (tokens.astype(np.float32) @ bits)[[-1 if place is None else place for place in places]].astype(np.float64)
