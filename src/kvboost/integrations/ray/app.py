@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 
 from kvboost.config import RunnerConfig
 from kvboost.integrations.ray.config import RayConfig
@@ -25,6 +26,7 @@ from kvboost.serve.security.limits import Limits
 
 NAME = "kvboost"
 """Of the application, unless its user gives another."""
+_TOLD_S = 2.0  # between two times that a replica says what it holds
 _FLUSH_S = 30.0  # to write what waits for the tiers, after the last request
 _OBJECT_STORE_BYTES = 256 * 2**20  # of a Ray of our own: requests and answers pass through it, no KV does
 
@@ -62,6 +64,7 @@ def build_app(
         max_ongoing_requests=limits.max_streams,
         graceful_shutdown_timeout_s=server.drain_seconds + _FLUSH_S,
         ray_actor_options={"num_cpus": fleet.replica_cpus, "num_gpus": fleet.replica_gpus},
+        request_router_config=_router_config(model, server),
         **scaling,
     )
     fronts = serve.deployment(
@@ -74,6 +77,19 @@ def build_app(
     )
     bound = replicas.bind(model, engine=dict(engine or {}), server=server, runner=runner, limits=limits)
     return fronts.bind(bound, limits=limits)
+
+
+def _router_config(model: str, server: ServerConfig) -> RequestRouterConfig:
+    files = (server.api_key_file, server.admin_key_file, server.secret_file)
+    return RequestRouterConfig(
+        request_router_class="kvboost.integrations.ray.router.ContentRouter",
+        request_router_kwargs={
+            "model": os.path.expanduser(model),
+            "model_name": server.served_model_name,
+            "key_files": [str(file) if file is not None else None for file in files],
+        },
+        request_routing_stats_period_s=_TOLD_S,
+    )
 
 
 def run_app(

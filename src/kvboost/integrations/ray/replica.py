@@ -7,6 +7,7 @@ what it has begun, then writes what waits for the tiers below; what it tells the
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -17,12 +18,16 @@ from starlette.types import Message
 
 from kvboost.config import RunnerConfig
 from kvboost.engine import KVBoost
+from kvboost.fleet.route import RouteCosts
 from kvboost.integrations.ray.asgi import LocalApp
+from kvboost.integrations.ray.told import MAX_BLOCKS, Facts, held_update
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve.config import ServerConfig
 from kvboost.serve.run import app_of, busy_interpreter
 from kvboost.serve.security.auth import Keys
 from kvboost.serve.security.limits import Limits
+
+_RECOMPUTE_RATIO = 0.15  # of repositioned tokens, where the engine chooses it itself
 
 
 class Replica:
@@ -56,6 +61,31 @@ class Replica:
         for path in ("/health", "/ready"):
             if (status := await self._app.ask("GET", path)) != 200:
                 raise RuntimeError(f"GET {path} was answered with {status}; the replica's log says why")
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Called by Serve once, for the routers."""
+        config, session = self._engine.config, self._engine.session
+        if session is None or not isinstance(config.chunking, str):
+            return {}  # nothing is reused here, or cut by rules that a router does not have
+        return Facts(
+            fingerprint=session.prefiller.keys.fingerprint(),
+            chunking=config.chunking,
+            chunk_tokens=config.chunk_tokens,
+            approximate=config.quality != "exact",
+            shares=config.remote_url is not None or config.object_url is not None,
+        ).to_dict()
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Called by Serve every few seconds, for the routers."""
+        session = self._engine.session
+        if session is None:
+            return {}
+        config, work = self._engine.config, [tier.work for tier in self._engine.tier_states().values()]
+        loaded = config.chunk_tokens * sum(tier.hits for tier in work)
+        load = sum(tier.load_seconds for tier in work) / loaded if loaded else math.inf
+        ratio = config.recompute_ratio if config.recompute_ratio is not None else _RECOMPUTE_RATIO
+        costs = RouteCosts.of(session.prefiller.costs, recompute_ratio=ratio, load=load)
+        return {"keys": held_update(self._engine.held_keys(MAX_BLOCKS)).to_bytes(), "costs": asdict(costs)}
 
     async def __del__(self) -> None:
         """Called by Serve when no request runs any more, before the process ends."""
