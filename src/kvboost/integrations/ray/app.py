@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from kvboost.config import RunnerConfig
+from kvboost.integrations.ray.clusters import connect
 from kvboost.integrations.ray.config import RayConfig
 from kvboost.integrations.ray.front import Front
 from kvboost.integrations.ray.replica import Replica
@@ -28,7 +28,6 @@ NAME = "kvboost"
 """Of the application, unless its user gives another."""
 _TOLD_S = 2.0  # between two times that a replica says what it holds
 _FLUSH_S = 30.0  # to write what waits for the tiers, after the last request
-_OBJECT_STORE_BYTES = 256 * 2**20  # of a Ray of our own: requests and answers pass through it, no KV does
 
 
 def build_app(
@@ -95,12 +94,11 @@ def _router_config(model: str, server: ServerConfig) -> RequestRouterConfig:
 def run_app(
     app: serve.Application, *, server: ServerConfig, ray_config: RayConfig, ready: Callable[[str, int], None]
 ) -> None:
-    """Run the application until SIGTERM or SIGINT, then drain it. Where: see :func:`_connect`.
+    """Run the application until SIGTERM or SIGINT, then drain it. Where: see :func:`connect`.
 
     A cluster's other applications stay. Must be called from the main thread.
     """
-    if not ray.is_initialized():
-        _connect(ray_config)
+    connect(cpus=(ray_config.max_replicas or ray_config.replicas) * ray_config.replica_cpus)
     tls = {"ssl_certfile": server.tls_cert_file, "ssl_keyfile": server.tls_key_file}
     files = {name: str(path) for name, path in tls.items() if path is not None}
     ended = threading.Event()
@@ -114,13 +112,3 @@ def run_app(
         serve.delete(NAME)
         for sig, handler in before.items():
             signal.signal(sig, handler)
-
-
-def _connect(fleet: RayConfig) -> None:
-    """Join the cluster that the environment names, or start a Ray that has room for all replicas."""
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(logging_level="error")
-        return
-    most = fleet.max_replicas or fleet.replicas
-    cpus = max(os.cpu_count() or 1, int(most * fleet.replica_cpus + 1))
-    ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=_OBJECT_STORE_BYTES, logging_level="error")

@@ -1,7 +1,7 @@
 """What a replica tells the routers, and how a router takes it: Serve carries both as plain values.
 
-Written by :mod:`kvboost.integrations.ray.replica`, read by :mod:`kvboost.integrations.ray.router`. Needs neither ray nor
-torch. Invariant: everything here is a hint.
+Written by :mod:`kvboost.integrations.ray.replica`, read by :mod:`kvboost.integrations.ray.router`. Needs neither ray
+nor torch. Invariant: everything here is a hint.
 """
 
 from __future__ import annotations
