@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,18 @@ import pytest
 
 from tests.helpers.serving import tiny_folder
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Ray's own, while it is imported
-    pytest.importorskip("ray", reason="needs Ray: .ci/ray installs it")
-    pytest.importorskip("ray.serve")
-    pytest.importorskip("ray.data")
+if find_spec("ray") is not None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's own, while it is imported
+        import ray.data
+        import ray.serve
+
+
+@pytest.fixture(scope="session")
+def installed() -> None:
+    """Ray is there."""
+    if find_spec("ray") is None:
+        pytest.skip("needs Ray: .ci/ray installs it")
 
 
 @pytest.fixture(scope="session")
@@ -27,10 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
+def cluster(installed: None) -> Iterator[None]:
     """A Ray that every test uses."""
-    import ray
-
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(num_cpus=6, include_dashboard=False, object_store_memory=100 * 2**20, logging_level="error")
     yield

@@ -20,6 +20,7 @@ from kvboost.store.admin import open_catalogue
 from tests.integrations.ray.conftest import until
 from tests.integrations.ray.fleets import kill, text
 
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*")  # of its own settings
 _DOCUMENTS = 200
 
 
@@ -159,7 +160,7 @@ def test_a_budget_is_kept_and_the_next_run_goes_on(
     assert _keys(redis_at.url) == clean[0]
 
 
-def test_it_needs_a_shared_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_needs_a_shared_tier(installed: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from kvboost.cli.main import main
 
     (tmp_path / "a.txt").write_text("hello")

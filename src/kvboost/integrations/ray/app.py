@@ -17,6 +17,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from kvboost.config import RunnerConfig
+from kvboost.errors import ConfigError
 from kvboost.integrations.ray.clusters import connect
 from kvboost.integrations.ray.config import RayConfig
 from kvboost.integrations.ray.front import Front
@@ -76,6 +77,29 @@ def build_app(
     )
     bound = replicas.bind(model, engine=dict(engine or {}), server=server, runner=runner, limits=limits)
     return fronts.bind(bound, limits=limits)
+
+
+def from_args(args: Mapping[str, Any]) -> serve.Application:
+    """What a Serve config file names as ``import_path``: :func:`build_app` with tables in place of dataclasses."""
+    made = {"server": ServerConfig, "runner": RunnerConfig, "limits": Limits, "ray": RayConfig}
+    unknown = args.keys() - made.keys() - {"model", "engine"}
+    if unknown or "model" not in args:
+        known = ", ".join(["model", "engine", *made])
+        raise ConfigError(f"args has {sorted(args)}; give model, and of the others what you need: {known}")
+    given = {name: make(**_listed(args.get(name) or {})) for name, make in made.items()}
+    return build_app(
+        str(args["model"]),
+        engine=args.get("engine"),
+        server=given["server"],
+        runner=given["runner"],
+        limits=given["limits"],
+        ray_config=given["ray"],
+    )
+
+
+def _listed(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A config file has lists where the settings have tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
 
 
 def _router_config(model: str, server: ServerConfig) -> RequestRouterConfig:
