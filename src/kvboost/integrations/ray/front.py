@@ -11,7 +11,6 @@ import asyncio
 import logging
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayActorError
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
@@ -117,15 +116,18 @@ def _parts(messages: list[Message]) -> tuple[int, dict[str, str], bytes]:
 
 def labelled(texts: dict[str, str]) -> str:
     """The metrics of all replicas as one text in Prometheus' format, with a label ``replica``."""
-    heads: dict[str, list[str]] = {}
-    samples: dict[str, list[str]] = {}
+    families: dict[str, list[str]] = {}  # by the lines before their samples, which must stand together
     for replica, text in texts.items():
-        for family in text_string_to_metric_families(text):
-            heads[family.name] = [f"# HELP {family.name} {family.documentation}", f"# TYPE {family.name} {family.type}"]
-            for sample in family.samples:
-                labels = ",".join(f'{name}="{value}"' for name, value in {**sample.labels, "replica": replica}.items())
-                samples.setdefault(family.name, []).append(f"{sample.name}{{{labels}}} {sample.value}")
-    return "".join(line + "\n" for name in heads for line in (*heads[name], *samples.get(name, [])))
+        head = ""
+        for line in text.splitlines():
+            if line.startswith("#"):
+                head = f"{head}\n{line}" if head.startswith("# HELP") and line.startswith("# TYPE") else line
+                continue
+            labels, braces, value = line.rpartition("} ")
+            name, _, rest = (labels if braces else line).partition("{" if braces else " ")
+            own = f'{rest},replica="{replica}"' if braces else f'replica="{replica}"'
+            families.setdefault(head, []).append(f"{name}{{{own}}} {value if braces else rest}")
+    return "".join("\n".join([head, *samples]) + "\n" for head, samples in families.items())
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:

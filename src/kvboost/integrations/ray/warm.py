@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,21 +175,31 @@ class _Encoder:
         (document,) = named_documents([text], parts.encoder, parts.chunker, ids=None, key=None)
         return document if len(self.head) + len(document.tokens) <= self.max_tokens else None
 
-    def is_known(self, document: Document) -> bool:
-        """Whether the shared tier has all of it. Raises PlaceError if it does not answer."""
-        registry = registry_of(self.session)
-        registry.add(document.name, document.tokens, document.cuts)  # so that it is cut as it was stored
-        try:
-            for _ in range(2):  # a tier that was late once is not asked to compute a document again
-                if self.session.prefiller.knows(document.tokens):
-                    return True
-                time.sleep(_ASKED_AGAIN_S)
-        finally:
-            registry.remove([document.name])
+    def known(self, documents: Sequence[Document]) -> list[bool]:
+        """Which of them the shared tier has wholly. Raises PlaceError if it does not answer."""
+        with self.registered(documents):
+            known = [self.session.prefiller.knows(document.tokens) for document in documents]
+            if not all(known):
+                time.sleep(_ASKED_AGAIN_S)  # a tier that was late once makes nobody compute a document again
+                known = [
+                    there or self.session.prefiller.knows(document.tokens)
+                    for document, there in zip(documents, known, strict=True)
+                ]
         silent = [name for name, tier in self.engine.tier_states().items() if not tier.available]
         if silent:
             raise PlaceError(f"{', '.join(silent)} does not answer; warm again when it does")
-        return False
+        return known
+
+    @contextmanager
+    def registered(self, documents: Sequence[Document]) -> Iterator[None]:
+        """Inside, these are cut wherever they stand as they are on their own."""
+        registry = registry_of(self.session)
+        for document in documents:
+            registry.add(document.name, document.tokens, document.cuts)
+        try:
+            yield
+        finally:
+            registry.remove([document.name for document in documents])
 
 
 class _Survey(_Encoder):
@@ -205,12 +216,13 @@ class _Survey(_Encoder):
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Of a batch of paths."""
         found = [self.document(path) for path in batch["path"]]
+        known = iter(self.known([document for document in found if document is not None]))
         layout, rows = self.engine.parts.layout, len(found)
         assert layout is not None
         return {
             "index": batch["index"],
             "tokens": [len(document.tokens) if document is not None else 0 for document in found],
-            "known": [document is not None and self.is_known(document) for document in found],
+            "known": [document is not None and next(known) for document in found],
             "bytes_per_token": [layout.bytes_per_token] * rows,
             "head_tokens": [len(self.head)] * rows,
             "max_tokens": [min(MAX_GROUP_TOKENS, self.max_tokens)] * rows,
@@ -231,12 +243,9 @@ class _Prefill(_Encoder):
         if self._deadline is not None and time.time() >= self._deadline:
             return {"documents": [len(new)], "new": [0], "unsaved": [0], "left": [True]}
         documents = [document for path in (*context, *new) if (document := self.document(path)) is not None]
-        registry = registry_of(self.session)
-        for document in documents:
-            registry.add(document.name, document.tokens, document.cuts)
         tokens, boundaries = join_group([document.tokens for document in documents], head=self.head)
-        chunks = self.engine.warm(tokens, boundaries=boundaries)
+        with self.registered(documents):
+            chunks = self.engine.warm(tokens, boundaries=boundaries)
         self.engine.flush()
-        registry.remove([document.name for document in documents])
         unsaved = int(self.engine.cache_stats(ask_tiers=False)["unsaved_chunks"])
         return {"documents": [len(new)], "new": [chunks], "unsaved": [unsaved], "left": [False]}
