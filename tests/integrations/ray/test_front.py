@@ -70,9 +70,8 @@ def test_whoever_stops_listening_is_a_client_that_has_gone() -> None:
 def test_metrics_of_replicas_are_told_apart(installed: None) -> None:
     from kvboost.integrations.ray.front import labelled
 
-    text = (
-        '# HELP a_total What.\n# TYPE a_total counter\na_total{tier="x\\"y"} 1.0\n# HELP b It.\n# TYPE b gauge\nb 2.0\n'
-    )
+    counter = '# HELP a_total What.\n# TYPE a_total counter\na_total{tier="x\\"} y"} 1.0\n'
+    text = counter + "# HELP b It.\n# TYPE b gauge\nb 2.0\n"
     families = {family.name: family for family in text_string_to_metric_families(labelled({"r1": text, "r2": text}))}
     assert [sample.labels for sample in families["a"].samples] == [
         {"tier": 'x"} y', "replica": "r1"},
