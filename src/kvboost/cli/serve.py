@@ -45,13 +45,13 @@ def serve(
 
     Ends at SIGTERM or Ctrl-C, once running requests are answered.
     """
-    if ray:
-        _serve_fleet(model, settings)
-        return
-    if given := settings.given(RayConfig):
+    if not ray and (given := settings.given(RayConfig)):
         raise ConfigError(f"{', '.join(given)} is for a fleet; add --ray, or leave it out")
     with _at_hangup(signal.SIG_IGN):  # until there are keys to read again
-        _serve(model, settings)
+        if ray:
+            _serve_fleet(model, settings)
+        else:
+            _serve(model, settings)
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def build_app(
         ray_actor_options={"num_cpus": 0},
     )
     bound = replicas.bind(model, engine=dict(engine or {}), server=server, runner=runner, limits=limits)
-    return fronts.bind(bound, limits=limits)
+    return fronts.bind(bound, limits=limits, root_path=server.root_path)
 
 
 def from_args(args: Mapping[str, Any]) -> serve.Application:

@@ -28,9 +28,9 @@ _PINS = "/v1/cache/pin"
 class Front:
     """What Serve makes. ``serve.ingress`` takes no class that can be called, as an ASGI app is."""
 
-    def __init__(self, replicas: Any, *, limits: Limits) -> None:
+    def __init__(self, replicas: Any, *, limits: Limits, root_path: str) -> None:
         """``replicas`` is Serve's handle of them."""
-        self._app = FleetApp(replicas, limits=limits)
+        self._app = FleetApp(replicas, limits=limits, root_path=root_path)
 
     def __serve_build_asgi_app__(self) -> FleetApp:
         """What ``serve.ingress`` asks for."""
@@ -40,9 +40,9 @@ class Front:
 class FleetApp:
     """The ASGI app of the fleet."""
 
-    def __init__(self, replicas: Any, *, limits: Limits) -> None:
+    def __init__(self, replicas: Any, *, limits: Limits, root_path: str = "") -> None:
         self._streamed, self._all = replicas.options(stream=True), replicas
-        self._limits = limits
+        self._limits, self._root = limits, root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -59,13 +59,16 @@ class FleetApp:
             return
         if body is None:
             return  # the client has gone
-        if scope["path"].startswith(_PINS):
+        asked = plain_scope(scope)
+        if self._root and asked["path"].startswith(self._root + "/"):
+            asked["path"] = asked["path"].removeprefix(self._root)  # a replica takes it with and without
+        if asked["path"].startswith(_PINS):
             one = "pins are of one process; a fleet has none: keep what must stay in the shared tier (kvboost warm)"
             await _refuse(scope, receive, send, ApiError(501, one, code="not_in_a_fleet"))
-        elif (scope["method"], scope["path"]) in _TO_ALL:
-            await (await self._from_all(plain_scope(scope), body))(scope, receive, send)
+        elif (asked["method"], asked["path"]) in _TO_ALL:
+            await (await self._from_all(asked, body))(scope, receive, send)
         else:
-            await self._from_one(plain_scope(scope), body, send)
+            await self._from_one(asked, body, send)
 
     async def _body(self, receive: Receive) -> bytes | None:
         """The body, or so much of it that the replica refuses it; None if the client has gone."""
