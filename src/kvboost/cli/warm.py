@@ -113,7 +113,8 @@ def _warm_pool(warming: Warming, *, hours: float | None, budget: str | None) -> 
 
     connect(cpus=warming.actors)
     note(f"reading {len(warming.paths)} documents with {warming.actors} of {warming.model}")
-    plan = warming.plan(budget_bytes=parse_bytes(budget, name="budget_bytes") if budget is not None else None)
+    limit = parse_bytes(budget, name="budget_bytes") if budget is not None else None
+    plan = warming.plan(warming.survey(), budget_bytes=limit)
     note(
         f"{plan.missing} of {plan.documents} documents are not stored: {plan.tokens} tokens to prefill, about "
         f"{plan.seconds / 3600:.2g} hours, {plan.nbytes / 1e6:.1f} MB at most"

@@ -25,37 +25,18 @@ from kvboost.approx.documents import (
     Document,
     join_group,
     max_document_tokens,
-    plan_groups,
     registry_of,
 )
 from kvboost.engine import KVBoost
 from kvboost.engine.documents import named_documents
 from kvboost.errors import ConfigError, PlaceError
+from kvboost.integrations.ray.warm_plan import CorpusSurvey, SurveyedDocument, WarmPlan
 from kvboost.types import GenerationMode
 
 _TIMED_TOKENS = 512  # prefilled by every actor, for the estimate of the time
 _SURVEY_BATCH = 16  # documents
 _MAX_BLOCKS = 1000  # of Ray Data: progress is seen by blocks
 _ASKED_AGAIN_S = 0.2
-
-
-@dataclass(frozen=True)
-class WarmPlan:
-    """What a run will do, said before it begins."""
-
-    documents: int
-    """Of the corpus, without those that are empty or too long."""
-    missing: int
-    groups: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-    """Prompts to prefill: the documents that stand before, and those that the group is for."""
-    tokens: int
-    """To prefill, the documents that stand before included."""
-    nbytes: int
-    """To write, at most."""
-    seconds: float
-    """Estimated, with all actors."""
-    over_budget: int
-    """Missing documents that are left out."""
 
 
 @dataclass(frozen=True)
@@ -84,41 +65,24 @@ class Warming:
     actor_cpus: float = 1.0
     actor_gpus: float = 0.0
 
-    def plan(self, *, budget_bytes: int | None = None) -> WarmPlan:
+    def survey(self) -> CorpusSurvey:
         """Read and tokenise the corpus, and ask the shared tier what it has of it."""
         rows = [{"index": index, "path": str(path)} for index, path in enumerate(self.paths)]
-        surveyed = sorted(self._run(_Survey, rows, batch_size=_SURVEY_BATCH), key=lambda row: int(row["index"]))
-        usable = [row for row in surveyed if row["tokens"] > 0]
+        found = sorted(self._run(_Survey, rows, batch_size=_SURVEY_BATCH), key=lambda row: int(row["index"]))
+        usable = [row for row in found if row["tokens"] > 0]
         if not usable:
             raise ConfigError("the corpus has no document that fits the model; split long ones")
-        lengths, known = [int(row["tokens"]) for row in usable], [bool(row["known"]) for row in usable]
-        per_token = int(usable[0]["bytes_per_token"])
-        head_tokens, limit = int(usable[0]["head_tokens"]), int(usable[0]["max_tokens"])
-        groups: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        tokens = over = 0
-        # Of all documents, not of the missing ones: see the module's invariants.
-        for context, new in plan_groups(
-            lengths,
-            [True] * len(lengths),
-            head_tokens=head_tokens,
-            context_documents=self.context_documents,
-            max_tokens=limit,
-        ):
-            missing = sum(not known[number] for number in new)
-            if not missing:
-                continue
-            own = head_tokens + sum(lengths[number] for number in (*context, *new))
-            if budget_bytes is not None and (tokens + own) * per_token > budget_bytes:
-                over += missing
-                continue
-            tokens += own
-            original = [int(usable[number]["index"]) for number in (*context, *new)]
-            groups.append((tuple(original[: len(context)]), tuple(original[len(context) :])))
-        per_second = min(float(row["tokens_per_second"]) for row in usable)
-        seconds = tokens / per_second / self.actors
-        return WarmPlan(
-            len(usable), known.count(False), tuple(groups), tokens, tokens * per_token, seconds, over_budget=over
+        return CorpusSurvey(
+            documents=tuple(SurveyedDocument(int(r["index"]), int(r["tokens"]), bool(r["known"])) for r in usable),
+            head_tokens=int(usable[0]["head_tokens"]),
+            max_tokens=int(usable[0]["max_tokens"]),
+            bytes_per_token=int(usable[0]["bytes_per_token"]),
+            tokens_per_second=min(float(row["tokens_per_second"]) for row in usable),
         )
+
+    def plan(self, survey: CorpusSurvey, *, budget_bytes: int | None = None) -> WarmPlan:
+        """What is to be prefilled."""
+        return survey.plan(context_documents=self.context_documents, actors=self.actors, budget_bytes=budget_bytes)
 
     def run(self, plan: WarmPlan, *, seconds: float | None = None, progress: bool = True) -> WarmResult:
         """Prefill what the plan names; groups that have not begun after ``seconds`` are left for another run."""
