@@ -24,6 +24,7 @@ def connect(*, cpus: float) -> None:
         ray.init(logging_level="error")
         return
     ray.init(
+        address="local",  # not another one of this machine's
         num_cpus=max(os.cpu_count() or 1, math.ceil(cpus) + 1),
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,
