@@ -38,7 +38,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(installed: None) -> Iterator[None]:
     """A Ray that every test uses."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_raylet_start_wait_time_s"] = "180"  # a busy machine takes long to start one
     ray.init(num_cpus=6, include_dashboard=False, object_store_memory=100 * 2**20, logging_level="error")
     yield
     ray.shutdown()

