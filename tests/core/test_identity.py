@@ -6,6 +6,7 @@ import pytest
 
 from kvboost.core.chunking import make_chunker
 from kvboost.core.identity import PromptKeys
+from kvboost.core.keys import fingerprint_root
 from kvboost.types import Fingerprint, ModelSnapshot
 
 _TOKENS = list(range(40))
@@ -55,6 +56,12 @@ def test_the_model_is_looked_at_once_for_a_key() -> None:
 def test_what_else_changes_kv_changes_the_root(other: dict[str, object]) -> None:
     model = _Model()
     assert _keys(model, **other).snapshot().root != _keys(model).snapshot().root  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [{}, {"tenant": "b"}, {"codec": "int8"}, {"keeps_decoded": True}])
+def test_the_root_is_that_of_the_fingerprint(given: dict[str, object]) -> None:
+    keys = _keys(_Model(), **given)  # type: ignore[arg-type]
+    assert fingerprint_root(keys.fingerprint()) == keys.snapshot().root
 
 
 def test_a_tenant_differs_in_nothing_but_its_name() -> None:

@@ -65,6 +65,19 @@ def test_a_lease_makes_a_prompt_young() -> None:
     assert len(held_keys(store, prompt("a"))) == 1
 
 
+def test_the_keys_in_memory_are_told_and_of_too_many_the_most_used() -> None:
+    store = MemoryStore(10_000)
+    chunks = prompt("a", "b", "c")
+    put_all(store, chunks)
+    other = store.for_tenant()
+    other.put(block_of(prompt("x")[0]))
+    held = [(chunk.prefix_key, chunk.content_key) for chunk in (*chunks, prompt("x")[0])]
+    assert sorted(store.held_keys(10)) == sorted(held), "of all tenants"
+    store.lease(chunks[:2]).release()
+    assert sorted(store.held_keys(2)) == sorted(held[:2])
+    assert store.held_keys(0) == []
+
+
 def test_the_block_itself_is_handed_out() -> None:
     """No copy: tensors are shared between readers, and a block found is the block put."""
     store = MemoryStore(1000)

@@ -9,7 +9,7 @@ registered before it is prefilled, so that it is cut in its own prompt as in eve
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
@@ -18,7 +18,8 @@ from kvboost.approx.find import ApproxReuse
 from kvboost.approx.registry import DocumentRegistry
 from kvboost.core.session import Session
 
-_MAX_GROUP_TOKENS = 2048  # prefilled as one prompt
+MAX_GROUP_TOKENS = 2048
+"""Prefilled as one prompt."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,7 @@ def add_documents(
 
     ``warm`` prefills the given tokens with the given boundaries.
     """
-    limits = [limit for limit in (session.limits.max_positions, session.limits.exact_limit) if limit is not None]
-    max_tokens = min(limits, default=None)
+    max_tokens = max_document_tokens(session)
     known = [document for document in documents if max_tokens is None or len(head) + len(document.tokens) <= max_tokens]
     if len(known) < len(documents):
         warnings.warn(
@@ -57,7 +57,7 @@ def add_documents(
         registry_of(session).add(document.name, document.tokens, document.cuts)
     fitting = [document.tokens for document in known]
     missing = [not session.prefiller.knows(tokens) for tokens in fitting]
-    limit = _MAX_GROUP_TOKENS if max_tokens is None else min(_MAX_GROUP_TOKENS, max_tokens)
+    limit = MAX_GROUP_TOKENS if max_tokens is None else min(MAX_GROUP_TOKENS, max_tokens)
     new = 0
     with tqdm(total=sum(missing), unit="doc", desc="prefilling", disable=not progress, delay=2) as bar:
         for tokens, boundaries, count in group_documents(
@@ -66,6 +66,12 @@ def add_documents(
             new += warm(tokens, boundaries)
             bar.update(count)
     return new
+
+
+def max_document_tokens(session: Session) -> int | None:
+    """The longest prompt that documents can be prefilled in; None if there is no limit."""
+    limits = [limit for limit in (session.limits.max_positions, session.limits.exact_limit) if limit is not None]
+    return min(limits, default=None)
 
 
 def registry_of(session: Session) -> DocumentRegistry:
@@ -85,32 +91,51 @@ def group_documents(
 ) -> Iterator[tuple[list[int], list[int], int]]:
     """Prompts that hold each missing document behind ``context_documents`` others: tokens, boundaries, new documents.
 
-    Each prompt holds the head, the documents before the new ones (the last ones for the very first), and the missing
-    documents that follow, up to ``max_tokens``. No document appears twice in one prompt. A document that fits behind
-    no other follows the head alone, however long it is.
+    Each begins with the head. See :func:`plan_groups`.
     """
-    count = len(documents)
+    lengths = [len(document) for document in documents]
+    for context, new in plan_groups(
+        lengths, missing, head_tokens=len(head), context_documents=context_documents, max_tokens=max_tokens
+    ):
+        yield *join_group([documents[number] for number in [*context, *new]], head=head), len(new)
+
+
+def join_group(documents: Iterable[list[int]], *, head: Sequence[int]) -> tuple[list[int], list[int]]:
+    """One prompt of the head and these documents, and where each ends."""
+    tokens, boundaries = list(head), [len(head)] if head else []
+    for document in documents:
+        tokens += document
+        boundaries.append(len(tokens))
+    return tokens, boundaries
+
+
+def plan_groups(
+    lengths: Sequence[int], missing: Sequence[bool], *, head_tokens: int, context_documents: int, max_tokens: int
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Which documents are prefilled in one prompt, by their numbers: those that stand before, and the missing ones.
+
+    The documents before the new ones are those before it in the given order (the last ones for the very first). The
+    missing documents that follow come in up to ``max_tokens``. No document appears twice in one prompt. A document
+    that fits behind no other follows the head alone, however long it is.
+    """
+    count = len(lengths)
     index = 0
     while index < count:
         if not missing[index]:
             index += 1
             continue
-        left = max_tokens - len(head) - len(documents[index])
-        numbers: list[int] = []
+        left = max_tokens - head_tokens - lengths[index]
+        context: list[int] = []
         for back in range(min(context_documents, count - 1), 0, -1):
             other = (index - back) % count
-            if len(documents[other]) <= left:
-                numbers.append(other)
-                left -= len(documents[other])
+            if lengths[other] <= left:
+                context.append(other)
+                left -= lengths[other]
         new = [index]
         for following in range(index + 1, count):
-            if not missing[following] or following in numbers or len(documents[following]) > left:
+            if not missing[following] or following in context or lengths[following] > left:
                 break
             new.append(following)
-            left -= len(documents[following])
-        tokens, boundaries = list(head), [len(head)] if head else []
-        for number in [*numbers, *new]:
-            tokens += documents[number]
-            boundaries.append(len(tokens))
-        yield tokens, boundaries, len(new)
+            left -= lengths[following]
+        yield context, new
         index += len(new)

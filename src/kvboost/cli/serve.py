@@ -11,29 +11,47 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from kvboost.cli.flags import Model, with_settings
 from kvboost.cli.output import note
 from kvboost.cli.settings import Settings
 from kvboost.config import RunnerConfig
 from kvboost.errors import ConfigError
+from kvboost.integrations.ray.config import RayConfig
+from kvboost.integrations.ray.installed import need_ray
 from kvboost.serve.config import ServerConfig
 from kvboost.serve.security.limits import Limits
+
+if TYPE_CHECKING:
+    from kvboost.serve.security.auth import Keys
 
 _SHADOW_SHARE = 0.02  # of the requests with non-prefix reuse are answered both ways
 
 
-@with_settings("serve")
-def serve(model: Model, *, settings: Settings) -> None:
+@with_settings("serve", "ray")
+def serve(
+    model: Model,
+    *,
+    ray: Annotated[bool, typer.Option("--ray", help="Run copies of the model under Ray Serve.")] = False,
+    settings: Settings,
+) -> None:
     """Serve a model to any OpenAI client, with the cache shared by all requests of a key.
 
     Ends at SIGTERM or Ctrl-C, once running requests are answered.
     """
+    if not ray and (given := settings.given(RayConfig)):
+        raise ConfigError(f"{', '.join(given)} is for a fleet; add --ray, or leave it out")
     with _at_hangup(signal.SIG_IGN):  # until there are keys to read again
-        _serve(model, settings)
+        if ray:
+            _serve_fleet(model, settings)
+        else:
+            _serve(model, settings)
 
 
 @contextmanager
@@ -49,17 +67,23 @@ def _at_hangup(do: Any) -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-def _serve(model: str, settings: Settings) -> None:
+@dataclass(frozen=True)
+class _Prepared:
+    """What a server is made of, checked as far as that goes without the model."""
+
+    config: ServerConfig
+    limits: Limits
+    keys: Keys
+    engine: dict[str, Any]
+
+
+def _prepare(model: str, settings: Settings) -> _Prepared:
     try:
-        from kvboost.serve.run import check_port, check_reach, read_keys_again
-        from kvboost.serve.run import serve as serve_engine
+        from kvboost.serve.run import check_reach
         from kvboost.serve.security.auth import Keys
     except ModuleNotFoundError as error:
         raise ConfigError(f'{error.name} is missing; install it with pip install "kvboost[serve]"') from error
-    from kvboost.engine import KVBoost
-    from kvboost.engine.memory import memory_shortfall
     from kvboost.hf.adapters import check_adapter
-    from kvboost.scheduler.runner import BatchRunner
 
     config, limits = settings.of(ServerConfig), settings.of(Limits)
     config = replace(config, served_model_name=config.served_model_name or model_name(model))
@@ -67,18 +91,58 @@ def _serve(model: str, settings: Settings) -> None:
     check_reach(config, keys)
     for name, path in config.adapters:
         check_adapter(name, path)
-    scheme = "http" if config.tls_cert_file is None else "https"
     engine_settings = settings.engine()
     if engine_settings.get("quality", "exact") not in ("exact", "auto"):
         engine_settings = {"shadow_share": _SHADOW_SHARE, **engine_settings}
     if "draft" in engine_settings:
         raise ConfigError("requests that run side by side are decoded without a draft; leave draft out of a server")
+    return _Prepared(config, limits, keys, engine_settings)
+
+
+def _say_address(config: ServerConfig, host: str, port: int) -> None:
+    scheme = "http" if config.tls_cert_file is None else "https"
+    note(
+        f"serving on {scheme}://{host}:{port}{config.root_path} "
+        f"(a page to look at; OpenAI clients: /v1, model {config.served_model_name})"
+    )
+
+
+def _serve_fleet(model: str, settings: Settings) -> None:
+    need_ray()
+    prepared, fleet = _prepare(model, settings), settings.of(RayConfig)
+    if prepared.config.port == 0:
+        raise ConfigError("port=0 is not for a fleet: Ray Serve listens on a port that is known before; give one")
+    from kvboost.integrations.ray import build_app, run_app
+    from kvboost.serve.run import check_port
+
+    check_port(prepared.config)
+    note(f"starting {fleet.replicas} of {model} under Ray Serve")
+    app = build_app(
+        model,
+        engine=prepared.engine,
+        server=prepared.config,
+        runner=settings.of(RunnerConfig),
+        limits=prepared.limits,
+        ray_config=fleet,
+    )
+    run_app(app, server=prepared.config, ray_config=fleet, ready=partial(_say_address, prepared.config))
+
+
+def _serve(model: str, settings: Settings) -> None:
+    prepared = _prepare(model, settings)
+    config, keys = prepared.config, prepared.keys
+    from kvboost.engine import KVBoost
+    from kvboost.engine.memory import memory_shortfall
+    from kvboost.scheduler.runner import BatchRunner
+    from kvboost.serve.run import check_port, read_keys_again
+    from kvboost.serve.run import serve as serve_engine
+
     check_port(config)
     # In a thread: a handler interrupts code that may hold the lock of the log.
     with _at_hangup(lambda *_: threading.Thread(target=read_keys_again, args=(keys,), daemon=True).start()):
         note(f"loading {model}")
         with (
-            KVBoost.from_pretrained(model, **engine_settings) as engine,
+            KVBoost.from_pretrained(model, **prepared.engine) as engine,
             BatchRunner(engine, **asdict(settings.of(RunnerConfig))) as runner,
         ):
             if (short := memory_shortfall(engine, kv_bytes=runner.kv_bytes)) is not None:
@@ -88,11 +152,8 @@ def _serve(model: str, settings: Settings) -> None:
                 runner,
                 config,
                 keys=keys,
-                limits=limits,
-                ready=lambda host, port: note(
-                    f"serving on {scheme}://{host}:{port}{config.root_path} "
-                    f"(a page to look at; OpenAI clients: /v1, model {config.served_model_name})"
-                ),
+                limits=prepared.limits,
+                ready=partial(_say_address, config),
             )
 
 

@@ -29,6 +29,7 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 
 from kvboost.config import EngineConfig, LoadConfig, RunnerConfig
 from kvboost.errors import ConfigError
+from kvboost.integrations.ray.config import RayConfig
 from kvboost.serve.config import ServerConfig
 from kvboost.serve.security.limits import Limits
 
@@ -57,6 +58,7 @@ SECTIONS: Mapping[str, tuple[type, ...]] = {
     "": (EngineConfig, LoadConfig),
     "chat": (ReplyConfig,),
     "serve": (ServerConfig, RunnerConfig, Limits),
+    "ray": (RayConfig,),
 }
 """The dataclasses of each table of a TOML file; those of ``""`` stand before all tables."""
 
@@ -67,6 +69,7 @@ PANELS = {
     ServerConfig: "Server",
     RunnerConfig: "Requests side by side",
     Limits: "Limits per client and request",
+    RayConfig: "A fleet (with --ray)",
 }
 
 

@@ -96,10 +96,13 @@ class PromptKeys:
         ids = token_array(tokens[start : min(start + longest, len(tokens) - 1)])
         return tail_keys(root, ids, behind)[::-1]
 
-    def _root(self, model: ModelSnapshot, **instead: str) -> bytes:
-        fields = {**model.fields, **instead}
+    def fingerprint(self, model: ModelSnapshot | None = None, **instead: str) -> Fingerprint:
+        """Everything that the keys of this tenant cover, for the model's current state or the one given."""
+        fields = {**(model or self._identity.snapshot()).fields, **instead}
         if self._keeps_decoded:
             # KV of decoded tokens rounds differently: what follows it may not mix with exact chunks.
             fields["numerics"] += "|decoded-rows"
-        fingerprint = Fingerprint(**fields, chunker=self._chunker.spec, codec=self._codec, tenant=self._tenant)
-        return fingerprint_root(fingerprint)
+        return Fingerprint(**fields, chunker=self._chunker.spec, codec=self._codec, tenant=self._tenant)
+
+    def _root(self, model: ModelSnapshot, **instead: str) -> bytes:
+        return fingerprint_root(self.fingerprint(model, **instead))

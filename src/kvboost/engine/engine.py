@@ -392,6 +392,10 @@ class KVBoost(PromptView):
         """The chunks in memory that were used most often; none if the store does not count."""
         return self._store.hottest(limit) if isinstance(self._store, MemoryStore | TieredStore) else []
 
+    def held_keys(self, limit: int) -> list[tuple[bytes, bytes]]:
+        """Key and content key of the chunks in memory, of all tenants; the most used if there are more. No I/O."""
+        return self._store.held_keys(limit) if isinstance(self._store, MemoryStore | TieredStore) else []
+
     def describe(self) -> dict[str, str]:
         """What this engine can do with its model, and why not more; what ``kvboost doctor`` prints."""
         return describe(self.parts, self.session)

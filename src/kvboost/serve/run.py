@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from kvboost.engine import KVBoost
 from kvboost.errors import ConfigError
@@ -114,8 +115,6 @@ def serve(
         limits: What one client may ask for.
         ready: Called with the address once requests are taken.
     """
-    if config.served_model_name is None:
-        raise ConfigError("clients need a name for the model; give ServerConfig(served_model_name=...)")
     keys = (
         keys
         if keys is not None
@@ -123,9 +122,27 @@ def serve(
     )
     check_reach(config, keys)
     limits = limits or Limits()
+    app = app_of(engine, runner, config, keys=keys, limits=limits)
+    with _listen(config) as listening, published_events(engine, config):
+        if ready is not None:
+            ready(config.host, int(listening.getsockname()[1]))
+        files = (config.tls_cert_file, config.tls_key_file) if config.tls_cert_file is not None else None
+        http = http_config(app, limits=limits, drain_seconds=config.drain_seconds, tls=files)
+        server = _Server(http, app.state.service, drain_seconds=config.drain_seconds)
+        try:
+            with busy_interpreter():
+                asyncio.run(server.serve(sockets=[listening]))
+        finally:
+            app.state.service.close()
+
+
+def app_of(engine: KVBoost, runner: JobRunner, config: ServerConfig, *, keys: Keys, limits: Limits) -> FastAPI:
+    """The app as ``config`` wants it, with its adapters loaded. Whoever asks for it closes ``app.state.service``."""
+    if config.served_model_name is None:
+        raise ConfigError("clients need a name for the model; give ServerConfig(served_model_name=...)")
     for name, path in config.adapters:
         engine.load_adapter(name, path)
-    app = make_app(
+    return make_app(
         engine,
         runner,
         model_name=config.served_model_name,
@@ -136,23 +153,21 @@ def serve(
         root_path=config.root_path,
         adapters=[name for name, _ in config.adapters],
     )
-    with _listen(config) as listening, published_events(engine, config):
-        if ready is not None:
-            ready(config.host, int(listening.getsockname()[1]))
-        files = (config.tls_cert_file, config.tls_key_file) if config.tls_cert_file is not None else None
-        http = http_config(app, limits=limits, drain_seconds=config.drain_seconds, tls=files)
-        server = _Server(http, app.state.service, drain_seconds=config.drain_seconds)
-        # Imports leave some 400,000 objects. A collection that walks over them stops every request for 0.3 seconds.
-        gc.collect()
-        gc.freeze()
-        switch = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_S)
-        try:
-            asyncio.run(server.serve(sockets=[listening]))
-        finally:
-            sys.setswitchinterval(switch)
-            gc.unfreeze()
-            app.state.service.close()
+
+
+@contextlib.contextmanager
+def busy_interpreter() -> Iterator[None]:
+    """Settings of this process while it serves."""
+    # Imports leave some 400,000 objects. A collection that walks over them stops every request for 0.3 seconds.
+    gc.collect()
+    gc.freeze()
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(switch)
+        gc.unfreeze()
 
 
 def check_reach(config: ServerConfig, keys: Keys) -> None:

@@ -235,6 +235,13 @@ class MemoryStore:
                 for e in entries
             ]
 
+    def held_keys(self, limit: int) -> list[tuple[bytes, bytes]]:
+        """Key and content key of the blocks in this memory, of all stores over it; the most used if there are more."""
+        with self._lock:
+            entries = self._entries.values()
+            told = entries if len(entries) <= limit else nlargest(limit, entries, key=lambda entry: entry.uses)
+            return [(entry.block.key, entry.block.content_key) for entry in told]
+
     def _hold(self, entries: Sequence[_Entry]) -> None:
         for entry in entries:
             entry.leases += 1

@@ -242,6 +242,10 @@ class TieredStore:
         """The blocks in memory that were leased most often, first the hottest."""
         return self._memory.hottest(limit)
 
+    def held_keys(self, limit: int) -> list[tuple[bytes, bytes]]:
+        """Key and content key of the blocks in memory; the most used if there are more."""
+        return self._memory.held_keys(limit)
+
     def clear(self) -> None:
         """Forget every block, in every tier."""
         self._writer.forget()

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Two vLLM servers with KVBoost's tiers over one Redis, behind vllm-router:  examples/fleet/vllm_router.sh MODEL
+# Needs: pip install vllm vllm-router "kvboost[redis]", and redis-server. Ends with Ctrl-C.
+# Not run as a whole in this repository's tests: they run vLLM with these tiers, and check that vllm-router knows the flags.
+set -euo pipefail
+MODEL="${1:?give a model: a folder or a hub name}"
+REDIS="${REDIS_PORT:-6390}"
+trap 'kill $(jobs -p)' EXIT
+redis-server --port "$REDIS" --bind 127.0.0.1 --save "" --appendonly no >/dev/null &
+TIERS='{"kv_connector": "KVBoostConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+  "kv_connector_extra_config": {"remote_url": "redis://127.0.0.1:'"$REDIS"'/0"}}'
+for port in 8101 8102; do
+  vllm serve "$MODEL" --host 127.0.0.1 --port "$port" --kv-transfer-config "$TIERS" &
+done
+vllm-router --host 127.0.0.1 --port 8000 --policy cache_aware --worker-startup-timeout-secs 1200 \
+  --worker-urls http://127.0.0.1:8101 http://127.0.0.1:8102

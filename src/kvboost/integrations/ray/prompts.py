@@ -1,0 +1,82 @@
+"""The prompt of an HTTP request, as the replica that gets it will read it: token ids, and where they are cut.
+
+Used by :mod:`kvboost.integrations.ray.router`, in the front's process: needs neither torch nor a model. Invariant: what
+cannot be read here is no error; the replica says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.types import Scope
+
+from kvboost.errors import ConfigError
+from kvboost.serve.errors import ApiError
+from kvboost.serve.generation.offers import as_function
+from kvboost.serve.generation.prompts import ChatPrompts, effort_variables, to_turn
+from kvboost.serve.schemas.chat import ChatRequest
+from kvboost.serve.schemas.completions import CompletionRequest
+from kvboost.serve.security.auth import Keys
+
+
+@dataclass(frozen=True)
+class AskedPrompt:
+    """What a request wants to have prefilled."""
+
+    tenant: str
+    token_ids: list[int]
+    boundaries: list[int]
+
+
+class PromptReader:
+    """Reads requests for one model. Thread-safe."""
+
+    def __init__(self, tokenizer: Any, *, min_gap: int, model_name: str, keys: Keys) -> None:
+        """``min_gap`` is the shortest chunk that a message's end may cut off."""
+        self._tokenizer, self._model_name, self._keys = tokenizer, model_name, keys
+        self._chats = ChatPrompts(tokenizer, min_gap=min_gap)
+
+    def read(self, scope: Scope, body: bytes) -> AskedPrompt | None:
+        """The prompt; of several the first. None if there is none, or if it is not known how the model reads it."""
+        readers = {"/v1/chat/completions": self._chat, "/v1/completions": self._completion}
+        reader = readers.get(scope["path"])
+        headers = dict(scope["headers"])
+        caller = self._keys.caller(headers.get(b"authorization", b"Bearer " + headers.get(b"x-api-key", b"")))
+        if reader is None or caller is None:
+            return None
+        try:
+            found = reader(body, caller.tenant)
+        except (ApiError, ConfigError, ValidationError, UnicodeError):
+            return None
+        return AskedPrompt(caller.tenant, *found) if found is not None else None
+
+    def _chat(self, body: bytes, tenant: str) -> tuple[list[int], list[int]] | None:
+        asked = ChatRequest.model_validate_json(body)
+        if asked.model not in (None, self._model_name):
+            return None  # an adapter: its keys are others
+        functions = [tool.function for tool in asked.tools or [] if asked.tool_choice != "none"]
+        tools = [
+            as_function(f.name, description=f.description, parameters=f.parameters, strict=f.strict) for f in functions
+        ]
+        prompt = self._chats.encode(
+            [to_turn(message) for message in asked.messages],
+            tenant=tenant,
+            cache_key=asked.prompt_cache_key or "",
+            tools=tools,
+            template_kwargs={**effort_variables(asked.reasoning_effort), **(asked.chat_template_kwargs or {})},
+        )
+        return prompt.token_ids, prompt.boundaries
+
+    def _completion(self, body: bytes, tenant: str) -> tuple[list[int], list[int]] | None:
+        asked = CompletionRequest.model_validate_json(body)
+        if asked.model not in (None, self._model_name):
+            return None
+        first: Any = asked.prompt
+        if isinstance(first, list) and first and not isinstance(first[0], int):
+            first = first[0]
+        if isinstance(first, str):
+            with self._chats.in_use():
+                first = [int(i) for i in self._tokenizer(first)["input_ids"]]
+        return first, []

@@ -1,0 +1,215 @@
+"""``kvboost warm --ray``: a corpus prefilled by a pool of actors, its records written to the shared tier.
+
+Called by :mod:`kvboost.cli.warm`. Two passes of Ray Data over the corpus: the first counts tokens and asks the shared
+tier what it has, the second prefills what is missing. Invariants: which documents share a prompt follows from the
+corpus alone, so a group that is run again has the same keys, finds what was written of it, and stores nothing twice,
+whoever was killed in between; a group of which every document is stored is not run; the driver holds no document.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray.data
+from ray.data import ActorPoolStrategy
+from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
+
+from kvboost.approx.documents import (
+    MAX_GROUP_TOKENS,
+    Document,
+    join_group,
+    max_document_tokens,
+    registry_of,
+)
+from kvboost.engine import KVBoost
+from kvboost.engine.documents import named_documents
+from kvboost.errors import ConfigError, PlaceError
+from kvboost.integrations.ray.warm_plan import CorpusSurvey, SurveyedDocument, WarmPlan
+from kvboost.types import GenerationMode
+
+_TIMED_TOKENS = 512  # prefilled by every actor, for the estimate of the time
+_SURVEY_BATCH = 16  # documents
+_MAX_BLOCKS = 1000  # of Ray Data: progress is seen by blocks
+_ASKED_AGAIN_S = 0.2
+
+
+@dataclass(frozen=True)
+class WarmResult:
+    """What a run did."""
+
+    documents: int
+    """Of the groups that were run."""
+    new_chunks: int
+    unsaved: int
+    left: int
+    """Missing documents that the time did not suffice for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warming:
+    """A corpus and how it is prefilled."""
+
+    model: str
+    engine: Mapping[str, Any]
+    """Keyword arguments of ``KVBoost.from_pretrained``."""
+    paths: Sequence[Path]
+    head: str | None = None
+    context_documents: int = 2
+    actors: int = 1
+    actor_cpus: float = 1.0
+    actor_gpus: float = 0.0
+
+    def survey(self) -> CorpusSurvey:
+        """Read and tokenise the corpus, and ask the shared tier what it has of it."""
+        rows = [{"index": index, "path": str(path)} for index, path in enumerate(self.paths)]
+        found = sorted(self._run(_Survey, rows, batch_size=_SURVEY_BATCH), key=lambda row: int(row["index"]))
+        usable = [row for row in found if row["tokens"] > 0]
+        if not usable:
+            raise ConfigError("the corpus has no document that fits the model; split long ones")
+        return CorpusSurvey(
+            documents=tuple(SurveyedDocument(int(r["index"]), int(r["tokens"]), bool(r["known"])) for r in usable),
+            head_tokens=int(usable[0]["head_tokens"]),
+            max_tokens=int(usable[0]["max_tokens"]),
+            bytes_per_token=int(usable[0]["bytes_per_token"]),
+            tokens_per_second=min(float(row["tokens_per_second"]) for row in usable),
+        )
+
+    def plan(self, survey: CorpusSurvey, *, budget_bytes: int | None = None) -> WarmPlan:
+        """What is to be prefilled."""
+        return survey.plan(context_documents=self.context_documents, actors=self.actors, budget_bytes=budget_bytes)
+
+    def run(self, plan: WarmPlan, *, seconds: float | None = None, progress: bool = True) -> WarmResult:
+        """Prefill what the plan names; groups that have not begun after ``seconds`` are left for another run."""
+        deadline = time.time() + seconds if seconds is not None else None
+        rows = [
+            {"group": json.dumps([[str(self.paths[number]) for number in numbers] for numbers in group])}
+            for group in plan.groups
+        ]
+        documents = new = unsaved = left = 0
+        with tqdm(total=sum(len(own) for _, own in plan.groups), unit="doc", disable=not progress) as bar:
+            for row in self._run(_Prefill, rows, batch_size=1, deadline=deadline) if rows else ():
+                documents += int(row["documents"]) if not row["left"] else 0
+                left += int(row["documents"]) if row["left"] else 0
+                new, unsaved = new + int(row["new"]), unsaved + int(row["unsaved"])
+                bar.update(int(row["documents"]))
+        return WarmResult(documents, new, unsaved, left)
+
+    def _run(
+        self, actor: type, rows: list[dict[str, Any]], *, batch_size: int, **more: Any
+    ) -> Iterator[dict[str, Any]]:
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False  # there is one of ours
+        blocks = max(1, min(_MAX_BLOCKS, len(rows) // batch_size))
+        made = {"model": self.model, "engine": dict(self.engine), "head": self.head, **more}
+        results = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
+            actor,
+            batch_size=batch_size,
+            fn_constructor_kwargs=made,
+            compute=ActorPoolStrategy(size=min(self.actors, blocks)),
+            num_cpus=self.actor_cpus,
+            num_gpus=self.actor_gpus,
+        )
+        yield from results.iter_rows()
+
+
+class _Encoder:
+    """A model of its own, and documents as it reads them."""
+
+    def __init__(self, *, model: str, engine: Mapping[str, Any], head: str | None) -> None:
+        self.engine = KVBoost.from_pretrained(model, **engine)
+        if self.engine.session is None:
+            raise ConfigError(f"{model} allows no reuse; nothing can be warmed")
+        self.session = self.engine.session
+        self.head = self.engine.encode(head) if head is not None else []
+        longest = max_document_tokens(self.session)
+        self.max_tokens = longest if longest is not None else 2**62
+
+    def document(self, path: str) -> Document | None:
+        """None for one that is empty or does not fit."""
+        text = Path(path).read_text(encoding="utf-8")
+        if not text.strip():
+            return None
+        parts = self.engine.parts
+        (document,) = named_documents([text], parts.encoder, parts.chunker, ids=None, key=None)
+        return document if len(self.head) + len(document.tokens) <= self.max_tokens else None
+
+    def known(self, documents: Sequence[Document]) -> list[bool]:
+        """Which of them the shared tier has wholly. Raises PlaceError if it does not answer."""
+        with self.registered(documents):
+            known = [self.session.prefiller.knows(document.tokens) for document in documents]
+            if not all(known):
+                time.sleep(_ASKED_AGAIN_S)  # a tier that was late once makes nobody compute a document again
+                known = [
+                    there or self.session.prefiller.knows(document.tokens)
+                    for document, there in zip(documents, known, strict=True)
+                ]
+        silent = [name for name, tier in self.engine.tier_states().items() if not tier.available]
+        if silent:
+            raise PlaceError(f"{', '.join(silent)} does not answer; warm again when it does")
+        return known
+
+    @contextmanager
+    def registered(self, documents: Sequence[Document]) -> Iterator[None]:
+        """Inside, these are cut wherever they stand as they are on their own."""
+        registry = registry_of(self.session)
+        for document in documents:
+            registry.add(document.name, document.tokens, document.cuts)
+        try:
+            yield
+        finally:
+            registry.remove([document.name for document in documents])
+
+
+class _Survey(_Encoder):
+    """Counts the tokens of documents, and asks whether they are stored."""
+
+    def __init__(self, **made: Any) -> None:
+        super().__init__(**made)
+        ids = [1 + number % 100 for number in range(min(_TIMED_TOKENS, self.max_tokens))]
+        for _ in range(2):  # the first one is slower
+            began = time.perf_counter()
+            self.engine.prefill(ids, mode=GenerationMode.BASELINE)
+            self.per_second = len(ids) / (time.perf_counter() - began)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Of a batch of paths."""
+        found = [self.document(path) for path in batch["path"]]
+        known = iter(self.known([document for document in found if document is not None]))
+        layout, rows = self.engine.parts.layout, len(found)
+        assert layout is not None
+        return {
+            "index": batch["index"],
+            "tokens": [len(document.tokens) if document is not None else 0 for document in found],
+            "known": [document is not None and next(known) for document in found],
+            "bytes_per_token": [layout.bytes_per_token] * rows,
+            "head_tokens": [len(self.head)] * rows,
+            "max_tokens": [min(MAX_GROUP_TOKENS, self.max_tokens)] * rows,
+            "tokens_per_second": [self.per_second] * rows,
+        }
+
+
+class _Prefill(_Encoder):
+    """Prefills groups, and writes their records before it says so."""
+
+    def __init__(self, *, deadline: float | None, **made: Any) -> None:
+        super().__init__(**made)
+        self._deadline = deadline
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """One group."""
+        context, new = json.loads(batch["group"][0])
+        if self._deadline is not None and time.time() >= self._deadline:
+            return {"documents": [len(new)], "new": [0], "unsaved": [0], "left": [True]}
+        documents = [document for path in (*context, *new) if (document := self.document(path)) is not None]
+        tokens, boundaries = join_group([document.tokens for document in documents], head=self.head)
+        with self.registered(documents):
+            chunks = self.engine.warm(tokens, boundaries=boundaries)
+        self.engine.flush()
+        unsaved = int(self.engine.cache_stats(ask_tiers=False)["unsaved_chunks"])
+        return {"documents": [len(new)], "new": [chunks], "unsaved": [unsaved], "left": [False]}

@@ -1,0 +1,140 @@
+"""Prompts as a router reads them, against the engine and the server that will read them. Needs no Ray."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvboost import KVBoost
+from kvboost.core.chunking import make_chunker
+from kvboost.core.keys import chunk_keys, token_array
+from kvboost.fleet.index import FleetIndex
+from kvboost.fleet.route import RouteCosts, RoutePrompt, Router
+from kvboost.hf.breaks import break_table
+from kvboost.hf.light_tokenizer import light_tokenizer
+from kvboost.integrations.ray.prompts import PromptReader
+from kvboost.integrations.ray.told import Facts, held_update
+from kvboost.scheduler.runner import BatchRunner
+from kvboost.serve.app import make_app
+from kvboost.serve.security.auth import Keys
+from tests.integrations.ray.fleets import text
+from tests.serve.asgi import ask
+
+_KEYS = ("first-key", "second-key")
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[KVBoost]:
+    with KVBoost.from_pretrained(str(model), cache_bytes=4 * 10**7) as made:
+        yield made
+
+
+def _scope(path: str, key: str | None = None) -> dict[str, Any]:
+    headers = [(b"authorization", f"Bearer {key}".encode())] if key is not None else []
+    return {"type": "http", "method": "POST", "path": path, "headers": headers}
+
+
+def _facts(engine: KVBoost) -> Facts:
+    assert engine.session is not None
+    made = Facts(
+        fingerprint=engine.session.prefiller.keys.fingerprint(),
+        chunking=str(engine.config.chunking),
+        chunk_tokens=engine.config.chunk_tokens,
+        approximate=False,
+        shares=False,
+    )
+    carried = json.loads(json.dumps(made.to_dict()))  # as plain values
+    assert Facts.from_dict(carried) == made
+    return made
+
+
+@pytest.mark.parametrize("key", [None, *_KEYS])
+@pytest.mark.parametrize("endpoint", ["chat", "completion"])
+def test_the_keys_are_those_that_the_server_stores_under(
+    endpoint: str, key: str | None, model: Path, engine: KVBoost
+) -> None:
+    keys = Keys(_KEYS if key is not None else (), secret=b"x" * 32)
+    path, body = {
+        "completion": ("/v1/completions", {"prompt": text(1), "max_tokens": 1}),
+        "chat": (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "system", "content": text(2)}, {"role": "user", "content": [_part(3), _part(4)]}],
+                "max_tokens": 1,
+            },
+        ),
+    }[endpoint]
+    body["model"] = "tiny"
+    engine.purge_all()
+    with BatchRunner(engine) as runner:
+        app = make_app(engine, runner, model_name="tiny", keys=keys)
+        headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        assert ask(app, "POST", path, json=body, headers=headers).status_code == 200
+        app.state.service.close()
+    held = held_update(engine.held_keys(10**6))
+
+    tokenizer = light_tokenizer(str(model))
+    facts = _facts(engine)
+    chunker = make_chunker(facts.chunking, size=facts.chunk_tokens, breaks=break_table(tokenizer))
+    assert chunker.spec == facts.fingerprint.chunker
+    reader = PromptReader(tokenizer, min_gap=chunker.min_tokens, model_name="tiny", keys=keys)
+    asked = reader.read(_scope(path, key), json.dumps(body).encode())
+    assert asked is not None
+    ids = token_array(asked.token_ids)
+    chunks = chunk_keys(facts.root(asked.tenant), ids, chunker.cut(ids, asked.boundaries))
+    prompt = RoutePrompt.of(chunks, prompt_tokens=len(ids))
+    assert len(chunks) > 8
+    assert np.isin(prompt.prefix_keys, held.added).mean() > 0.95
+    assert np.isin(prompt.content_keys, held.added).mean() > 0.95
+
+    index = FleetIndex()
+    index.apply("has it", held)
+    index.apply("has nothing", held_update([]))
+    router = Router(index, RouteCosts(compute=1.0, move=0.2))
+    choice = router.choose(prompt, queues={"has nothing": 0.0, "has it": 0.0})
+    assert (choice.replica, choice.known) == ("has it", True)
+    if key is not None:
+        other = RoutePrompt.of(
+            chunk_keys(facts.root("another tenant"), ids, chunker.cut(ids, asked.boundaries)), prompt_tokens=len(ids)
+        )
+        assert not router.choose(other, queues={"has nothing": 0.0, "has it": 0.0}).known, "tenants share nothing"
+
+
+def _part(seed: int) -> dict[str, str]:
+    return {"type": "text", "text": text(seed, 60)}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "key"),
+    [
+        ("/v1/completions", b"no json", "first-key"),
+        ("/v1/completions", b'{"prompt": 5}', "first-key"),
+        ("/v1/completions", b'{"prompt": "x", "model": "an-adapter"}', "first-key"),
+        ("/v1/completions", b'{"prompt": "x", "model": "tiny"}', "wrong-key"),
+        ("/v1/completions", b"\xff\xfe", "first-key"),
+        ("/v1/completions", b'{"prompt": [-1], "model": "tiny"}', "first-key"),
+        ("/v1/chat/completions", b'{"messages": []}', "first-key"),
+        ("/v1/nothing", b'{"prompt": "x"}', "first-key"),
+        ("/v1/models", b"", "first-key"),
+    ],
+)
+def test_what_cannot_be_read_is_left_to_the_replica(path: str, body: bytes, key: str, model: Path) -> None:
+    reader = PromptReader(light_tokenizer(str(model)), min_gap=4, model_name="tiny", keys=Keys(_KEYS, secret=b"x" * 32))
+    asked = reader.read(_scope(path, key), body)
+    assert asked is None or not asked.token_ids or min(asked.token_ids) >= 0
+
+
+def test_what_a_front_imports_has_no_torch() -> None:
+    modules = ["prompts", "told", "config"]
+    code = "import sys\n" + "".join(f"import kvboost.integrations.ray.{name}\n" for name in modules)
+    code += "import kvboost.hf.breaks, kvboost.hf.light_tokenizer, kvboost.fleet.route, transformers\n"
+    code += "from transformers import PreTrainedTokenizerFast\n"
+    code += "sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
