@@ -190,7 +190,7 @@ def _check(report: Report, trace: Trace, args: argparse.Namespace) -> None:
         report.raw[str(replicas)] = found
         report.failed |= replicas == 32 and ratio < _BAR
     table.notes.append(
-        f"In brackets: an earlier, independent count. All {len(trace.prompts):,} requests; least recently used evicted, "
+        f"In brackets: an earlier count. All {len(trace.prompts):,} requests; least recently used evicted, "
         f"memory {args.percent:g} % of the footprint each, tokens sent to a replica at most 10 % above the mean."
     )
 
