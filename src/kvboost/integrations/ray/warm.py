@@ -29,7 +29,7 @@ from kvboost.approx.documents import (
 )
 from kvboost.engine import KVBoost
 from kvboost.engine.documents import named_documents
-from kvboost.errors import ConfigError, PlaceError
+from kvboost.errors import CapacityError, ConfigError, PlaceError
 from kvboost.integrations.ray.warm_plan import CorpusSurvey, SurveyedDocument, WarmPlan
 from kvboost.types import GenerationMode
 
@@ -136,7 +136,10 @@ class _Encoder:
         if not text.strip():
             return None
         parts = self.engine.parts
-        (document,) = named_documents([text], parts.encoder, parts.chunker, ids=None, key=None)
+        try:
+            (document,) = named_documents([text], parts.encoder, parts.chunker, ids=None, key=None)
+        except CapacityError:
+            return None
         return document if len(self.head) + len(document.tokens) <= self.max_tokens else None
 
     def known(self, documents: Sequence[Document]) -> list[bool]:
