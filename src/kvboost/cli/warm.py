@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _PLACES = ("disk_cache_dir", "remote_url", "object_url")
 _SHARED_PLACES = ("remote_url", "object_url")
 _TEXTS = ("*.txt", "*.md", "*.rst")
+_NAMED = 10  # documents that are left out
 
 
 @with_settings()
@@ -114,7 +115,12 @@ def _warm_pool(warming: Warming, *, hours: float | None, budget: str | None) -> 
     connect(cpus=warming.actors)
     note(f"reading {len(warming.paths)} documents with {warming.actors} of {warming.model}")
     limit = parse_bytes(budget, name="budget_bytes") if budget is not None else None
-    plan = warming.plan(warming.survey(), budget_bytes=limit)
+    survey = warming.survey()
+    for number in survey.unusable[:_NAMED]:
+        note(f"left out {warming.paths[number]}: it is empty, or longer than the model takes")
+    if (more := len(survey.unusable) - _NAMED) > 0:
+        note(f"left out {more} others, for the same reason")
+    plan = warming.plan(survey, budget_bytes=limit)
     note(
         f"{plan.missing} of {plan.documents} documents are not stored: {plan.tokens} tokens to prefill, about "
         f"{plan.seconds / 3600:.2g} hours, {plan.nbytes / 1e6:.1f} MB at most"

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.common.servers import RedisServer, redis_server
 from kvboost import KVBoost
-from kvboost.errors import ConfigError
+from kvboost.errors import ConfigError, PlaceError
 from kvboost.store.admin import open_catalogue
 from tests.integrations.ray.conftest import until
 from tests.integrations.ray.fleets import kill, text
@@ -150,6 +150,7 @@ def test_a_driver_that_is_killed_goes_on_where_it_was(
     assert second.returncode == 0, second.stderr
     assert "of 200 documents are not stored" in second.stderr
     assert "200 of 200" not in second.stderr, "some are there"
+    assert "empty.txt: it is empty, or longer than the model takes" in second.stderr
     # A group all of whose documents stood before others is not run again, so there may be fewer.
     assert partly < _keys(redis_at.url) <= clean.keys
     _all_stored(model, corpus, redis_at.url)
@@ -190,3 +191,12 @@ def test_documents_that_do_not_fit_are_said(model: Path, tmp_path: Path, redis_a
     (tmp_path / "long.txt").write_text("word " * 3000)
     with pytest.raises(ConfigError, match="no document that fits"):
         _warming(model, [tmp_path / "long.txt"], redis_at.url).survey()
+
+
+def test_a_tier_that_is_away_is_said_in_our_words(model: Path, tmp_path: Path, cluster: None) -> None:
+    """Not as Ray's trace of what its actor raised."""
+    (tmp_path / "a.txt").write_text(text(1, 40))
+    with redis_server() as redis:
+        url = redis.url
+    with pytest.raises(PlaceError, match="does not answer; warm again when it does"):
+        _warming(model, [tmp_path / "a.txt"], url).survey()

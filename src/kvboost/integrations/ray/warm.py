@@ -69,6 +69,8 @@ class Warming:
         """Read and tokenise the corpus, and ask the shared tier what it has of it."""
         rows = [{"index": index, "path": str(path)} for index, path in enumerate(self.paths)]
         found = sorted(self._run(_Survey, rows, batch_size=_SURVEY_BATCH), key=lambda row: int(row["index"]))
+        if failed := next((row["failed"] for row in found if row["failed"]), None):
+            raise PlaceError(failed)  # raised by an actor, it would come as Ray's trace
         usable = [row for row in found if row["tokens"] > 0]
         if not usable:
             raise ConfigError("the corpus has no document that fits the model; split long ones")
@@ -78,6 +80,7 @@ class Warming:
             max_tokens=int(usable[0]["max_tokens"]),
             bytes_per_token=int(usable[0]["bytes_per_token"]),
             tokens_per_second=min(float(row["tokens_per_second"]) for row in usable),
+            unusable=tuple(int(row["index"]) for row in found if row["tokens"] == 0),
         )
 
     def plan(self, survey: CorpusSurvey, *, budget_bytes: int | None = None) -> WarmPlan:
@@ -183,7 +186,11 @@ class _Survey(_Encoder):
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Of a batch of paths."""
         found = [self.document(path) for path in batch["path"]]
-        known = iter(self.known([document for document in found if document is not None]))
+        usable, failed = [document for document in found if document is not None], ""
+        try:
+            known = iter(self.known(usable))
+        except PlaceError as error:
+            known, failed = iter([False] * len(usable)), str(error)
         layout, rows = self.engine.parts.layout, len(found)
         assert layout is not None
         return {
@@ -194,6 +201,7 @@ class _Survey(_Encoder):
             "head_tokens": [len(self.head)] * rows,
             "max_tokens": [min(MAX_GROUP_TOKENS, self.max_tokens)] * rows,
             "tokens_per_second": [self.per_second] * rows,
+            "failed": [failed] * rows,
         }
 
 

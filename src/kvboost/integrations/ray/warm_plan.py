@@ -52,6 +52,8 @@ class CorpusSurvey:
     bytes_per_token: int
     tokens_per_second: float
     """Of one actor."""
+    unusable: tuple[int, ...] = ()
+    """The numbers of documents that are empty or do not fit the model."""
 
     def plan(self, *, context_documents: int, actors: int, budget_bytes: int | None = None) -> WarmPlan:
         """What is to be prefilled."""
