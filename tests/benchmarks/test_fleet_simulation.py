@@ -106,7 +106,9 @@ def test_replicas_fail_and_nothing_is_lost(traces: Path, router: str) -> None:
     out = simulate(trace, fleet, ROUTERS[router](), requests=requests, outages=outages)
     assert out.retried > 0
     assert min(out.ttft) > 0.0
-    assert np.mean(out.ttft) > np.mean(fine.ttft)
+    # Not that it is slower or finds less: other draws follow, and fewer replicas share their memories better.
+    assert (len(out.ttft), out.tokens) == (len(fine.ttft), fine.tokens)
+    assert out.local != fine.local, "memories were emptied"
 
 
 def test_all_replicas_away_at_once_are_waited_for(traces: Path) -> None:
