@@ -107,7 +107,8 @@ def test_replicas_fail_and_nothing_is_lost(traces: Path, router: str) -> None:
     assert out.retried > 0
     assert min(out.ttft) > 0.0
     # Not that it is slower or finds less: other draws follow, and fewer replicas share their memories better.
-    assert (len(out.ttft), out.tokens) == (len(fine.ttft), fine.tokens)
+    assert len(out.ttft) == len(fine.ttft)
+    assert out.tokens > fine.tokens, "what was retried is read again"
     assert out.local != fine.local, "memories were emptied"
 
 
