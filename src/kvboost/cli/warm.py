@@ -67,6 +67,7 @@ def warm(
     if not set(places) & settings.engine().keys():
         raise ConfigError("the KV would be gone with this process; give --disk-cache-dir or --remote-url to keep it")
     beginning = _text_of(head) if head is not None else None
+    paths = list(_documents(files))
     if settings.engine().get("quality", "exact") == "exact":
         raise ConfigError("documents are prefilled for reuse anywhere in a prompt; add --quality high, here and later")
     _check_places(settings)
@@ -76,7 +77,7 @@ def warm(
         warming = Warming(
             model=model,
             engine=settings.engine(),
-            paths=list(_documents(files)),
+            paths=paths,
             head=beginning,
             context_documents=context_documents,
             actors=actors,
@@ -84,7 +85,7 @@ def warm(
         )
         _warm_pool(warming, hours=budget_hours, budget=budget_bytes)
         return
-    documents = [(path, _text_of(path)) for path in _documents(files)]
+    documents = [(path, _text_of(path)) for path in paths]
     from kvboost.engine import KVBoost
 
     note(f"loading {model}")
