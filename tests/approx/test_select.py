@@ -112,7 +112,8 @@ def test_exact_means_nothing_moves_and_high_repairs_more_than_fast() -> None:
     assert high.strategy.name == fast.strategy.name == "even", "a family that was not measured"
     [llama] = choose_repairs(EngineConfig(quality="high"), family="llama")
     [given] = choose_repairs(EngineConfig(quality="high", recompute_strategy="first"), family="llama")
-    assert (llama.strategy.name, given.strategy.name) == ("auto", "first")
+    [gemma] = choose_repairs(EngineConfig(quality="fast"), family="gemma3_text")
+    assert (llama.strategy.name, gemma.strategy.name, given.strategy.name) == ("auto", "auto", "first")
     tried = choose_repairs(EngineConfig(quality="auto"), family="qwen2")
     assert [one.strategy.name for one in tried] == ["none", "even", "even"]
     with pytest.raises(ConfigError, match="recompute_overlap belongs to"):

@@ -33,7 +33,7 @@ class _Last:
     def load(self) -> None:
         return None
 
-    def save(self, state: TrustState) -> None:
+    def save(self, state: TrustState, *, anew: bool = False) -> None:
         self.state = state
 
 
@@ -60,6 +60,17 @@ def test_what_was_earned_is_kept_and_its_recent_checks_are(tmp_path: Path) -> No
     kept = TrustFile(tmp_path, identity=lambda: "a model").load()
     assert kept == TrustState(0, True, checked=250, differed=25, recent_checked=50, recent_differed=5)
     assert made(tmp_path).allowed
+
+
+def test_a_repair_that_another_process_has_given_up_stays_given_up(tmp_path: Path) -> None:
+    one, two = made(tmp_path), made(tmp_path)
+    while one.standing.rung == 0:
+        one.observe(True)
+    while not two.allowed:
+        two.observe(False)
+    assert made(tmp_path).standing == (False, True, 1)
+    two.reset()
+    assert made(tmp_path).standing == (False, True, 0), "unless the user says so"
 
 
 def test_another_model_has_earned_nothing(tmp_path: Path) -> None:
@@ -92,6 +103,7 @@ def test_what_a_model_that_changed_shows_is_not_kept_as_the_first_ones(tmp_path:
         '{"format": 1, "identity": "a model", "state": {"checked": 3, "differed": 4}}',
         '{"format": 1, "identity": "a model", "state": {"earned": 1}}',
         '{"format": 1, "identity": "a model", "state": {"rung": -1}}',
+        '{"format": 1, "identity": "a model", "state": {"checked": 1000000000000000}}',
         '{"format": 1, "identity": "a model", "state": {"other": 1}}',
         '{"format": 1, "identity": "another", "state": {"earned": true}}',
     ],
@@ -106,6 +118,20 @@ def test_a_file_of_no_use_counts_as_none(tmp_path: Path, content: str, caplog: p
     assert "earned anew" in caplog.text
     trust.observe(False)
     assert json.loads(file.read_text())["state"]["checked"] == 1
+
+
+def test_a_state_behind_the_last_repair_allows_nothing(tmp_path: Path) -> None:
+    TrustFile(tmp_path, identity=lambda: "a model").save(TrustState(rung=9, earned=True))
+    assert made(tmp_path).standing == (False, False, 1)
+
+
+def test_whatever_keeps_it_from_being_kept_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As the model's identity does after a move to another device."""
+    names = iter(["a model"])
+    trust = EarnedTrust(0.3, repairs=["cheap"], keeper=TrustFile(tmp_path, identity=lambda: next(names)))
+    trust.observe(False)
+    trust.observe(False)
+    assert (trust.bound.checked, caplog.text.count("cannot be written")) == (2, 1)
 
 
 def test_a_directory_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ from kvboost.approx.calibration import Calibration
 from kvboost.approx.find import ApproxReuse, probe_approx
 from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.levels import Repair, choose_repairs, must_be_earned, tolerated_share
+from kvboost.approx.shadow import FIRST_TOKENS
 from kvboost.approx.trust import EarnedTrust
 from kvboost.approx.trust_file import TrustFile
 from kvboost.config import EngineConfig
@@ -63,11 +64,12 @@ class ApproxSettings:
 
     def _trust(self, keys: PromptKeys) -> EarnedTrust:
         share, names = self.repairs[0].tolerated_share, [str(one) for one in self.repairs]
+        exactly = [f"{one.strategy!r}:{one.ratio!r}:{one.tolerated_error!r}" for one in self.repairs]
 
         def identity() -> str:
             fields = keys.snapshot().model.fields
-            model = [fields[name] for name in ("weights", "config", "rope", "dtype")]
-            return "|".join([*model, keys.conditions, str(share), *names])
+            model = [fields[name] for name in ("weights", "config", "rope", "dtype", "attention")]
+            return "|".join([*model, keys.conditions, str(share), str(FIRST_TOKENS), *exactly])
 
         keeper = TrustFile(self.trust_dir, identity=identity) if self.trust_dir is not None else None
         return EarnedTrust(share, repairs=names, keeper=keeper)

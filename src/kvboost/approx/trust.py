@@ -3,7 +3,7 @@
 Used instead of :class:`kvboost.approx.guard.ReuseGuard` with ``quality="auto"``. Repairs are tried one after another,
 cheapest first, on requests that are answered exactly. Invariant: no repair is chosen for a request before its upper
 bound was below the tolerated share, and none any longer once its lower bound is above it. What checks have shown may be
-kept for the next process (:mod:`kvboost.approx.trust_file`): the bounds are valid over all checks together.
+kept for the next process (:mod:`kvboost.approx.trust_file`): the bounds are valid over its checks and these together.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class TrustKeeper(Protocol):
     def load(self) -> TrustState | None:
         """What was kept last for the model as it is now; None if nothing was, or it is of no use."""
 
-    def save(self, state: TrustState) -> None:
-        """Keep this, if that can be done; raises nothing."""
+    def save(self, state: TrustState, *, anew: bool = False) -> None:
+        """Keep this, if that can be done; raises nothing. ``anew``: also if a later repair was tried already."""
 
 
 class EarnedTrust:
@@ -97,7 +97,8 @@ class EarnedTrust:
                 self._start(rung, earned=True)
             elif self._bound.checked >= _MAX_CHECKS:
                 self._start(rung + 1)
-            self._keep()
+            state = self._state()
+        self._keep(state)
 
     def _is_worse(self, bound: DisagreementBound) -> bool:
         return bound.disagreements > self._tolerated * bound.checked and bound.excludes(self._tolerated)
@@ -106,24 +107,29 @@ class EarnedTrust:
         self._resume(TrustState(rung, earned))
 
     def _resume(self, state: TrustState) -> None:
-        self._rung, self._earned = min(state.rung, len(self._names)), state.earned
+        self._rung = min(state.rung, len(self._names))
+        self._earned = state.earned and self._rung < len(self._names)
         self._bound = DisagreementBound(self._confidence, checked=state.checked, disagreements=state.differed)
         self._recent = DisagreementBound(
             self._confidence, checked=state.recent_checked, disagreements=state.recent_differed
         )
 
-    def _keep(self) -> None:
-        if self._keeper is None:
-            return
+    def _state(self) -> TrustState:
         bound, recent = self._bound, self._recent
         counts = bound.checked, bound.disagreements, recent.checked, recent.disagreements
-        self._keeper.save(TrustState(self._rung, self._earned, *counts))
+        return TrustState(self._rung, self._earned, *counts)
+
+    def _keep(self, state: TrustState, *, anew: bool = False) -> None:
+        """Not in the lock: requests wait for it. One thread observes, so states are kept in their order."""
+        if self._keeper is not None:
+            self._keeper.save(state, anew=anew)
 
     def reset(self) -> None:
         """Start again with the first repair."""
         with self._lock:
             self._start(0)
-            self._keep()
+            state = self._state()
+        self._keep(state, anew=True)
 
     @property
     def reason(self) -> str | None:

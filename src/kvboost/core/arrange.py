@@ -79,7 +79,13 @@ class ServedPaths:
         stay in the order as sent; sorting them by how often they came was tried and gained nothing.
         """
         with self._lock:
-            sizes = [self._size(key, index, tokens) for index, key in enumerate(documents)]
+            known = [self._tokens.get(key) for key in documents]
+        # Not in the lock: to count a document's tokens is to encode it.
+        sizes = [tokens(index) if size is None else size for index, size in enumerate(known)]
+        with self._lock:
+            for key, size in zip(documents, sizes, strict=True):
+                self._tokens[key] = size
+                self._tokens.move_to_end(key)
             middle = range(keep_first, max(keep_first, len(documents) - keep_last))
             fixed = range(middle.stop, len(documents))
             node = self._root.children.get(head)
@@ -92,12 +98,6 @@ class ServedPaths:
             served = self._served(head, [documents[index] for index in order])
             self._record(head, [(documents[index], sizes[index]) for index in order])
             return Order(tuple(order), served, sum(sizes[index] for index in order[:served]))
-
-    def _size(self, key: bytes, index: int, tokens: Callable[[int], int]) -> int:
-        if key not in self._tokens:
-            self._tokens[key] = tokens(index)
-        self._tokens.move_to_end(key)
-        return self._tokens[key]
 
     def _longest(self, start: _Node, documents: Sequence[bytes], middle: range, fixed: range) -> list[int]:
         """Indexes along the path below ``start`` with most tokens; the order as sent wins a tie."""

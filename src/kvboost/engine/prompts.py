@@ -67,8 +67,8 @@ class PromptView(TenantView):
         first, last = keep
         if first < 0 or last < 0:
             raise ConfigError(f"keep={keep} must be two counts of documents, such as (1, 0); give no negative ones")
-        if ranks is not None and "{}" not in ranks:
-            raise ConfigError(f"ranks={ranks!r} does not say where the ranks go; put {{}} there")
+        if ranks is not None and ranks.count("{}") != 1:
+            raise ConfigError(f"ranks={ranks!r} does not say where the ranks go; put {{}} there, once")
         self._check_open()
         order = self._served.arrange(
             self._digest(head) if head is not None else b"",

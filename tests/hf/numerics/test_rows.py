@@ -208,18 +208,31 @@ def test_rows_written_where_they_belong_are_the_same(sizes: RowSizes, count: int
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("outputs", [192, 5])
 @torch.no_grad()
-def test_a_writer_has_the_bits_of_the_layers_own_forward(bias: bool, dtype: torch.dtype) -> None:
+def test_a_writer_has_the_bits_of_the_layers_own_forward(bias: bool, dtype: torch.dtype, outputs: int) -> None:
+    """Five outputs: most places are not aligned."""
     torch.manual_seed(2)
-    layer = torch.nn.Linear(576, 192, bias=bias).to(dtype)
+    layer = torch.nn.Linear(576, outputs, bias=bias).to(dtype)
     into = writer_of(layer)
     assert into is not None
     for count in (1, 20, 112, 300, 1792):
-        x, out = torch.randn(count, 576).to(dtype), torch.full((count + 64, 192), torch.nan, dtype=dtype)
+        x, out = torch.randn(count, 576).to(dtype), torch.full((count + 64, outputs), torch.nan, dtype=dtype)
         into(x, out[40 : 40 + count])
         assert same_bits(out[40 : 40 + count], layer(x))
         assert out[:40].isnan().all()
         assert out[40 + count :].isnan().all()
+
+
+@torch.no_grad()
+def test_a_writer_rounds_as_autocast_does() -> None:
+    torch.manual_seed(3)
+    layer, x, out = torch.nn.Linear(64, 32), torch.randn(40, 64), torch.empty(40, 32, dtype=torch.bfloat16)
+    into = writer_of(layer)
+    assert into is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        into(x, out)
+        assert same_bits(out, layer(x))
 
 
 def test_a_layer_with_a_forward_of_its_own_has_no_writer() -> None:

@@ -27,6 +27,7 @@ _TEST_ROWS = 192  # a multiple of each class' size; larger calls repeat them
 _TESTED_SINGLY, _MULTIPLE = 1024, 256
 """Sizes that are tested when they are wanted: every one up to the first, so that a short step is one call; above it
 multiples of the second, so that few are ever tested and a long step ends with a short call."""
+_ALIGNED = 64  # bytes; torch aligns new tensors so
 _USUAL = (20, 280, 2000)
 """Lengths of steps that a class is judged by: a question, a short prompt, a long one."""
 
@@ -129,22 +130,30 @@ def _class_of(size: int, layer: Rows, rows: torch.Tensor, call_cost: int, test_l
 
 
 def writer_of(module: torch.nn.Module) -> RowsInto | None:
-    """Computes a plain linear layer's rows where they belong, by the kernel that its forward calls; None for others."""
+    """Computes a plain linear layer's rows where they belong, by the kernel that its forward calls; None for others.
+
+    For calls without gradients. Where that kernel may be another (autocast, weights of their own kind, a place that is
+    not aligned as a new tensor is) the rows are computed by the forward and copied.
+    """
     if type(module) is not torch.nn.Linear or "forward" in vars(module):
         return None
 
     def into(x: torch.Tensor, out: torch.Tensor) -> None:
-        bias = module._parameters["bias"]  # declared as a tensor, and None without one
-        if bias is None:
-            torch.mm(x, module.weight.t(), out=out)
+        weight, bias = module.weight, getattr(module, "bias", None)
+        plain = all(type(one) in (torch.nn.Parameter, torch.Tensor) for one in (weight, bias) if one is not None)
+        same = x.device.type == "cpu" and x.dtype == weight.dtype == out.dtype and not torch.is_autocast_enabled("cpu")
+        if not plain or not same or out.data_ptr() % _ALIGNED:
+            out.copy_(module.forward(x))
+        elif bias is None:
+            torch.mm(x, weight.t(), out=out)
         else:
-            torch.addmm(bias, x, module.weight.t(), out=out)
+            torch.addmm(bias, x, weight.t(), out=out)
 
     return into
 
 
 def run_rows(layer: Rows, x: torch.Tensor, sizes: RowSizes, *, into: RowsInto | None = None) -> torch.Tensor:
-    """``layer`` applied to [rows, inputs], in calls of these sizes. With ``into``, no call's rows are copied."""
+    """``layer`` applied to [rows, inputs], in calls of these sizes. ``into`` saves copying the rows of all but one."""
     count = x.shape[0]
     if sizes.allows(count):
         return layer(x)

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.engine.prompts import ArrangedPrompt
-from kvboost.errors import ConfigError
+from kvboost.errors import CapacityError, ConfigError
 from kvboost.serve.api.chat import encode_either
 from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.api.sse import while_connected
@@ -49,19 +49,26 @@ async def _detokenized(service: Service, body: DetokenizeRequest, caller: Caller
 
 
 async def arrange(service: AppService, body: ArrangeRequest, request: Request) -> Response:
-    """The texts of a prompt in an order whose beginning is cached for this key."""
+    """The texts of a prompt in an order that begins as one arranged before for this key."""
     return await while_connected(request, _arranged(service, body, caller_of(request)))
 
 
 async def _arranged(service: Service, body: ArrangeRequest, caller: Caller) -> Response:
     service.check_model(body.model)
     fields = body.model_dump(exclude={"model"})
+    if body.ranks is not None and body.ranks.count("{}") != 1:
+        raise bad_request("put {} where the ranks go, once", param="ranks")
 
     def ordered() -> ArrangedPrompt:
-        return service.engine.for_tenant(caller.tenant).arrange(**fields)
+        for text in body.documents:
+            service.lengths.check_text(text, param="documents", in_use=service.chats.in_use())
+        with service.chats.in_use():
+            return service.engine.for_tenant(caller.tenant).arrange(**fields)
 
     try:
         found = await service.tokenizing.run(caller.tenant, ordered)
+    except CapacityError as error:
+        raise bad_request(str(error), param="documents", code="context_length_exceeded") from error
     except ConfigError as error:
-        raise bad_request(str(error), param="ranks") from error
+        raise bad_request(str(error), param="documents") from error
     return JSONResponse({"object": "kvboost.arranged", **asdict(found)})

@@ -9,7 +9,7 @@ from pydantic import Field
 from kvboost.serve.schemas.base import Body, Messages, Text, TokenIds, at_most, at_most_lists
 
 _MAX_LISTS = 1024  # more than an answer names segments
-_MAX_DOCUMENTS = 1024  # more than fit a prompt
+_MAX_DOCUMENTS = 128  # of one prompt; the search for an order looks at all of them at every step
 
 
 class TokenizeRequest(Body):
