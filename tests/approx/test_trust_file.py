@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Callable
@@ -152,7 +153,7 @@ def test_an_engine_goes_on_where_the_last_one_with_its_directory_stood(
             model, quality="auto", recompute_ratio=1.0, force_approx=True, disk_cache_dir=tmp_path / "cache", **others
         )
 
-    model = tiny("llama")
+    model = copy.deepcopy(tiny("llama"))  # its weights are changed below
     engine = opened(model)
     warm(engine, HEAD, ONE, TWO)
     assert _ask(engine, HEAD, text(1, 40), TWO, ONE, QUESTION).reuse.moved_tokens == 0
