@@ -1,7 +1,8 @@
 """What one replica holds, in eight bytes per key: kept beside its store, sent to the routers.
 
-A replica tells its :class:`KeySummary` of every block that its store keeps or drops, and sends now and then what has
-changed, or everything. A router gives these updates to its :class:`kvboost.fleet.index.FleetIndex`. Invariants: a
+A router gives the updates of replicas to its :class:`kvboost.fleet.index.FleetIndex`. Replicas under Ray Serve send all
+keys every time (:mod:`kvboost.integrations.ray.told`); those of the simulator send what has changed, which their
+:class:`KeySummary` knows, as it is told of every block that a store keeps or drops. Invariants: a
 content key is held as long as any block has it; an update that is lost or late makes a hint stale, never an answer
 wrong, as the replica looks into its own store anyway.
 """
