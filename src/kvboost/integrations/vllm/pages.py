@@ -24,6 +24,11 @@ class Pages:
         """``cache`` is the layer's [pages, ...]; ``order`` is what :func:`learn_order` found."""
         self._layer, self._cache, self._order = layer, cache, order
         self._heads, self._dim = heads, dim
+        self._steps = _steps_of(order.view(2, heads, -1, dim))
+
+    @property
+    def _page_tokens(self) -> int:
+        return self._order.numel() // (2 * self._heads * self._dim)
 
     @property
     def device(self) -> torch.device:
@@ -32,9 +37,21 @@ class Pages:
 
     def read(self, pages: torch.Tensor) -> torch.Tensor:
         """The keys and values of these pages [n], one behind the other: [2, heads, n * tokens per page, dim]."""
+        out = self._cache.new_empty(2, self._heads, len(pages) * self._page_tokens, self._dim)
+        self.read_into(out, pages)
+        return out
+
+    def read_into(self, out: torch.Tensor, pages: torch.Tensor) -> None:
+        """The same, into ``out``."""
         flat = self._cache.index_select(0, pages).reshape(len(pages), -1)
-        states = flat.index_select(1, self._order).view(len(pages), 2, self._heads, -1, self._dim)
-        return states.permute(1, 2, 0, 3, 4).reshape(2, self._heads, -1, self._dim)
+        shape = (len(pages), self._heads, self._page_tokens, self._dim)
+        for kind, target in enumerate(out.view(2, self._heads, len(pages), -1, self._dim)):
+            if self._steps is not None:  # one copy; gathering element by element takes several times as long
+                first, *steps = self._steps[kind]
+                states = flat.as_strided(shape, (flat.stride(0), *steps), first)
+            else:
+                states = flat.index_select(1, self._order.view(2, -1)[kind]).view(shape)
+            target.copy_(states.transpose(0, 1))
 
     def write(self, slots: torch.Tensor, states: torch.Tensor) -> None:
         """Put ``states`` [2, heads, tokens, dim] into ``slots`` [tokens]: page times tokens per page, plus offset."""
@@ -67,6 +84,26 @@ def learn_order(layer: Any, cache: torch.Tensor, *, heads: int, tokens: int, dim
     if not torch.equal(found.sort().values, numbers.view(-1)):
         raise UnsupportedModelError("a page does not hold each key and value once, as the model computes them")
     return found.argsort().to(cache.device)
+
+
+def _steps_of(order: torch.Tensor) -> list[tuple[int, ...]] | None:
+    """For keys and for values: the first element's place, and the steps to the next head, token and dimension.
+
+    None if the places of [keys and values, heads, tokens, dim] are not at equal steps, as in tiles.
+    """
+    found = []
+    for places in order.cpu():
+        first, steps = int(places[0, 0, 0]), []
+        expected = torch.tensor(first)
+        for axis, length in enumerate(places.shape):
+            step = int(places.select(axis, min(1, length - 1))[0, 0]) - first
+            shape = [-1 if each == axis else 1 for each in range(3)]
+            expected = expected + (torch.arange(length) * step).view(shape)
+            steps.append(step)
+        if not torch.equal(places, expected):
+            return None
+        found.append((first, *steps))
+    return found
 
 
 def _spare_page(cache: torch.Tensor) -> torch.Tensor:

@@ -233,8 +233,16 @@ class WorkerSide:
         return joined
 
     def _save(self, save: Save) -> None:
-        pages = torch.tensor(save.pages, device=self._pages[0].device)
-        states = torch.cat([layer.read(pages).cpu() for layer in self._pages])
+        pages, spec = torch.tensor(save.pages, device=self._pages[0].device), self._place.spec
+        states = torch.empty(
+            (2 * len(self._pages), spec.heads, len(pages) * self._place.block_size, spec.dim), dtype=spec.dtype
+        )
+        for index, layer in enumerate(self._pages):
+            out = states[2 * index : 2 * index + 2]
+            if layer.device == out.device:
+                layer.read_into(out, pages)
+            else:  # one copy of a layer, in order
+                out.copy_(layer.read(pages))
         offset = save.first_page * self._place.block_size
         for chunk, context in zip(save.chunks, save.contexts, strict=True):
 
