@@ -109,13 +109,13 @@ def test_exact_means_nothing_moves_and_high_repairs_more_than_fast() -> None:
     assert choose_repairs(EngineConfig(quality=0)) == ()
     [high], [fast] = (choose_repairs(EngineConfig(quality=level)) for level in ("high", "fast"))
     assert high.ratio > fast.ratio
-    assert high.strategy.name == fast.strategy.name == "even", "a family that was not measured"
+    assert high.strategy.name == fast.strategy.name == "cacheblend", "a family that was not measured"
     [llama] = choose_repairs(EngineConfig(quality="high"), family="llama")
     [given] = choose_repairs(EngineConfig(quality="high", recompute_strategy="first"), family="llama")
     [gemma] = choose_repairs(EngineConfig(quality="fast"), family="gemma3_text")
     assert (llama.strategy.name, gemma.strategy.name, given.strategy.name) == ("auto", "auto", "first")
     tried = choose_repairs(EngineConfig(quality="auto"), family="qwen2")
-    assert [one.strategy.name for one in tried] == ["none", "even", "even"]
+    assert [one.strategy.name for one in tried] == ["none", "cacheblend", "cacheblend"]
     with pytest.raises(ConfigError, match="recompute_overlap belongs to"):
         choose_repairs(EngineConfig(quality="high", recompute_overlap=4))
 
