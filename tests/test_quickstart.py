@@ -1,4 +1,7 @@
-"""The README's code runs as printed; only the model's hub name stands for the folder made from its package."""
+"""The code of the README and of the quick start runs as printed, on the trained model.
+
+Only the model's hub name stands for the folder made from its package. Code of other pages: ``test_code_blocks.py``.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +23,40 @@ _PORT = ":8000"
 _PATIENCE = 180
 
 
-def _blocks(language: str, *, served: bool) -> list[str]:
-    """The README's code: what talks to a server, or what does not."""
-    found = re.findall(rf"```{language}\n(.*?)```", (_ROOT / "README.md").read_text(), re.DOTALL)
+def _blocks(language: str, *, served: bool, page: str = "docs/quickstart.md") -> list[str]:
+    """The page's code: what talks to a server, or what does not."""
+    found = re.findall(rf"```{language}\n(.*?)```", (_ROOT / page).read_text(), re.DOTALL)
     return [block for block in found if (f"http://127.0.0.1{_PORT}/v1" in block) == served]
 
 
-@pytest.mark.real
-def test_the_readme_runs(smollm2_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    blocks = _blocks("python", served=False)
-    assert len(blocks) >= 2
-    (tmp_path / "LICENSE").write_text((_ROOT / "LICENSE").read_text())
-    monkeypatch.chdir(tmp_path)  # it writes a cache where it runs
-    code = "\n".join(blocks).replace(_MODEL, smollm2_path)
+def _run(code: str, model: str, folder: Path) -> dict[str, Any]:
+    (folder / "LICENSE").write_text((_ROOT / "LICENSE").read_text())
     names: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), names)
-    said = capsys.readouterr().out
-    assert len(said) > 20
-    for promised in re.findall(r"^# (.* moved, .*)$", code, re.MULTILINE):
-        assert promised in said
+    exec(compile(code.replace(_MODEL, model), "the page's code", "exec"), names)
+    return names
+
+
+@pytest.mark.real
+def test_the_readme_runs_and_reuses_after_a_restart(
+    smollm2_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    (code,) = _blocks("python", served=False, page="README.md")
+    monkeypatch.chdir(tmp_path)  # it writes a cache where it runs
+    first = _run(code, smollm2_path, tmp_path)
+    first["engine"].close()  # as the end of the process does
+    second = _run(code, smollm2_path, tmp_path)
+    assert (first["r"].cached_tokens, second["r"].cached_tokens) == (0, second["r"].prompt_tokens - 1)
+    assert second["r"].reuse.bitwise
+    assert str(second["r"].reuse) in capsys.readouterr().out
+
+
+@pytest.mark.real
+def test_the_quick_start_runs(smollm2_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    blocks = _blocks("python", served=False)
+    assert len(blocks) >= 4
+    monkeypatch.chdir(tmp_path)
+    names = _run("\n".join(blocks), smollm2_path, tmp_path)
+    assert len(capsys.readouterr().out) > 20
     assert names["answer"].reuse.moved_tokens > 100
     assert names["r"].cached_tokens > 100
     assert names["r"].reuse.bitwise
@@ -46,8 +64,8 @@ def test_the_readme_runs(smollm2_path: str, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def printed_server(smollm2_path: str, tmp_path: Path) -> Iterator[str]:
-    """The server, started by the README's own line; what to write for its port, which may be taken here."""
-    (line,) = re.findall(r"^kvboost serve .*$", (_ROOT / "README.md").read_text(), re.MULTILINE)
+    """The server, started by the page's own line; what to write for its port, which may be taken here."""
+    (line,) = re.findall(r"^kvboost serve .*$", (_ROOT / "docs/quickstart.md").read_text(), re.MULTILINE)
     (tmp_path / _MODEL).parent.mkdir()
     (tmp_path / _MODEL).symlink_to(smollm2_path)  # a folder by that name goes before the hub
     port, given = _PORT, {}
