@@ -21,6 +21,8 @@ _ROOT = Path(__file__).resolve().parents[1]
 _MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _PORT = ":8000"
 _PATIENCE = 180
+SERVED_PAGES = ("docs/quickstart.md", "docs/guides/agents.md")
+"""Pages with code that talks to a server."""
 
 
 def _blocks(language: str, *, served: bool, page: str = "docs/quickstart.md") -> list[str]:
@@ -100,11 +102,13 @@ def printed_server(smollm2_path: str, tmp_path: Path) -> Iterator[str]:
 def test_clients_run_as_printed(printed_server: str) -> None:
     (curl,) = [block for block in _blocks("bash", served=True) if block.startswith("curl")]
     openai, langchain = _blocks("python", served=True)
+    (agent,) = _blocks("python", served=True, page=SERVED_PAGES[1])
     said = []
     for command in (
         ["bash", "-euc", curl],
         [sys.executable, "-W", "error", "-c", openai],
         [sys.executable, "-W", "error", "-c", langchain],
+        [sys.executable, "-W", "error", "-c", agent],
     ):
         printed = [word.replace(_PORT, printed_server) for word in command]
         done = subprocess.run(printed, capture_output=True, text=True, timeout=_PATIENCE, cwd=_ROOT, check=False)
@@ -114,3 +118,4 @@ def test_clients_run_as_printed(printed_server: str) -> None:
     reused = re.findall(r"^(\d+) of (\d+) prompt tokens reused$", said[1], re.MULTILINE)
     assert [int(tokens) > 100 for tokens, _ in reused] == [False, True]
     assert len(said[2].split()) > 3
+    assert re.findall(r"^([1-9]\d*) of \d+ prompt tokens reused$", said[3], re.MULTILINE)
