@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         StreamPiece,
     )
 
-__version__ = "1.0.0.dev0"
+__version__ = "1.0.0rc1"
 
 __all__ = [
     "CacheStats",

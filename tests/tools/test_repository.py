@@ -1,0 +1,56 @@
+"""Files that GitHub reads: they parse, ask for few rights, and call what is there. actionlint runs in the workflow."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+yaml: Any = pytest.importorskip("yaml")
+
+_ROOT = Path(__file__).resolve().parents[2]
+_WORKFLOWS = sorted((_ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", _WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_asks_for_few_rights_and_calls_what_is_there(path: Path) -> None:
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    assert workflow[True]  # YAML's own reading of "on"
+    for job in workflow["jobs"].values():
+        assert job["runs-on"] == "ubuntu-latest"
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step)
+            assert "${{" not in step.get("run", ""), "text of others in a shell; hand it over in env"
+            for module in re.findall(r"python -m (tools\.\w+)", step.get("run", "")):
+                assert (_ROOT / (module.replace(".", "/") + ".py")).is_file()
+            if step.get("run", "").startswith(".ci/"):
+                assert (_ROOT / step["run"]).is_file()
+
+
+def test_only_publishing_gets_an_identity_and_no_workflow_has_a_secret() -> None:
+    for path in _WORKFLOWS:
+        assert "secrets." not in path.read_text()
+        jobs = yaml.safe_load(path.read_text())["jobs"]
+        trusted = {name for name, job in jobs.items() if "id-token" in job.get("permissions", {})}
+        assert trusted == {"publish": {"publish"}, "docs": {"deploy"}}.get(path.stem, set())
+
+
+@pytest.mark.parametrize(
+    "path", sorted((_ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem
+)
+def test_a_template_has_what_github_needs(path: Path) -> None:
+    template = yaml.safe_load(path.read_text())
+    if path.stem == "config":
+        assert template == {"blank_issues_enabled": False}
+        return
+    assert template["name"]
+    assert template["description"]
+    assert all(field["attributes"]["label"] for field in template["body"])
+
+
+def test_the_citation_has_what_its_schema_needs() -> None:
+    citation = yaml.safe_load((_ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
