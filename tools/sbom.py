@@ -1,7 +1,7 @@
-"""Bill of materials and licences of an environment: ``python -m tools.sbom PYTHON`` writes both to dist/.
+"""Bill of materials and licences of an environment: ``python -m tools.sbom PYTHON`` writes both to build/.
 
 PYTHON is the interpreter of an environment into which the wheel was installed, with the extras that are shipped. Needs
-the extra ``release`` here, and nothing there. dist/sbom.cdx.json is CycloneDX, dist/licences.md a table.
+the extra ``release`` here, and nothing there. build/sbom.cdx.json is CycloneDX, build/licences.md a table.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-DIST = Path(__file__).resolve().parents[1] / "dist"
+BUILD = Path(__file__).resolve().parents[1] / "build"
 
 
 def commands(python: str, folder: Path) -> list[list[str]]:
@@ -42,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("python", help="the interpreter of the environment")
     python = parser.parse_args(arguments).python
-    DIST.mkdir(exist_ok=True)
-    for command in commands(python, DIST):
+    BUILD.mkdir(exist_ok=True)
+    for command in commands(python, BUILD):
         subprocess.run(command, check=True)
     return 0
 
