@@ -1,4 +1,4 @@
-"""An extension of griffe for the site: roles of reStructuredText in docstrings, such as :class:`X`, become plain code."""
+"""An extension of griffe for the site: roles in docstrings, such as :class:`X`, become plain code."""
 
 from __future__ import annotations
 
