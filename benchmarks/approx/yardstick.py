@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.approx.yard.journal import Journal, load
 from benchmarks.approx.yard.measure import Case
 from benchmarks.approx.yard.strategies import DEFAULT, Setting, parse_strategy, settings_of
 from benchmarks.approx.yard.tables import FLOOR, report_of
@@ -34,10 +33,12 @@ from benchmarks.common.measure import (
 )
 from benchmarks.common.quality import Reference
 from benchmarks.internals import family_of, why_no_approx
+from kvboost.bench.journal import Journal, Kind, load
 from kvboost.bench.report import BenchError, Progress, Report, describe_machine, say
 from kvboost.engine import KVBoost
 from kvboost.store import MemoryStore
 
+_KIND = Kind("yardstick", 1, ("prompt", "history", "strategy"))
 HISTORIES = ("alone", "unrelated", "reordered", "traffic")
 FLOORS = ("dtype", "int8", "exact")
 QUICK = {
@@ -86,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Measure what is not in the file yet, then print the tables."""
     if args.report:
-        return report_of([load(file.expanduser()) for file in args.report])
+        return report_of([load(file.expanduser(), _KIND) for file in args.report])
     store = FreezableStore(_STORE_BYTES)
     engine = load_engine(args, dtype=args.dtype, store=store, quality="high", force_approx=True)
     if (reason := why_no_approx(engine)) is not None:
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> Report:
         "tokens": args.tokens,
         "timed": args.time,
     }
-    with Journal(args.out.expanduser() if args.out is not None else None, settings, machine) as journal:
+    with Journal(args.out.expanduser() if args.out is not None else None, _KIND, settings, machine) as journal:
         yard = _Yard(engine, store, journal, args)
         yard.measure(prompts)
         return report_of([(journal.header, journal.samples)])

@@ -17,8 +17,24 @@ import numpy as np
 import torch
 
 from benchmarks.common import rag
+from kvboost.bench.quality import agreement, harm
 from kvboost.engine import KVBoost
 from kvboost.types import GenerationMode, PrefillResult
+
+__all__ = [
+    "SEED",
+    "Reference",
+    "agreement",
+    "best_f1",
+    "compare",
+    "end_tokens",
+    "forward",
+    "harm",
+    "interval",
+    "mean_cell",
+    "normalised",
+    "quality_cells",
+]
 
 SEED = 1  # of the confidence intervals
 _BOOTSTRAP_ROUNDS = 2000
@@ -115,39 +131,6 @@ def compare(engine: KVBoost, prompt: rag.RagPrompt, reference: Reference, *, f1:
         sample["answer"] = reference.text(answer)
         sample["f1"] = best_f1(sample["answer"], prompt.answers)
     return sample
-
-
-def agreement(full: torch.Tensor, other: torch.Tensor) -> dict[str, float]:
-    """How near the logits ``other`` are to ``full``, both [tokens, vocab]: KL(full || other) and equal best tokens."""
-    p, q = (torch.log_softmax(logits.double(), dim=-1) for logits in (full, other))
-    divergence = (p.exp() * (p - q)).sum(dim=-1)  # [tokens]
-    same = (full.argmax(dim=-1) == other.argmax(dim=-1)).double()  # [tokens]
-    return {
-        "kl": float(divergence.mean()),
-        "first_kl": float(divergence[0]),
-        "top1": float(same.mean()),
-        "all_top1": float(same.min()),
-    }
-
-
-def harm(full: torch.Tensor, other: torch.Tensor, *, margin: float = 0.5) -> dict[str, float]:
-    """What the other best tokens cost, both [tokens, vocab]: regret, and decisive flips.
-
-    Regret is the log-probability of the full reading's best token less that of the other's best, under the full
-    reading, as a mean. A flip is decisive where the full reading's best token leads by more than ``margin`` nats.
-    """
-    p = torch.log_softmax(full.double(), dim=-1)
-    best, second = p.topk(2, dim=-1).values.unbind(-1)  # [tokens] each
-    chosen = other.argmax(dim=-1)
-    regret = best - p.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
-    clear = best - second > margin
-    flips = clear & (chosen != full.argmax(dim=-1))
-    return {
-        "regret": float(regret.mean()),
-        "decisive": int(clear.sum()),
-        "decisive_flips": int(flips.sum()),
-        "decisive_share": float(flips.double().mean()),
-    }
 
 
 def normalised(answer: str) -> list[str]:

@@ -11,7 +11,6 @@ import argparse
 import hashlib
 import json
 import random
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.measure import joined, positive
+from kvboost.bench.questions import LONGEST, SHORTEST, cut_at_sentence, read_questions
 from kvboost.bench.report import BenchError
 from kvboost.engine import KVBoost
 from kvboost.types import ReuseReport
@@ -28,8 +28,6 @@ Ids = tuple[int, ...]
 _SYSTEM = "You answer questions from the passages you are given. Answer with a few words only, without explanation."
 _BEFORE_PASSAGES = "Read these passages.\n\n"
 _PLACE = "<<<passages>>>"  # where the passages go in the rendered chat
-_SHORTEST, _LONGEST = 700, 1400  # characters of a passage that is cut
-_SENTENCE_END = re.compile(r"[.!?][\"')\]]*(?=\s)")
 _MIN_FOUND = 0.95  # of the passages' tokens must be reused, or the history is not what it says
 
 
@@ -80,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--whole-passages",
         action="store_true",
-        help=f"keep passages whole (about 2,400 characters) instead of cutting them to {_SHORTEST} to {_LONGEST}",
+        help=f"keep passages whole (about 2,400 characters) instead of cutting them to {SHORTEST} to {LONGEST}",
     )
 
 
@@ -125,24 +123,6 @@ def load_prompts(
     return prompts
 
 
-def read_questions(file: Path) -> list[dict[str, Any]]:
-    try:
-        records = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BenchError(
-            f"there are no questions in {file} ({type(error).__name__}); give --data a JSON file with a list of "
-            '{"question", "answers", "ctxs": [{"title", "text"}]}, such as MuSiQue as CacheBlend\'s evaluation has it'
-        ) from error
-    shaped = isinstance(records, list) and all(
-        isinstance(record, dict) and {"question", "answers", "ctxs"} <= set(record) for record in records
-    )
-    if not shaped:
-        raise BenchError(f"{file.name} must hold a list of objects with question, answers and ctxs; give another file")
-    if any(len(record["ctxs"]) < 2 for record in records):
-        raise BenchError(f"every question in {file.name} needs two passages at least; take the others out")
-    return list(records)
-
-
 def _ids(tokenizer: Any, text: str) -> Ids:
     return tuple(int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -177,19 +157,9 @@ def _passage_text(question: str, passage: dict[str, Any], *, whole: bool) -> str
     text = str(passage["text"]).strip()
     if not whole:
         digest = hashlib.sha256(json.dumps([question, text]).encode()).digest()
-        text = cut_at_sentence(text, _SHORTEST + int.from_bytes(digest[:4], "big") % (_LONGEST - _SHORTEST + 1))
+        text = cut_at_sentence(text, SHORTEST + int.from_bytes(digest[:4], "big") % (LONGEST - SHORTEST + 1))
     title = str(passage.get("title", "")).strip()
     return f"{title}\n{text}\n\n" if title else f"{text}\n\n"
-
-
-def cut_at_sentence(text: str, target: int) -> str:
-    """``text`` up to the end of the sentence that ends nearest to ``target`` characters, or of a word if none does."""
-    if len(text) <= target:
-        return text
-    ends = [match.end() for match in _SENTENCE_END.finditer(text) if _SHORTEST <= match.end() <= _LONGEST]
-    if ends:
-        return text[: min(ends, key=lambda end: (abs(end - target), end))]
-    return text[:target].rpartition(" ")[0] or text[:target]
 
 
 # How the passages were prefilled before. Each history warms an engine whose store is empty but for the head.

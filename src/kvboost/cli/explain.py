@@ -61,7 +61,7 @@ def explain(
     tokenizer = load_tokenizer(ModelSource(model))
     with ProgressBar("prompts", total=len(records)) as bar:
         explanation = explain_log(
-            _encoded(records, tokenizer, log),
+            encoded(records, tokenizer, log),
             decode=lambda ids: _text(tokenizer, ids),
             breaks=break_table(tokenizer),
             tokens_per_second=tokens_per_second,
@@ -73,8 +73,8 @@ def explain(
         note(f"written to {html}")
 
 
-def _encoded(records: Sequence[LogRecord], tokenizer: Any, log: Path) -> Iterator[LoggedPrompt]:
-    """The prompts as the engine would see them."""
+def encoded(records: Sequence[LogRecord], tokenizer: Any, log: Path) -> Iterator[LoggedPrompt]:
+    """The prompts of a log as the engine would see them; ``bench mine`` reads its prompts so too."""
     from jinja2 import TemplateError
 
     from kvboost.core.chunking import NaturalChunker

@@ -15,8 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvboost import __version__
-from kvboost.cli import cache
-from kvboost.cli.bench import bench
+from kvboost.cli import bench, cache
 from kvboost.cli.calibrate import calibrate
 from kvboost.cli.chat import chat, run
 from kvboost.cli.doctor import doctor
@@ -60,8 +59,8 @@ app.command(epilog="Example:  kvboost chat ./model --disk-cache-dir ~/.cache/kvb
 app.command(epilog="Example:  kvboost warm ./model docs/ --quality high --disk-cache-dir ~/.cache/kvboost")(warm)
 app.command(epilog="Example:  kvboost doctor ./model --context 32768 --batch 4")(doctor)
 app.command(epilog="Example:  kvboost calibrate ./model --prompts traffic.jsonl --tolerated 0.05")(calibrate)
-app.command(epilog="Example:  kvboost bench ./model --tokens 4000")(bench)
 app.command(epilog="Example:  kvboost explain prompts.jsonl --model ./model --html explain.html")(explain)
+app.add_typer(bench.app, name="bench", epilog="Example:  kvboost bench ./model --quick")
 app.add_typer(cache.app, name="cache", epilog="Example:  kvboost cache stat ~/.cache/kvboost")
 
 

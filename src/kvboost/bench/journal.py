@@ -1,37 +1,47 @@
 """The file of samples: one JSON object a line, appended as they come, so that a run of hours can be continued.
 
-Invariants: the first line has the settings, and a run with others is refused; a sample is in the file before the next
-one is measured; a line that an interrupted run left unfinished is dropped.
+Used by `kvboost bench` and by the yardstick. Invariants: the first line has the settings, and a run with others is
+refused; a sample is in the file before the next one is measured; a line that an interrupted run left unfinished is
+dropped.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
 from kvboost.bench.report import BenchError, Machine, say
 
-_FORMAT = 1
 _OTHER_FILE = "continue it with the options it was begun with, or give another --out"
 
 
-class Journal:
-    """Samples by prompt, history and strategy. Without a file they are kept in memory only."""
+@dataclass(frozen=True)
+class Kind:
+    """What a file is of: a name and a version for its first line, and the fields that tell samples apart."""
 
-    def __init__(self, file: Path | None, settings: Mapping[str, Any], machine: Machine) -> None:
-        header = {"yardstick": _FORMAT, "settings": dict(settings), "machine": asdict(machine)}
-        self.header: dict[str, Any] = header
+    name: str
+    version: int
+    key: tuple[str, ...]
+
+
+class Journal:
+    """Samples by their keys. Without a file they are kept in memory only."""
+
+    def __init__(self, file: Path | None, kind: Kind, settings: Mapping[str, Any], machine: Machine) -> None:
+        header: dict[str, Any] = {kind.name: kind.version, "settings": dict(settings), "machine": asdict(machine)}
+        self.header = header
         self.samples: list[dict[str, Any]] = []
-        self._keys: set[tuple[int, str, str]] = set()
+        self._kind = kind
+        self._keys: set[tuple[Any, ...]] = set()
         self._stream: IO[str] | None = None
         if file is None:
             return
         if file.exists() and file.stat().st_size:
-            self.header, self.samples, end = _read(file)
-            self._keys = {_key(sample) for sample in self.samples}
+            self.header, self.samples, end = _read(file, kind)
+            self._keys = {self._key(sample) for sample in self.samples}
             _check_same(file, self.header["settings"], header["settings"])
             with file.open("r+b") as whole:
                 whole.truncate(end)
@@ -43,15 +53,18 @@ class Journal:
         if self._stream.tell() == 0:
             self._write(header)
 
-    def __contains__(self, key: tuple[int, str, str]) -> bool:
-        """Whether the sample of this prompt, history and strategy is there."""
+    def __contains__(self, key: tuple[Any, ...]) -> bool:
+        """Whether the sample with this key is there."""
         return key in self._keys
 
     def add(self, sample: dict[str, Any]) -> None:
         """Keep a sample."""
         self.samples.append(sample)
-        self._keys.add(_key(sample))
+        self._keys.add(self._key(sample))
         self._write(sample)
+
+    def _key(self, sample: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(sample[name] for name in self._kind.key)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._stream is not None:
@@ -70,17 +83,13 @@ class Journal:
         self.close()
 
 
-def _key(sample: Mapping[str, Any]) -> tuple[int, str, str]:
-    return sample["prompt"], sample["history"], sample["strategy"]
-
-
-def load(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def load(file: Path, kind: Kind) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The header and the samples of a file."""
-    header, samples, _ = _read(file)
+    header, samples, _ = _read(file, kind)
     return header, samples
 
 
-def _read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
+def _read(file: Path, kind: Kind) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
     """The header, the samples, and where the last whole line ends."""
     try:
         data = file.read_bytes()
@@ -93,8 +102,8 @@ def _read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
             records.append(json.loads(line))
         except ValueError as error:
             raise BenchError(f"line {number} of {file.name} is not JSON; take it out, or give another file") from error
-    if not records or not isinstance(records[0], dict) or records[0].get("yardstick") != _FORMAT:
-        raise BenchError(f"{file.name} does not begin as a file of this version of the yardstick; give another file")
+    if not records or not isinstance(records[0], dict) or records[0].get(kind.name) != kind.version:
+        raise BenchError(f"{file.name} does not begin as a file of this version of {kind.name}; give another file")
     return records[0], records[1:], end
 
 

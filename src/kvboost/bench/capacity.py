@@ -1,0 +1,53 @@
+"""How much of a workload is found again in a cache that holds so many tokens: a replay that computes nothing.
+
+Used by :mod:`kvboost.bench.run` and :mod:`kvboost.bench.mine`. Chunks and keys are the engine's. The least recently
+used chunk goes first, which is simpler than the engine's own policy and a little worse.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvboost.config import DEFAULT_CHUNK
+from kvboost.core.chunking import BreakTable, NaturalChunker
+from kvboost.core.keys import chunk_keys, token_array
+from kvboost.types import Chunk
+
+_ROOT = hashlib.sha256(b"kvboost.bench.capacity").digest()
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
+"""Capacities that are tried, of all the different tokens there are."""
+
+
+def hit_rates(
+    prompts: Sequence[tuple[Sequence[int], Sequence[int]]], breaks: BreakTable | None
+) -> list[tuple[int, float]]:
+    """Capacities in tokens, and the share of all prompt tokens that each finds. Prompts come with their boundaries."""
+    chunker = NaturalChunker(DEFAULT_CHUNK, breaks)
+    cut: list[list[Chunk]] = []
+    for tokens, boundaries in prompts:
+        ids = token_array(list(tokens))
+        # The last token is always computed, and what is behind the last cut is no chunk.
+        ends = [end for end in chunker.cut(ids, boundaries) if end < len(tokens)]
+        cut.append(chunk_keys(_ROOT, ids, ends))
+    total = sum(len(tokens) for tokens, _ in prompts)
+    different = {chunk.prefix_key: chunk.end - chunk.start for chunks in cut for chunk in chunks}
+    capacities = sorted({max(1, round(share * sum(different.values()))) for share in SHARES})
+    return [(capacity, _found(cut, capacity) / total) for capacity in capacities]
+
+
+def _found(prompts: Sequence[Sequence[Chunk]], capacity: int) -> int:
+    held: OrderedDict[bytes, int] = OrderedDict()
+    used = found = 0
+    for chunks in prompts:
+        leading = next((n for n, chunk in enumerate(chunks) if chunk.prefix_key not in held), len(chunks))
+        found += chunks[leading - 1].end if leading else 0
+        for chunk in reversed(chunks):  # a chunk is no use without those before it, so these go last
+            if chunk.prefix_key not in held:
+                used += chunk.end - chunk.start
+            held[chunk.prefix_key] = chunk.end - chunk.start
+            held.move_to_end(chunk.prefix_key)
+        while used > capacity:
+            used -= held.popitem(last=False)[1]
+    return found

@@ -1,0 +1,51 @@
+"""llama-cpp-python, whose ``generate`` keeps the last prompt's KV and evaluates what differs."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from .protocol import Answer, Clock
+
+
+class LlamaCpp:
+    """A GGUF file of the same model; its tokens must be the model's."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import llama_cpp
+
+        if not settings.get("gguf"):
+            raise RuntimeError("llama.cpp needs the model as a GGUF file; give it with --gguf FILE")
+        threads = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+        self._llama = llama_cpp.Llama(
+            model_path=settings["gguf"],
+            n_ctx=settings["max_tokens"],
+            n_threads=threads,
+            n_threads_batch=threads,
+            verbose=False,
+        )
+        self.versions = {"llama-cpp-python": llama_cpp.__version__}
+        self._last: list[int] = []
+
+    def generate(self, order: dict[str, Any], clock: Clock) -> Answer:
+        """Evaluate what the last prompt does not share."""
+        prompt, tokens = order["tokens"], []
+        pairs = enumerate(zip(self._last, prompt[:-1]))  # noqa: B905 - one of them is shorter
+        shared = next((place for place, (a, b) in pairs if a != b), min(len(self._last), len(prompt) - 1))
+        for token in self._llama.generate(prompt, temp=0.0, reset=True):
+            tokens.append(int(token))
+            clock.token()
+            if len(tokens) == order["new"] or token == self._llama.token_eos():
+                break
+        self._last = prompt
+        return Answer(tokens, cached=shared)
+
+    def forget(self) -> None:
+        """Drop the last prompt."""
+        self._llama.reset()
+        self._last = []
+
+
+def make(name: str, settings: dict[str, Any]) -> LlamaCpp:
+    """The contestant."""
+    return LlamaCpp(settings)

@@ -1,0 +1,241 @@
+"""Runs workloads: a rival and our engine get the same prompts in turn, request by request.
+
+Called by :mod:`kvboost.cli.bench`. A unit is one workload against one rival; it is written when it is done, so that a
+run can be continued. Invariants: who goes first changes with every request; nobody else runs meanwhile; the same
+prompts are asked again with empty caches (the cold control).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvboost.bench.capacity import hit_rates
+from kvboost.bench.contestants import OURS, RIVALS, Contestant, Missing, how_to_add
+from kvboost.bench.journal import Journal, Kind
+from kvboost.bench.report import BenchError, Progress, say
+from kvboost.bench.texts import Writer
+from kvboost.bench.workloads import RECIPES, Encoder, Request, build
+from kvboost.hf.breaks import break_table
+from kvboost.hf.loading import ModelSource, load_tokenizer
+
+KIND = Kind("kvboost bench", 1, ("workload", "rival", "repeat"))
+EXACT = "exact"
+CAPACITY, RECOMPUTE = "(capacity)", "(recompute)"
+"""In place of a rival: units that measure our engine alone."""
+_RATIOS = (0.0, 0.15, 0.5, 1.0)  # of moved tokens, for the units of RECOMPUTE
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a run is made; ``settings`` are what a file of samples is begun with."""
+
+    model: str
+    dtype: str = "auto"
+    tokens: int = 2000
+    new: int = 16
+    repeat: int = 1
+    seed: int = 1
+    cold: int = 3
+    """Prompts of each workload that are asked with empty caches."""
+    quality: str = "fast"
+    """Of the second engine of ours, where text moves; ``exact`` leaves it out."""
+    data: Path | None = None
+    gguf: Path | None = None
+    pythons: Mapping[str, str] = field(default_factory=dict)
+    """The Python of each rival that has its own environment."""
+
+    def settings(self) -> dict[str, Any]:
+        """What all samples of a file have in common."""
+        same = {name: getattr(self, name) for name in ("dtype", "tokens", "new", "seed", "cold", "quality")}
+        data = self.data.name if self.data is not None else None
+        return {"model": Path(self.model).expanduser().resolve().name, "data": data, **same}
+
+    def engine(self, quality: float | str, **more: Any) -> dict[str, Any]:
+        """What our process is given."""
+        return {"model": ModelSource(self.model).path, "dtype": self.dtype, "engine": {"quality": quality, **more}}
+
+    def rival(self, longest: int) -> dict[str, Any]:
+        """What a rival's process is given."""
+        path = ModelSource(self.model).path
+        gguf = str(self.gguf.expanduser()) if self.gguf is not None else None
+        return {"model": path, "dtype": self.dtype, "gguf": gguf, "max_tokens": longest + self.new}
+
+
+def ours(quality: str) -> str:
+    """What our engine is called in samples and tables."""
+    return f"{OURS} {quality}"
+
+
+class Bench:
+    """One run over a file of samples."""
+
+    def __init__(self, options: Options, journal: Journal) -> None:
+        self._options, self._journal = options, journal
+        say(f"loading the tokenizer of {options.model}")
+        self._tokenizer = load_tokenizer(ModelSource(options.model))
+        self._encoder = Encoder(self._tokenizer)
+        self._built: dict[tuple[str, int], list[Request]] = {}
+
+    def run(self, workloads: Sequence[str], rivals: Sequence[str], *, alone: bool) -> list[str]:
+        """Measure what is not in the file yet; ``alone`` adds the units without rivals. Returns who was left out."""
+        left_out: list[str] = []
+        with ExitStack() as stack:
+            started: dict[str, Contestant] = {}
+            for rival in rivals:
+                units = [unit for unit in self._units(workloads) if (unit[0], rival, unit[1]) not in self._journal]
+                if not units:
+                    continue
+                try:
+                    with self._rival(rival, workloads) as contestant:
+                        for workload, repeat in units:
+                            others = self._ours(workload, started, stack)
+                            unit = Unit({rival: contestant, **others}, self._options, compared=rival == rivals[0])
+                            label = f"{workload} against {rival}"
+                            sample = unit.run(self._requests(workload, repeat), RECIPES[workload].moves, label)
+                            self._journal.add({"workload": workload, "rival": rival, "repeat": repeat, **sample})
+                except Missing as error:
+                    left_out.append(str(error))
+                    say(f"skipped {error}")
+        if alone:
+            self._alone(workloads)
+        return left_out
+
+    def _units(self, workloads: Sequence[str]) -> list[tuple[str, int]]:
+        return [(workload, repeat) for repeat in range(self._options.repeat) for workload in workloads]
+
+    def _requests(self, workload: str, repeat: int) -> list[Request]:
+        if (workload, repeat) not in self._built:
+            options = self._options
+            self._built[workload, repeat] = build(
+                workload, self._tokenizer, tokens=options.tokens, seed=options.seed + repeat, data=options.data
+            )
+        return self._built[workload, repeat]
+
+    @contextmanager
+    def _rival(self, name: str, workloads: Sequence[str]) -> Iterator[Contestant]:
+        python = self._options.pythons.get(name)
+        if RIVALS[name].own_python and python is None:
+            raise Missing(f"{name}: {how_to_add(name)}")
+        longest = max(len(request.tokens) for unit in self._units(workloads) for request in self._requests(*unit))
+        with self._warm(Contestant(name, self._options.rival(longest), python=python)) as contestant:
+            yield contestant
+
+    def _ours(self, workload: str, started: dict[str, Contestant], stack: ExitStack) -> dict[str, Contestant]:
+        """Our engines for this workload; they stay for the next."""
+        qualities = [EXACT]
+        if RECIPES[workload].moves and self._options.quality != EXACT:
+            qualities.append(self._options.quality)
+        for quality in qualities:
+            if quality not in started:
+                started[quality] = stack.enter_context(self._engine(quality_value(quality)))
+        return {ours(quality): started[quality] for quality in qualities}
+
+    def _engine(self, quality: float | str, **more: Any) -> Contestant:
+        return self._warm(Contestant(OURS, self._options.engine(quality, **more)))
+
+    def _warm(self, contestant: Contestant) -> Contestant:
+        """A request that nobody counts: first calls of kernels and of memory."""
+        text = Writer(self._tokenizer, seed=-1).words(self._options.tokens)
+        ids = self._encoder.request(text).tokens[: self._options.tokens // 2]
+        warm_up(contestant, self._encoder.of_tokens(ids, ()))
+        return contestant
+
+    def _alone(self, workloads: Sequence[str]) -> None:
+        """Hit rate against capacity, and quality against positions recomputed."""
+        breaks = break_table(self._tokenizer)
+        for workload in workloads:
+            if (workload, CAPACITY, 0) not in self._journal:
+                rates = hit_rates([(r.tokens, r.boundaries) for r in self._requests(workload, 0)], breaks)
+                self._journal.add({"workload": workload, "rival": CAPACITY, "repeat": 0, "rates": rates})
+            wanted = workload == "rag" and self._options.quality != EXACT
+            if wanted and (workload, RECOMPUTE, 0) not in self._journal:
+                points = [self._recomputed(self._requests(workload, 0), ratio) for ratio in _RATIOS]
+                self._journal.add({"workload": workload, "rival": RECOMPUTE, "repeat": 0, "points": points})
+
+    def _recomputed(self, requests: Sequence[Request], ratio: float) -> dict[str, Any]:
+        """The quality of answers with this share of the moved tokens recomputed."""
+        how: dict[str, Any] = {"recompute_ratio": ratio} if ratio else {"recompute_strategy": "none"}
+        progress = Progress(f"quality with {ratio:.0%} recomputed", len(requests))
+        found = []
+        with self._engine("fast", force_approx=True, **how) as contestant:
+            for request in requests:
+                answer = contestant.ask("generate", **_order(request, new=self._options.new), compare=True)
+                if "quality" in answer:
+                    found.append({**answer["quality"], "recomputed": answer["recomputed"] / answer["moved"]})
+                progress.step()
+        return {"ratio": ratio, "requests": found}
+
+
+def quality_value(quality: str) -> float | str:
+    """A quality as the engine takes it: a name, or a share."""
+    return float(quality) if quality[:1].isdigit() else quality
+
+
+def warm_up(contestant: Contestant, request: Request) -> None:
+    """Let a contestant answer once and forget it; one that cannot is ended."""
+    try:
+        contestant.ask("generate", **_order(request, new=2))
+        contestant.ask("forget")
+    except (BenchError, Missing):
+        contestant.close()
+        raise
+
+
+def _order(request: Request, *, new: int) -> dict[str, Any]:
+    return {"tokens": request.tokens, "text": request.text, "boundaries": request.boundaries, "new": new}
+
+
+class Unit:
+    """One workload on some contestants in turn."""
+
+    def __init__(self, contestants: Mapping[str, Contestant], options: Options, *, compared: bool) -> None:
+        """``compared`` has approximate answers compared with full ones, which takes as long as plain Transformers."""
+        self._contestants, self._options, self._compared = contestants, options, compared
+
+    def run(self, requests: Sequence[Request], moves: bool, label: str) -> dict[str, Any]:
+        """Warm in the order of the workload, then the cold control."""
+        count = min(self._options.cold, len(requests))
+        chosen = [requests[(2 * number + 1) * len(requests) // (2 * count)] for number in range(count)]
+        progress = Progress(label, (len(requests) + len(chosen)) * len(self._contestants))
+        for contestant in self._contestants.values():
+            contestant.ask("forget")
+        warm = self._asked(requests, progress, moves=moves)
+        cold = self._asked(chosen, progress, moves=moves, forget=True)
+        return {
+            "prompts": [len(request.tokens) for request in requests],
+            "counts": [request.counts for request in requests],
+            "warm": warm,
+            "cold": cold,
+            "rss_peak": {name: one.ask("status")["rss_peak"] for name, one in self._contestants.items()},
+            "bitwise": self._bitwise(requests[len(requests) // 2]),
+            "versions": {name: one.versions for name, one in self._contestants.items()},
+            "threads": {name: one.threads for name, one in self._contestants.items()},
+        }
+
+    def _asked(
+        self, requests: Sequence[Request], progress: Progress, *, moves: bool, forget: bool = False
+    ) -> dict[str, list[dict[str, Any]]]:
+        answers: dict[str, list[dict[str, Any]]] = {name: [] for name in self._contestants}
+        names = list(self._contestants)
+        for number, request in enumerate(requests):
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                contestant = self._contestants[name]
+                if forget:
+                    contestant.ask("forget")
+                compare = self._compared and contestant.name == OURS and name != ours(EXACT) and not forget
+                order = _order(request, new=self._options.new)
+                answers[name].append(contestant.ask("generate", **order, moves=moves, compare=compare))
+                progress.step()
+        return answers
+
+    def _bitwise(self, request: Request) -> bool | None:
+        """Whether a warm run of ours has a cold one's bits; None where it is not asked."""
+        engine = self._contestants.get(ours(EXACT))
+        if not self._compared or engine is None:
+            return None
+        return bool(engine.ask("verify", tokens=request.tokens)["bitwise"])

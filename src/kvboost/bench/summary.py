@@ -1,0 +1,194 @@
+"""What samples say: ratios pair by pair with their spread, reuse by trust, quality, memory; as figures and as tables.
+
+Used by the terminal's tables, the HTML report and ``bench mine``. Invariant: a ratio is taken of two requests with the
+same tokens that ran next to each other, and above one our engine was faster.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvboost.bench.contestants import OURS
+from kvboost.bench.report import Machine, Report, Spread, Table, ratios
+
+Sample = Mapping[str, Any]
+
+
+@dataclass
+class Pairing:
+    """One workload, one rival and one engine of ours, over all repeats. Lists go together, request by request."""
+
+    workload: str
+    rival: str
+    engine: str
+    prompts: list[int] = field(default_factory=list)
+    """Tokens of each prompt that counts."""
+    theirs: list[Sample] = field(default_factory=list)
+    ours: list[Sample] = field(default_factory=list)
+    cold_theirs: list[Sample] = field(default_factory=list)
+    cold_ours: list[Sample] = field(default_factory=list)
+    memory: tuple[int, int] = (0, 0)
+    """Peaks of the rival's process and of ours, in bytes."""
+    bitwise: bool | None = None
+    """Whether a warm run had the bits of a cold one; None if it was not asked."""
+
+    def ratio(self, name: str = "ttft_ms", *, cold: bool = False) -> list[float]:
+        """Theirs by ours, pair by pair."""
+        theirs, own = (self.cold_theirs, self.cold_ours) if cold else (self.theirs, self.ours)
+        return ratios([one[name] for one in theirs], [max(one[name], 1e-3) for one in own])
+
+    def share(self, name: str) -> float:
+        """Prompt tokens of a kind (``exact``, ``approximate``, ``recomputed``), of all."""
+        return float(sum(one[name] for one in self.ours) / max(1, sum(self.prompts)))
+
+    def reuse(self) -> list[float]:
+        """Of each request the share that our engine did not compute."""
+        return [one["cached"] / prompt for one, prompt in zip(self.ours, self.prompts, strict=True)]
+
+    def same_answers(self) -> tuple[int, int]:
+        """Greedy answers of ours that are the rival's, and all."""
+        pairs = zip(self.ours, self.theirs, strict=True)
+        return sum(a["tokens"] == b["tokens"] for a, b in pairs), len(self.ours)
+
+    def divergence(self) -> float | None:
+        """Mean KL from plain Transformers over the answers that used approximate KV; None if none did."""
+        found = [one["quality"]["kl"] for one in self.ours if one.get("quality")]
+        return statistics.fmean(found) if found else None
+
+
+def pairings(samples: Iterable[Sample]) -> list[Pairing]:
+    """All pairings in a file's samples, in its order."""
+    found: dict[tuple[str, str, str], Pairing] = {}
+    for sample in samples:
+        if "warm" not in sample:
+            continue
+        rival = sample["rival"]
+        for engine in (name for name in sample["warm"] if name != rival):
+            key = sample["workload"], rival, engine.removeprefix(f"{OURS} ")
+            pairing = found.setdefault(key, Pairing(*key))
+            counted = [number for number, counts in enumerate(sample["counts"]) if counts]
+            pairing.prompts += [sample["prompts"][number] for number in counted]
+            pairing.theirs += [sample["warm"][rival][number] for number in counted]
+            pairing.ours += [sample["warm"][engine][number] for number in counted]
+            pairing.cold_theirs += sample["cold"][rival]
+            pairing.cold_ours += sample["cold"][engine]
+            peaks = sample["rss_peak"]
+            pairing.memory = max(pairing.memory[0], peaks[rival]), max(pairing.memory[1], peaks[engine])
+            if sample["bitwise"] is not None and engine.endswith("exact"):
+                pairing.bitwise = sample["bitwise"] and pairing.bitwise is not False
+    return list(found.values())
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """A value that this share of all does not exceed."""
+    if len(values) < 2:
+        return values[0]
+    return statistics.quantiles(values, n=100, method="inclusive")[round(100 * share) - 1]
+
+
+def break_even(pairing: Pairing) -> int | None:
+    """The shortest prompt from which on our engine was faster at every length; None if it never was."""
+    by_length: dict[int, list[float]] = {}
+    for prompt, ratio in zip(pairing.prompts, pairing.ratio(), strict=True):
+        by_length.setdefault(round(prompt, -1), []).append(ratio)
+    shortest = None
+    for length in sorted(by_length, reverse=True):
+        if statistics.median(by_length[length]) <= 1.0:
+            break
+        shortest = length
+    return shortest
+
+
+COLUMNS = (
+    "workload",
+    "against",
+    "ours",
+    "theirs ms",
+    "ours ms",
+    "faster",
+    "CPU",
+    "cold",
+    "exact %",
+    "approx %",
+    "same answer",
+    "KL",
+)
+
+
+def row(pairing: Pairing) -> list[str]:
+    """The cells of :data:`COLUMNS`."""
+    same, count = pairing.same_answers()
+    divergence = pairing.divergence()
+    return [
+        pairing.workload,
+        pairing.rival,
+        pairing.engine,
+        f"{statistics.median(one['ttft_ms'] for one in pairing.theirs):.0f}",
+        f"{statistics.median(one['ttft_ms'] for one in pairing.ours):.0f}",
+        Spread.of(pairing.ratio()).text(),
+        f"{statistics.median(pairing.ratio('cpu_ms')):.2f}",
+        f"{statistics.median(pairing.ratio(cold=True)):.2f}" if pairing.cold_ours else "-",
+        f"{100 * pairing.share('exact'):.0f}",
+        f"{100 * pairing.share('approximate'):.0f}",
+        f"{same} of {count}",
+        f"{divergence:.4f}" if divergence is not None else "-",
+    ]
+
+
+DETAILS = ("workload", "against", "ours", "p50 ms", "p95 ms", "total ms", "tokens/s", "memory MB")
+
+
+def details(pairing: Pairing) -> list[str]:
+    """Theirs and ours for the cells of :data:`DETAILS`: percentiles of TTFT, whole answers, memory."""
+    cells: list[str] = []
+    both = (pairing.theirs, pairing.ours)
+    for share in (0.5, 0.95):
+        cells.append(" / ".join(f"{percentile([one['ttft_ms'] for one in side], share):.0f}" for side in both))
+    cells.append(" / ".join(f"{statistics.median(one['total_ms'] for one in side):.0f}" for side in both))
+    cells.append(
+        " / ".join(
+            f"{sum(len(one['tokens']) for one in side) / max(1e-3, sum(one['total_ms'] for one in side) / 1000):.1f}"
+            for side in both
+        )
+    )
+    cells.append(" / ".join(f"{peak / 1e6:.0f}" for peak in pairing.memory))
+    return [pairing.workload, pairing.rival, pairing.engine, *cells]
+
+
+def notes(found: Sequence[Pairing]) -> list[str]:
+    """What the table's columns are, and the figures that are no column."""
+    told = [
+        "Times are milliseconds from the call to the first token, as medians. faster: theirs by ours, pair by pair, "
+        "median [lowest highest]; CPU: the same in processor time; cold: the same with empty caches.",
+        "exact and approx: prompt tokens that were not computed, by trust. same answer: greedy answers equal to the "
+        "rival's. KL: from plain Transformers, of answers that used approximate KV.",
+    ]
+    for pairing in found:
+        if pairing.workload == "document" and pairing.engine == "exact":
+            length = break_even(pairing)
+            said = f"from {length} tokens on" if length is not None else "at no length measured"
+            told.append(f"Against {pairing.rival}, a known document is faster {said}.")
+    checked = [pairing for pairing in found if pairing.bitwise is not None]
+    if checked:
+        good = sum(bool(pairing.bitwise) for pairing in checked)
+        told.append(f"A warm prefill has the bits of a cold one in {good} of {len(checked)} workloads.")
+    return told
+
+
+def report_of(header: Mapping[str, Any], samples: Sequence[Sample]) -> Report:
+    """The terminal's tables. It is ``failed`` if a warm run had other bits than a cold one."""
+    found = pairings(samples)
+    machine = Machine(**header["machine"])
+    report = Report("bench", failed=any(pairing.bitwise is False for pairing in found))
+    tokens = header["settings"]["tokens"]
+    title = f"Time to the first token, prompts of about {tokens} tokens" if tokens else "Time to the first token"
+    table = Table(title, machine, COLUMNS, notes=notes(found))
+    more = Table("Theirs / ours: percentiles of the first token, whole answers, peak memory", machine, DETAILS)
+    for pairing in found:
+        table.add(*row(pairing))
+        more.add(*details(pairing))
+    report.tables = [table, more]
+    return report
