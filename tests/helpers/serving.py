@@ -89,7 +89,7 @@ def key_files(folder: Path) -> KeyFiles:
 
 def tiny_folder(folder: Path, *, family: str = "llama", **overrides: Any) -> Path:
     """A tiny model with a tokenizer of bytes, as a folder that any server can load."""
-    model = tiny_model(family, vocab_size=260, max_position_embeddings=2048, **overrides)
+    model = tiny_model(family, **{"vocab_size": 260, "max_position_embeddings": 2048, **overrides})
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder

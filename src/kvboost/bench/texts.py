@@ -7,6 +7,7 @@ downloaded.
 from __future__ import annotations
 
 import random
+from functools import cached_property
 from typing import Any
 
 from kvboost.bench.measure import TextSource
@@ -31,8 +32,11 @@ class Writer:
 
     def __init__(self, tokenizer: Any, *, seed: int) -> None:
         self._tokenizer = tokenizer
-        self._source = TextSource(tokenizer)
         self.rng = random.Random(seed)
+
+    @cached_property
+    def _source(self) -> TextSource:
+        return TextSource(self._tokenizer)
 
     def count(self, text: str) -> int:
         """Tokens of a text."""
@@ -73,7 +77,7 @@ class Writer:
         made: list[str] = []
         length = 0
         while length < tokens:
-            some = [f"{self.rng.choice(pool)}{self.rng.randrange(1000)}" for _ in range(16)]
+            some = [f"{self.rng.choice(pool)}{self.rng.randrange(1000)}" for _ in range(4)]
             made += some
             length += self.count(" " + " ".join(some))
         return " ".join(made)

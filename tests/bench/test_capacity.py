@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import random
+
+from kvboost.bench.capacity import hit_rates
+
+
+def test_a_larger_cache_finds_more_until_everything_fits() -> None:
+    rng = random.Random(0)
+    heads = [[rng.randrange(1000) for _ in range(400)] for _ in range(4)]
+    prompts = [([*heads[n % 4], *(rng.randrange(1000) for _ in range(40))], [400]) for n in range(16)]
+    rates = hit_rates(prompts, None)
+    found = [rate for _, rate in rates]
+    assert found == sorted(found)
+    assert found[0] < 0.1  # four heads in turn: the least recently used one is the next
+    assert abs(found[-1] - 12 / 16 * 400 / 440) < 0.01
+
+
+def test_a_prompt_finds_nothing_of_itself() -> None:
+    assert [rate for _, rate in hit_rates([(list(range(500)), [])], None)][-1] == 0.0
+
+
+def test_what_is_behind_other_text_is_not_found() -> None:
+    text = list(range(500))
+    assert hit_rates([([7, *text], [1]), ([8, *text], [1])], None)[-1][1] == 0.0

@@ -1,0 +1,110 @@
+"""A run on a tiny model: who is asked what, what is left out, and that a second run goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvboost.bench.contestants import Contestant, Missing
+from kvboost.bench.journal import Journal, load
+from kvboost.bench.page import html_report
+from kvboost.bench.report import BenchError, describe_machine
+from kvboost.bench.run import CAPACITY, KIND, Bench, Options
+from kvboost.bench.summary import pairings, report_of
+
+
+def journal_of(options: Options, file: Path) -> Journal:
+    return Journal(file, KIND, options.settings(), describe_machine(model=options.model))
+
+
+@pytest.fixture(scope="module")
+def file(model: str, stand_in: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Plain Transformers, a kept cache and a stand-in over a chat; one rival has no environment."""
+    out = tmp_path_factory.mktemp("run") / "samples.jsonl"
+    options = Options(model, tokens=700, new=3, cold=1, pythons={"vllm": str(stand_in)})
+    with journal_of(options, out) as journal:
+        left_out = Bench(options, journal).run(["chat"], ["plain", "kept-cache", "vllm", "kvboost-0.9"], alone=True)
+    assert left_out == [
+        "kvboost-0.9: install kvboost==0.9.0 and transformers==4.57.6 and add --rival kvboost-0.9=PATH/TO/python"
+    ]
+    return out
+
+
+def test_ours_and_a_rival_get_the_same_prompts_and_reuse_the_same_turns(file: Path) -> None:
+    plain, kept, stand_in = pairings(load(file, KIND)[1])
+    assert [pairing.rival for pairing in (plain, kept, stand_in)] == ["plain", "kept-cache", "vllm"]
+    assert len(plain.ours) == len(plain.theirs) == 7  # the first of eight turns only fills caches
+    for pairing in (plain, kept):
+        same, count = pairing.same_answers()
+        assert same == count
+    assert all(answer["cached"] == 0 for answer in (*plain.theirs, *plain.cold_ours, *kept.cold_theirs))
+    cached = [answer["cached"] for answer in kept.ours]
+    assert cached == sorted(cached)
+    assert cached[0] > 100
+    assert cached == [answer["cached"] for answer in kept.theirs]
+    assert plain.bitwise is True
+    assert kept.bitwise is None  # asked once
+    assert plain.memory[0] > 50e6
+    assert plain.share("approximate") == 0.0
+    assert all(answer["cpu_ms"] > 0 and answer["total_ms"] >= answer["ttft_ms"] for answer in plain.ours)
+
+
+def test_a_rival_does_not_see_this_package(file: Path, monkeypatch: pytest.MonkeyPatch, stand_in: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    with Contestant("vllm", {}, python=str(stand_in)) as rival:
+        assert rival.versions == {"path": ""}
+    with Contestant("vllm-kvboost", {}, python=str(stand_in)) as one_of_ours:
+        assert one_of_ours.versions == {"path": "/somewhere"}
+
+
+def test_a_second_run_measures_nothing_again(file: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost.bench.run.Contestant", lambda *args, **more: pytest.fail("started again"))
+    before = file.read_bytes()
+    options = Options(model, tokens=700, new=3, cold=1)
+    with journal_of(options, file) as journal:
+        assert Bench(options, journal).run(["chat"], ["plain", "kept-cache", "vllm"], alone=True) == []
+    assert file.read_bytes() == before
+    with pytest.raises(BenchError, match="was begun with tokens 700 instead of 800"):
+        journal_of(Options(model, tokens=800, new=3, cold=1), file)
+
+
+def test_tables_and_page_say_what_was_measured(file: Path) -> None:
+    header, samples = load(file, KIND)
+    assert any(sample["rival"] == CAPACITY for sample in samples)
+    report = report_of(header, samples)
+    assert not report.failed
+    said = report.markdown()
+    assert said.count("| chat ") == 6
+    assert "1 of 1 workloads" in said
+    page = html_report([(header, samples)])
+    assert page.count("<svg") == 3  # nothing was recomputed
+    assert "http" not in page.replace("http-equiv", "")
+    assert "<script" not in page
+    assert "tiny-llama" in page
+    assert str(file.parent) not in page
+
+
+def test_other_bits_fail_the_run(file: Path) -> None:
+    header, samples = load(file, KIND)
+    samples[0]["bitwise"] = False
+    assert report_of(header, samples).failed
+
+
+def test_a_rival_that_fails_is_left_out_and_ours_ends_the_run(model: str, tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text('#!/bin/sh\necho \'{"missing": "vllm"}\'\n')
+    broken.chmod(0o755)
+    with pytest.raises(Missing, match="its Python has no vllm; install vllm and add --rival vllm="):
+        Contestant("vllm", {}, python=str(broken))
+    broken.write_text("#!/bin/sh\necho 'out of luck' >&2\nexit 3\n")
+    with pytest.raises(Missing, match="vllm: it ended.*out of luck"):
+        Contestant("vllm", {}, python=str(broken))
+    with pytest.raises(BenchError, match="our engine cannot start"):
+        Contestant("kvboost", {"model": str(tmp_path / "nowhere")})
+    with Contestant("kvboost", {"model": model, "engine": {"quality": "exact"}}) as ours:
+        with pytest.raises(BenchError, match="kvboost failed: .*shorten the prompt"):
+            ours.ask("generate", tokens=[5] * 9000, new=1)
+        answer = ours.ask("generate", tokens=[5] * 90, new=1)  # it goes on
+        assert json.dumps(answer["tokens"])
