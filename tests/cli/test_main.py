@@ -150,28 +150,6 @@ def test_nothing_at_all_shows_the_help(capsys: pytest.CaptureFixture[str]) -> No
     assert "doctor" in capsys.readouterr().out
 
 
-def test_bench_says_what_reuse_does_with_a_model(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "out.json"
-    call = ["bench", str(folder), "--dtype", "float32", "--repeat", "2"]
-    assert main([*call, "--tokens", "300", "--json", str(file)]) == 0
-    shown = capsys.readouterr().out
-    rows = {
-        cells[1].strip(): [c.strip() for c in cells[2:-1]]
-        for cells in (x.split("|") for x in shown.splitlines())
-        if len(cells) > 3
-    }
-    assert rows["cold: nothing stored"][0] == "0"
-    assert rows["warm: document stored"][0] == "300"
-    assert rows["logits to the bit, where that is promised, as cold"] == ["2", "2"]
-    assert [len(samples) for samples in json.loads(file.read_text())["raw"]["ttft_ms"].values()] == [2, 2, 2]
-    assert main([*call, "--tokens", "10"]) == 2
-    assert "too short" in capsys.readouterr().err
-    assert main([*call, "--json", str(tmp_path / "no" / "x.json")]) == 2
-    assert "create it first" in capsys.readouterr().err
-
-
 def _subprocess(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, env={**os.environ, **environment}, timeout=120
