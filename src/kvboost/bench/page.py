@@ -114,15 +114,8 @@ def _by_length(found: Sequence[Pairing]) -> Plot:
         theirs = dots.setdefault(pairing.rival, [])
         own += zip(pairing.prompts, (one["ttft_ms"] for one in pairing.ours), strict=True)
         theirs += zip(pairing.prompts, (one["ttft_ms"] for one in pairing.theirs), strict=True)
-    lines = {name: _medians(points) for name, points in dots.items()} if documents is not found else {}
+    lines = {name: summary.medians_by_length(points) for name, points in dots.items()} if documents is not found else {}
     return Plot("First token against prompt length", "prompt tokens", "ms", dots, lines, log_y=True, log_x=True)
-
-
-def _medians(points: Sequence[Point]) -> list[Point]:
-    by_length: dict[float, list[float]] = {}
-    for length, value in points:
-        by_length.setdefault(round(length, -1), []).append(value)
-    return [(length, statistics.median(values)) for length, values in sorted(by_length.items())]
 
 
 def _by_reuse(found: Sequence[Pairing]) -> Plot:

@@ -62,11 +62,18 @@ class _Axis:
             first, last = math.floor(self._low), math.ceil(self._high)
             found = [digit * 10.0**power for power in range(first, last + 1) for digit in (1, 2, 5)]
             shown = [value for value in found if self._low <= math.log10(value) <= self._high]
+            if len(shown) < 3:  # less than a decade
+                low, high = 10.0**self._low, 10.0**self._high
+                return _steps(low, high)
             return shown if len(shown) <= 7 else [v for v in shown if f"{v:e}"[0] == "1"] or shown[:7]
-        step = 10.0 ** math.floor(math.log10((self._high - self._low) / 4))
-        step *= next(factor for factor in (1, 2, 5, 10) if (self._high - self._low) / (step * factor) <= 6)
-        first = math.ceil(self._low / step)
-        return [step * number for number in range(first, math.floor(self._high / step) + 1)]
+        return _steps(self._low, self._high)
+
+
+def _steps(low: float, high: float) -> list[float]:
+    """Round values at equal distances, six at most."""
+    step = 10.0 ** math.floor(math.log10((high - low) / 4))
+    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= 6)
+    return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def _number(value: float) -> str:

@@ -6,6 +6,7 @@ same tokens that ran next to each other, and above one our engine was faster.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from kvboost.bench.contestants import OURS
 from kvboost.bench.report import Machine, Report, Spread, Table, ratios
 
 Sample = Mapping[str, Any]
+_STEPS = 4  # lengths that are told apart between one and its double
 
 
 @dataclass
@@ -91,15 +93,23 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def break_even(pairing: Pairing) -> int | None:
     """The shortest prompt from which on our engine was faster at every length; None if it never was."""
-    by_length: dict[int, list[float]] = {}
-    for prompt, ratio in zip(pairing.prompts, pairing.ratio(), strict=True):
-        by_length.setdefault(round(prompt, -1), []).append(ratio)
     shortest = None
-    for length in sorted(by_length, reverse=True):
-        if statistics.median(by_length[length]) <= 1.0:
+    for length, ratio in reversed(medians_by_length(zip(pairing.prompts, pairing.ratio(), strict=True))):
+        if ratio <= 1.0:
             break
-        shortest = length
+        shortest = round(length)
     return shortest
+
+
+def medians_by_length(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Lengths and the medians of what was measured there, shortest first; lengths that are nearly equal are one."""
+    groups: dict[int, list[tuple[float, float]]] = {}
+    for length, value in points:
+        groups.setdefault(round(_STEPS * math.log2(max(1, length))), []).append((length, value))
+    return [
+        (statistics.median(length for length, _ in group), statistics.median(value for _, value in group))
+        for _, group in sorted(groups.items())
+    ]
 
 
 COLUMNS = (

@@ -17,7 +17,7 @@ from kvboost.cli.flags import Model
 from kvboost.cli.output import note
 from kvboost.errors import ConfigError
 
-_QUICK = {"tokens": 512, "new": 8, "repeat": 1, "cold": 2}
+_QUICK = {"tokens": 512, "new": 8, "cold": 2}
 _QUICK_WORKLOADS = ("document", "chat", "rag", "random")
 _QUICK_RIVALS = ("plain", "kept-cache")
 _TOKENS, _NEW, _COLD = 2000, 16, 3
@@ -207,7 +207,7 @@ def _check_quality(quality: str) -> None:
         raise ConfigError("quality auto begins as exact and needs idle time for its checks; give high, fast or a share")
     try:
         EngineConfig(quality=quality_value(quality))
-    except ValueError as error:
+    except (ConfigError, ValueError) as error:
         raise ConfigError(
             f"--quality {quality!r} is not known; give exact, high, fast or a share such as 0.1"
         ) from error
