@@ -23,3 +23,15 @@ def test_a_prompt_finds_nothing_of_itself() -> None:
 def test_what_is_behind_other_text_is_not_found() -> None:
     text = list(range(500))
     assert hit_rates([([7, *text], [1]), ([8, *text], [1])], None)[-1][1] == 0.0
+
+
+def test_of_a_prompt_that_does_not_fit_the_beginning_is_kept() -> None:
+    prompt = (list(range(1000)), [])
+    rates = dict(hit_rates([prompt] * 4, None))
+    half = next(rate for capacity, rate in rates.items() if 450 < capacity < 550)
+    assert 0.3 < half < 0.4  # of three prompts in four
+
+
+def test_the_last_token_is_always_computed() -> None:
+    prompt = ([*range(64), 7], [64, 65])
+    assert hit_rates([prompt] * 2, None)[-1][1] <= 64 / 130
