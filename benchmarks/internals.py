@@ -54,7 +54,8 @@ from kvboost.offload.weights import model_on_disk
 from kvboost.scheduler.jobs import Finished, Job, NewToken
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.store import MemoryStore, RedisTier
-from kvboost.store.tiers.redis import server as redis_server
+from kvboost.store.tiers.redis import places as redis_places
+from kvboost.store.tiers.redis.connecting import Connector
 from kvboost.types import Chunk, KVBlock
 
 __all__ = [
@@ -254,7 +255,9 @@ def prefill_reuse(engine: KVBoost, tokens: Sequence[int], boundaries: Sequence[i
 
 def redis_links(connector: Callable[[str], Any]) -> AbstractContextManager[Any]:
     """While this lasts, a new Redis tier makes its links with ``connector``."""
-    return patch.object(redis_server, "_connector", connector)
+    return patch.object(
+        redis_places, "connector", lambda url, *, prefix: Connector(connector(url), prefix, may_move=False)
+    )
 
 
 def without_deadlines(engine: KVBoost) -> None:
@@ -263,4 +266,4 @@ def without_deadlines(engine: KVBoost) -> None:
     store._rules = replace(store._rules, compute_seconds=None)
     for tier in store._tiers:
         if isinstance(tier, RedisTier):
-            tier._server._timeout_s = 10.0
+            tier._server._patience = replace(tier._server._patience, timeout_s=10.0)

@@ -1,4 +1,5 @@
-"""A real redis-server of one's own: on a free port of this machine, without persistence, gone afterwards.
+"""A real redis-server of one's own, or a cluster of them: on free ports of this machine, without persistence, gone
+afterwards.
 
 Used by the benchmarks and by the tests.
 """
@@ -11,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from kvboost.bench.report import BenchError
@@ -57,6 +58,52 @@ def redis_server(options: Sequence[str] = (), *, port: int | None = None) -> Ite
         finally:
             process.kill()
             process.wait()
+
+
+@dataclass
+class RedisCluster:
+    """Running masters, each with its share of the slots, and no replicas."""
+
+    nodes: list[RedisServer]
+
+    @property
+    def url(self) -> str:
+        """Where it is, by all of its nodes: the first one may be gone."""
+        return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+
+    def flush(self) -> None:
+        """Empty every node that runs."""
+        for node in self.nodes:
+            if node.process.poll() is None:
+                _cli(node.port, "flushall")
+
+
+@contextmanager
+def redis_cluster(nodes: int = 3) -> Iterator[RedisCluster]:
+    """A cluster for one ``with`` block, made with ``redis-cli --cluster create``. Raises BenchError."""
+    options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no"]
+    with ExitStack() as stack:
+        # The bus of a node has its port + 10000, which must be one too.
+        ports = [port for port in (free_port() for _ in range(50 * nodes)) if port < 55000][:nodes]
+        servers = [stack.enter_context(redis_server(options, port=port)) for port in ports]
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        _cli(ports[0], "--cluster", "create", *addresses, "--cluster-replicas", "0", "--cluster-yes")
+        end = time.monotonic() + _START_S
+        while not all(b"cluster_state:ok" in _cli(port, "cluster", "info") for port in ports):
+            if time.monotonic() > end:
+                raise BenchError("the nodes did not become a cluster; try redis-cli --cluster create by hand")
+            time.sleep(0.05)
+        yield RedisCluster(servers)
+
+
+def _cli(port: int, *arguments: str) -> bytes:
+    program = shutil.which("redis-cli")
+    if program is None:
+        raise BenchError("redis-cli is not installed; on Debian: apt-get install redis-tools")
+    done = subprocess.run([program, "-p", str(port), *arguments], capture_output=True, check=False)
+    if done.returncode:
+        raise BenchError(f"redis-cli failed: {(done.stderr or done.stdout).decode(errors='replace')[-300:]}")
+    return done.stdout
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import TypeVar
 
@@ -17,13 +18,14 @@ from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.header import PAGE
 from kvboost.store.tiers.redis.ledger import Ledger
 from kvboost.store.tiers.redis.loading import OversizedValueError, received
+from kvboost.store.tiers.redis.places import open_place
 from kvboost.store.tiers.redis.purging import remove_ids, remove_owned
 from kvboost.store.tiers.redis.resp import Link, ServerError
-from kvboost.store.tiers.redis.server import Server, UnavailableError
+from kvboost.store.tiers.redis.server import PREFIX, Patience, UnavailableError
 from kvboost.store.tiers.redis.tier import RedisTier
 
 _TIMEOUT_S = 30.0
-_MIN_BYTES_PER_S = 1e6
+_PATIENCE = Patience(_TIMEOUT_S, min_bytes_per_s=1e6)
 _AT_ONCE = 64  # chunks in one script: others must get their turn
 _LOADED_AT_ONCE = 64
 
@@ -36,8 +38,10 @@ class RedisCatalogue:
     def __init__(self, url: str) -> None:
         """Raises ConfigError for an URL that cannot work, PlaceError if nobody answers there."""
         self._url = url
-        self._server = Server(url, timeout_s=_TIMEOUT_S, min_bytes_per_s=_MIN_BYTES_PER_S)
-        self._whole = Ledger(self._server.prefix, tenant=b"", space=b"")
+        self._failures: list[UnavailableError] = []  # of values that lie elsewhere
+        self._place = open_place(url, prefix=PREFIX, patience=_PATIENCE, report=self._failures.append)
+        self._server, self._elsewhere = self._place.server, self._place.elsewhere
+        self._whole = self._ledger_of(b"", b"")
         try:
             self._with_link(lambda link: link.call([(b"PING",)]))
         except PlaceError:
@@ -47,7 +51,7 @@ class RedisCatalogue:
     @property
     def place(self) -> str:
         """Its URL without user and password."""
-        return self._server.place
+        return self._place.url
 
     def entries(self) -> Iterator[Entry]:
         """Every chunk in the ledger that is written."""
@@ -75,6 +79,8 @@ class RedisCatalogue:
 
     def _first_bytes(self, entries: Sequence[Entry], length: int) -> list[bytes]:
         last = b"%d" % (length - 1)
+        if self._elsewhere is not None:
+            return [bytes(record or b"")[:length] for _, record in self.records(entries)]
         commands = [(b"GETRANGE", self._ledger(entry).value(entry.key), b"0", last) for entry in entries]
         replies = self._with_link(lambda link: link.call(commands))
         return [reply if isinstance(reply, bytes) else b"" for reply in replies]
@@ -87,10 +93,18 @@ class RedisCatalogue:
 
     def _loaded(self, batch: Sequence[Entry]) -> Iterator[tuple[Entry, memoryview | None]]:
         done = 0
+        keys = [entry.key for entry in batch]
+        ledger = self._ledger(batch[0])
+        if self._elsewhere is not None:
+            found = self._elsewhere.load(keys, ledger=ledger, max_bytes=MAX_RECORD_BYTES)
+            with closing(found):
+                for entry, record in zip(batch, found, strict=True):
+                    if found.unavailable is not None:
+                        raise self._failed(found.unavailable)
+                    yield entry, record
+            return
         try:
             with self._server.link(self._server.deadline()) as link:
-                keys = [entry.key for entry in batch]
-                ledger = self._ledger(batch[0])
                 for record in received(link, keys, ledger=ledger, max_bytes=MAX_RECORD_BYTES):
                     done += 1
                     yield batch[done - 1], record
@@ -144,23 +158,29 @@ class RedisCatalogue:
 
     def close(self) -> None:
         """Close the connections."""
-        self._server.close()
+        self._place.close()
 
     def _with_link(self, work: Callable[[Link], T]) -> T:
         try:
             with self._server.link(self._server.deadline()) as link:
-                return work(link)
+                done = work(link)
         except UnavailableError as error:
             raise self._failed(error) from error
+        if self._failures:
+            raise self._failed(self._failures.pop())
+        return done
 
     def _ledger(self, entry: Entry) -> Ledger:
         assert entry.tenant is not None  # it is in the entry's name
-        return Ledger(self._server.prefix, tenant=entry.tenant, space=entry.space)
+        return self._ledger_of(entry.tenant, entry.space)
+
+    def _ledger_of(self, tenant: bytes, space: bytes) -> Ledger:
+        return Ledger(self._server.prefix, tenant=tenant, space=space, elsewhere=self._elsewhere)
 
     def _failed(self, error: UnavailableError) -> PlaceError:
         cause = error.cause or "it did not answer before"
         remedy = "look at its rights and limits" if isinstance(cause, ServerError) else "check that it runs"
-        return PlaceError(f"{self.place} cannot be used ({cause}); {remedy}")
+        return PlaceError(f"{self._place.url} cannot be used ({cause}); {remedy}")
 
 
 def _batches(entries: Iterable[Entry], size: int) -> Iterator[list[Entry]]:

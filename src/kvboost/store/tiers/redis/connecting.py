@@ -1,15 +1,15 @@
-"""From an URL to a connected link: one server, the node of a Redis Cluster, or the master that Sentinels name.
+"""From an URL to a connected link: one server, a node of a Redis Cluster, or the master that Sentinels name.
 
-Used by :mod:`kvboost.store.tiers.redis.server`. redis-py reads the URL, finds the server and connects. Invariant: no
-message holds a password.
+Used by :mod:`kvboost.store.tiers.redis.server` and :mod:`kvboost.store.tiers.redis.cluster`. redis-py reads the URL,
+finds the server and connects. Invariant: no message holds a password.
 
-In a cluster everything lies in one slot, so on one node: the ledger's scripts touch several keys and must be atomic.
-Of a cluster, then, a cache uses the memory of one node, and gains that it moves with the slot.
+In a cluster the ledger lies in one slot, so on one node: its scripts touch several keys and must be atomic. The link of
+an URL leads there, and moves with the slot. Values lie on all nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,16 +22,34 @@ CONNECT_TIMEOUT_S = 1.0
 _LIMITS: dict[str, Any] = {"socket_timeout": CONNECT_TIMEOUT_S, "socket_connect_timeout": CONNECT_TIMEOUT_S}
 
 
+Address = tuple[str, int]
+Slots = Mapping[int, Address]
+"""Of a cluster: the node in charge of each slot."""
+Greeting = list[tuple[bytes, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class Connector:
     """Makes links to the server that is in charge now."""
 
-    connect: Callable[[Deadline], tuple[Link, list[tuple[bytes, ...]]]]
+    connect: Callable[[Deadline], tuple[Link, Greeting]]
     """A link, and what must be said on it first. Raises OSError."""
     prefix: str
     """Of all keys: in a cluster with the mark that keeps them together."""
     may_move: bool
     """Whether another server may come to be in charge: then it is looked for again."""
+    nodes: Nodes | None = None
+    """Of a cluster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The nodes of a cluster."""
+
+    slots: Callable[[], Slots]
+    """Asks the cluster. Raises OSError."""
+    at: Callable[[Address], Connector]
+    """How to reach one of them."""
 
 
 def place_of(url: str) -> str:
@@ -55,9 +73,11 @@ def connector(url: str, *, prefix: str) -> Connector:
         made: Any = options.pop("connection_class", connections.Connection)
         user, password, database = (options.pop(name, None) for name in ("username", "password", "db"))
         locate: Callable[[], dict[str, Any]] = dict
+        slots: Callable[[], Slots] | None = None
         if kind == "cluster":
             secrets = {"username": user, "password": password, "ssl": scheme == "rediss"}
-            locate = _cluster(hosts, prefix, {**_without_address(options), **secrets})
+            slots = _slots(hosts, {**_without_address(options), **secrets})
+            locate = _node_of(slots, prefix)
         elif kind == "sentinel":
             locate = _sentinel(hosts, service)
         # The greeting is said by us: redis-py's own has a time limit for each byte only.
@@ -68,22 +88,30 @@ def connector(url: str, *, prefix: str) -> Connector:
             f"this is no URL of a Redis server ({error}); give redis://HOST:PORT/0, rediss://:PASSWORD@HOST:PORT/0, "
             "redis+cluster://HOST:PORT or redis+sentinel://HOST:PORT/SERVICE"
         ) from error
-    greeting: list[tuple[bytes, ...]] = []
+    greeting: Greeting = []
     if password is not None:
         greeting.append((b"AUTH", *(part.encode() for part in (user, password) if part)))
     if database:
         greeting.append((b"SELECT", b"%d" % int(database)))
     greeting.append((b"CLIENT", b"SETNAME", b"kvboost"))
 
-    def connect(deadline: Deadline) -> tuple[Link, list[tuple[bytes, ...]]]:
-        try:
-            connection = made(**{**options, **locate()})
-            connection.connect()
-        except RedisError as error:
-            raise ConnectionError(str(error)) from error
-        return Link(connection._sock, deadline, owner=connection), greeting
+    def connecting(locate: Callable[[], dict[str, Any]]) -> Callable[[Deadline], tuple[Link, Greeting]]:
+        def connect(deadline: Deadline) -> tuple[Link, Greeting]:
+            try:
+                connection = made(**{**options, **locate()})
+                connection.connect()
+            except RedisError as error:
+                raise ConnectionError(str(error)) from error
+            return Link(connection._sock, deadline, owner=connection), greeting
 
-    return Connector(connect, prefix, may_move=bool(kind))
+        return connect
+
+    def at(address: Address) -> Connector:
+        host, port = address
+        return Connector(connecting(lambda: {"host": host, "port": port}), prefix, may_move=False)
+
+    nodes = None if slots is None else Nodes(slots, at)
+    return Connector(connecting(locate), prefix, may_move=bool(kind), nodes=nodes)
 
 
 def _split(url: str, scheme: str, kind: str) -> tuple[str, list[tuple[str, int]], str]:
@@ -120,19 +148,36 @@ def _once() -> Any:
     return Retry(NoBackoff(), 0)
 
 
-def _cluster(hosts: list[tuple[str, int]], prefix: str, options: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+def _slots(hosts: list[tuple[str, int]], options: dict[str, Any]) -> Callable[[], Slots]:
+    from redis import RedisError
     from redis.cluster import ClusterNode, RedisCluster
+    from redis.exceptions import RedisClusterException
 
-    def locate() -> dict[str, Any]:
+    def slots() -> Slots:
         nodes = [ClusterNode(host, port) for host, port in hosts]  # type: ignore[no-untyped-call]
-        cluster = RedisCluster(startup_nodes=nodes, require_full_coverage=False, retry=_once(), **options, **_LIMITS)
         try:
-            node = cluster.get_node_from_key(prefix)  # type: ignore[no-untyped-call]
-            if node is None:
-                raise ConnectionError("no node of the cluster has the slot of our keys")
-            return {"host": node.host, "port": node.port}
+            cluster = RedisCluster(
+                startup_nodes=nodes, require_full_coverage=False, retry=_once(), **options, **_LIMITS
+            )
+        except (RedisError, RedisClusterException) as error:  # the second one is no kind of the first
+            raise ConnectionError(str(error)) from error
+        try:
+            known = cluster.nodes_manager.slots_cache
+            return {slot: (str(first.host), int(first.port)) for slot, (first, *_) in known.items()}
         finally:
             cluster.close()
+
+    return slots
+
+
+def _node_of(slots: Callable[[], Slots], key: str) -> Callable[[], dict[str, Any]]:
+    from redis.crc import key_slot
+
+    def locate() -> dict[str, Any]:
+        address = slots().get(key_slot(key.encode()))
+        if address is None:
+            raise ConnectionError("no node of the cluster has the slot of the ledger")
+        return {"host": address[0], "port": address[1]}
 
     return locate
 

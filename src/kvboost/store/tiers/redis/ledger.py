@@ -3,6 +3,10 @@
 Used by the Redis tier; all processes with the same prefix share one ledger. A chunk is entered before it is written
 and counts from then on, so the sum of all sizes never passes the limit, which lies there too. Where what lies is said
 in :mod:`kvboost.store.tiers.redis.scripts`.
+
+Values lie beside the ledger, or elsewhere (:mod:`kvboost.store.tiers.redis.elsewhere`): on the nodes of a cluster, or
+in a Mooncake Store. Then a value that the ledger drops is removed right behind the script, by whoever ran it or, if
+that one died, by another.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from dataclasses import dataclass
 
 from kvboost.config import DEFAULT_PLACE_BYTES
 from kvboost.store.tiers.redis import scripts
+from kvboost.store.tiers.redis.elsewhere import Elsewhere
 from kvboost.store.tiers.redis.resp import Link, ProtocolError, Reply, ServerError
 from kvboost.types import BlockInfo, PutOutcome
 
@@ -61,8 +66,9 @@ class Ledger:
     Every method may raise OSError, ProtocolError or ServerError.
     """
 
-    def __init__(self, prefix: str, *, tenant: bytes, space: bytes) -> None:
+    def __init__(self, prefix: str, *, tenant: bytes, space: bytes, elsewhere: Elsewhere | None = None) -> None:
         self.prefix = prefix.encode()
+        self.elsewhere = elsewhere
         self._tenant = tenant.hex().encode()
         self._space = self._tenant + b":" + space.hex().encode()
         self.space = self._space
@@ -74,6 +80,8 @@ class Ledger:
 
     def value(self, key: bytes) -> bytes:
         """Where a chunk's record, or its first piece, lies."""
+        if self.elsewhere is not None:  # the braces: in a cluster all pieces of a chunk lie in one slot
+            return self.prefix.strip(b"{}") + b":{" + self.id(key) + b"}"
         return self.prefix + b":" + self.id(key)
 
     def piece(self, key: bytes, seal: bytes, number: int) -> bytes:
@@ -82,6 +90,11 @@ class Ledger:
 
     def has(self, link: Link, key: bytes) -> bool:
         """Whether a chunk is entered and all of it is there."""
+        if self._run(link, scripts.HAS, self.id(key)) != 1:
+            return False
+        if self.elsewhere is None:
+            return True
+        self.delete_missing(link, [key])
         return self._run(link, scripts.HAS, self.id(key)) == 1
 
     def reserve(
@@ -147,13 +160,20 @@ class Ledger:
         ttl_ms: int,
     ) -> bool:
         """Write the pieces and then, in the same round trip, show them as one chunk. False if its entry is gone."""
+        numbers = (b"%d" % number for number in (writing.pieces, ttl_ms, _MAX_BY_CONTENT))
+        finish = (self.id(writing.key), writing.writer, writing.seal, *numbers)
+        if self.elsewhere is not None:
+            names = [self.value(writing.key)]
+            names += [self.piece(writing.key, writing.seal, number) for number in range(1, len(pieces))]
+            if self.elsewhere.put(names, pieces, ttl_ms=ttl_ms):
+                return self._run(link, scripts.FINISH, *finish) == 1
+            self.remove(link, [self.id(writing.key)])
+            return False
         commands = [
             (b"SET", self.piece(writing.key, writing.seal, number), piece, b"PX", b"%d" % _PIECE_MS)
             for number, piece in enumerate(pieces)
         ]
-        numbers = (b"%d" % number for number in (writing.pieces, ttl_ms, _MAX_BY_CONTENT))
-        last = self._command(scripts.FINISH, self.id(writing.key), writing.writer, writing.seal, *numbers)
-        *written, finished = link.call([*commands, last])
+        *written, finished = link.call([*commands, self._command(scripts.FINISH, *finish)])
         for reply in (finished, *written):
             if isinstance(reply, ServerError):
                 raise reply
@@ -165,7 +185,18 @@ class Ledger:
 
     def delete_missing(self, link: Link, keys: Sequence[bytes]) -> None:
         """Delete the entries of chunks that were not found, if not all of their pieces are there."""
-        self._run(link, scripts.DELETE_MISSING, *map(self.id, keys))
+        ids = [self.id(key) for key in keys]
+        if self.elsewhere is None:
+            self._run(link, scripts.DELETE_MISSING, *ids)
+            return
+        named = self._run(link, scripts.NAMES, *ids)
+        if not isinstance(named, list) or len(named) != len(ids):
+            raise ProtocolError("an answer that is none of the ledger's")
+        names = [(id, name) for id, some in zip(ids, named, strict=True) for name in _names(some)]
+        there = self.elsewhere.exist([name for _, name in names])
+        gone = {id for (id, _), is_there in zip(names, there, strict=True) if is_there is False}
+        if gone:
+            self.remove(link, list(gone))
 
     def remove(self, link: Link, ids: Sequence[bytes]) -> None:
         """Remove chunks and their entries."""
@@ -240,15 +271,35 @@ class Ledger:
             self._run(link, scripts.ORPHANS, *names)
         return cursor
 
+    def strays(self, link: Link, *, names: Sequence[bytes]) -> None:
+        """Remove those of these values, which lie elsewhere, that are not counted."""
+        self._run(link, scripts.STRAYS, *names)
+
     def _command(self, script: str, *arguments: bytes) -> tuple[bytes, ...]:
         # With its text: Redis finds it compiled by its digest, and may forget it without our knowing.
-        return (b"EVAL", (scripts.COMMON + script).encode(), b"1", self.prefix, *arguments)
+        text = scripts.BESIDE if self.elsewhere is None else scripts.APART
+        return (b"EVAL", (text % (scripts.COMMON + script)).encode(), b"1", self.prefix, *arguments)
 
     def _run(self, link: Link, script: str, *arguments: bytes) -> Reply:
         reply = link.call([self._command(script, *arguments)])[0]
         if isinstance(reply, ServerError):
             raise reply
-        return reply
+        if self.elsewhere is None:
+            return reply
+        if not isinstance(reply, list) or len(reply) != 2:
+            raise ProtocolError("an answer that is none of the ledger's")
+        garbage = _names(reply[1])
+        gone = self.elsewhere.unlink(garbage) if garbage else []
+        left = set(garbage).difference(gone)
+        if gone:
+            link.call([(b"ZREM", self.prefix + b":ledger:garbage", *gone)])
+        if left:  # the next one may try
+            link.call([self._command(scripts.RELEASE, *left)])
+        return reply[0]
+
+
+def _names(reply: Reply) -> list[bytes]:
+    return [name for name in reply if isinstance(name, bytes)] if isinstance(reply, list) else []
 
 
 def _page(reply: Reply) -> Page:

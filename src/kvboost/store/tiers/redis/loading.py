@@ -35,13 +35,13 @@ class OversizedValueError(ServerError):
         self.key = key
 
 
-def split(parts: Sequence[memoryview], nbytes: int) -> list[tuple[memoryview, ...]]:
-    """The pieces of a record: one, or the header and then its layers, so many as make a megabyte in each."""
-    if nbytes <= PIECE_BYTES:
+def split(parts: Sequence[memoryview], nbytes: int, size: int = PIECE_BYTES) -> list[tuple[memoryview, ...]]:
+    """The pieces of a record: one, or the header and then its layers, so many as make ``size`` bytes in each."""
+    if nbytes <= size:
         return [tuple(parts)]
     pieces: list[tuple[memoryview, ...]] = [(parts[0],)]
     group: list[memoryview] = []
-    left = PIECE_BYTES
+    left = size
     for part in parts[1:]:
         while len(part):
             group.append(part[:left])
@@ -49,7 +49,7 @@ def split(parts: Sequence[memoryview], nbytes: int) -> list[tuple[memoryview, ..
             left -= len(group[-1])
             if not left:
                 pieces.append(tuple(group))
-                group, left = [], PIECE_BYTES
+                group, left = [], size
     if group:
         pieces.append(tuple(group))
     return pieces

@@ -54,6 +54,10 @@ def sweep(ask: Ask, ledger: Ledger) -> None:
     cursor = ask(partial(ledger.sweep, cursor=b"0"))
     while cursor is not None and cursor != b"0":
         cursor = ask(partial(ledger.sweep, cursor=cursor))
+    if ledger.elsewhere is not None:
+        for names in ledger.elsewhere.scan(ledger.prefix.strip(b"{}") + b":"):
+            if names:
+                ask(partial(ledger.strays, names=names))
     if cursor is not None and lost_at:
         ask(partial(ledger.swept, lost_at=lost_at))
 

@@ -12,17 +12,29 @@ Used by :mod:`kvboost.store.tiers.redis.ledger`, which says what each one answer
 - ``ledger:successors``: how many stored chunks follow each key
 - ``TENANT:SPACE:content:CONTENT``: the newest chunks of a content
 - ``TENANT:SPACE:KEY``, ``TENANT:SPACE:KEY:SEAL:NUMBER``: a record, or its header, and the other pieces of it
+- ``ledger:garbage``: where values lie elsewhere, those that must be removed there, and when somebody else may do that
+
+Where values lie elsewhere (``APART``) a script cannot touch them. It answers ``{REPLY, GARBAGE}``: whoever ran it
+removes these values. Until that is noted, nothing is written under their names, so that no late removal meets a new
+value.
 
 Invariants: entries, recency and due have as many members as the ledger counts chunks; where they have not, Redis has
 dropped one of them, and the ledger begins anew. A chunk with successors, or one being written, is no victim.
 """
+
+BESIDE = "local APART = false\n%s"
+"""A script where values lie beside the ledger."""
+
+APART = "local APART, garbage = true, {}\nlocal function run()\n%s\nend\nreturn {run(), garbage}"
+"""A script where they lie elsewhere."""
 
 COMMON = """
 local P = KEYS[1] .. ':'
 local L = P .. 'ledger'
 local ENTRIES, RECENCY, LEAVES, DUE, SUCCESSORS =
   L .. ':entries', L .. ':recency', L .. ':leaves', L .. ':due', L .. ':successors'
-local PLACE = L .. ':place'
+local PLACE, GARBAGE = L .. ':place', L .. ':garbage'
+local CLAIM, RETRY = 60 * 1000000, 2 * 1000000 -- the first is longer than anybody waits for a removal
 local call = redis.call
 local time = call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
@@ -61,12 +73,29 @@ end
 
 local function members(space) return L .. ':of:' .. space end
 
-local function piece(id, seal, number) return P .. id .. ':' .. seal .. ':' .. number end
+local function value(id)
+  if APART then return string.gsub(KEYS[1], '[{}]', '') .. ':{' .. id .. '}' end
+  return P .. id
+end
+
+local function piece(id, seal, number) return value(id) .. ':' .. seal .. ':' .. number end
 
 local function written(id, e)
-  local keys = {P .. id}
+  local keys = {value(id)}
   for number = 1, e.pieces - 1 do keys[#keys + 1] = piece(id, e.seal, number) end
   return keys
+end
+
+local function is_there(id, e) return APART or call('EXISTS', unpack(written(id, e))) == e.pieces end
+
+local function claim(key)
+  call('ZADD', GARBAGE, now + CLAIM, key)
+  garbage[#garbage + 1] = key
+end
+
+local function discard(keys)
+  if not APART then return call('UNLINK', unpack(keys)) end
+  for _, key in ipairs(keys) do claim(key) end
 end
 
 local function add_leaf(id)
@@ -84,8 +113,8 @@ end
 
 local function drop(id, e)
   local keys = written(id, e)
-  keys[#keys + 1] = piece(id, e.seal, 0)
-  call('UNLINK', unpack(keys))
+  if not APART then keys[#keys + 1] = piece(id, e.seal, 0) end
+  discard(keys)
   call('HDEL', ENTRIES, id)
   call('ZREM', RECENCY, id)
   call('ZREM', DUE, id)
@@ -132,6 +161,9 @@ local function reap(limit)
     local e = entry(id)
     if e then drop(id, e) else call('ZREM', DUE, id) end
   end
+  if APART then
+    for _, key in ipairs(call('ZRANGEBYSCORE', GARBAGE, '-inf', now, 'LIMIT', 0, limit)) do claim(key) end
+  end
 end
 """
 
@@ -165,9 +197,10 @@ local quota = ARGV[10] ~= '' and tonumber(ARGV[10]) or capacity
 local e = entry(id)
 if e then
   if e.writer ~= '' then return {'refused', 0, lost, capacity} end
-  if call('EXISTS', unpack(written(id, e))) == e.pieces then return {'present', 0, lost, capacity} end
+  if is_there(id, e) then return {'present', 0, lost, capacity} end
   drop(id, e)
 end
+if APART and call('ZSCORE', GARBAGE, value(id)) then return {'refused', 0, lost, capacity} end
 
 local tenant = tenant_of(id)
 if held('bytes') + size > capacity or held('bytes:' .. tenant) + size > quota then
@@ -212,26 +245,37 @@ return {evict('bytes', capacity, LEAVES, tonumber(ARGV[1])), evicted}
 
 HAS = """
 local e = entry(ARGV[1])
-return e and e.writer == '' and call('EXISTS', unpack(written(ARGV[1], e))) == e.pieces and 1 or 0
+return e and e.writer == '' and is_there(ARGV[1], e) and 1 or 0
+"""
+
+NAMES = """
+local names = {}
+for _, id in ipairs(ARGV) do
+  local e = entry(id)
+  names[#names + 1] = e and e.writer == '' and written(id, e) or {}
+end
+return names
 """
 
 FINISH = """
 local id, writer, seal, pieces, ttl = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
-local keys = {}
-for number = 0, pieces - 1 do keys[#keys + 1] = piece(id, seal, number) end
+local keys = {APART and value(id) or piece(id, seal, 0)}
+for number = 1, pieces - 1 do keys[#keys + 1] = piece(id, seal, number) end
 local e = entry(id)
 if not e or e.writer ~= writer then
-  if not e or e.seal ~= seal then call('UNLINK', unpack(keys)) end
+  if not e or e.seal ~= seal then discard(keys) end
   return 0
 end
-if call('EXISTS', unpack(keys)) ~= pieces then
-  drop(id, e)
-  return 0
-end
-call('RENAME', keys[1], P .. id)
-keys[1] = P .. id
-for _, key in ipairs(keys) do
-  if ttl > 0 then call('PEXPIRE', key, ttl) else call('PERSIST', key) end
+if not APART then
+  if call('EXISTS', unpack(keys)) ~= pieces then
+    drop(id, e)
+    return 0
+  end
+  call('RENAME', keys[1], value(id))
+  keys[1] = value(id)
+  for _, key in ipairs(keys) do
+    if ttl > 0 then call('PEXPIRE', key, ttl) else call('PERSIST', key) end
+  end
 end
 e.writer = ''
 write(id, e)
@@ -256,7 +300,7 @@ return 0
 DELETE_MISSING = """
 for _, id in ipairs(ARGV) do
   local e = entry(id)
-  if e and e.writer == '' and call('EXISTS', unpack(written(id, e))) ~= e.pieces then drop(id, e) end
+  if e and e.writer == '' and not is_there(id, e) then drop(id, e) end
 end
 return 0
 """
@@ -264,7 +308,7 @@ return 0
 REMOVE = """
 for _, id in ipairs(ARGV) do
   local e = entry(id)
-  if e then drop(id, e) else call('UNLINK', P .. id) end
+  if e then drop(id, e) else discard({value(id)}) end
 end
 return 0
 """
@@ -344,6 +388,19 @@ for _, key in ipairs(ARGV) do
     local id = string.match(key, '^[^:]*:[^:]*:[^:]*')
     if id and call('HEXISTS', ENTRIES, id) == 0 then call('UNLINK', P .. key) end
   end
+end
+return 0
+"""
+
+RELEASE = """
+for _, key in ipairs(ARGV) do call('ZADD', GARBAGE, 'XX', now + RETRY, key) end
+return 0
+"""
+
+STRAYS = """
+for _, key in ipairs(ARGV) do
+  local id = string.match(key, '{(.*)}')
+  if id and call('HEXISTS', ENTRIES, id) == 0 then claim(key) end
 end
 return 0
 """

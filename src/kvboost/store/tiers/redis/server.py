@@ -1,8 +1,9 @@
 """A Redis or Valkey server as one tier sees it: a pool of links behind a breaker.
 
-Used by the Redis tier. :mod:`kvboost.store.tiers.redis.connecting` makes the connections; what is said over them is
-:mod:`kvboost.store.tiers.redis.resp`'s. Invariants: a caller waits for a link no longer than its deadline,
-whatever name lookup, connecting or TLS do, as that happens in another thread; a link that failed is never used again.
+Used by the Redis tier, and for each node of a cluster. :mod:`kvboost.store.tiers.redis.connecting` makes the
+connections; what is said over them is :mod:`kvboost.store.tiers.redis.resp`'s. Invariants: a caller waits for a link no
+longer than its deadline, whatever name lookup, connecting or TLS do, as that happens in another thread; a link that
+failed is never used again.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from kvboost.store.tiers.breaker import Breaker
-from kvboost.store.tiers.redis.connecting import CONNECT_TIMEOUT_S, connector, place_of
+from kvboost.store.tiers.redis.connecting import CONNECT_TIMEOUT_S, Connector
 from kvboost.store.tiers.redis.resp import Deadline, Link, ProtocolError, ServerError
 
 PREFIX = "kvboost"
@@ -22,6 +24,14 @@ PREFIX = "kvboost"
 _ELSEWHERE = ("MOVED", "ASK", "CLUSTERDOWN", "READONLY", "LOADING", "MASTERDOWN", "TRYAGAIN")  # is who is in charge
 _ECHO_BYTES = 16 * 1024
 _MAX_IDLE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a lookup waits: some time, and what its bytes would take at the slowest rate."""
+
+    timeout_s: float
+    min_bytes_per_s: float
 
 
 class UnavailableError(Exception):
@@ -35,15 +45,20 @@ class UnavailableError(Exception):
 class Server:
     """The links to one server. Thread-safe."""
 
-    def __init__(self, url: str, *, timeout_s: float, min_bytes_per_s: float, prefix: str = PREFIX) -> None:
-        """Raises ConfigError for an URL that cannot work or if redis-py is missing. Connects only when asked."""
-        self._connector = connector(url, prefix=prefix)
-        self.prefix = self._connector.prefix
+    def __init__(
+        self,
+        connector: Connector,
+        *,
+        patience: Patience,
+        failed: Callable[[], None] | None = None,
+    ) -> None:
+        """Connects only when asked. ``failed`` is told when it did not do what it was asked to: another may be in
+        charge."""
+        self._connector = connector
+        self.prefix = connector.prefix
         """Of all keys there."""
-        self.place = place_of(url)
-        """What to call it: never with a password."""
-        self._timeout_s = timeout_s
-        self._slowest = min_bytes_per_s
+        self._patience = patience
+        self._failed = failed
         self._lock = threading.Lock()
         self._idle: list[Link] = []
         self._closed = False
@@ -51,7 +66,8 @@ class Server:
 
     def deadline(self, seconds: float | None = None) -> Deadline:
         """For one call: the usual, or so many seconds."""
-        return Deadline(self._timeout_s if seconds is None else seconds, min_bytes_per_s=self._slowest)
+        patience = self._patience
+        return Deadline(patience.timeout_s if seconds is None else seconds, min_bytes_per_s=patience.min_bytes_per_s)
 
     @contextmanager
     def link(self, deadline: Deadline) -> Iterator[Link]:
@@ -66,17 +82,24 @@ class Server:
             yield link
             clean = link.awaited == 0
         except ServerError as error:
-            if self._connector.may_move and str(error).startswith(_ELSEWHERE):
-                self.breaker.failed()
-                self._drop_idle()
+            if str(error).startswith(_ELSEWHERE):
+                self._tell()
+                if self._connector.may_move:
+                    self.breaker.failed()
+                    self._drop_idle()
             raise UnavailableError(error) from error
         except (OSError, ProtocolError) as error:
             self.breaker.failed()
             self._drop_idle()
+            self._tell()
             raise UnavailableError(error) from error
         finally:
             if link is not None:
                 self._give_back(link, clean)
+
+    def _tell(self) -> None:
+        if self._failed is not None:
+            self._failed()
 
     def close(self) -> None:
         """Close every link."""

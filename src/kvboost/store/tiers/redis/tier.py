@@ -7,7 +7,8 @@ there; no lookup waits longer than ``timeout_s`` beyond what its bytes take at `
 none at all while the breaker is open.
 
 What survives is what the server keeps: its own eviction or a restart without persistence is a miss. One server, the
-master that Sentinels name, or one node of a Redis Cluster (:mod:`kvboost.store.tiers.redis.connecting`).
+master that Sentinels name, or a Redis Cluster: there the ledger lies on one node, and the values on all of them
+(:mod:`kvboost.store.tiers.redis.cluster`). Without the ledger's node nothing is stored, but what others have is found.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from kvboost.errors import ConfigError
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.header import read_header
 from kvboost.store.tiers.base import MAX_VARIANTS, Backend, RecordTier, Unwritten, info_of
+from kvboost.store.tiers.redis.elsewhere import Records
 from kvboost.store.tiers.redis.ledger import Ledger, Reservation, Writing
-from kvboost.store.tiers.redis.loading import Loading, OversizedValueError, seal_name, split
+from kvboost.store.tiers.redis.loading import PIECE_BYTES, Loading, OversizedValueError, seal_name, split
+from kvboost.store.tiers.redis.places import open_place
 from kvboost.store.tiers.redis.purging import remove_ids, remove_owned, sweep
 from kvboost.store.tiers.redis.resp import Deadline, Link, ProtocolError, ServerError
-from kvboost.store.tiers.redis.server import PREFIX, Server, UnavailableError
+from kvboost.store.tiers.redis.server import PREFIX, Patience, UnavailableError
 from kvboost.types import BlockInfo, KVBlock, PutOutcome
 
 _MAX_STEPS = 8  # of eviction for one block; what does not fit then is tried again later
@@ -48,18 +51,31 @@ class _Limits:
 
 
 class _RedisBackend(Backend):
-    """The server and what may be stored there."""
+    """The ledger's server, where values lie if not there, and what may be stored."""
 
-    def __init__(self, server: Server, *, wanted_bytes: int | None, limits: _Limits) -> None:
-        super().__init__("redis", place=server.place, wanted_bytes=wanted_bytes, default_bytes=DEFAULT_PLACE_BYTES)
-        self.server, self.limits = server, limits
+    def __init__(self, url: str, *, prefix: str, patience: Patience, wanted_bytes: int | None, limits: _Limits) -> None:
+        self.place = open_place(url, prefix=prefix, patience=patience, report=self.report)
+        self.limits = limits
+        super().__init__(
+            self.place.kind, place=self.place.url, wanted_bytes=wanted_bytes, default_bytes=DEFAULT_PLACE_BYTES
+        )
 
     @property
     def is_available(self) -> bool:
-        return not self.server.breaker.is_open
+        return self.place.is_available
+
+    def report(self, error: UnavailableError) -> None:
+        """Count a failure, and log the first of its kind. What was known before is not counted again."""
+        cause = error.cause
+        if isinstance(cause, ServerError):
+            self.health.failed("the server refused a command", cause, remedy="look at the server's limits and rights")
+        elif isinstance(cause, ProtocolError):
+            self.health.failed("what answers is no Redis server", cause, remedy=_REMEDY)
+        elif cause is not None:
+            self.health.failed("the server cannot be used", cause, remedy=_REMEDY)
 
     def close(self) -> None:
-        self.server.close()
+        self.place.close()
 
 
 class RedisTier(RecordTier[_RedisBackend]):
@@ -68,7 +84,6 @@ class RedisTier(RecordTier[_RedisBackend]):
     Leaves are evicted first, and of them the least recently used.
     """
 
-    name = "redis"
     damage_remedy = "look for others who write under this prefix, and at the server if it goes on"
 
     def __init__(
@@ -96,7 +111,9 @@ class RedisTier(RecordTier[_RedisBackend]):
             raise ConfigError(f"prefix={prefix!r} must be letters, digits, '_', '.' or '-'")
         ttl_ms = 0 if ttl_seconds is None else int(ttl_seconds * 1000)
         backend = _RedisBackend(
-            Server(url, timeout_s=timeout_s, min_bytes_per_s=min_bytes_per_s, prefix=prefix),
+            url,
+            prefix=prefix,
+            patience=Patience(timeout_s, min_bytes_per_s),
             wanted_bytes=capacity_bytes,
             limits=_Limits(tenant_quota_bytes, ttl_ms),
         )
@@ -107,14 +124,19 @@ class RedisTier(RecordTier[_RedisBackend]):
 
     def _open(self, backend: _RedisBackend, records: RecordFormat, *, owns_backend: bool) -> None:
         super()._open(backend, records, owns_backend=owns_backend)
-        self._server, self._limits = backend.server, backend.limits
-        self._ledger = Ledger(backend.server.prefix, tenant=records.namespace.tenant, space=records.space)
+        self._server, self._elsewhere, self._limits = backend.place.server, backend.place.elsewhere, backend.limits
+        self.name = backend.place.kind
+        self._ledger = Ledger(
+            self._server.prefix, tenant=records.namespace.tenant, space=records.space, elsewhere=self._elsewhere
+        )
         self._unwritten = Unwritten()
 
     # Finding
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these have a value, in one round trip."""
+        if self._elsewhere is not None:
+            return [there is True for there in self._elsewhere.exist([self._ledger.value(key) for key in keys])]
 
         def exist(link: Link) -> list[bool]:
             replies = link.call([(b"EXISTS", self._ledger.value(key)) for key in keys])
@@ -134,10 +156,15 @@ class RedisTier(RecordTier[_RedisBackend]):
 
     def load(self, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
         """The blocks under these keys, in this order; receiving begins at once and runs a little ahead."""
-        records = Loading(keys, server=self._server, ledger=self._ledger, max_bytes=self._records.max_bytes)
+        ledger, max_bytes = self._ledger, self._records.max_bytes
+        records: Records
+        if self._elsewhere is not None:
+            records = self._elsewhere.load(keys, ledger=ledger, max_bytes=max_bytes)
+        else:
+            records = Loading(keys, server=self._server, ledger=ledger, max_bytes=max_bytes)
         return self._counted(self._checked(records, keys))
 
-    def _checked(self, records: Loading, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
+    def _checked(self, records: Records, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
         reported = False
         try:
             for key, record in zip(keys, records, strict=True):
@@ -160,11 +187,14 @@ class RedisTier(RecordTier[_RedisBackend]):
         return self._behind(lambda link: self._stored(link, block), PutOutcome.REFUSED)
 
     def _stored(self, link: Link, block: KVBlock) -> PutOutcome:
+        elsewhere = self._elsewhere
+        if elsewhere is not None and not elsewhere.takes(self._ledger.value(block.key)):
+            return PutOutcome.REFUSED  # nothing is evicted in vain
         self._write_uses(link)  # so that the right ones are evicted
         if self._ledger.has(link, block.key):
             return PutOutcome.PRESENT
         record = self._records.encode(block)
-        pieces = split(record.parts, record.nbytes)
+        pieces = split(record.parts, record.nbytes, PIECE_BYTES if elsewhere is None else elsewhere.piece_bytes)
         writing = Writing(
             key=block.key,
             seal=seal_name(read_header(record.parts[0], record.nbytes).seal),
@@ -282,14 +312,7 @@ class RedisTier(RecordTier[_RedisBackend]):
             return otherwise
 
     def _report(self, error: UnavailableError) -> None:
-        cause = error.cause
-        if isinstance(cause, OversizedValueError):
-            self._reject(cause.key, cause)
-        elif isinstance(cause, ServerError):
-            self._backend.health.failed(
-                "the server refused a command", cause, remedy="look at the server's limits and rights"
-            )
-        elif isinstance(cause, ProtocolError):
-            self._backend.health.failed("what answers is no Redis server", cause, remedy=_REMEDY)
-        elif cause is not None:
-            self._backend.health.failed("the server cannot be used", cause, remedy=_REMEDY)
+        if isinstance(error.cause, OversizedValueError):
+            self._reject(error.cause.key, error.cause)
+        else:
+            self._backend.report(error)
