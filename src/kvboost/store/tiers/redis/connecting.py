@@ -148,26 +148,38 @@ def _once() -> Any:
     return Retry(NoBackoff(), 0)
 
 
-def _slots(hosts: list[tuple[str, int]], options: dict[str, Any]) -> Callable[[], Slots]:
-    from redis import RedisError
-    from redis.cluster import ClusterNode, RedisCluster
-    from redis.exceptions import RedisClusterException
+def _slots(hosts: list[Address], options: dict[str, Any]) -> Callable[[], Slots]:
+    """Asks one node after the other, as redis-py's own cluster does not start while any node is gone."""
+    from redis import Redis, RedisError
+
+    seen: dict[Address, None] = {}  # in the last answer: those of the URL may be gone for good
 
     def slots() -> Slots:
-        nodes = [ClusterNode(host, port) for host, port in hosts]  # type: ignore[no-untyped-call]
-        try:
-            cluster = RedisCluster(
-                startup_nodes=nodes, require_full_coverage=False, retry=_once(), **options, **_LIMITS
-            )
-        except (RedisError, RedisClusterException) as error:  # the second one is no kind of the first
-            raise ConnectionError(str(error)) from error
-        try:
-            known = cluster.nodes_manager.slots_cache
-            return {slot: (str(first.host), int(first.port)) for slot, (first, *_) in known.items()}
-        finally:
-            cluster.close()
+        failure: Exception = ConnectionError("there is no node to ask")
+        for host, port in dict.fromkeys((*hosts, *seen)):
+            client = Redis(host=host, port=port, retry=_once(), **options, **_LIMITS)
+            try:
+                found = _read_slots(client.execute_command("CLUSTER SLOTS"), asked=host)  # type: ignore[no-untyped-call]
+            except (RedisError, ValueError, TypeError, IndexError) as error:
+                failure = error
+                continue
+            finally:
+                client.close()
+            seen.clear()
+            seen.update(dict.fromkeys(found.values()))
+            return found
+        raise ConnectionError(f"no node of the cluster answers: {failure}") from failure
 
     return slots
+
+
+def _read_slots(reply: Any, *, asked: str) -> dict[int, Address]:
+    """The master of each slot. A node that does not know its own name means the one it was asked by."""
+    found: dict[int, Address] = {}
+    for first, last, (host, port, *_), *_ in reply:
+        name = host.decode() if isinstance(host, bytes) else host
+        found.update(dict.fromkeys(range(int(first), int(last) + 1), (name or asked, int(port))))
+    return found
 
 
 def _node_of(slots: Callable[[], Slots], key: str) -> Callable[[], dict[str, Any]]:
