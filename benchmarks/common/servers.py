@@ -1,5 +1,4 @@
-"""A real redis-server of one's own, or a cluster of them: on free ports of this machine, without persistence, gone
-afterwards.
+"""Servers of one's own on free ports of this machine, gone afterwards: Redis, a cluster of it, a Mooncake Store.
 
 Used by the benchmarks and by the tests.
 """
@@ -9,11 +8,14 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from kvboost.bench.report import BenchError
 
@@ -78,6 +80,33 @@ class RedisCluster:
                 _cli(node.port, "flushall")
 
 
+@dataclass
+class MooncakeStore:
+    """A running Mooncake Store."""
+
+    address: str
+    """Of its master."""
+    command: list[str]
+    """Starts the master."""
+    master: subprocess.Popen[bytes]
+    memory: subprocess.Popen[bytes]
+    """The process that gives it memory."""
+
+    def url(self, ledger: str) -> str:
+        """As a tier has it whose ledger lies there."""
+        return f"mooncake://{self.address}?ledger={ledger}"
+
+
+_GIVER = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+address, size = sys.argv[1], int(sys.argv[2])
+print(store.setup("127.0.0.1", "P2PHANDSHAKE", size, 2**24, "tcp", "", address), flush=True)
+sys.stdin.read()
+"""
+
+
 @contextmanager
 def redis_cluster(nodes: int = 3) -> Iterator[RedisCluster]:
     """A cluster for one ``with`` block, made with ``redis-cli --cluster create``. Raises BenchError."""
@@ -96,6 +125,39 @@ def redis_cluster(nodes: int = 3) -> Iterator[RedisCluster]:
         yield RedisCluster(servers)
 
 
+@contextmanager
+def mooncake_store(segment_bytes: int = 2**28) -> Iterator[MooncakeStore]:
+    """A Mooncake Store for one ``with`` block: its master, and one process that gives it memory. Raises BenchError."""
+    try:
+        import mooncake
+        import mooncake.store
+    except ImportError as error:
+        raise BenchError(f'Mooncake cannot be used ({error}); pip install "kvboost[mooncake]"') from error
+    port, metrics = free_port(), free_port()
+    program = str(Path(str(mooncake.__file__)).parent / "mooncake_master")
+    own = ["-rpc_address", "127.0.0.1", "-metrics_host", "127.0.0.1"]
+    command = [program, "-rpc_port", str(port), "-metrics_port", str(metrics), *own]
+    giver = [sys.executable, "-c", _GIVER, f"127.0.0.1:{port}", str(segment_bytes)]
+    with ExitStack() as stack:
+        master = stack.enter_context(_process(command))
+        _wait_for(port, master, ping=b"")
+        memory = stack.enter_context(_process(giver, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        assert memory.stdout is not None
+        if memory.stdout.readline().strip() != b"0":
+            raise BenchError("no memory could be given to the Mooncake Store; try mooncake_master by hand")
+        yield MooncakeStore(f"127.0.0.1:{port}", command, master, memory)
+
+
+@contextmanager
+def _process(command: Sequence[str], **pipes: Any) -> Iterator[subprocess.Popen[bytes]]:
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **pipes}
+    with subprocess.Popen(command, **quiet) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def _cli(port: int, *arguments: str) -> bytes:
     program = shutil.which("redis-cli")
     if program is None:
@@ -106,14 +168,14 @@ def _cli(port: int, *arguments: str) -> bytes:
     return done.stdout
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+def _wait_for(port: int, process: subprocess.Popen[bytes], *, ping: bytes = b"PING\r\n") -> None:
     end = time.monotonic() + _START_S
     while time.monotonic() < end and process.poll() is None:
         try:
             with socket.create_connection(("127.0.0.1", port), timeout=1.0) as link:
-                link.sendall(b"PING\r\n")
-                if link.recv(64):
+                link.sendall(ping)
+                if not ping or link.recv(64):
                     return
         except OSError:
             time.sleep(0.02)
-    raise BenchError("redis-server did not start; try it by hand")
+    raise BenchError(f"{process.args[0]} did not start; try it by hand")  # type: ignore[index]

@@ -61,9 +61,9 @@ def parse_bytes(value: int | str, *, name: str) -> int:
     return value
 
 
-def is_redis(place: str) -> bool:
-    """Whether this is the URL of a Redis or Valkey server, of a cluster, or of Sentinels."""
-    return re.match(r"rediss?(\+cluster|\+sentinel)?://", place) is not None
+def is_server(place: str) -> bool:
+    """Whether this is the URL of a Redis or Valkey server, of a cluster, of Sentinels, or of a Mooncake Store."""
+    return re.match(r"(rediss?(\+cluster|\+sentinel)?|mooncake)://", place) is not None
 
 
 def _is_share(value: Any, *, below_one: bool = False) -> bool:
@@ -150,8 +150,9 @@ class EngineConfig:
     of its first writer; ``kvboost cache limit`` changes it."""
     remote_url: str | None = None
     """Also keep chunks in this Redis or Valkey server: ``redis://host:port``, or ``rediss://`` for TLS. Several
-    machines may share it; ``rediss://user:password@host:port`` logs in, ``redis+cluster://host:port`` is a node's share
-    of a cluster, ``redis+sentinel://host:port/service`` the master of Sentinels. Needs ``kvboost[redis]``."""
+    machines may share it; ``rediss://user:password@host:port`` logs in, ``redis+cluster://host:port`` is a cluster,
+    ``redis+sentinel://host:port/service`` the master of Sentinels. Needs ``kvboost[redis]``. A Mooncake
+    Store is ``mooncake://master:port?ledger=redis://host:port``; it needs ``kvboost[mooncake]``."""
     remote_cache_bytes: int | str | None = None
     """Limit for what all engines together keep in a new server; 20 GiB if left out. The server keeps the limit of its
     first writer; ``kvboost cache limit`` changes it."""
@@ -238,7 +239,7 @@ class EngineConfig:
             raise ConfigError(f"kv_dir={str(self.kv_dir)!r} is no directory; create it, or leave it out")
         self._check_non_prefix()
         self._check_protection()
-        if self.remote_url is not None and not is_redis(self.remote_url):
+        if self.remote_url is not None and not is_server(self.remote_url):
             raise ConfigError(f"remote_url={self.remote_url!r} is not known; give redis://HOST:PORT (rediss: for TLS)")
 
     def _check_non_prefix(self) -> None:

@@ -30,6 +30,7 @@ _EXTRAS = {
     "serve": ("fastapi", "uvicorn", "prometheus_client"),
     "structured": ("llguidance",),
     "redis": ("redis",),
+    "mooncake": ("redis", "mooncake"),
     "s3": ("obstore",),
     "crypto": ("cryptography",),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvboost.config import is_redis
+from kvboost.config import is_server
 from kvboost.store.admin.archive import ArchiveReader, ArchiveWriter
 from kvboost.store.admin.base import Catalogue, Entry
 from kvboost.store.admin.check import Finding, KeyRing, Verdict, check, examine
@@ -15,11 +15,12 @@ from kvboost.store.admin.transfer import Arrival, Importer, Outcome, exported, v
 
 
 def open_catalogue(place: str, *, create: bool = False) -> Catalogue:
-    """The records of a directory, a server (``redis://`` and its kin) or a bucket (``s3://``, ``gs://``, ``az://``).
+    """The records of a directory, a server or a bucket.
 
+    A server is ``redis://`` and its kin or ``mooncake://``, a bucket ``s3://``, ``gs://`` or ``az://``.
     Raises PlaceError if there is no such place; ``create`` makes a directory, for an import.
     """
-    if is_redis(place):
+    if is_server(place):
         return RedisCatalogue(place)
     if "://" in place:
         return ObjectCatalogue(place)

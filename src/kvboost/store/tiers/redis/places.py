@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvboost.store.tiers.mooncake import Mooncake, parse_mooncake
 from kvboost.store.tiers.redis.cluster import Cluster
 from kvboost.store.tiers.redis.connecting import connector, place_of
 from kvboost.store.tiers.redis.elsewhere import Elsewhere
@@ -45,6 +46,13 @@ def open_place(url: str, *, prefix: str, patience: Patience, report: Callable[[U
 
     ``report`` is told what goes wrong with values that lie elsewhere.
     """
+    if url.startswith("mooncake://"):
+        mooncake = parse_mooncake(url)
+        # Apart from a tier that has its values in the same Redis.
+        found = connector(mooncake.ledger, prefix=f"{prefix}-mooncake")
+        values = Mooncake(mooncake, patience=patience, report=report)
+        name = f"mooncake://{mooncake.master}?ledger={place_of(mooncake.ledger)}"
+        return Place("mooncake", name, Server(found, patience=patience), values)
     found = connector(url, prefix=prefix)
     server = Server(found, patience=patience)
     elsewhere = None if found.nodes is None else Cluster(found.nodes, patience=patience, report=report)

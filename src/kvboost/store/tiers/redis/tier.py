@@ -99,7 +99,8 @@ class RedisTier(RecordTier[_RedisBackend]):
         min_bytes_per_s: float = 64e6,
     ) -> None:
         """``url`` is ``redis://`` or ``rediss://`` (TLS), with password and database if there are any; or
-        ``redis+cluster://HOST:PORT``, or ``redis+sentinel://HOST:PORT,HOST:PORT/SERVICE``.
+        ``redis+cluster://HOST:PORT``, ``redis+sentinel://HOST:PORT,HOST:PORT/SERVICE``, or
+        ``mooncake://MASTER:PORT?ledger=redis://HOST:PORT``: the values in a Mooncake Store.
 
         ``records`` says whose blocks these are and how they are written. ``capacity_bytes`` is the limit of a server
         that has none yet; None takes the default, or what lies there. A block is gone ``ttl_seconds`` after it was
@@ -107,6 +108,8 @@ class RedisTier(RecordTier[_RedisBackend]):
         """
         if ttl_seconds is not None and ttl_seconds < 0.001:
             raise ConfigError(f"ttl_seconds={ttl_seconds} keeps nothing; give a positive time, or None to keep blocks")
+        if ttl_seconds is not None and url.startswith("mooncake://"):
+            raise ConfigError("values of a Mooncake Store do not expire; leave ttl_seconds out, or use redis://")
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", prefix):
             raise ConfigError(f"prefix={prefix!r} must be letters, digits, '_', '.' or '-'")
         ttl_ms = 0 if ttl_seconds is None else int(ttl_seconds * 1000)

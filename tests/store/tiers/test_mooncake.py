@@ -1,0 +1,191 @@
+"""A real Mooncake Store over TCP, where its package is installed: the contract, who counts, what dies, URLs."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from benchmarks.common.servers import MooncakeStore, RedisServer, mooncake_store
+from kvboost.config import EngineConfig
+from kvboost.errors import ConfigError
+from kvboost.extend import Tier
+from kvboost.store import RedisTier
+from kvboost.store.admin import open_catalogue
+from kvboost.store.record.format import RecordFormat
+from kvboost.store.tiers.mooncake import parse_mooncake
+from kvboost.testing import TierContract
+from kvboost.testing.blocks import SIZE, assert_same, block_of, namespace
+from kvboost.testing.content import prompt
+from kvboost.types import KVBlock, Namespace, PutOutcome
+from tests.helpers.places import set_limit
+
+RECORDS = RecordFormat(namespace())
+
+
+def _is_installed() -> bool:
+    try:
+        import mooncake.store  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+real = pytest.mark.skipif(not _is_installed(), reason="mooncake-transfer-engine-non-cuda is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _no_sweeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of its own, that the servers of a test would not wait for."""
+    monkeypatch.setattr(RedisTier, "_sweep", lambda self: None)
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[MooncakeStore]:
+    with mooncake_store() as running:
+        yield running
+
+
+@pytest.fixture
+def url(store: MooncakeStore, redis_at: RedisServer) -> str:
+    return store.url(redis_at.url)
+
+
+def until(holds: Callable[[], bool], *, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come to that in time"
+        time.sleep(0.05)
+
+
+def open_tier(url: str, **options: Any) -> closing[RedisTier]:
+    return closing(RedisTier(url, **{"capacity_bytes": 2**30, "records": RECORDS, "timeout_s": 10.0, **options}))
+
+
+def some_blocks(name: str, count: int, nbytes: int = SIZE) -> list[KVBlock]:
+    return [block_of(prompt(f"{name} {number}")[0], nbytes) for number in range(count)]
+
+
+def keys(blocks: Sequence[KVBlock]) -> list[bytes]:
+    return [block.key for block in blocks]
+
+
+@real
+class TestMooncakeContract(TierContract):
+    @pytest.fixture(autouse=True)
+    def _place(self, url: str) -> Iterator[None]:
+        self.url = url
+        yield
+        with closing(open_catalogue(url)) as catalogue:  # the store outlives a test
+            catalogue.purge_all()
+
+    def make_tier(self, *, capacity_bytes: int, namespace: Namespace) -> Tier:
+        set_limit(self.url, capacity_bytes)
+        records = RecordFormat(namespace)
+        tier = RedisTier(self.url, capacity_bytes=capacity_bytes, records=records, timeout_s=30.0)
+        until(lambda: tier.is_available)  # a busy machine takes its time to set the store up
+        return tier
+
+
+@real
+def test_large_blocks_come_back_whole_and_lie_in_mooncake(url: str, redis_at: RedisServer) -> None:
+    import redis
+
+    blocks = some_blocks("large", 4, nbytes=5 * 10**6)
+    with open_tier(url) as tier, redis.Redis.from_url(redis_at.url) as client:
+        assert tier.name == "mooncake"
+        assert {tier.store(block) for block in blocks} == {PutOutcome.STORED}
+        for found, block in zip(tier.load(keys(blocks)), blocks, strict=True):
+            assert_same(found, block)
+        assert client.info("memory")["used_memory_dataset"] < 4 * 10**6, "values lie in the Redis"
+        tier.clear()
+        assert tier.contains(keys(blocks)) == [False] * 4
+
+
+@real
+def test_what_mooncake_dropped_is_a_miss_and_stored_again(url: str) -> None:
+    (block,) = some_blocks("dropped", 1)
+    with open_tier(url) as tier:
+        assert tier.store(block) is PutOutcome.STORED
+        values = tier._elsewhere
+        assert values is not None
+        assert values.unlink([tier._ledger.value(block.key)])
+        assert list(tier.load([block.key])) == [None]
+        assert tier.store(block) is PutOutcome.STORED
+        assert_same(next(iter(tier.load([block.key]))), block)
+
+
+@real
+def test_a_master_that_dies_is_a_miss_and_is_found_again(redis_at: RedisServer) -> None:
+    blocks = some_blocks("master", 3)
+    with mooncake_store() as store, open_tier(store.url(redis_at.url), timeout_s=0.2) as tier:
+        until(lambda: {tier.store(block) for block in blocks} <= {PutOutcome.STORED, PutOutcome.PRESENT})
+        store.master.kill()
+        store.master.wait()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it cannot be used
+            assert list(tier.load(keys(blocks))) == [None] * 3
+            assert tier.contains(keys(blocks)) == [False] * 3
+            assert tier.store(some_blocks("other", 1)[0]) is PutOutcome.REFUSED
+            assert not tier.is_available
+            with subprocess.Popen(store.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as master:
+                try:
+                    until(lambda: tier.is_available)
+                finally:
+                    master.kill()
+
+
+@real
+def test_memory_that_hangs_holds_up_no_request_for_long(redis_at: RedisServer) -> None:
+    blocks = some_blocks("hang", 6)
+    with mooncake_store() as store, open_tier(store.url(redis_at.url), timeout_s=0.2) as tier:
+        until(lambda: {tier.store(block) for block in blocks} <= {PutOutcome.STORED, PutOutcome.PRESENT})
+        store.memory.send_signal(signal.SIGSTOP)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                begin = time.monotonic()
+                assert list(tier.load(keys(blocks))) == [None] * 6
+                assert time.monotonic() - begin < 2.0, "a request waited for memory that hangs"
+                assert not tier.is_available
+        finally:
+            store.memory.send_signal(signal.SIGCONT)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            until(lambda: tier.is_available and None not in list(tier.load(keys(blocks))))
+
+
+@real
+def test_a_store_that_is_not_there_is_a_miss(redis_at: RedisServer) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with open_tier(f"mooncake://127.0.0.1:1?ledger={redis_at.url}") as tier:
+            (block,) = some_blocks("nowhere", 1)
+            assert tier.store(block) is PutOutcome.REFUSED
+            assert list(tier.load([block.key])) == [None]
+
+
+def test_an_url_says_who_counts() -> None:
+    url = "mooncake://m:1?ledger=redis://:secret@h:2/0&segment=1GiB&protocol=rdma&device=mlx5_0"
+    parsed = parse_mooncake(url)
+    assert (parsed.master, parsed.ledger) == ("m:1", "redis://:secret@h:2/0")
+    assert (parsed.segment_bytes, parsed.protocol, parsed.device) == (2**30, "rdma", "mlx5_0")
+    assert parse_mooncake("mooncake://m?ledger=redis://h").master == "m:50051"
+    assert EngineConfig(remote_url=url).remote_url == url
+
+
+@pytest.mark.parametrize("url", ["mooncake://m:1", "mooncake://?ledger=redis://h", "mooncake://m?ledger=redis://h&x=1"])
+def test_urls_that_cannot_work(url: str) -> None:
+    with pytest.raises(ConfigError, match="mooncake://MASTER:PORT"):
+        parse_mooncake(url)
+
+
+def test_a_time_limit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="do not expire"):
+        RedisTier("mooncake://m?ledger=redis://h", records=RECORDS, ttl_seconds=5.0)
