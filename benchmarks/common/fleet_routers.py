@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.common.fleet_load import Request
 from benchmarks.common.fleet_sim import SHARED, Simulation, Strategy
@@ -20,11 +22,15 @@ _NONE: ShortKeys = np.empty(0, dtype=np.uint64)
 _ABOVE = 1.5  # times the shortest queue: prefix affinity goes elsewhere, as vllm-router does
 
 
+def _seconds(queues: Mapping[str, float]) -> npt.NDArray[np.float64]:
+    return np.fromiter(queues.values(), dtype=np.float64, count=len(queues))
+
+
 def round_robin() -> Strategy:
     """One after the other."""
     turns = itertools.count()
 
-    def choose(simulation: Simulation, request: Request, queues: dict[str, float]) -> str:
+    def choose(simulation: Simulation, request: Request, queues: Mapping[str, float]) -> str:
         names = list(simulation.replicas)
         while (name := names[next(turns) % len(names)]) not in queues:
             pass
@@ -37,7 +43,7 @@ def power_of_two() -> Strategy:
     """Of two drawn the one with the shorter queue: Ray Serve's own."""
     draw = random.Random(0)
 
-    def choose(simulation: Simulation, request: Request, queues: dict[str, float]) -> str:
+    def choose(simulation: Simulation, request: Request, queues: Mapping[str, float]) -> str:
         return min(draw.sample(list(queues), min(2, len(queues))), key=lambda name: queues[name])
 
     return choose
@@ -45,7 +51,11 @@ def power_of_two() -> Strategy:
 
 def shortest_queue() -> Strategy:
     """For the pool, whose memory is everywhere."""
-    return lambda simulation, request, queues: min(queues, key=lambda name: queues[name])
+
+    def choose(simulation: Simulation, request: Request, queues: Mapping[str, float]) -> str:
+        return list(queues)[int(np.argmin(_seconds(queues)))]
+
+    return choose
 
 
 def prefix_affinity() -> Strategy:
@@ -55,19 +65,18 @@ def prefix_affinity() -> Strategy:
     """
     sent, other = FleetIndex(), power_of_two()
 
-    def choose(simulation: Simulation, request: Request, queues: dict[str, float]) -> str:
+    def choose(simulation: Simulation, request: Request, queues: Mapping[str, float]) -> str:
         keys, prompt = request.prompt.prefix_keys, request.prompt
         run = np.bitwise_and.accumulate(sent.holders(keys), axis=0)
         bits = np.unpackbits(run.view(np.uint8), axis=1, bitorder="little")
         tokens = prompt.chunk_tokens @ bits
-        most = simulation.fleet.costs.compute * prompt.prompt_tokens + _ABOVE * min(queues.values())
-        found = {
-            name: float(tokens[place])
-            for name, queue in queues.items()
-            if queue <= most and (place := sent.place(name)) is not None and tokens[place]
-        }
+        most = simulation.fleet.costs.compute * prompt.prompt_tokens + _ABOVE * float(_seconds(queues).min())
+        names = sent.replicas  # nobody is forgotten, so the places are in this order
+        held = ((names[place], float(tokens[place])) for place in np.flatnonzero(tokens[: len(names)]))
+        found = {name: length for name, length in held if name in queues and queues[name] <= most}
         best = max(found.values(), default=0.0)
-        tied = [name for name, length in found.items() if length == best]
+        replicas = simulation.replicas
+        tied = sorted((name for name in found if found[name] == best), key=lambda name: replicas[name].number)
         name = other(simulation, request, {n: queues[n] for n in tied} if tied else queues)
         sent.apply(name, KeyUpdate(keys, _NONE, whole=False))
         return name
@@ -79,7 +88,7 @@ def expected_seconds(*, shared: bool = False, at_once: bool = False) -> Strategy
     """Ours. ``at_once``: what was sent somewhere counts as held there, before the replica says so."""
     routers: dict[int, Router] = {}
 
-    def choose(simulation: Simulation, request: Request, queues: dict[str, float]) -> str:
+    def choose(simulation: Simulation, request: Request, queues: Mapping[str, float]) -> str:
         fleet = simulation.fleet
         router = routers.get(id(simulation))
         if router is None:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.common.fleet_load import Request
 from kvboost.extend import EvictionPolicy
@@ -49,8 +51,8 @@ class Fleet:
     balance: float | None = None
     """Instead of queues: only replicas with at most this much more than the mean of all tokens so far are chosen."""
     policy: Callable[[], EvictionPolicy] = LeastExpected
-    admit_copies: bool = True
-    """Keep what another replica was known to hold already when the request came."""
+    requests_per_copy: float | None = None
+    """Keep what others are known to hold only if it was asked for so often for each of them; None keeps it always."""
 
 
 @dataclass
@@ -83,11 +85,10 @@ class Outage:
 class Replica:
     """One server with its memory."""
 
-    def __init__(self, name: str, store: MemoryStore, *, chained: bool) -> None:
-        self.name = name
+    def __init__(self, number: int, store: MemoryStore, *, chained: bool) -> None:
+        self.number, self.name = number, f"replica-{number}"
         self.store, self._chained = store, chained
         self.summary = KeySummary()
-        self.free_at = 0.0
         self.up = True
         self.life = 0  # how often it was started again
         self.unfinished: deque[tuple[float, Request]] = deque()
@@ -153,7 +154,30 @@ def _block(chunk: Chunk, *, chained: bool) -> KVBlock:
     )
 
 
-Strategy = Callable[["Simulation", Request, dict[str, float]], str]
+class Queues(Mapping[str, float]):
+    """Seconds until each replica that is up could begin. One array: a thousand replicas are no thousand steps."""
+
+    def __init__(self, names: Sequence[str], places: Mapping[str, int], seconds: npt.NDArray[np.float64]) -> None:
+        self._names, self._places, self._seconds = names, places, seconds
+
+    def __getitem__(self, name: str) -> float:
+        return float(self._seconds[self._places[name]])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def values(self) -> Any:
+        """All of them, in the order of the names."""
+        return self._seconds
+
+
+Strategy = Callable[["Simulation", Request, Mapping[str, float]], str]
 """Chooses among the replicas with a queue (seconds)."""
 
 
@@ -172,10 +196,11 @@ class Simulation:
         self.fleet, self.index = fleet, FleetIndex()
         self._strategy = strategy
         self._pool = self._store() if fleet.pooled else None
-        self.replicas = {
-            name: Replica(name, self._pool or self._store(), chained=fleet.chained)
-            for name in (f"replica-{number}" for number in range(fleet.replicas))
-        }
+        members = [Replica(n, self._pool or self._store(), chained=fleet.chained) for n in range(fleet.replicas)]
+        self.replicas = {replica.name: replica for replica in members}
+        self._free_at = np.zeros(fleet.replicas)
+        self._asked: Counter[int] = Counter()
+        self._count_up()
         self._shared: set[int] | None = set() if shared else None
         self._outages = sorted(outages, key=lambda outage: outage.at)
         self._coming: list[tuple[float, int, Callable[[], None]]] = []
@@ -209,11 +234,17 @@ class Simulation:
             self.now, _, what = heapq.heappop(self._coming)
             what()
 
-    def _queues(self) -> dict[str, float]:
-        """Of the replicas that may be chosen."""
+    def _count_up(self) -> None:
         up = [replica for replica in self.replicas.values() if replica.up]
+        self._up_names, self._up_numbers = [r.name for r in up], np.array([r.number for r in up], dtype=np.int64)
+        self._up_places = {replica.name: place for place, replica in enumerate(up)}
+
+    def _queues(self) -> Mapping[str, float]:
+        """Of the replicas that may be chosen."""
         if self.fleet.balance is None:
-            return {replica.name: max(0.0, replica.free_at - self.now) for replica in up}
+            seconds = np.maximum(0.0, self._free_at[self._up_numbers] - self.now)
+            return Queues(self._up_names, self._up_places, seconds)
+        up = [replica for replica in self.replicas.values() if replica.up]
         bound = (1.0 + self.fleet.balance) * sum(replica.sent_tokens for replica in up) / len(up)
         return {replica.name: 1e-12 * replica.sent_tokens for replica in up if replica.sent_tokens <= bound}
 
@@ -232,10 +263,8 @@ class Simulation:
         costs, tokens = self.fleet.costs, request.prompt.chunk_tokens.tolist()
         here, exact, release = replica.look_up(request)
         names = (request.prompt.prefix_keys if self.fleet.chained else request.prompt.content_keys).tolist()
-        admit = [True] * len(tokens)
-        if not self.fleet.admit_copies and not self.fleet.pooled:
-            admit = (~self.index.holders(np.array(names, dtype=np.uint64)).any(axis=1)).tolist()
-        start = max(self.now, replica.free_at)
+        admit = self._admitted(names)
+        start = max(self.now, float(self._free_at[replica.number]))
         load = costs.load * self._slowness(start)
         seconds, local, from_shared, unbroken = 0.0, 0.0, 0.0, True
         for number, count in enumerate(tokens):
@@ -259,13 +288,27 @@ class Simulation:
         out.shared += from_shared
         out.ttft[request.number] = start + seconds - request.arrival
         replica.sent_tokens += request.prompt.prompt_tokens
-        replica.free_at = start + seconds
+        self._free_at[replica.number] = finish = start + seconds
         while replica.unfinished and replica.unfinished[0][0] <= self.now:
             replica.unfinished.popleft()
-        replica.unfinished.append((replica.free_at, request))
-        self._tell(replica, names)
+        replica.unfinished.append((finish, request))
+        self._tell(replica, names, finish)
 
-    def _tell(self, replica: Replica, names: list[int]) -> None:
+    def _admitted(self, names: list[int]) -> list[bool]:
+        """Which chunks are kept, if they are not here: those that too few others hold for how often they are asked."""
+        most = self.fleet.requests_per_copy
+        if most is None or self.fleet.pooled:
+            return [True] * len(names)
+        self._asked.update(names)
+        held = self.index.holders(np.array(names, dtype=np.uint64))
+        bits = np.unpackbits(held.view(np.uint8), axis=1, bitorder="little")
+        shared = self.index.place(SHARED)
+        if shared is not None:
+            bits[:, shared] = 0
+        copies = bits.sum(axis=1).tolist()
+        return [not count or self._asked[name] >= count * most for name, count in zip(names, copies, strict=True)]
+
+    def _tell(self, replica: Replica, names: list[int], finish: float) -> None:
         """Once the prefill is over, the router hears what changed and the shared tier has what was computed."""
         update, life = replica.summary.changes(), replica.life
 
@@ -277,7 +320,7 @@ class Simulation:
                 self._shared.update(fresh)
                 self.index.apply(SHARED, KeyUpdate(np.array(fresh, dtype=np.uint64), _NONE, whole=False))
 
-        self._later(replica.free_at + self.fleet.event_delay, told)
+        self._later(finish + self.fleet.event_delay, told)
 
     def _slowness(self, when: float) -> float:
         slow = self.fleet.slow
@@ -286,10 +329,11 @@ class Simulation:
     def _begin(self, outage: Outage) -> None:
         replica = list(self.replicas.values())[outage.replica]
         replica.up = False
+        self._count_up()
         self.index.forget(replica.name)
         back = self.now + outage.seconds
         if outage.drained:
-            back = max(self.now, replica.free_at) + outage.seconds
+            back = max(self.now, float(self._free_at[replica.number])) + outage.seconds
         else:
             replica.life += 1
             lost = [request for finish, request in replica.unfinished if finish > self.now]
@@ -301,4 +345,5 @@ class Simulation:
 
     def _end(self, replica: Replica, back: float) -> None:
         replica.restart(self._pool or self._store())
-        replica.free_at = back
+        self._count_up()
+        self._free_at[replica.number] = back

@@ -3,7 +3,7 @@
 Runs the real router, store and eviction in simulated time (benchmarks/common/fleet_sim.py) with stated costs per token:
 by default an 8B model with grouped heads on one large GPU, its KV in host memory, and a shared tier at 10 GB/s to each
 replica. ``--check`` repeats an earlier count instead: no time, no shared tier, least recently used evicted, load
-kept within 10 %. ``--variants`` and ``--scenarios`` run RAGPulse at one size.
+kept within 10 %. ``--variants`` and ``--scenarios`` run RAGPulse, or the traces of ``--only``, at one size.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _COLUMNS = ["local %", "shared %", "TTFT p50 s", "p99 s", "loaded GB", "index MB
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.add_argument("--traces", type=Path, metavar="FOLDER", help="the traces of `eviction`")
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES), metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--replicas", type=positive, nargs="+", default=[1, 3, 8, 32, 100, 1000])
     parser.add_argument("--percent", type=float, default=1.0, help="a replica's memory, of a trace's footprint")
     parser.add_argument("--least", type=positive, default=3000, help="requests of a run (default 3000)")
@@ -71,12 +71,11 @@ def run(args: argparse.Namespace) -> Report:
     report = Report("fleet_simulation")
     if args.check:
         _check(report, _read(args, "ragpulse"), args)
-    elif args.variants:
-        _variants(report, _read(args, "ragpulse"), args)
-    elif args.scenarios:
-        _scenarios(report, _read(args, "ragpulse"), args)
+    elif args.variants or args.scenarios:
+        for name in args.only or ["ragpulse"]:
+            (_variants if args.variants else _scenarios)(report, _read(args, name), args)
     else:
-        for name in args.only:
+        for name in args.only or NAMES:
             _sizes(report, _read(args, name), args)
     return report
 
@@ -198,24 +197,32 @@ def _check(report: Report, trace: Trace, args: argparse.Namespace) -> None:
 def _variants(report: Report, trace: Trace, args: argparse.Namespace) -> None:
     """Between our router and the pool."""
     replicas = args.variants
-    table = report.table(f"Fleet, RAGPulse, {replicas} replicas: towards the pool", ["what", *_COLUMNS])
+    table = report.table(f"Fleet, {trace.name}, {replicas} replicas: towards the pool", ["what", *_COLUMNS])
     plain = _fleet(trace, replicas, args)
     alone = replace(plain, costs=replace(plain.costs, load=math.inf))
-    single = {"admit_copies": False}
     ways: dict[str, tuple[Fleet, Strategy]] = {
         "prefix affinity, no shared tier": (alone, prefix_affinity()),
         "expected seconds, no shared tier": (alone, expected_seconds()),
         "and what was sent counts at once": (alone, expected_seconds(at_once=True)),
-        "and no second copy is kept": (replace(alone, **single), expected_seconds()),
+        "and no second copy is kept": (replace(alone, requests_per_copy=math.inf), expected_seconds()),
+        "and a copy for every 4 requests": (replace(alone, requests_per_copy=4.0), expected_seconds()),
+        "and a copy for every 16 requests": (replace(alone, requests_per_copy=16.0), expected_seconds()),
         "and least recently used evicted": (replace(alone, policy=LeafFirstLRU), expected_seconds()),
         "expected seconds, shared tier": (plain, expected_seconds(shared=True)),
-        "and no second copy is kept, shared tier": (replace(plain, **single), expected_seconds(shared=True)),
+        "and no second copy is kept, shared tier": (
+            replace(plain, requests_per_copy=math.inf),
+            expected_seconds(shared=True),
+        ),
+        "and a copy for every 4 requests, shared tier": (
+            replace(plain, requests_per_copy=4.0),
+            expected_seconds(shared=True),
+        ),
         "pooled, no shared tier": (replace(alone, pooled=True), shortest_queue()),
     }
     for name, (fleet, strategy) in ways.items():
         out = _simulate(fleet, _load(trace, fleet, args), strategy)
         table.add(name, *_cells(out, args))
-        report.raw[name] = _note(out)
+        report.raw[f"{trace.name} {name}"] = _note(out)
     table.notes.append(_settings(trace, args))
 
 
@@ -223,7 +230,7 @@ def _scenarios(report: Report, trace: Trace, args: argparse.Namespace) -> None:
     """What goes wrong, under prefix affinity and under ours."""
     replicas = args.scenarios
     columns = ["scenario", "router", *_COLUMNS[:5], "sent again", "busiest / mean"]
-    table = report.table(f"Fleet, RAGPulse, {replicas} replicas: scenarios", columns)
+    table = report.table(f"Fleet, {trace.name}, {replicas} replicas: scenarios", columns)
     fleet = _fleet(trace, replicas, args)
     seconds = _load(trace, fleet, args).seconds
     down = seconds / 20
@@ -246,7 +253,7 @@ def _scenarios(report: Report, trace: Trace, args: argparse.Namespace) -> None:
             out = _simulate(own, _load(trace, own, args, **more), _ROUTERS[router](shared), outages=outages)
             cells = _cells(out, args)
             table.add(name, router, *cells[:5], out.retried, cells[-1])
-            report.raw[f"{name} {router}"] = _note(out)
+            report.raw[f"{trace.name} {name} {router}"] = _note(out)
     table.notes += [
         _settings(trace, args),
         f"The requests arrive within {seconds:.0f} s. A failed replica is away for {down:.0f} s, an updated one for "

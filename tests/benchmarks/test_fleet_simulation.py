@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.common.fleet_load import Hot, Load
+from benchmarks.common.fleet_load import Hot, Load, Request
 from benchmarks.common.fleet_routers import expected_seconds, power_of_two, prefix_affinity, round_robin, shortest_queue
 from benchmarks.common.fleet_sim import Fleet, Outage, Outcome, Simulation, Strategy
 from benchmarks.common.replay import Replay
@@ -135,6 +136,40 @@ def test_a_hot_document_does_not_swallow_a_replica(traces: Path) -> None:
     requests = load(trace, 4, copies=5, hot=Hot(1.0, 0.0, 1.0), work=2.0)
     out = simulate(trace, Fleet(4, 10**9, COSTS, chained=False), expected_seconds(), requests=requests)
     assert max(out.loads) < 1.3 * sum(out.loads) / 4
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_fewer_copies_the_more_different_text_is_held(traces: Path, shared: bool) -> None:
+    """Turns, so that every router but the admission would keep a copy everywhere."""
+    trace = read(traces, "ragpulse")
+    costs = replace(COSTS, load=13e-6) if shared else COSTS
+    keys = []
+    for requests_per_copy in (None, 3.0, math.inf):
+        fleet = Fleet(4, 10**9, costs, chained=False, requests_per_copy=requests_per_copy)
+        simulation = Simulation(fleet, round_robin(), count=len(trace.prompts), shared=shared)
+        simulation.run(load(trace, 4))
+        keys.append(sum(replica.store.stats().chunks for replica in simulation.replicas.values()))
+    assert keys[0] > keys[1] > keys[2] > 0
+
+
+def test_queues_are_those_of_replicas_that_are_up(traces: Path) -> None:
+    trace = read(traces, "ragpulse")
+    seen: list[tuple[list[str], float]] = []
+
+    def watching(simulation: Simulation, request: Request, queues: Mapping[str, float]) -> str:
+        assert dict(queues.items()) == {name: queues[name] for name in queues}
+        assert len(queues) == len(list(queues))
+        seen.append((list(queues), max(queues.values())))
+        return min(queues, key=lambda name: queues[name])
+
+    requests = load(trace, 3)
+    outage = Outage(requests.seconds / 3, 1, requests.seconds / 3, drained=False)
+    simulate(trace, Fleet(3, 10**9, COSTS, chained=False), watching, requests=requests, outages=[outage])
+    assert {tuple(names) for names, _ in seen} == {
+        ("replica-0", "replica-1", "replica-2"),
+        ("replica-0", "replica-2"),
+    }
+    assert max(seconds for _, seconds in seen) > 0.0
 
 
 def test_copies_of_a_trace_share_nothing(traces: Path) -> None:

@@ -35,3 +35,12 @@ def test_a_fault_that_costs_too_much_is_not_bearable() -> None:
 def test_a_server_elsewhere_is_refused_for_faults(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["redis_tier", "--url", "redis://192.0.2.1:1/0"]) == 2
     assert "127.0.0.1" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("redis-cli") is None, reason="redis-server or redis-cli is not installed")
+def test_shared_tiers_are_compared_with_their_bare_clients(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    assert main(["--quick", "shared_tiers", "--json", str(file)]) == 0
+    raw = json.loads(file.read_text())["raw"]
+    assert set(raw) == {f"{kind} {what}" for kind in ("redis", "cluster") for what in ("put", "get")}
+    assert all(min(rates) > 0.0 for column in raw.values() for rates in column.values())
