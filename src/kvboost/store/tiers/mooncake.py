@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
@@ -99,16 +99,16 @@ class Mooncake:
         self._make: Callable[[], Any] = MooncakeDistributedStore
         self._url, self._patience, self._report = url, patience, report
         self._store: Any = None
-        self._is_set_up = threading.Event()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvboost-mooncake")
         self._breaker = Breaker(self._probe, name="kvboost-mooncake-probe")
-        self._breaker.failed()  # it is not set up
-        self._is_set_up.wait(_BEHIND_S)
+        first = threading.Thread(target=self._begin, name="kvboost-mooncake-setup", daemon=True)
+        first.start()
+        first.join(max(_BEHIND_S, patience.timeout_s))
 
     @property
     def is_available(self) -> bool:
         """Whether the master and the machines answered when they were last used."""
-        return not self._breaker.is_open
+        return self._store is not None and not self._breaker.is_open
 
     def takes(self, name: bytes) -> bool:
         """Whether the store is in use."""
@@ -226,20 +226,26 @@ class Mooncake:
     def _probe(self) -> bool:
         """Set the store up if it is not yet; whether a thread is free and the master answers."""
         if self._store is None:
-            store = self._make()
-            own = _own_address(self._url.master)
-            url = self._url
-            code = store.setup(
-                own, "P2PHANDSHAKE", url.segment_bytes, _BUFFER_BYTES, url.protocol, url.device, url.master
-            )
-            if code != 0:
-                self._report(UnavailableError(ConnectionError(f"the store cannot be set up: error {code}")))
-                return False
-            self._store = store
+            self._set_up()
         well: bool = self._pool.submit(self._store.is_exist, "kvboost:probe").result(_BEHIND_S) >= 0
-        if well:
-            self._is_set_up.set()
         return well
+
+    def _begin(self) -> None:
+        try:
+            self._set_up()
+        except OSError as error:
+            self._breaker.failed()
+            with suppress(Warning):  # a thread of its own: who turns warnings into errors has them counted instead
+                self._report(UnavailableError(error))
+
+    def _set_up(self) -> None:
+        """Raises OSError."""
+        url, store = self._url, self._make()
+        own = _own_address(url.master)
+        code = store.setup(own, "P2PHANDSHAKE", url.segment_bytes, _BUFFER_BYTES, url.protocol, url.device, url.master)
+        if code != 0:
+            raise ConnectionError(f"the store cannot be set up: error {code}")
+        self._store = store
 
 
 class MooncakeRecords:

@@ -20,7 +20,7 @@ from kvboost.store.tiers.redis.resp import Command, Reply, ServerError
 from kvboost.store.tiers.redis.server import Patience, Server, UnavailableError
 
 _BEHIND_S = 1.0  # deadline of what no request waits for
-_FIRST_MAP_S = 1.0  # who makes it waits so long for the first map of the slots
+_FIRST_MAP_S = 1.0  # who makes it waits so long for the first map of the slots, or as long as it has patience
 _MAX_THREADS = 16  # nodes asked at once
 _PAGE = b"1000"
 
@@ -47,11 +47,11 @@ class Cluster:
         self._lock = threading.Lock()
         self._servers: dict[Address, Server] = {}
         self._slots: Slots | None = None
-        self._has_map = threading.Event()
+        self._was_asked = threading.Event()
         self._watch = Breaker(self._look, name="kvboost-redis-slots")
         self._pool = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="kvboost-redis-node")
         self._watch.failed()  # there is no map
-        self._has_map.wait(_FIRST_MAP_S)
+        self._was_asked.wait(max(_FIRST_MAP_S, patience.timeout_s))
 
     @property
     def is_available(self) -> bool:
@@ -145,13 +145,14 @@ class Cluster:
             slots = self._nodes.slots()
         except OSError as error:
             self._report(UnavailableError(error))
+            self._was_asked.set()
             return False
         addresses = set(slots.values())
         with self._lock:
             self._slots = slots
             gone = [self._servers.pop(address) for address in set(self._servers) - addresses]
             well = bool(slots) and not any(server.breaker.is_open for server in self._servers.values())
-        self._has_map.set()
+        self._was_asked.set()
         for server in gone:
             server.close()
         return well
