@@ -59,12 +59,14 @@ def main() -> None:
     from vllm.inputs import TokensPrompt
     from vllm.lora.request import LoRARequest
 
-    transfer = None
-    if settings.get("connector") is not None:
+    transfer, connector = None, settings.get("connector")
+    if connector is not None and "kv_connector" in connector:
+        transfer = KVTransferConfig(**connector)  # another connector
+    elif connector is not None:
         transfer = KVTransferConfig(
             kv_connector="KVBoostConnector",
             kv_role="kv_both",
-            kv_connector_extra_config=settings["connector"],
+            kv_connector_extra_config=connector,
             kv_load_failure_policy="recompute",
         )
     options = {"dtype": "float32", "block_size": 32, "max_model_len": 4096, "max_num_batched_tokens": 4096}

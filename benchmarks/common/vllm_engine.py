@@ -29,7 +29,10 @@ class VLLMEngine:
     def __init__(
         self, python: Path, model: Path, *, connector: dict[str, Any] | None, seed: str = "", **engine: Any
     ) -> None:
-        """``connector`` are its settings, None for vLLM alone; ``seed`` names a fault to put into it."""
+        """``connector`` are its settings, or a transfer config that names another one, or None for vLLM alone.
+
+        ``seed`` names a fault to put into it.
+        """
         settings = {"connector": connector, "engine": engine, "seed": seed}
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
