@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,19 +68,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Report:
-    """The connector as it comes, then in the mode that reuses text, with and without its own safeguard."""
+    """The mode that reuses text, with and without the connector's own safeguard, then the connector as it comes."""
     if args.vllm_venv is None or args.model is None or args.data is None:
         raise BenchError("this needs vLLM with SemBlend: give --vllm-venv FOLDER, --model FOLDER and --data FILE")
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model.expanduser())
     (question,) = load_prompts(tokenizer, args.data, count=1, passages=4, whole_passages=True)
+    os.environ["SEMBLEND_MULTI_DONOR"] = "1"  # it then finds equal text by its tokens, without MiniLM's weights
     report = Report("semblend")
     spans = {"mode": "semantic_span_experimental", "min_semantic_span": 128, "min_prompt_tokens": 128}
     settings = {
-        "As it comes": {"mode": "discovery_only"},
         "Spans": spans,
         "Spans, left in vLLM's prefix cache": {**spans, "evict_filled_blocks_from_prefix_cache": False},
+        "As it comes": {"mode": "discovery_only"},
     }
     with _engine(args, None) as alone:
         for title, chosen in settings.items():
