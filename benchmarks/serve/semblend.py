@@ -35,8 +35,6 @@ _COLUMNS = (
     "same tokens",
     "log-probability off",
 )
-_FIRST = "Read these texts with care, and keep in mind what each of them says about people, places and years. "
-_OTHER = "You are a librarian in a small town. Some texts follow, then a question; nobody is in a hurry today. "
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,15 @@ class Case:
     length: int
     read_before: bool
     order: Sequence[int] = (0, 1, 2, 3)
+    salt: str = ""
 
 
 _CASES = (
     Case("50 other tokens, other order", 50, read_before=False, order=_ORDER),
-    Case("50 other tokens, same order", 50, read_before=False),
     Case("64 other tokens, read before, other order", 2 * _PAGE, read_before=True, order=_ORDER),
     Case("64 other tokens, read before: nothing moves", 2 * _PAGE, read_before=True),
     Case("96 other tokens, read before: moved by a page", 3 * _PAGE, read_before=True),
+    Case("64 other tokens, read before, all with one cache_salt", 2 * _PAGE, read_before=True, salt="salt"),
 )
 
 
@@ -62,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.add_argument("--model", type=Path, metavar="FOLDER")
     parser.add_argument("--vllm-venv", type=Path, metavar="FOLDER", help="with vLLM, the connector and semblend")
-    parser.add_argument("--data", type=Path, metavar="FILE", help="questions with passages; the first one is asked")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="questions with passages; the first ones are asked")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--new", type=positive, default=16, help="tokens to decode (default 16)")
 
@@ -74,10 +73,11 @@ def run(args: argparse.Namespace) -> Report:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(args.model.expanduser())
-    (question,) = load_prompts(tokenizer, args.data, count=1, passages=4, whole_passages=True)
+    # A question for each case: none finds what another has left.
+    questions = load_prompts(tokenizer, args.data, count=len(_CASES), passages=4, whole_passages=True)
     os.environ["SEMBLEND_MULTI_DONOR"] = "1"  # it then finds equal text by its tokens, without MiniLM's weights
     report = Report("semblend")
-    spans = {"mode": "semantic_span_experimental", "min_semantic_span": 128, "min_prompt_tokens": 128}
+    spans = {"mode": "semantic_span_experimental"}
     settings = {
         "Spans": spans,
         "Spans, left in vLLM's prefix cache": {**spans, "evict_filled_blocks_from_prefix_cache": False},
@@ -90,10 +90,10 @@ def run(args: argparse.Namespace) -> Report:
                 audit = Path(folder) / "audit.jsonl"
                 places = {"audit_path": str(audit), "kv_storage_path": f"{folder}/kv"}
                 with _engine(args, {"provider": "semblend", "enable_prompt_text": True, **places, **chosen}) as peer:
-                    for case in _CASES:
-                        before, prompt = _prompts(tokenizer, question, case)
-                        # A salt of its own: no case finds what another has left, in vLLM or in the connector.
-                        order = {"salt": f"{title} {case.name}"}
+                    alone.forget()
+                    for case, question in zip(_CASES, questions, strict=True):
+                        before, prompt = _prompts(question, case)
+                        order = {"salt": case.salt}
                         for text in before:
                             for engine in (alone, peer):
                                 engine.generate(text, new=1, **order)
@@ -122,21 +122,16 @@ def _engine(args: argparse.Namespace, extra: dict[str, Any] | None) -> VLLMEngin
     return VLLMEngine(python, args.model.expanduser(), connector=connector, dtype=args.dtype, block_size=_PAGE)
 
 
-def _preamble(tokenizer: Any, text: str, length: int) -> list[int]:
-    tokens: list[int] = tokenizer.encode(text)
-    return (tokens * (length // len(tokens) + 1))[:length]
-
-
 def _prompt(preamble: Sequence[int], question: RagPrompt, order: Sequence[int]) -> list[int]:
     return [*preamble, *(token for i in order for token in question.passages[i]), *question.tail]
 
 
-def _prompts(tokenizer: Any, question: RagPrompt, case: Case) -> tuple[list[list[int]], list[int]]:
-    """What both engines have read when the question comes, and the question."""
-    before = [_prompt(_preamble(tokenizer, _FIRST, 2 * _PAGE), question, (0, 1, 2, 3))]
-    preamble = _preamble(tokenizer, _OTHER, case.length)
+def _prompts(question: RagPrompt, case: Case) -> tuple[list[list[int]], list[int]]:
+    """What both engines have read when the question comes, and the question. Preambles are another question's text."""
+    before = [_prompt(question.unrelated[0][: 2 * _PAGE], question, (0, 1, 2, 3))]
+    preamble = question.unrelated[1][: case.length]
     if case.read_before:
-        before.append([*preamble, *question.unrelated[0][:100]])
+        before.append([*preamble, *question.unrelated[2][:100]])
     return before, _prompt(preamble, question, case.order)
 
 
