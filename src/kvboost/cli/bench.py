@@ -47,7 +47,7 @@ Html = Annotated[
 ]
 
 
-@app.command(epilog="Example:  kvboost bench ./model --out results.jsonl --report report.html")
+@app.command(epilog="Example:  kvboost bench run ./model --out results.jsonl --report report.html")
 def run(
     model: Model,
     *,
