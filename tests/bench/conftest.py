@@ -22,7 +22,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 _STAND_IN = """#!/bin/sh
-echo '{"ready": true, "versions": {"path": "'"$PYTHONPATH"'"}, "threads": 1}'
+echo '{"ready": true, "versions": {"path": "'"$PYTHONPATH"'"}, "dtype": "float32", "threads": 2}'
 while read -r line; do
   case "$line" in
     *'"do": "generate"'*)

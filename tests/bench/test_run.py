@@ -44,6 +44,7 @@ def test_ours_and_a_rival_get_the_same_prompts_and_reuse_the_same_turns(file: Pa
     assert cached == sorted(cached)
     assert cached[0] > 100
     assert cached == [answer["cached"] for answer in kept.theirs]
+    assert plain.threads[0] == plain.threads[1]
     assert plain.bitwise is True
     assert kept.bitwise is None  # asked once
     assert plain.memory[0] > 50e6
@@ -78,6 +79,8 @@ def test_tables_and_page_say_what_was_measured(file: Path) -> None:
     said = report.markdown()
     assert said.count("| chat ") == 6
     assert "1 of 1 workloads" in said
+    assert "vllm had 2 threads and ours 1" in said
+    assert "plain had" not in said
     page = html_report([(header, samples)])
     assert page.count("<svg") == 3  # nothing was recomputed
     assert "http" not in page.replace("http-equiv", "")

@@ -100,6 +100,7 @@ class Contestant:
             raise self._missing(answer)
         self.versions: dict[str, str] = answer["versions"]
         self.threads: int | None = answer["threads"]
+        self.dtype: str | None = answer["dtype"]
         self._signal(signal.SIGSTOP)
 
     def _missing(self, answer: Mapping[str, Any]) -> BenchError | Missing:

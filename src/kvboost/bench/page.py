@@ -76,7 +76,8 @@ def _versions(samples: Sequence[Sample]) -> str:
     told: dict[str, str] = {}
     for sample in samples:
         for name, versions in sample.get("versions", {}).items():
-            told[name] = ", ".join(f"{package} {version}" for package, version in versions.items())
+            packages = [f"{package} {version}" for package, version in versions.items()]
+            told[name] = ", ".join([*packages, str(sample["dtypes"][name] or "dtype of its file")])
     return "; ".join(f"{name}: {versions}" for name, versions in told.items())
 
 

@@ -90,7 +90,10 @@ class Bench:
                 if not units:
                     continue
                 try:
-                    with self._rival(rival, workloads) as contestant:
+                    self._check_given(rival)
+                    # Ours goes first: rivals are given its dtype, as their "auto" may be another.
+                    dtype = self._ours(units[0][0], started, stack)[ours(EXACT)].dtype
+                    with self._rival(rival, workloads, dtype) as contestant:
                         for workload, repeat in units:
                             others = self._ours(workload, started, stack)
                             unit = Unit({rival: contestant, **others}, self._options, compared=rival == rivals[0])
@@ -115,13 +118,16 @@ class Bench:
             )
         return self._built[workload, repeat]
 
-    @contextmanager
-    def _rival(self, name: str, workloads: Sequence[str]) -> Iterator[Contestant]:
-        python = self._options.pythons.get(name)
-        if RIVALS[name].own_python and python is None:
+    def _check_given(self, name: str) -> None:
+        if RIVALS[name].own_python and name not in self._options.pythons:
             raise Missing(f"{name}: {how_to_add(name)}")
+
+    @contextmanager
+    def _rival(self, name: str, workloads: Sequence[str], dtype: str | None) -> Iterator[Contestant]:
+        python = self._options.pythons.get(name)
         longest = max(len(request.tokens) for unit in self._units(workloads) for request in self._requests(*unit))
-        with self._warm(Contestant(name, self._options.rival(longest), python=python)) as contestant:
+        settings = {**self._options.rival(longest), "dtype": dtype}
+        with self._warm(Contestant(name, settings, python=python)) as contestant:
             yield contestant
 
     def _ours(self, workload: str, started: dict[str, Contestant], stack: ExitStack) -> dict[str, Contestant]:
@@ -195,6 +201,10 @@ class Unit:
     def __init__(self, contestants: Mapping[str, Contestant], options: Options, *, compared: bool) -> None:
         """``compared`` has approximate answers compared with full ones, which takes as long as plain Transformers."""
         self._contestants, self._options, self._compared = contestants, options, compared
+        own = next(one.dtype for one in contestants.values() if one.name == OURS)
+        for one in contestants.values():
+            if one.dtype not in (own, None):
+                raise Missing(f"{one.name}: it runs in {one.dtype} and ours in {own}, which is no comparison; set --dtype")
 
     def run(self, requests: Sequence[Request], moves: bool, label: str) -> dict[str, Any]:
         """Warm in the order of the workload, then the cold control."""
@@ -213,6 +223,7 @@ class Unit:
             "rss_peak": {name: one.ask("status")["rss_peak"] for name, one in self._contestants.items()},
             "bitwise": self._bitwise(requests[len(requests) // 2]),
             "versions": {name: one.versions for name, one in self._contestants.items()},
+            "dtypes": {name: one.dtype for name, one in self._contestants.items()},
             "threads": {name: one.threads for name, one in self._contestants.items()},
         }
 

@@ -34,6 +34,8 @@ class Pairing:
     cold_ours: list[Sample] = field(default_factory=list)
     memory: tuple[int, int] = (0, 0)
     """Peaks of the rival's process and of ours, in bytes."""
+    threads: tuple[int | None, int | None] = (None, None)
+    """Of the rival's torch and of ours."""
     bitwise: bool | None = None
     """Whether a warm run had the bits of a cold one; None if it was not asked."""
 
@@ -79,6 +81,7 @@ def pairings(samples: Iterable[Sample]) -> list[Pairing]:
             pairing.cold_ours += sample["cold"][engine]
             peaks = sample["rss_peak"]
             pairing.memory = max(pairing.memory[0], peaks[rival]), max(pairing.memory[1], peaks[engine])
+            pairing.threads = sample["threads"][rival], sample["threads"][engine]
             if sample["bitwise"] is not None and engine.endswith("exact"):
                 pairing.bitwise = sample["bitwise"] and pairing.bitwise is not False
     return list(found.values())
@@ -181,6 +184,9 @@ def notes(found: Sequence[Pairing]) -> list[str]:
             length = break_even(pairing)
             said = f"from {length} tokens on" if length is not None else "at no length measured"
             told.append(f"Against {pairing.rival}, a known document is faster {said}.")
+    for rival, (theirs, own) in {pairing.rival: pairing.threads for pairing in found}.items():
+        if theirs is not None and theirs != own:
+            told.append(f"{rival} had {theirs} threads and ours {own}: compare CPU, or set OMP_NUM_THREADS.")
     checked = [pairing for pairing in found if pairing.bitwise is not None]
     if checked:
         good = sum(bool(pairing.bitwise) for pairing in checked)

@@ -25,6 +25,7 @@ class LlamaCpp:
             verbose=False,
         )
         self.versions = {"llama-cpp-python": llama_cpp.__version__}
+        self.dtype = None  # a GGUF file has several
         self._last: list[int] = []
 
     def generate(self, order: dict[str, Any], clock: Clock) -> Answer:

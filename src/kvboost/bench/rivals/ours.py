@@ -23,6 +23,7 @@ class Ours:
     def __init__(self, settings: dict[str, Any]) -> None:
         options: dict[str, Any] = {"dtype": settings.get("dtype", "auto"), "device": settings.get("device")}
         self._engine = KVBoost.from_pretrained(settings["model"], **options, **settings.get("engine", {}))
+        self.dtype = str(self._engine.model.dtype).removeprefix("torch.")
         self.versions = {
             "kvboost": kvboost.__version__,
             "torch": torch.__version__,

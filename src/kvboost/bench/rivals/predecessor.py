@@ -1,4 +1,4 @@
-"""kvboost 0.9.0, our predecessor, through its public API: ``from_pretrained``, ``generate``, ``reset_cache``.
+"""kvboost 0.9.0, our predecessor, through its public API: the class, ``generate`` and ``reset_cache``.
 
 It takes text and encodes it by itself, so its tokens are the others' as far as its tokenizer is.
 """
@@ -26,11 +26,22 @@ class Predecessor:
             raise RuntimeError(
                 f"this Python has kvboost {self.versions['kvboost']}, not 0.9.0; give it its own environment"
             )
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
         from kvboost import KVBoost
 
         self._folder = tempfile.TemporaryDirectory()
         model = _readable_by_4(Path(settings["model"]), Path(self._folder.name))
-        self._engine: Any = KVBoost.from_pretrained(str(model), max_cache_bytes=_CACHE_BYTES)
+        # Its own from_pretrained takes no dtype and loads float16, which CPUs are slow at.
+        dtype = settings.get("dtype", "auto")
+        loaded = AutoModelForCausalLM.from_pretrained(
+            str(model), dtype=dtype if dtype == "auto" else getattr(torch, dtype)
+        )
+        tokenizer = AutoTokenizer.from_pretrained(str(model))
+        engine: Any = KVBoost
+        self._engine: Any = engine(loaded.eval(), tokenizer, max_cache_bytes=_CACHE_BYTES)
+        self.dtype = str(loaded.dtype).rpartition(".")[2]
 
     def generate(self, order: dict[str, Any], clock: Clock) -> Answer:
         """Its own call, with its callback for tokens."""

@@ -85,6 +85,8 @@ class Engine(Protocol):
     """What a contestant's module has: its class is made with the settings of the command line."""
 
     versions: dict[str, str]
+    dtype: str | None
+    """Of the weights and the KV, such as float32; None where it has no such name."""
 
     def generate(self, order: dict[str, Any], clock: Clock) -> Answer:
         """Answer a prompt greedily with at most ``order["new"]`` tokens."""
@@ -111,7 +113,7 @@ def main(arguments: list[str]) -> None:
     except Exception as error:  # noqa: BLE001 - told to the caller, who skips this contestant
         say({"error": f"{type(error).__name__}: {error}"})
         return
-    say({"ready": True, "versions": engine.versions, "threads": _threads()})
+    say({"ready": True, "versions": engine.versions, "dtype": engine.dtype, "threads": _threads()})
     for line in sys.stdin:
         order = json.loads(line)
         try:

@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 
 from .protocol import Answer, Clock
-from .transformers_plain import end_tokens, load, versions
+from .transformers_plain import dtype_name, end_tokens, load, versions
 
 _PAGE = 32  # tokens
 _PROMPTS = 16  # of the longest kind, for which its cache has space
@@ -21,7 +21,7 @@ class Batching:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.model = load(settings)
-        self.versions = versions()
+        self.versions, self.dtype = versions(), dtype_name(self.model.dtype)
         self._ends = sorted(end_tokens(self.model))
         self._longest = int(settings["max_tokens"])
         self._manager: Any = None

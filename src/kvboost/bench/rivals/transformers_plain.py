@@ -30,6 +30,11 @@ def load(settings: dict[str, Any]) -> Any:
     return model.to(device).eval()
 
 
+def dtype_name(dtype: Any) -> str:
+    """A dtype as settings have it."""
+    return str(dtype).rpartition(".")[2]
+
+
 def versions() -> dict[str, str]:
     """What these contestants run on."""
     return {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -46,7 +51,7 @@ class Plain:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.model = load(settings)
-        self.versions = versions()
+        self.versions, self.dtype = versions(), dtype_name(self.model.dtype)
 
     def generate(self, order: dict[str, Any], clock: Clock) -> Answer:
         """Compute everything."""
@@ -69,7 +74,7 @@ class KeptCache:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.model = load(settings)
-        self.versions = versions()
+        self.versions, self.dtype = versions(), dtype_name(self.model.dtype)
         self._ends = end_tokens(self.model)
         self._kept: list[tuple[list[int], Any]] = []  # the last used comes last
 

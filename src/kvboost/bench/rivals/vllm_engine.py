@@ -55,6 +55,8 @@ class VLLM:
         self._connector = connector
         self._names = count()
         self.versions = {"vllm": vllm.__version__}
+        # Its "auto" is not the checkpoint's: float32 becomes bfloat16.
+        self.dtype = str(self._llm.llm_engine.vllm_config.model_config.dtype).rpartition(".")[2]
 
     def generate(self, order: dict[str, Any], clock: Clock) -> Answer:
         """Step until the request is done. With the connector, text that moves may be reused approximately."""
