@@ -204,7 +204,9 @@ class Unit:
         own = next(one.dtype for one in contestants.values() if one.name == OURS)
         for one in contestants.values():
             if one.dtype not in (own, None):
-                raise Missing(f"{one.name}: it runs in {one.dtype} and ours in {own}, which is no comparison; set --dtype")
+                raise Missing(
+                    f"{one.name}: it runs in {one.dtype} and ours in {own}, which is no comparison; set --dtype"
+                )
 
     def run(self, requests: Sequence[Request], moves: bool, label: str) -> dict[str, Any]:
         """Warm in the order of the workload, then the cold control."""
