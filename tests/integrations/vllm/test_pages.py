@@ -16,9 +16,16 @@ from kvboost.integrations.vllm.pages import Pages, learn_order, slots_of
 class _Backend:
     """Writes pages in an order of its own, as attention backends do."""
 
-    def __init__(self, *, heads: int, tokens: int, dim: int, seed: int, loses: bool = False) -> None:
+    def __init__(
+        self, *, heads: int, tokens: int, dim: int, seed: int, loses: bool = False, in_columns: bool = False
+    ) -> None:
         count = 2 * heads * tokens * dim
         self._order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).view(2, heads, tokens, dim)
+        if in_columns:  # as vLLM's CPU backend in float32: keys by dimension, then values by token
+            keys, values = torch.arange(count).view(2, heads, -1)
+            self._order = torch.stack(
+                [keys.view(heads, dim, tokens).transpose(1, 2), values.view(heads, tokens, dim)]
+            ).contiguous()
         if loses:
             self._order.view(-1)[0] = self._order.view(-1)[1]
 
@@ -44,11 +51,12 @@ class _Layer:
     seed=st.integers(0, 2**16),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     by_token=st.booleans(),
+    in_columns=st.booleans(),
 )
 def test_what_is_written_is_read(
-    heads: int, tokens: int, dim: int, seed: int, dtype: torch.dtype, by_token: bool
+    heads: int, tokens: int, dim: int, seed: int, dtype: torch.dtype, by_token: bool, in_columns: bool
 ) -> None:
-    layer = _Layer(_Backend(heads=heads, tokens=tokens, dim=dim, seed=seed))
+    layer = _Layer(_Backend(heads=heads, tokens=tokens, dim=dim, seed=seed, in_columns=in_columns))
     cache = torch.zeros(5, heads, tokens, 2 * dim, dtype=dtype)
     if by_token:  # as some devices keep it: [pages, tokens, heads, ...] seen from the other side
         cache = torch.zeros(5, tokens, heads, 2 * dim, dtype=dtype).transpose(1, 2)
