@@ -18,6 +18,7 @@ from kvboost.errors import UnsupportedModelError
 _FAMILIES = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 _ROTARIES = ("RotaryEmbedding", "Llama3RotaryEmbedding", "LinearScalingRotaryEmbedding", "YaRNScalingRotaryEmbedding")
 _ROWS = 1024  # of a mask at once
+_WATCHED = 1  # the layer whose values show which positions changed most, as in CacheBlend
 
 
 class Decoder:
@@ -36,25 +37,36 @@ class Decoder:
         return cos, sin
 
     @torch.inference_mode()
-    def recompute(self, tokens: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> None:
+    def recompute(
+        self, tokens: torch.Tensor, positions: torch.Tensor, states: torch.Tensor, *, moved: torch.Tensor, keep: int
+    ) -> int:
         """Compute ``positions`` [n] of ``tokens`` [t], and write their KV into ``states`` [2 * layers, heads, t, dim].
 
-        The other positions are taken as they are.
+        The other positions are taken as they are. Of those marked in ``moved`` [n] only ``keep`` go on behind the
+        second layer's projection: the ones whose values changed most there. Returns how many positions were computed,
+        as a mean over the layers.
         """
         hidden = self._model.embed_input_ids(tokens[positions])
         residual = None
+        computed = 0
         for index, layer in enumerate(self._layers):
             if residual is None:
                 hidden, residual = layer.input_layernorm(hidden), hidden
             else:
                 hidden, residual = layer.input_layernorm(hidden, residual)
             attention, keys, values = layer.self_attn, states[2 * index], states[2 * index + 1]
+            before = values[:, positions] if index == _WATCHED else None
             query = _project(attention, hidden, positions, keys, values)
+            computed += len(positions)
             if index == len(self._layers) - 1:
-                return  # nobody reads what the last layer makes of it
+                break  # nobody reads what the last layer makes of it
+            if before is not None:
+                kept = most_changed(before, values[:, positions], moved, keep)
+                positions, query, residual = positions[kept], query[kept], residual[kept]
             hidden, _ = attention.o_proj(_attend(query, keys, values, positions, scale=attention.scaling))
             hidden, residual = layer.post_attention_layernorm(hidden, residual)
             hidden = layer.mlp(hidden)
+        return round(computed / len(self._layers))
 
 
 def find_decoder(layers: dict[str, Any], names: Sequence[str]) -> Decoder:
@@ -106,6 +118,16 @@ def _project(
         target.index_copy_(1, positions, source.reshape(len(source), -1, dim).transpose(0, 1).to(target.dtype))
     queries: torch.Tensor = query.view(len(query), -1, dim)
     return queries
+
+
+def most_changed(before: torch.Tensor, after: torch.Tensor, moved: torch.Tensor, keep: int) -> torch.Tensor:
+    """Indices of the positions that were not moved, and of the ``keep`` moved ones that changed most: ascending.
+
+    ``before`` and ``after`` are [heads, n, dim].
+    """
+    change = (after.float() - before.float()).square().sum(dim=(0, 2))
+    change[~moved] = torch.inf
+    return change.topk(min(len(change), int((~moved).sum()) + keep)).indices.sort().values
 
 
 def _attend(

@@ -1,4 +1,4 @@
-"""Builds the KV of a prompt from chunks that were computed elsewhere: re-rotated, gaps computed, a sample recomputed.
+"""Builds the KV of a prompt from chunks that were computed elsewhere: re-rotated, gaps computed, some recomputed.
 
 Used by the worker for a request that allows approximate reuse. Invariant: afterwards every position has KV; those
 before the first moved chunk are exact.
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from kvboost.approx.reposition import Move, Rotations, turn_between
-from kvboost.approx.select import evenly
 from kvboost.integrations.vllm.decoder import Decoder
 
 
@@ -20,21 +19,24 @@ def place_moved(
 ) -> int:
     """Fill ``states`` [2 * layers, heads, tokens, dim] behind the first ``exact`` positions, which it has.
 
-    ``moves`` are what was found; a share ``ratio`` of it is recomputed. Returns how many positions were computed.
+    ``moves`` are what was found; a share ``ratio`` of it is recomputed, those that changed most. Returns how many
+    positions were computed.
     """
     is_moved = torch.zeros(len(tokens), dtype=torch.bool)
     for move in moves:
         end = min(move.new_end, len(tokens))
         states[:, :, move.new_start : end] = rotated(decoder, move, device=states.device)[:, :, : end - move.new_start]
         is_moved[move.new_start : end] = True
-    moved = is_moved.nonzero().flatten()
-    computed = ~is_moved
+    keep = round(ratio * int(is_moved.sum()))
+    computed = torch.ones_like(is_moved) if keep else ~is_moved
     computed[:exact] = False
-    computed[moved[evenly(len(moved), round(ratio * len(moved)))]] = True
-    positions = computed.nonzero().flatten().to(states.device)
-    if len(positions):
-        decoder.recompute(torch.tensor(tokens, device=states.device), positions, states)
-    return len(positions)
+    positions = computed.nonzero().flatten()
+    if not len(positions):
+        return 0
+    moved = is_moved[positions].to(states.device)
+    return decoder.recompute(
+        torch.tensor(tokens, device=states.device), positions.to(states.device), states, moved=moved, keep=keep
+    )
 
 
 def rotated(decoder: Decoder, move: Move, *, device: torch.device) -> torch.Tensor:
