@@ -20,14 +20,28 @@ from kvboost.hf.prompt import PromptEncoder
 from kvboost.types import GenerationResult, ReuseReport
 
 
+def _nothing() -> None:
+    pass
+
+
 class FirstToken:
-    """Called after every token: records the time of the first one, then runs what had to wait for it."""
+    """Called after every token: records the time of the first one, then runs what had to wait for it.
+
+    ``exists`` runs as soon as there is a token, ``then`` once the caller has it too. Transformers hands a token to a
+    streamer before it looks at the stopping criteria, and from 5.23 on after that.
+    """
 
     def __init__(
-        self, clock: StageClock, *, cancelled: Callable[[], bool], then: Callable[[], Any] = lambda: None
+        self,
+        clock: StageClock,
+        *,
+        cancelled: Callable[[], bool],
+        exists: Callable[[], Any] = _nothing,
+        then: Callable[[], Any] = _nothing,
     ) -> None:
         self.clock = clock
-        self._cancelled, self._then = cancelled, then
+        self._cancelled, self._exists, self._then = cancelled, exists, then
+        self._awaited = 1
         self.ttft_ms: float | None = None
         self.was_cancelled = False
 
@@ -35,10 +49,39 @@ class FirstToken:
         if self.ttft_ms is None:
             self.clock.lap("first_token")
             self.ttft_ms = self.clock.elapsed_ms
-            self._then()
-            self.clock.lap("commit")
+            self._exists()
+            self._arrived()
         self.was_cancelled = self.was_cancelled or self._cancelled()
         return self.was_cancelled
+
+    def over(self, streamer: Any) -> Any:
+        """The streamer to give to Transformers instead of this one."""
+        self._awaited += 1
+        return _Handing(streamer, self._arrived)
+
+    def _arrived(self) -> None:
+        self._awaited -= 1
+        if self._awaited == 0:
+            self._then()
+            self.clock.lap("commit")
+
+
+class _Handing:
+    """A streamer that passes everything on, and calls back once the first new token is handed over."""
+
+    def __init__(self, streamer: Any, handed_over: Callable[[], None]) -> None:
+        self._streamer, self._handed_over = streamer, handed_over
+        self._count = 0
+
+    def put(self, value: Any) -> None:
+        """The prompt comes first, then every new token."""
+        self._streamer.put(value)
+        self._count += 1
+        if self._count == 2:
+            self._handed_over()
+
+    def end(self) -> None:
+        self._streamer.end()
 
 
 class Decoder:
@@ -56,6 +99,8 @@ class Decoder:
         reports: Sequence[ReuseReport],
     ) -> list[GenerationResult]:
         """A result for each prompt. ``cache`` holds each prompt up to its last step; None if nothing is cached."""
+        if arguments.get("streamer") is not None:
+            arguments = {**arguments, "streamer": watch.over(arguments["streamer"])}
         longest = max(len(tokens) for tokens in prompts)
         ids = torch.zeros(len(prompts), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)

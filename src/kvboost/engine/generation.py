@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from kvboost.core.clock import StageClock
@@ -262,9 +263,13 @@ class Generator:
         def first_token_exists() -> None:
             if alone:
                 prefiller.last_step_ran(state)
-            prefiller.commit(state)
 
-        watch = FirstToken(state.clock, cancelled=request.cancelled, then=first_token_exists)
+        watch = FirstToken(
+            state.clock,
+            cancelled=request.cancelled,
+            exists=first_token_exists,
+            then=partial(prefiller.commit, state),
+        )
         left = len(state.tokens) - state.num_computed
         with self._runner.first_forward(state.cache, left) if alone else nullcontext():
             result = self._decoder.run([state.tokens], state.cache, request.arguments, watch, [state.report()])[0]
