@@ -25,6 +25,7 @@ from kvboost.bench.report import BenchError, Progress, Report, Spread, ratios
 QUICK = {"repeat": 1, "questions": 1}
 _PREAMBLES = ("Read these texts with care.\n\n", "You are a librarian. Some texts follow, then a question.\n\n")
 _ORDER = (2, 0, 3, 1)
+_ANSWER = 16  # tokens that are compared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +109,15 @@ def _moved(args: argparse.Namespace, report: Report) -> None:
 
     table = report.table(
         "Behind other text: four passages read before in another order and behind another preamble, first token",
-        ["recomputed", "reused of the prompt", "vLLM alone s", "with the connector s", "alone / with", "same token"],
+        [
+            "recomputed",
+            "reused of the prompt",
+            "vLLM alone s",
+            "with the connector s",
+            "alone / with",
+            "same token",
+            f"same {_ANSWER} tokens",
+        ],
         dtype=args.dtype,
         model=args.model,
     )
@@ -119,14 +128,19 @@ def _moved(args: argparse.Namespace, report: Report) -> None:
         settings = {"mode": "approximate", "recompute_ratio": ratio}
         with ExitStack() as stack:
             alone, ours = (stack.enter_context(_engine(args, each)) for each in (None, settings))
-            plain, times, shares, same = [], [], [], []
+            plain, times, shares, same, answers = [], [], [], [], []
             progress = Progress(f"behind other text, {ratio:.0%} recomputed", len(questions))
-            for question in questions:
+            for number, question in enumerate(questions):
                 seen = [*heads[0], *(t for i in _ORDER for t in question.passages[i]), *question.tail]
                 asked = [*heads[1], *(t for passage in question.passages for t in passage), *question.tail]
                 for engine in (alone, ours):
                     engine.generate(seen, new=1)
-                (one,), (other,) = alone.generate(asked, new=1), ours.generate(asked, new=1)
+                pair = [alone, ours] if number % 2 else [ours, alone]
+                first = {engine: engine.generate(asked, new=1)[0] for engine in pair}
+                one, other = first[alone], first[ours]
+                # Nothing approximate is kept, so ours moves the passages once more.
+                answer, again = (engine.generate(asked, new=_ANSWER)[0]["tokens"] for engine in (alone, ours))
+                answers.append(answer == again)
                 plain.append(one["seconds"])
                 times.append(other["seconds"])
                 shares.append(other["cached"] / len(asked))
@@ -139,6 +153,7 @@ def _moved(args: argparse.Namespace, report: Report) -> None:
                 Spread.of(times).text(),
                 Spread.of(ratios(plain, times)).text(),
                 f"{sum(same)} of {len(same)}",
+                f"{sum(answers)} of {len(answers)}",
             )
             if "could not be" in ours.log():
                 raise BenchError("KV could not be loaded; see the connector's log")
