@@ -5,6 +5,7 @@ python child.py MODEL '{"connector": {...} or null, "engine": {...}, "seed": "" 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -38,6 +39,14 @@ def seed_fault(name: str) -> None:
             worker.WorkerSide.end = keep_all  # type: ignore[method-assign]
     elif name == "a fetch is never answered":
         worker.WorkerSide._fetch = lambda self, fetch: None  # type: ignore[method-assign]
+        begin, steps = worker.WorkerSide.begin, itertools.count(1)
+
+        def count(self: Any, orders: Any) -> None:
+            if next(steps) == 3000:
+                print("3000 steps", file=sys.stderr)
+            begin(self, orders)
+
+        worker.WorkerSide.begin = count  # type: ignore[method-assign]
     elif name == "one page off":
         plain_slots = worker.slots_of
         worker.slots_of = lambda pages, **at: plain_slots(pages.roll(1), **at)

@@ -77,6 +77,7 @@ def _restart(args: argparse.Namespace, report: Report) -> None:
     )
     prompt = _random_prompt(0, args.tokens)
     with _places() as places, _engine(args, None) as alone:
+        alone.generate(_random_prompt(2, args.tokens), new=1)  # its kernels' first use
         for name, connector in places.items():
             with _engine(args, connector) as first:
                 first.generate(prompt, new=1)

@@ -202,6 +202,17 @@ def test_text_read_behind_moved_chunks_is_kept_for_moving_only(tiny: Tiny) -> No
     assert read(engine, HEAD, THREE, QUESTION, mode=GenerationMode.PREFIX_CACHE).reuse.exact_tokens == len(HEAD)
 
 
+def test_what_follows_moved_chunks_runs_in_one_forward_and_is_kept(tiny: Tiny) -> None:
+    engine = engine_for(tiny("llama"), recompute_ratio=0.0)
+    warm(engine, HEAD, ONE, TWO)
+    forwards: list[int] = []
+    hook = engine.model.register_forward_hook(lambda *_: forwards.append(1))
+    read(engine, HEAD, TWO, ONE, THREE, QUESTION)  # THREE is of several chunks
+    hook.remove()
+    assert len(forwards) == 1
+    assert read(engine, HEAD, THREE, QUESTION).reuse.moved_tokens == len(THREE)
+
+
 def test_what_stands_before_the_first_moved_chunk_is_exact_and_kept(tiny: Tiny) -> None:
     model = tiny("llama")
     engine = engine_for(model, recompute_ratio=0.1)

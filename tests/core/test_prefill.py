@@ -164,7 +164,8 @@ def test_chunks_are_repositioned_once_and_before_anything_is_computed() -> None:
         with pytest.raises(AssertionError, match="by their repair"):
             state.computed(48)
         with pytest.raises(ValueError, match="cannot stop"):
-            run.advance(state, to=64)
+            run.advance(state, to=40)
+        assert state.last_step == 48, "what follows runs with the last token"
         state.drop_approx("as asked")
         assert (state.num_computed, state.num_exact, state.spans) == (32, 32, None)
         run.finish(state)

@@ -307,7 +307,7 @@ class ApproxReuse:
         new = 0
         places = {chunk.start: index for index, chunk in enumerate(chunks)}
         for segment in state.plan.fresh:
-            if segment.start < state.plan.approx_start or segment.end > state.last_step or segment.chunk is None:
+            if segment.start < state.plan.approx_start or segment.end > state.num_computed or segment.chunk is None:
                 continue
             context = context_before(chunks, places[segment.start])
             new += self._put(state, segment.chunk, context, depth=spans.depth)

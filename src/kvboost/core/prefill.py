@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     import torch
 
 
+_MAX_TAIL = 512  # tokens: a question runs in one forward with the last token, more belongs to the repair
+
+
 @dataclass(frozen=True)
 class ChunkedPrompt:
     """A prompt cut into chunks, under the keys of one model state."""
@@ -188,9 +191,10 @@ class PrefillState:
 
     @property
     def last_step(self) -> int:
-        """Where the step begins that holds the last token. Behind repositioned chunks it is what follows the cuts."""
+        """Where the step begins that holds the last token. Behind repositioned chunks it is all that follows them."""
         if self._spans is not None:
-            return self._plan.segments[-1].start
+            behind = self._plan.moved[-1].end
+            return behind if len(self.tokens) - behind <= _MAX_TAIL else self._plan.segments[-1].start
         return self.rule.last_step(self._plan.exact_tokens, len(self.tokens))
 
     @property

@@ -319,5 +319,6 @@ def _check_last_step(state: PrefillState) -> None:
     """Raise ValueError unless all that is missing is the last step, or a part of it."""
     if state.awaits_repair:
         raise ValueError("the repair has not run; call advance_to_last_step first")
-    if state.rule.step_end(state.num_computed, len(state.tokens)) < len(state.tokens):
+    left_over = state.rule.step_end(state.num_computed, len(state.tokens)) < len(state.tokens)
+    if left_over and not state.is_repaired:  # behind repositioned chunks one step may be as long as it likes
         raise ValueError("the steps before the last one have not run; call advance_to_last_step first")

@@ -109,6 +109,7 @@ def test_a_fetch_that_is_never_answered_is_not_waited_for(
         (answer,) = engine.generate(prompt)
         assert (answer["cached"], answer["tokens"]) == (0, reference[0]["tokens"])
         assert "did not come within 10 s; the request is computed" in engine.log()
+        assert "3000 steps" not in engine.log(), "steps without work leave the processor to those who fetch"
 
 
 @pytest.mark.parametrize("seed", ["", "salt ignored"])

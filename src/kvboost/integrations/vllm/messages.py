@@ -10,6 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from kvboost.integrations.vllm.page_events import Change
 from kvboost.types import Chunk
 
+IDLE_S = 0.01  # that a step without work waits for what is looked for or fetched: new requests wait as long
+
 
 @dataclass
 class Fetch:
@@ -56,6 +58,8 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc]
     """Fetches of which nothing is wanted any more."""
     failures: int = 0
     """Loads that the scheduler knows to have failed."""
+    idle: bool = False
+    """Nothing is computed in this step."""
 
 
 @dataclass

@@ -14,13 +14,13 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvboost.core.guarded import GuardedStore
 from kvboost.core.identity import PromptKeys
-from kvboost.integrations.vllm.messages import Fetch, Load, Orders, Report, Save
+from kvboost.integrations.vllm.messages import IDLE_S, Fetch, Load, Orders, Report, Save
 from kvboost.integrations.vllm.page_events import PageEvent, PageEvents
 from kvboost.integrations.vllm.place import MODES, Place
 from kvboost.types import Chunk, context_before
@@ -164,7 +164,16 @@ class SchedulerSide:
             self._scheduled(request, pages, computed=computed, output=output, anew=request in cached.resumed_req_ids)
         orders, self._orders = self._orders, Orders()
         orders.failures = self._failures
+        orders.idle = not output.total_num_scheduled_tokens
+        if orders.idle:
+            self._await_lookup()
         return orders
+
+    def _await_lookup(self) -> None:
+        """Wait a moment for a lookup: vLLM asks again at once, and its loop would keep our threads from running."""
+        looking = [t.found for t in self._requests.values() if t.state is _State.LOOKING and t.found is not None]
+        if looking:
+            wait(looking, timeout=IDLE_S, return_when=FIRST_COMPLETED)
 
     def told(self, report: Report) -> None:
         """What the worker has done."""

@@ -22,7 +22,7 @@ from kvboost.core.guarded import EmptyLease, GuardedStore
 from kvboost.errors import UnsupportedModelError
 from kvboost.extend import ChunkStore, ContentLease, Lease
 from kvboost.integrations.vllm.decoder import Decoder, find_decoder
-from kvboost.integrations.vllm.messages import Fetch, Load, Orders, Report, Save
+from kvboost.integrations.vllm.messages import IDLE_S, Fetch, Load, Orders, Report, Save
 from kvboost.integrations.vllm.moved import place_moved
 from kvboost.integrations.vllm.page_events import Changes
 from kvboost.integrations.vllm.pages import Pages, learn_order, slots_of
@@ -63,7 +63,7 @@ class WorkerSide:
         self._store: ChunkStore = place.open(memory=True)
         self._guarded = GuardedStore(self._store)
         self._fetchers = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="kvboost-fetch")
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # notified of every fetch that is over
         self._held: dict[int, _Held] = {}
         self._fetching: set[int] = set()
         self._report = Report()
@@ -115,6 +115,11 @@ class WorkerSide:
                 self._failed_pages.update(load.pages[load.start // size : -(-load.end // size)])
             finally:
                 self._release(load.fetch)
+        if orders.idle:
+            with self._lock:
+                # vLLM asks again at once, and its loop would keep the fetching threads from running.
+                if self._fetching:
+                    self._lock.wait(IDLE_S)
 
     def end(self, orders: Orders) -> None:
         """After the forward: keep what it has computed.
@@ -162,6 +167,7 @@ class WorkerSide:
             _log.exception("kvboost: the KV of a request could not be fetched; it is computed")
         with self._lock:
             wanted = fetch.number in self._fetching
+            self._lock.notify_all()
             if wanted:
                 self._fetching.remove(fetch.number)
                 self._held[fetch.number] = held
