@@ -206,7 +206,7 @@ def test_what_follows_moved_chunks_runs_in_one_forward_and_is_kept(tiny: Tiny) -
     engine = engine_for(tiny("llama"), recompute_ratio=0.0)
     warm(engine, HEAD, ONE, TWO)
     forwards: list[int] = []
-    hook = engine.model.register_forward_hook(lambda *_: forwards.append(1))
+    hook = engine.model.model.layers[0].register_forward_hook(lambda *_: forwards.append(1))
     read(engine, HEAD, TWO, ONE, THREE, QUESTION)  # THREE is of several chunks
     hook.remove()
     assert len(forwards) == 1
