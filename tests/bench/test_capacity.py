@@ -22,7 +22,20 @@ def test_a_prompt_finds_nothing_of_itself() -> None:
 
 def test_what_is_behind_other_text_is_not_found() -> None:
     text = list(range(500))
-    assert hit_rates([([7, *text], [1]), ([8, *text], [1])], None)[-1][1] == 0.0
+    prompts = [([7, *text], [1]), ([8, *text], [1])]
+    assert hit_rates(prompts, None)[-1][1] == 0.0
+    assert hit_rates(prompts, None, anywhere=True)[-1][1] > 0.4  # half of the tokens are the second prompt's
+
+
+def test_text_that_moves_is_kept_once() -> None:
+    rng = random.Random(0)
+    passages = [[rng.randrange(1000) for _ in range(200)] for _ in range(6)]
+    orders = [rng.sample(passages, 6) for _ in range(8)]
+    prompts = [([token for one in order for token in one] + [7], [200 * n for n in range(1, 7)]) for order in orders]
+    assert hit_rates(prompts, None)[-1][0] > 4000
+    capacity, rate = hit_rates(prompts, None, anywhere=True)[-1]
+    assert capacity <= 1200
+    assert rate > 0.8  # seven of eight prompts
 
 
 def test_of_a_prompt_that_does_not_fit_the_beginning_is_kept() -> None:

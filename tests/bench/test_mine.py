@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
-from kvboost.bench.mine import Tried, cache_bytes, recommend
+from kvboost.bench.contestants import Missing
+from kvboost.bench.mine import Tried, cache_bytes, measure, recommend
+from kvboost.bench.report import BenchError
+from kvboost.bench.run import Options
 from kvboost.bench.summary import Pairing, break_even, percentile
 from kvboost.bench.workloads import Request
 
@@ -14,7 +17,11 @@ from kvboost.bench.workloads import Request
 def tried(quality: str, *, ms: float, differing: int, count: int = 100) -> Tried:
     theirs: list[Any] = [{"ttft_ms": 100.0, "tokens": [1]} for _ in range(count)]
     own: list[Any] = [{"ttft_ms": ms, "tokens": [2 if n < differing else 1]} for n in range(count)]
-    return Tried(quality, Pairing("mine", "plain", quality, [10] * count, theirs, own), 1000)
+    return Tried(quality, Pairing("mine", "plain", quality, [10] * count, theirs, own), 1000, "float32")
+
+
+def size(quality: str) -> int:
+    return 640 * 10**6 if quality == "exact" else 1280 * 10**6
 
 
 @pytest.mark.parametrize(
@@ -34,21 +41,62 @@ def test_what_is_recommended(exact_ms: float, fast_ms: float, differing: int, co
         tried("exact", ms=exact_ms, differing=0, count=count),
         tried("fast", ms=fast_ms, differing=differing, count=count),
     ]
-    found = recommend(settings, tolerated=0.05, size=640 * 10**6)
+    found = recommend(settings, tolerated=0.05, size=size)
     assert found.quality == quality
     text = found.text("./model")
     if quality is None:
         assert text.startswith("Recommendation: none.")
     else:
-        assert text.endswith(f"kvboost serve ./model --quality {quality} --cache-bytes 640MB")
+        megabytes = 640 if quality == "exact" else 1280
+        assert text.endswith(f"kvboost serve ./model --quality {quality} --cache-bytes {megabytes}MB")
+
+
+def test_a_slower_setting_is_promising_where_the_fastest_changes_too_much() -> None:
+    settings = [
+        tried("exact", ms=50.0, differing=0, count=20),
+        tried("high", ms=30.0, differing=0, count=20),
+        tried("fast", ms=20.0, differing=15, count=20),
+    ]
+    found = recommend(settings, tolerated=0.05, size=size)
+    assert found.quality == "auto"
+    assert "high was 3.3x and changed 0 of 20 answers" in found.reason
 
 
 def test_the_cache_is_as_large_as_what_comes_again() -> None:
     head = list(range(1000))
     requests = [Request([*head, *range(2000 + n, 2040 + n)], "", [1000], True) for n in range(0, 400, 40)]
-    small = cache_bytes(requests, None, per_token=100_000)
+    small = cache_bytes(requests, None, "exact", per_token=100_000)
     assert small == 64 * 10**6 * -(-small // (64 * 10**6))
     assert 1000 * 100_000 < small < 2 * 1400 * 100_000
+
+
+def test_a_cache_for_moved_text_holds_that_text() -> None:
+    text = list(range(1000))
+    requests = [Request([5000 + n, *text], "", [1], True) for n in range(8)]
+    sizes = [cache_bytes(requests, None, quality, per_token=1_000_000) for quality in ("exact", "auto")]
+    assert sizes[0] < 1000 * 1_000_000 < sizes[1]  # there is nothing that exact reuse would need a place for
+
+
+def test_without_plain_transformers_there_is_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Started:
+        name, dtype = "kvboost", "bfloat16"
+
+        def __init__(self, name: str, settings: dict[str, Any]) -> None:
+            if name == "plain":
+                raise Missing(f"plain cannot start in {settings['dtype']}")
+
+        def ask(self, do: str, **order: Any) -> dict[str, Any]:
+            return {}
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    monkeypatch.setattr("kvboost.bench.mine.Contestant", Started)
+    with pytest.raises(BenchError, match="plain cannot start in bfloat16"):  # our dtype, not the option's
+        measure(Options(".", dtype="auto"), [Request([1], "", [], True)])
 
 
 def test_break_even_is_the_shortest_length_from_which_on_ours_is_faster() -> None:

@@ -76,3 +76,6 @@ def test_ones_own_prompts_end_with_a_recommendation(
     assert len(rows) == 3
     assert all(row.rstrip(" |").endswith("4 of 4") for row in rows)
     assert "\nRecommendation: " in said.out
+    assert "dtype float32;" in said.out  # not auto
+    assert main(["bench", "mine", str(folder), "--prompts", str(log), "--dtype", "float31"]) == 2
+    assert "our engine cannot start" in capsys.readouterr().err.splitlines()[-1]

@@ -21,9 +21,12 @@ SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 
 
 def hit_rates(
-    prompts: Sequence[tuple[Sequence[int], Sequence[int]]], breaks: BreakTable | None
+    prompts: Sequence[tuple[Sequence[int], Sequence[int]]], breaks: BreakTable | None, *, anywhere: bool = False
 ) -> list[tuple[int, float]]:
-    """Capacities in tokens, and the share of all prompt tokens that each finds. Prompts come with their boundaries."""
+    """Capacities in tokens, and the share of all prompt tokens that each finds. Prompts come with their boundaries.
+
+    ``anywhere`` also finds text that stood elsewhere, as approximate reuse does.
+    """
     chunker = NaturalChunker(DEFAULT_CHUNK, breaks)
     cut: list[list[Chunk]] = []
     for tokens, boundaries in prompts:
@@ -32,22 +35,30 @@ def hit_rates(
         ends = [end for end in chunker.cut(ids, boundaries) if end < len(tokens)]
         cut.append(chunk_keys(_ROOT, ids, ends))
     total = sum(len(tokens) for tokens, _ in prompts)
-    different = {chunk.prefix_key: chunk.end - chunk.start for chunks in cut for chunk in chunks}
+    different = {_key(chunk, anywhere): chunk.end - chunk.start for chunks in cut for chunk in chunks}
     capacities = sorted({max(1, round(share * sum(different.values()))) for share in SHARES})
-    return [(capacity, _found(cut, capacity) / total) for capacity in capacities]
+    return [(capacity, _found(cut, capacity, anywhere) / total) for capacity in capacities]
 
 
-def _found(prompts: Sequence[Sequence[Chunk]], capacity: int) -> int:
+def _key(chunk: Chunk, anywhere: bool) -> bytes:
+    """What a chunk is kept under. One that was moved is not stored again at its new place."""
+    return chunk.content_key if anywhere else chunk.prefix_key
+
+
+def _found(prompts: Sequence[Sequence[Chunk]], capacity: int, anywhere: bool) -> int:
     held: OrderedDict[bytes, int] = OrderedDict()
     used = found = 0
     for chunks in prompts:
-        leading = next((n for n, chunk in enumerate(chunks) if chunk.prefix_key not in held), len(chunks))
-        found += chunks[leading - 1].end if leading else 0
-        for chunk in reversed(chunks):  # a chunk is no use without those before it, so these go last
-            if chunk.prefix_key not in held:
+        keys = [_key(chunk, anywhere) for chunk in chunks]
+        leading = next((n for n, key in enumerate(keys) if key not in held), len(chunks))
+        hits = [chunk for chunk, key in zip(chunks, keys, strict=True) if key in held] if anywhere else chunks[:leading]
+        found += sum(chunk.end - chunk.start for chunk in hits)
+        # Without ``anywhere`` a chunk is no use without those before it, so these go last.
+        for key, chunk in zip(reversed(keys), reversed(chunks), strict=True):
+            if key not in held:
                 used += chunk.end - chunk.start
-            held[chunk.prefix_key] = chunk.end - chunk.start
-            held.move_to_end(chunk.prefix_key)
+            held[key] = chunk.end - chunk.start
+            held.move_to_end(key)
         while used > capacity:
             used -= held.popitem(last=False)[1]
     return found

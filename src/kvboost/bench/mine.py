@@ -8,14 +8,15 @@ tolerated.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from kvboost.approx.calibration import CalibrationRow
 from kvboost.bench.capacity import hit_rates
-from kvboost.bench.contestants import OURS, Contestant
-from kvboost.bench.report import Report, Spread
+from kvboost.bench.contestants import OURS, Contestant, Missing
+from kvboost.bench.report import BenchError, Report, Spread
 from kvboost.bench.run import EXACT, Options, Unit, ours, warm_up
 from kvboost.bench.summary import Pairing, pairings
 from kvboost.bench.workloads import Request
@@ -38,6 +39,8 @@ class Tried:
     pairing: Pairing
     bytes_per_token: int
     """What a token's KV takes in the cache."""
+    dtype: str | None
+    """What both ran in."""
 
     @property
     def gain(self) -> float:
@@ -82,48 +85,60 @@ class Recommendation:
 
 def measure(options: Options, requests: Sequence[Request], qualities: Sequence[str] = QUALITIES) -> list[Tried]:
     """Every setting in turn with plain Transformers, which stays for all of them."""
+    try:
+        return _measured(options, requests, qualities)
+    except Missing as error:  # here nothing is left without plain Transformers
+        raise BenchError(str(error)) from error
+
+
+def _measured(options: Options, requests: Sequence[Request], qualities: Sequence[str]) -> list[Tried]:
     longest = max(len(request.tokens) for request in requests)
     first = min(requests, key=lambda request: len(request.tokens))
-    tried = []
-    with Contestant(_PLAIN, options.rival(longest)) as plain:
-        warm_up(plain, first)
+    tried: list[Tried] = []
+    plain: Contestant | None = None
+    with ExitStack() as stack:
         for quality in qualities:
             with Contestant(OURS, options.engine(quality)) as engine:
                 warm_up(engine, first)
+                if plain is None:  # behind ours, whose dtype it is given
+                    settings = {**options.rival(longest), "dtype": engine.dtype}
+                    plain = stack.enter_context(Contestant(_PLAIN, settings))
+                    warm_up(plain, first)
                 unit = Unit({_PLAIN: plain, ours(quality): engine}, options, compared=False)
                 sample = unit.run(requests, True, f"your prompts with quality {quality}")
                 per_token = int(engine.ask("facts")["bytes_per_token"])
             (pairing,) = pairings([{"workload": "mine", "rival": _PLAIN, "repeat": 0, **sample}])
-            tried.append(Tried(quality, pairing, per_token))
+            tried.append(Tried(quality, pairing, per_token, engine.dtype))
     return tried
 
 
-def cache_bytes(requests: Sequence[Request], breaks: BreakTable | None, *, per_token: int) -> int:
-    """The smallest cache that finds nearly all that can be found in these prompts, with some slack."""
-    rates = hit_rates([(request.tokens, request.boundaries) for request in requests], breaks)
+def cache_bytes(requests: Sequence[Request], breaks: BreakTable | None, quality: str, *, per_token: int) -> int:
+    """The smallest cache that finds nearly all that this quality can find in these prompts, with some slack."""
+    prompts = [(request.tokens, request.boundaries) for request in requests]
+    rates = hit_rates(prompts, breaks, anywhere=quality != EXACT)
     enough = next(capacity for capacity, rate in rates if rate >= _NEARLY_ALL * rates[-1][1])
     return _UNIT * math.ceil(_SLACK * enough * per_token / _UNIT)
 
 
-def recommend(tried: Sequence[Tried], *, tolerated: float, size: int) -> Recommendation:
-    """The fastest setting whose answers may be trusted."""
+def recommend(tried: Sequence[Tried], *, tolerated: float, size: Callable[[str], int]) -> Recommendation:
+    """The fastest setting whose answers may be trusted; ``size`` is the cache's for a quality."""
     exact, *others = sorted(tried, key=lambda one: one.quality != EXACT)
-    best = max(others, key=lambda one: one.gain, default=exact)
     shown = [one for one in others if one.at_most() <= tolerated and one.gain >= _WORTH * exact.gain]
     if shown:
         chosen = max(shown, key=lambda one: one.gain)
         count = len(chosen.pairing.ours)
         return Recommendation(
             chosen.quality,
-            size,
+            size(chosen.quality),
             f"quality {chosen.quality} is {chosen.gain:.1f}x as fast as plain Transformers, and changed "
             f"{chosen.differing} of {count} answers (at most {chosen.at_most():.0%}, 95 % sure).",
         )
-    promising = best.gain >= _WORTH * max(1.0, exact.gain)
-    if promising and best.differing <= tolerated * len(best.pairing.ours):
+    worth = sorted((one for one in others if one.gain >= _WORTH * max(1.0, exact.gain)), key=lambda one: -one.gain)
+    best = next((one for one in worth if one.differing <= tolerated * len(one.pairing.ours)), None)
+    if best is not None:
         return Recommendation(
             "auto",
-            size,
+            size("auto"),
             f"quality auto is exact ({exact.gain:.1f}x) until checks on your traffic allow more. {best.quality} was "
             f"{best.gain:.1f}x and changed {best.differing} of {len(best.pairing.ours)} answers here, too few "
             f"prompts to show that it changes at most {tolerated:.0%}.",
@@ -131,14 +146,16 @@ def recommend(tried: Sequence[Tried], *, tolerated: float, size: int) -> Recomme
     if exact.gain < _WORTH:
         return Recommendation(
             None,
-            size,
+            0,
             f"Exact reuse makes these prompts {exact.gain:.2f}x as fast: they share too little of their beginnings. "
             "kvboost explain shows where reuse breaks.",
         )
     rest = ""
-    if promising:
-        rest = f" {best.quality} is {best.gain:.1f}x, but changed {best.differing} of {len(best.pairing.ours)} answers."
-    return Recommendation(EXACT, size, f"exact reuse is {exact.gain:.1f}x as fast, with the same bits.{rest}")
+    if worth:
+        other = worth[0]
+        changed = f"changed {other.differing} of {len(other.pairing.ours)} answers"
+        rest = f" {other.quality} is {other.gain:.1f}x, but {changed}."
+    return Recommendation(EXACT, size(EXACT), f"exact reuse is {exact.gain:.1f}x as fast, with the same bits.{rest}")
 
 
 def report_of(tried: Sequence[Tried], options: Options) -> Report:
@@ -147,7 +164,10 @@ def report_of(tried: Sequence[Tried], options: Options) -> Report:
     columns = ["quality", "plain ms", "ours ms", "plain / ours", "all prompts", "exact %", "approx %", "same answer"]
     count = len(tried[0].pairing.ours)
     table = report.table(
-        f"Time to the first token of {count} prompts", columns, dtype=options.dtype, model=options.model
+        f"Time to the first token of {count} prompts",
+        columns,
+        dtype=tried[0].dtype or options.dtype,
+        model=options.model,
     )
     for one in tried:
         pairing = one.pairing

@@ -7,6 +7,7 @@ Called by :mod:`kvboost.cli.main`, which turns errors into one line. ``kvboost b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -172,10 +173,10 @@ def mine(
         encoder.of_tokens(prompt.tokens.tolist(), prompt.boundaries)
         for prompt in encoded(records[:limit], tokenizer, prompts)
     ]
-    options = Options(model, dtype=dtype, new=new, cold=min(2, len(requests)))
+    options = Options(model, dtype=dtype, new=new, cold=0)
     tried = measure(options, requests)
     print(report_of(tried, options).markdown())
-    size = cache_bytes(requests, break_table(tokenizer), per_token=tried[0].bytes_per_token)
+    size = partial(cache_bytes, requests, break_table(tokenizer), per_token=tried[0].bytes_per_token)
     print(recommend(tried, tolerated=tolerated, size=size).text(model))
 
 
