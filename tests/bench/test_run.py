@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from kvboost.bench.summary import pairings, report_of
 
 
 def journal_of(options: Options, file: Path) -> Journal:
-    return Journal(file, KIND, options.settings(), describe_machine(model=options.model))
+    return Journal(file, KIND, options.settings(), describe_machine(dtype="auto", model=options.model))
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +27,11 @@ def file(model: str, stand_in: Path, tmp_path_factory: pytest.TempPathFactory) -
     out = tmp_path_factory.mktemp("run") / "samples.jsonl"
     options = Options(model, tokens=700, new=3, cold=1, pythons={"vllm": str(stand_in)})
     with journal_of(options, out) as journal:
-        left_out = Bench(options, journal).run(["chat"], ["plain", "kept-cache", "vllm", "kvboost-0.9"], alone=True)
+        rivals = ["llama-cpp", "plain", "kept-cache", "vllm", "kvboost-0.9"]  # the first one is not there
+        left_out = Bench(options, journal).run(["chat"], rivals, alone=True)
     assert left_out == [
-        "kvboost-0.9: install kvboost==0.9.0 and transformers==4.57.6 and add --rival kvboost-0.9=PATH/TO/python"
+        "llama-cpp: install llama-cpp-python and add --rival llama-cpp=PATH/TO/python --gguf FILE",
+        "kvboost-0.9: install kvboost==0.9.0 and transformers==4.57.6 and add --rival kvboost-0.9=PATH/TO/python",
     ]
     return out
 
@@ -71,6 +75,27 @@ def test_a_second_run_measures_nothing_again(file: Path, model: str, monkeypatch
         journal_of(Options(model, tokens=800, new=3, cold=1), file)
 
 
+def test_a_file_is_not_continued_with_another_model_or_machine(file: Path, model: str, tmp_path: Path) -> None:
+    options = Options(model, tokens=700, new=3, cold=1)
+    namesake = shutil.copytree(model, tmp_path / Path(model).name)
+    with journal_of(replace(options, model=str(namesake)), file):
+        pass  # a copy is the same model
+    config = namesake / "config.json"
+    text = config.read_text()
+    config.write_text(json.dumps({**json.loads(text), "rope_theta": 7.0}))
+    with pytest.raises(BenchError, match="was begun with files"):
+        journal_of(replace(options, model=str(namesake)), file)
+    config.write_text(text)
+    with (namesake / "model.safetensors").open("ab") as weights:
+        weights.write(b" ")
+    with pytest.raises(BenchError, match="was begun with files"):
+        journal_of(replace(options, model=str(namesake)), file)
+    for name in ("cpu", "torch", "transformers"):
+        machine = replace(describe_machine(model=model), **{name: "another"})
+        with pytest.raises(BenchError, match=f"another machine, with {name} .* instead of 'another'; .* another --out"):
+            Journal(file, KIND, options.settings(), machine)
+
+
 def test_tables_and_page_say_what_was_measured(file: Path) -> None:
     header, samples = load(file, KIND)
     assert any(sample["rival"] == CAPACITY for sample in samples)
@@ -81,6 +106,12 @@ def test_tables_and_page_say_what_was_measured(file: Path) -> None:
     assert "1 of 1 workloads" in said
     assert "vllm had 2 threads and ours 1" in said
     assert "plain had" not in said
+    assert "dtype float32;" in said  # not auto
+    assert "dtypes of its own file" not in said
+    for sample in samples:
+        if sample["rival"] == "vllm":
+            sample["dtypes"]["vllm"] = None
+    assert "vllm ran in the dtypes of its own file" in report_of(header, samples).markdown()
     page = html_report([(header, samples)])
     assert page.count("<svg") == 3  # nothing was recomputed
     assert "http" not in page.replace("http-equiv", "")
@@ -102,12 +133,19 @@ def test_a_rival_that_fails_is_left_out_and_ours_ends_the_run(model: str, tmp_pa
     with pytest.raises(Missing, match="its Python has no vllm; install vllm and add --rival vllm="):
         Contestant("vllm", {}, python=str(broken))
     broken.write_text("#!/bin/sh\necho 'out of luck' >&2\nexit 3\n")
-    with pytest.raises(Missing, match="vllm: it ended.*out of luck"):
+    with pytest.raises(Missing, match="vllm: it ended with 3: out of luck"):
         Contestant("vllm", {}, python=str(broken))
+    broken.write_text("#!/bin/sh\nexec >&-\necho 'slow to end' >&2\nsleep 0.3\nexit 4\n")
+    with pytest.raises(Missing, match="vllm: it ended with 4: slow to end"):
+        Contestant("vllm", {}, python=str(broken))
+    for said in ("hello", "7"):
+        broken.write_text(f"#!/bin/sh\necho {said}\n")
+        with pytest.raises(Missing, match=f"vllm: it said '{said}', which is no answer"):
+            Contestant("vllm", {}, python=str(broken))
     with pytest.raises(BenchError, match="our engine cannot start"):
         Contestant("kvboost", {"model": str(tmp_path / "nowhere")})
     with Contestant("kvboost", {"model": model, "engine": {"quality": "exact"}}) as ours:
         with pytest.raises(BenchError, match="kvboost failed: .*shorten the prompt"):
             ours.ask("generate", tokens=[5] * 9000, new=1)
         answer = ours.ask("generate", tokens=[5] * 90, new=1)  # it goes on
-        assert json.dumps(answer["tokens"])
+        assert len(answer["tokens"]) == 1

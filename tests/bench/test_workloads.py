@@ -79,6 +79,13 @@ def test_passages_come_from_a_file(tmp_path: Path) -> None:
     file.write_text(json.dumps([{"question": "q", "answers": [], "ctxs": passages[:2]}]))
     with pytest.raises(BenchError, match="give more --data"):
         made("rag", data=file)
+    for ctxs in ([{"title": "t"}] * 2, ["a", "b"]):
+        file.write_text(json.dumps([{"question": "q", "answers": [], "ctxs": ctxs}]))
+        with pytest.raises(BenchError, match="must be an object with text"):
+            made("rag", data=file)
+    file.write_text(json.dumps([{"question": "q", "answers": [], "ctxs": None}]))
+    with pytest.raises(BenchError, match="must hold a list of objects"):
+        made("rag", data=file)
 
 
 def test_prompts_that_are_too_short_are_refused() -> None:

@@ -140,13 +140,20 @@ class Contestant:
         line = self._process.stdout.readline()
         if not line:
             return {"error": self._last_words()}
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if isinstance(answer, dict):
+            return answer
+        return {"error": f"it said {line.decode(errors='replace').strip()!r}, which is no answer; is it a Python?"}
 
     def _last_words(self) -> str:
+        code: int | None = None
+        with suppress(subprocess.TimeoutExpired):  # its output may end before it does
+            code = self._process.wait(_SILENT_S)
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
-        code = self._process.poll()
         return f"it ended{f' with {code}' if code is not None else ''}: {lines[-1] if lines else 'without a word'}"
 
     def _signal(self, number: int) -> None:

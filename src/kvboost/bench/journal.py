@@ -1,8 +1,8 @@
 """The file of samples: one JSON object a line, appended as they come, so that a run of hours can be continued.
 
-Used by `kvboost bench` and by the yardstick. Invariants: the first line has the settings, and a run with others is
-refused; a sample is in the file before the next one is measured; a line that an interrupted run left unfinished is
-dropped.
+Used by `kvboost bench` and by the yardstick. Invariants: the first line has the settings and the machine, and a run
+with others is refused; a sample is in the file before the next one is measured; a line that an interrupted run left
+unfinished is dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import IO, Any, Self
 
 from kvboost.bench.report import BenchError, Machine, say
 
-_OTHER_FILE = "continue it with the options it was begun with, or give another --out"
+_OTHER_FILE = "continue it as it was begun, or give another --out"
+_MACHINE = ("cpu", "torch", "transformers")  # whose times are no comparison with others
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,9 @@ class Journal:
         if file.exists() and file.stat().st_size:
             self.header, self.samples, end = _read(file, kind)
             self._keys = {self._key(sample) for sample in self.samples}
-            _check_same(file, self.header["settings"], header["settings"])
+            _check_same(f"{file.name} was begun with", self.header["settings"], header["settings"])
+            machines = [{name: one["machine"].get(name) for name in _MACHINE} for one in (self.header, header)]
+            _check_same(f"{file.name} was begun on another machine, with", *machines)
             with file.open("r+b") as whole:
                 whole.truncate(end)
             say(f"{file.name} has {len(self.samples)} samples; they are not measured again")
@@ -107,8 +110,8 @@ def _read(file: Path, kind: Kind) -> tuple[dict[str, Any], list[dict[str, Any]],
     return records[0], records[1:], end
 
 
-def _check_same(file: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _check_same(begun: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     other = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     if other:
         differences = ", ".join(f"{name} {before.get(name)!r} instead of {now.get(name)!r}" for name in other)
-        raise BenchError(f"{file.name} was begun with {differences}; {_OTHER_FILE}")
+        raise BenchError(f"{begun} {differences}; {_OTHER_FILE}")

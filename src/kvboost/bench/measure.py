@@ -1,7 +1,8 @@
 """Texts to make prompts of, and contestants that alternate.
 
-Used by :mod:`kvboost.bench.compare` and by the repository's benchmarks. Invariant: contestants alternate within one
-run, and the first of a round changes every round, so that none profits from what another left in the caches.
+Used by :mod:`kvboost.bench.texts` and by the repository's benchmarks, which have ``--text FILE``. Invariant:
+contestants alternate within one run, and the first of a round changes every round, so that none profits from what
+another left in the caches.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class TextSource:
 
     def __init__(self, tokenizer: Any, files: Sequence[Path] | None = None) -> None:
         self._tokenizer = tokenizer
+        # Of the commands only those that take files have --text.
+        self._remedy = "give longer files with --text" if files else "ask for shorter prompts"
         text = _read(files) if files else _standard_library()
         self.ids: list[int] = [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
@@ -32,7 +35,7 @@ class TextSource:
         """``length`` ids from ``start`` on; a start behind the end wraps around."""
         last = len(self.ids) - length
         if last < 0:
-            raise BenchError(f"the text has {len(self.ids)} tokens, {length} are needed; give longer files with --text")
+            raise BenchError(f"the text has {len(self.ids)} tokens, {length} are needed; {self._remedy}")
         start %= last + 1
         return self.ids[start : start + length]
 
@@ -52,7 +55,7 @@ def _standard_library() -> str:
     try:
         return "\n".join(inspect.getsource(importlib.import_module(name)) for name in _STANDARD_MODULES)
     except (OSError, ImportError) as error:
-        raise BenchError("this Python came without the sources of its library; give text with --text FILE") from error
+        raise BenchError("this Python came without the sources of its library; use one that has them") from error
 
 
 def alternate(

@@ -15,8 +15,7 @@ from typing import Any
 from kvboost.bench import summary
 from kvboost.bench.contestants import OURS, RIVALS
 from kvboost.bench.plots import COLOURS, Plot, Point, svg
-from kvboost.bench.report import Machine
-from kvboost.bench.run import CAPACITY, RECOMPUTE
+from kvboost.bench.run import CAPACITY, EXACT, RECOMPUTE
 from kvboost.bench.summary import Pairing, Sample
 from kvboost.bench.workloads import RECIPES
 
@@ -30,7 +29,7 @@ def html_report(runs: Sequence[tuple[Mapping[str, Any], Sequence[Sample]]]) -> s
 
 
 def _section(header: Mapping[str, Any], samples: Sequence[Sample]) -> str:
-    found = summary.pairings(samples)
+    found, machine = summary.pairings(samples), summary.machine_of(header, samples)
     settings = ", ".join(f"{name} {value}" for name, value in header["settings"].items() if value is not None)
     plots = [svg_card(plot) for plot in _plots(found, samples)]
     notes = "".join(f"<li>{escape(note)}</li>" for note in summary.notes(found))
@@ -42,7 +41,7 @@ def _section(header: Mapping[str, Any], samples: Sequence[Sample]) -> str:
     return "\n  ".join(
         [
             f"<h2>{escape(str(header['settings']['model']))}</h2>",
-            f'<p class="soft small">{escape(Machine(**header["machine"]).line)}<br>Settings: {escape(settings)}<br>'
+            f'<p class="soft small">{escape(machine.line)}<br>Settings: {escape(settings)}<br>'
             f"{escape(_versions(samples))}</p>",
             _table("First token", summary.COLUMNS, body, f'<ul class="soft small">{notes}</ul>'),
             f'<section class="plots">{"".join(plots)}</section>',
@@ -95,7 +94,7 @@ def svg_card(plot: Plot) -> str:
 
 def _colours(names: Sequence[str]) -> dict[str, int]:
     """Contestants have the same colour everywhere, ours the first; other names have one each."""
-    contestants = [f"{OURS} exact", *RIVALS]
+    contestants = [f"{OURS} {EXACT}", *RIVALS]
     if any(name in contestants for name in names):
         others = [name for name in names if name not in contestants]
         return {name: number for number, name in enumerate([*contestants, *others])}
@@ -123,7 +122,8 @@ def _by_reuse(found: Sequence[Pairing]) -> Plot:
     dots: dict[str, list[Point]] = {}
     for pairing in found:
         shares = [100 * share for share in pairing.reuse()]
-        dots.setdefault(pairing.rival, []).extend(zip(shares, pairing.ratio(), strict=True))
+        name = pairing.rival if pairing.engine == EXACT else f"{pairing.rival}, ours {pairing.engine}"
+        dots.setdefault(name, []).extend(zip(shares, pairing.ratio(), strict=True))
     return Plot(
         "Speed-up against reuse", "% of the prompt reused by ours", "theirs / ours", dots, log_y=True, level=1.0
     )

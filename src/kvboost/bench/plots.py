@@ -14,8 +14,8 @@ Point = tuple[float, float]
 
 _WIDTH, _HEIGHT = 520, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 44
-COLOURS = 8
-"""The page has so many classes s0, s1, ... for series."""
+COLOURS = 10
+"""The page has so many classes s0, s1, ... for series: one for each workload."""
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,13 @@ def read_questions(file: Path) -> list[dict[str, Any]]:
             '{"question", "answers", "ctxs": [{"title", "text"}]}, such as MuSiQue as CacheBlend\'s evaluation has it'
         ) from error
     shaped = isinstance(records, list) and all(
-        isinstance(record, dict) and {"question", "answers", "ctxs"} <= set(record) for record in records
+        isinstance(record, dict) and {"question", "answers", "ctxs"} <= set(record) and isinstance(record["ctxs"], list)
+        for record in records
     )
     if not shaped:
         raise BenchError(f"{file.name} must hold a list of objects with question, answers and ctxs; give another file")
+    if any(not isinstance(ctx, dict) or "text" not in ctx for record in records for ctx in record["ctxs"]):
+        raise BenchError(f"every passage (ctxs) in {file.name} must be an object with text; give another file")
     if any(len(record["ctxs"]) < 2 for record in records):
         raise BenchError(f"every question in {file.name} needs two passages at least; take the others out")
     return list(records)

@@ -7,6 +7,8 @@ prompts are asked again with empty caches (the cold control).
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ KIND = Kind("kvboost bench", 1, ("workload", "rival", "repeat"))
 EXACT = "exact"
 CAPACITY, RECOMPUTE = "(capacity)", "(recompute)"
 """In place of a rival: units that measure our engine alone."""
+_WEIGHTS = (".safetensors", ".bin", ".gguf")
 _RATIOS = (0.0, 0.15, 0.5, 1.0)  # of moved tokens, for the units of RECOMPUTE
 
 
@@ -52,7 +55,8 @@ class Options:
         """What all samples of a file have in common."""
         same = {name: getattr(self, name) for name in ("dtype", "tokens", "new", "seed", "cold", "quality")}
         data = self.data.name if self.data is not None else None
-        return {"model": Path(self.model).expanduser().resolve().name, "data": data, **same}
+        path = ModelSource(self.model).path
+        return {"model": Path(path).resolve().name, "files": _files_digest(path), "data": data, **same}
 
     def engine(self, quality: float | str, **more: Any) -> dict[str, Any]:
         """What our process is given."""
@@ -63,6 +67,20 @@ class Options:
         path = ModelSource(self.model).path
         gguf = str(self.gguf.expanduser()) if self.gguf is not None else None
         return {"model": path, "dtype": self.dtype, "gguf": gguf, "max_tokens": longest + self.new}
+
+
+def _files_digest(model: str) -> str:
+    """Tells models of one name apart: by their settings and the sizes of their weights, or by their hub name."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return hashlib.sha256(model.encode()).hexdigest()[:16]
+    config = folder / "config.json"
+    weights = sorted(file for file in folder.iterdir() if file.suffix in _WEIGHTS)
+    told = [
+        config.read_text(encoding="utf-8") if config.is_file() else "",
+        *((f.name, f.stat().st_size) for f in weights),
+    ]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 
 def ours(quality: str) -> str:
@@ -96,7 +114,8 @@ class Bench:
                     with self._rival(rival, workloads, dtype) as contestant:
                         for workload, repeat in units:
                             others = self._ours(workload, started, stack)
-                            unit = Unit({rival: contestant, **others}, self._options, compared=rival == rivals[0])
+                            compared = not self._compared(workload, repeat)
+                            unit = Unit({rival: contestant, **others}, self._options, compared=compared)
                             label = f"{workload} against {rival}"
                             sample = unit.run(self._requests(workload, repeat), RECIPES[workload].moves, label)
                             self._journal.add({"workload": workload, "rival": rival, "repeat": repeat, **sample})
@@ -106,6 +125,13 @@ class Bench:
         if alone:
             self._alone(workloads)
         return left_out
+
+    def _compared(self, workload: str, repeat: int) -> bool:
+        """Whether ours was compared with itself here, beside any rival: one of them is enough."""
+        return any(
+            (sample["workload"], sample["repeat"]) == (workload, repeat) and sample.get("bitwise") is not None
+            for sample in self._journal.samples
+        )
 
     def _units(self, workloads: Sequence[str]) -> list[tuple[str, int]]:
         return [(workload, repeat) for repeat in range(self._options.repeat) for workload in workloads]
@@ -145,9 +171,8 @@ class Bench:
 
     def _warm(self, contestant: Contestant) -> Contestant:
         """A request that nobody counts: first calls of kernels and of memory."""
-        text = Writer(self._tokenizer, seed=-1).words(self._options.tokens)
-        ids = self._encoder.request(text).tokens[: self._options.tokens // 2]
-        warm_up(contestant, self._encoder.of_tokens(ids, ()))
+        # Not cut: of a cut text a rival's tokenizer may make other tokens.
+        warm_up(contestant, self._encoder.request(Writer(self._tokenizer, seed=-1).words(self._options.tokens // 2)))
         return contestant
 
     def _alone(self, workloads: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvboost.bench.contestants import OURS
@@ -36,6 +36,8 @@ class Pairing:
     """Peaks of the rival's process and of ours, in bytes."""
     threads: tuple[int | None, int | None] = (None, None)
     """Of the rival's torch and of ours."""
+    file_dtype: bool = False
+    """Whether the rival runs in the dtypes of its own file, whatever ours runs in."""
     bitwise: bool | None = None
     """Whether a warm run had the bits of a cold one; None if it was not asked."""
 
@@ -82,6 +84,7 @@ def pairings(samples: Iterable[Sample]) -> list[Pairing]:
             peaks = sample["rss_peak"]
             pairing.memory = max(pairing.memory[0], peaks[rival]), max(pairing.memory[1], peaks[engine])
             pairing.threads = sample["threads"][rival], sample["threads"][engine]
+            pairing.file_dtype = sample["dtypes"][rival] is None
             if sample["bitwise"] is not None and engine.endswith("exact"):
                 pairing.bitwise = sample["bitwise"] and pairing.bitwise is not False
     return list(found.values())
@@ -187,6 +190,8 @@ def notes(found: Sequence[Pairing]) -> list[str]:
     for rival, (theirs, own) in {pairing.rival: pairing.threads for pairing in found}.items():
         if theirs is not None and theirs != own:
             told.append(f"{rival} had {theirs} threads and ours {own}: compare CPU, or set OMP_NUM_THREADS.")
+    for rival in dict.fromkeys(pairing.rival for pairing in found if pairing.file_dtype):
+        told.append(f"{rival} ran in the dtypes of its own file, the others in ours: its times compare both at once.")
     checked = [pairing for pairing in found if pairing.bitwise is not None]
     if checked:
         good = sum(bool(pairing.bitwise) for pairing in checked)
@@ -194,10 +199,17 @@ def notes(found: Sequence[Pairing]) -> list[str]:
     return told
 
 
+def machine_of(header: Mapping[str, Any], samples: Sequence[Sample]) -> Machine:
+    """Where the samples were taken, with the dtype that our engine ran in."""
+    machine = Machine(**header["machine"])
+    found = [dtype for one in samples for name, dtype in one.get("dtypes", {}).items() if name.startswith(f"{OURS} ")]
+    return replace(machine, dtype=found[0]) if found else machine
+
+
 def report_of(header: Mapping[str, Any], samples: Sequence[Sample]) -> Report:
     """The terminal's tables. It is ``failed`` if a warm run had other bits than a cold one."""
     found = pairings(samples)
-    machine = Machine(**header["machine"])
+    machine = machine_of(header, samples)
     report = Report("bench", failed=any(pairing.bitwise is False for pairing in found))
     tokens = header["settings"]["tokens"]
     title = f"Time to the first token, prompts of about {tokens} tokens" if tokens else "Time to the first token"

@@ -18,7 +18,7 @@ from kvboost.cli.flags import Model
 from kvboost.cli.output import note
 from kvboost.errors import ConfigError
 
-_QUICK = {"tokens": 512, "new": 8, "cold": 2}
+_QUICK = {"tokens": 384, "new": 3, "cold": 2}
 _QUICK_WORKLOADS = ("document", "chat", "rag", "random")
 _QUICK_RIVALS = ("plain", "kept-cache")
 _TOKENS, _NEW, _COLD = 2000, 16, 3
@@ -92,6 +92,7 @@ def run(
     rivals = _chosen(against, RIVALS, "rival") or list(_QUICK_RIVALS if quick else RIVALS)
     pythons = _pythons(rival or (), RIVALS)
     _check_quality(quality)
+    _check_dtype(dtype)
     for file in (out, report):
         _check_folder(file)
     sizes: dict[str, Any] = {"tokens": _TOKENS, "new": _NEW, "cold": _COLD} | (_QUICK if quick else {})
@@ -161,6 +162,7 @@ def mine(
 
     if not 0.0 < tolerated < 1.0:
         raise ConfigError(f"--tolerated {tolerated} is not a share; give 0.05 for five answers in a hundred")
+    _check_dtype(dtype)
     records = read_log(prompts)
     if len(records) < 2:
         raise ConfigError(f"{prompts} has one prompt, which can share nothing with others; give more of your traffic")
@@ -214,9 +216,18 @@ def _check_quality(quality: str) -> None:
         ) from error
 
 
+def _check_dtype(dtype: str) -> None:
+    import torch
+
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ConfigError(f"--dtype {dtype!r} is not known; give auto, float32, bfloat16 or float16")
+
+
 def _check_folder(file: Path | None) -> None:
     if file is not None and not file.expanduser().resolve().parent.is_dir():
         raise ConfigError(f"there is no folder to write {file} into; create it first")
+    if file is not None and file.expanduser().is_dir():
+        raise ConfigError(f"{file} is a folder; give a file in it")
 
 
 def _write(file: Path, text: str) -> None:

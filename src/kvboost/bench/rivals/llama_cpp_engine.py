@@ -27,6 +27,16 @@ class LlamaCpp:
         self.versions = {"llama-cpp-python": llama_cpp.__version__}
         self.dtype = None  # a GGUF file has several
         self._last: list[int] = []
+        self._checked = False
+
+    def check(self, order: dict[str, Any]) -> None:
+        """Whether the file is of a model with these tokens, once."""
+        if self._checked:
+            return
+        found = self._llama.tokenize(order["text"].encode(), add_bos=False, special=True)
+        if list(found) != order["tokens"]:
+            raise RuntimeError("the GGUF file's tokens are not the model's; give --gguf a file of the same model")
+        self._checked = True
 
     def generate(self, order: dict[str, Any], clock: Clock) -> Answer:
         """Evaluate what the last prompt does not share."""

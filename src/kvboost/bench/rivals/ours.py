@@ -21,8 +21,8 @@ class Ours:
     """One engine. What it keeps of prompts is what its settings say."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        options: dict[str, Any] = {"dtype": settings.get("dtype", "auto"), "device": settings.get("device")}
-        self._engine = KVBoost.from_pretrained(settings["model"], **options, **settings.get("engine", {}))
+        dtype = settings.get("dtype", "auto")
+        self._engine = KVBoost.from_pretrained(settings["model"], dtype=dtype, **settings.get("engine", {}))
         self.dtype = str(self._engine.model.dtype).removeprefix("torch.")
         self.versions = {
             "kvboost": kvboost.__version__,

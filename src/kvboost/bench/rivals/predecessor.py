@@ -1,6 +1,6 @@
 """kvboost 0.9.0, our predecessor, through its public API: the class, ``generate`` and ``reset_cache``.
 
-It takes text and encodes it by itself, so its tokens are the others' as far as its tokenizer is.
+It takes text and encodes it by itself; a prompt of which it would make other tokens is an error.
 """
 
 from __future__ import annotations
@@ -38,10 +38,15 @@ class Predecessor:
         loaded = AutoModelForCausalLM.from_pretrained(
             str(model), dtype=dtype if dtype == "auto" else getattr(torch, dtype)
         )
-        tokenizer = AutoTokenizer.from_pretrained(str(model))
+        self._tokenizer = AutoTokenizer.from_pretrained(str(model))
         engine: Any = KVBoost
-        self._engine: Any = engine(loaded.eval(), tokenizer, max_cache_bytes=_CACHE_BYTES)
+        self._engine: Any = engine(loaded.eval(), self._tokenizer, max_cache_bytes=_CACHE_BYTES)
         self.dtype = str(loaded.dtype).rpartition(".")[2]
+
+    def check(self, order: dict[str, Any]) -> None:
+        """Whether it will read the tokens that the others get."""
+        if list(self._tokenizer.encode(order["text"])) != order["tokens"]:
+            raise RuntimeError("it makes other tokens of a prompt's text than the others get, which is no comparison")
 
     def generate(self, order: dict[str, Any], clock: Clock) -> Answer:
         """Its own call, with its callback for tokens."""
@@ -53,7 +58,7 @@ class Predecessor:
 
         result = self._engine.generate(order["text"], max_new_tokens=order["new"], do_sample=False, on_token=on_token)
         cached = round(result.kv_reuse_ratio * len(order["tokens"]))
-        return Answer(tokens, cached=cached, extra={"approximate_allowed": True})
+        return Answer(tokens, cached=cached)
 
     def forget(self) -> None:
         """Empty its cache."""

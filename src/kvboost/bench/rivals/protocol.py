@@ -15,7 +15,7 @@ import resource
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 _MODULES = {
     "kvboost": "ours",
@@ -81,20 +81,6 @@ class FirstToken:
         """Nothing is left to do."""
 
 
-class Engine(Protocol):
-    """What a contestant's module has: its class is made with the settings of the command line."""
-
-    versions: dict[str, str]
-    dtype: str | None
-    """Of the weights and the KV, such as float32; None where it has no such name."""
-
-    def generate(self, order: dict[str, Any], clock: Clock) -> Answer:
-        """Answer a prompt greedily with at most ``order["new"]`` tokens."""
-
-    def forget(self) -> None:
-        """Drop everything that was kept from earlier prompts."""
-
-
 def main(arguments: list[str]) -> None:
     """Load the contestant, then serve orders until the input ends."""
     name, settings = arguments[0], json.loads(arguments[1])
@@ -127,8 +113,13 @@ def main(arguments: list[str]) -> None:
 
 def _serve(engine: Any, order: dict[str, Any]) -> dict[str, Any]:
     if order["do"] == "generate":
+        check = getattr(engine, "check", None)  # of those that could read other tokens than the others
+        if check is not None:
+            check(order)
         clock = Clock()
         answer = engine.generate(order, clock)
+        if not answer.tokens:
+            raise RuntimeError("it answered without a token, so there is no time to the first")
         told = answer.extra.pop("times", None) or clock.times()
         return {**told, "tokens": answer.tokens, "cached": answer.cached, **answer.extra}
     if order["do"] == "forget":

@@ -40,6 +40,8 @@ class Batching:
                 clock.token()
             if output.is_finished():
                 break
+        else:
+            raise RuntimeError("its manager ended before the answer did")
         return Answer(tokens, cached=None)
 
     def forget(self) -> None:

@@ -24,9 +24,7 @@ def load(settings: dict[str, Any]) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         settings["model"], dtype=dtype if dtype == "auto" else getattr(torch, dtype)
     )
-    device = settings.get("device")
-    if device is None:
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     return model.to(device).eval()
 
 

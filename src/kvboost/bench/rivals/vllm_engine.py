@@ -74,7 +74,7 @@ class VLLM:
                 cached = output.num_cached_tokens or cached
                 if tokens:
                     clock.token()
-        return Answer(tokens, cached=cached, extra={"approximate_allowed": approximate})
+        return Answer(tokens, cached=cached)
 
     def forget(self) -> None:
         """Drop its pages, and what the connector has."""

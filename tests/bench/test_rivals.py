@@ -1,0 +1,69 @@
+"""What rivals do in their processes, with the engines they wrap made up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvboost.bench.rivals.llama_cpp_engine import LlamaCpp
+from kvboost.bench.rivals.predecessor import Predecessor
+from kvboost.bench.rivals.protocol import Answer, Clock, _serve
+from kvboost.bench.rivals.transformers_batching import Batching
+
+ORDER: dict[str, Any] = {"do": "generate", "tokens": [1, 2, 3], "text": "one two three", "new": 2}
+
+
+def batching(*outputs: tuple[list[int], bool]) -> Any:
+    """A manager that says this and then is silent."""
+    told = [SimpleNamespace(error=None, generated_tokens=ids, is_finished=lambda d=done: d) for ids, done in outputs]
+    engine: Any = Batching.__new__(Batching)
+    engine._ends = []
+    engine._manager = SimpleNamespace(add_request=lambda *_, **__: "r", request_id_iter=lambda _: iter(told))
+    return engine
+
+
+def test_a_manager_that_ends_is_no_answer() -> None:
+    assert batching(([5], False), ([5, 6], True)).generate(ORDER, Clock()).tokens == [5, 6]
+    for outputs in ((), (([5], False),)):
+        with pytest.raises(RuntimeError, match="ended before the answer"):
+            batching(*outputs).generate(ORDER, Clock())
+
+
+def test_an_answer_without_tokens_has_no_time() -> None:
+    engine = SimpleNamespace(generate=lambda order, clock: Answer([]))
+    with pytest.raises(RuntimeError, match="without a token"):
+        _serve(engine, ORDER)
+
+
+def test_llama_cpp_must_have_the_tokens_of_the_model_and_is_asked_once() -> None:
+    texts: list[bytes] = []
+
+    def tokenize(text: bytes, *, add_bos: bool, special: bool) -> list[int]:
+        texts.append(text)
+        assert not add_bos
+        assert special
+        return [1, 2, 3]
+
+    engine: Any = LlamaCpp.__new__(LlamaCpp)
+    engine._checked, engine._last = False, []
+    engine._llama = SimpleNamespace(tokenize=tokenize, generate=lambda *_, **__: iter([7, 8, 9]), token_eos=lambda: 0)
+    assert [_serve(engine, ORDER)["tokens"] for _ in range(2)] == [[7, 8]] * 2
+    assert texts == [b"one two three"]
+    engine._checked = False
+    with pytest.raises(RuntimeError, match="give --gguf a file of the same model"):
+        _serve(engine, {**ORDER, "tokens": [1, 2, 4]})
+
+
+def test_the_predecessor_must_read_the_tokens_of_the_others() -> None:
+    def answer(text: str, on_token: Any, **_: Any) -> Any:
+        on_token(7)
+        return SimpleNamespace(kv_reuse_ratio=0.5)
+
+    engine: Any = Predecessor.__new__(Predecessor)
+    engine._tokenizer = SimpleNamespace(encode=lambda text: [1, 2, 3])
+    engine._engine = SimpleNamespace(generate=answer)
+    assert _serve(engine, ORDER)["tokens"] == [7]
+    with pytest.raises(RuntimeError, match="other tokens of a prompt's text"):
+        _serve(engine, {**ORDER, "tokens": [0, 1, 2, 3]})
