@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvboost.bench.report import BenchError
+from kvboost.errors import with_extra
 
 _START_S = 30.0
 
@@ -132,7 +133,7 @@ def mooncake_store(segment_bytes: int = 2**28) -> Iterator[MooncakeStore]:
         import mooncake
         import mooncake.store
     except ImportError as error:
-        raise BenchError(f'Mooncake cannot be used ({error}); pip install "kvboost[mooncake]"') from error
+        raise BenchError(f"Mooncake cannot be used ({error}); {with_extra('mooncake')}") from error
     port, metrics = free_port(), free_port()
     program = str(Path(str(mooncake.__file__)).parent / "mooncake_master")
     own = ["-rpc_address", "127.0.0.1", "-metrics_host", "127.0.0.1"]

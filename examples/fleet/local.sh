@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Three replicas of a model on this machine, under Ray Serve, over one Redis:  examples/fleet/local.sh MODEL [OPTIONS]
-# Needs: pip install "kvboost[ray]", and redis-server. Ends with Ctrl-C.
+# Needs, in a checkout: pip install ".[ray]", and redis-server. Ends with Ctrl-C.
 set -euo pipefail
 MODEL="${1:?give a model: a folder or a hub name}"
 shift

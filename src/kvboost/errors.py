@@ -50,3 +50,8 @@ class ForeignRecordError(RecordError):
 
 class RecordVersionError(RecordError):
     """A record of an unsupported format version."""
+
+
+def with_extra(name: str) -> str:
+    """What to do about a missing extra, in words that are right in a checkout and after a release."""
+    return f'install KVBoost with its extra {name} (in a checkout: pip install ".[{name}]")'

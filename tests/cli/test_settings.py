@@ -228,5 +228,7 @@ def test_without_pydantic_settings_one_line_says_what_to_install(
     monkeypatch.delitem(sys.modules, "kvboost.cli.sources")
     assert main(["run", "no-such-model", "hello"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.endswith('pydantic_settings is missing; install it with pip install "kvboost[cli]"')
+    assert line.endswith(
+        'pydantic_settings is missing; install KVBoost with its extra cli (in a checkout: pip install ".[cli]")'
+    )
     assert main(["run", "--help"]) == 0

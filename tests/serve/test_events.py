@@ -87,7 +87,7 @@ def test_what_cannot_be_published_is_said_before_the_model_is_loaded(monkeypatch
         ServerConfig(kv_events_topic="kv@one@model")
     monkeypatch.setitem(sys.modules, "zmq", None)
     monkeypatch.delitem(sys.modules, "kvboost.fleet.publish")
-    with pytest.raises(ConfigError, match=r'pip install "kvboost\[fleet\]"'):
+    with pytest.raises(ConfigError, match=r'its extra fleet \(in a checkout: pip install "\.\[fleet\]"\)'):
         check_port(ServerConfig(port=0, kv_events="tcp://*:0"))
 
 

@@ -48,7 +48,9 @@ RIVALS: dict[str, Rival] = {
     "kept-cache": Rival("Transformers with a DynamicCache kept by hand", "transformers", "transformers"),
     "batching": Rival("Transformers' continuous batching", "transformers", "transformers"),
     "vllm": Rival("vLLM with its prefix cache", "vllm", "vllm", own_python=True),
-    "vllm-kvboost": Rival("vLLM with our connector", "vllm", "vllm and kvboost", own_python=True),
+    "vllm-kvboost": Rival(
+        "vLLM with our connector", "vllm", "vllm and this KVBoost (in a checkout: pip install .)", own_python=True
+    ),
     "llama-cpp": Rival("llama.cpp, which keeps the last prompt", "llama_cpp", "llama-cpp-python", own_python=True),
     "kvboost-0.9": Rival("our predecessor", "kvboost", "kvboost==0.9.0 and transformers==4.57.6", own_python=True),
 }

@@ -18,7 +18,7 @@ from kvboost import __version__
 from kvboost.cli.flags import with_settings
 from kvboost.cli.output import note, size
 from kvboost.cli.settings import Settings
-from kvboost.errors import ConfigError
+from kvboost.errors import ConfigError, with_extra
 
 if TYPE_CHECKING:
     from kvboost.capacity import Option
@@ -116,7 +116,7 @@ def machine() -> dict[str, str]:
     }
     for extra, modules in _EXTRAS.items():
         missing = [module for module in modules if util.find_spec(module) is None]
-        report[f"[{extra}]"] = f'missing: pip install "kvboost[{extra}]"' if missing else "installed"
+        report[f"[{extra}]"] = f"missing: {with_extra(extra)}" if missing else "installed"
     return report
 
 

@@ -15,7 +15,7 @@ import typer
 
 from kvboost.cli.logs import LogLevel, set_level
 from kvboost.cli.settings import PANELS, SETTINGS, Setting, Settings, is_list
-from kvboost.errors import ConfigError
+from kvboost.errors import ConfigError, with_extra
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name, as Transformers takes it.")]
 
@@ -54,7 +54,7 @@ def _read(flags: Mapping[Setting, Any], *, file: Path | None) -> Settings:
     try:
         from kvboost.cli.sources import read_settings
     except ModuleNotFoundError as error:
-        raise ConfigError(f'{error.name} is missing; install it with pip install "kvboost[cli]"') from error
+        raise ConfigError(f"{error.name} is missing; {with_extra('cli')}") from error
     return read_settings({setting: value for setting, value in flags.items() if value is not None}, file=file)
 
 

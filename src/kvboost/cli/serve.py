@@ -22,7 +22,7 @@ from kvboost.cli.flags import Model, with_settings
 from kvboost.cli.output import note
 from kvboost.cli.settings import Settings
 from kvboost.config import RunnerConfig
-from kvboost.errors import ConfigError
+from kvboost.errors import ConfigError, with_extra
 from kvboost.integrations.ray.config import RayConfig
 from kvboost.integrations.ray.installed import need_ray
 from kvboost.serve.config import ServerConfig
@@ -82,7 +82,7 @@ def _prepare(model: str, settings: Settings) -> _Prepared:
         from kvboost.serve.run import check_reach
         from kvboost.serve.security.auth import Keys
     except ModuleNotFoundError as error:
-        raise ConfigError(f'{error.name} is missing; install it with pip install "kvboost[serve]"') from error
+        raise ConfigError(f"{error.name} is missing; {with_extra('serve')}") from error
     from kvboost.hf.adapters import check_adapter
 
     config, limits = settings.of(ServerConfig), settings.of(Limits)

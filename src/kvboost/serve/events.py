@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvboost.engine import KVBoost
-from kvboost.errors import ConfigError
+from kvboost.errors import ConfigError, with_extra
 from kvboost.serve.config import ServerConfig
 from kvboost.serve.security.auth import is_loopback
 
@@ -56,8 +56,6 @@ def _publisher(config: ServerConfig) -> EventPublisher:
     try:
         from kvboost.fleet.publish import EventPublisher
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f'KV events need {error.name}, which is missing; install it with pip install "kvboost[fleet]"'
-        ) from error
+        raise ConfigError(f"KV events need {error.name}, which is missing; {with_extra('fleet')}") from error
     assert config.kv_events is not None
     return EventPublisher(config.kv_events, replay_endpoint=config.kv_events_replay, topic=config.kv_events_topic)

@@ -35,7 +35,7 @@ def test_without_ray_it_says_what_to_install(
     monkeypatch.setattr("kvboost.integrations.ray.installed.find_spec", lambda name: None)
     (tmp_path / "a.txt").write_text("hello")
     assert main([command, "no-model", *([str(tmp_path)] if command == "warm" else []), "--ray"]) == 2
-    assert 'pip install "kvboost[ray]"' in capsys.readouterr().err
+    assert 'pip install ".[ray]"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -423,5 +423,5 @@ def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r'pip install "kvboost\[crypto\]"'):
+    with pytest.raises(ConfigError, match=r'its extra crypto \(in a checkout: pip install "\.\[crypto\]"\)'):
         RecordFormat(NAMESPACE, encryption_key=b"e" * 32)

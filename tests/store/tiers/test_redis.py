@@ -426,7 +426,7 @@ def test_settings_that_cannot_work_are_refused(redis_at: RedisServer, settings: 
 
 def test_without_redis_py_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
-    with pytest.raises(ConfigError, match=r'pip install "kvboost\[redis\]"'):
+    with pytest.raises(ConfigError, match=r'its extra redis \(in a checkout: pip install "\.\[redis\]"\)'):
         RedisTier("redis://127.0.0.1", capacity_bytes=1, records=RecordFormat(namespace()))
 
 

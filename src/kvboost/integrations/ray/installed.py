@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from kvboost.errors import ConfigError
+from kvboost.errors import ConfigError, with_extra
 
 
 def need_ray() -> None:
     """Raise ConfigError without Ray."""
     if find_spec("ray") is None:
-        raise ConfigError('ray is missing; install it with pip install "kvboost[ray]"')
+        raise ConfigError(f"ray is missing; {with_extra('ray')}")

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvboost.errors import with_extra
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.schemas.base import JsonObjectFormat, ResponseFormat, TextFormat
 from kvboost.serve.schemas.responses import InlineSchemaFormat
@@ -110,7 +111,7 @@ class Grammars:
 
 def _check_installed(param: str) -> None:
     if importlib.util.find_spec("llguidance") is None:
-        raise ApiError(400, f'{param} needs the server to have pip install "kvboost[structured]"', param=param)
+        raise ApiError(400, f"{param} needs llguidance on the server; {with_extra('structured')}", param=param)
 
 
 def _no_schema(name: str, why: str) -> ApiError:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kvboost.errors import ConfigError, DamagedRecordError, ForeignRecordError, RecordError
+from kvboost.errors import ConfigError, DamagedRecordError, ForeignRecordError, RecordError, with_extra
 from kvboost.store.record.header import (
     ALIGNMENT,
     KEY_BYTES,
@@ -291,7 +291,7 @@ def _cipher(key: bytes) -> AESGCM:
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError as error:
-        raise ConfigError('encrypted records need the cryptography package: pip install "kvboost[crypto]"') from error
+        raise ConfigError(f"encrypted records need the cryptography package; {with_extra('crypto')}") from error
     return AESGCM(key)
 
 

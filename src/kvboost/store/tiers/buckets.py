@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from kvboost.errors import ConfigError
+from kvboost.errors import ConfigError, with_extra
 
 PROBE = "probe"
 """An object that is asked for to see whether the store answers; it need not be there."""
@@ -51,7 +51,7 @@ def open_objects(url: str, *, timeout_s: float, config: Mapping[str, Any] | None
         from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
         from obstore.store import from_url
     except ImportError as error:
-        raise ConfigError('an object store as a tier needs obstore: pip install "kvboost[s3]"') from error
+        raise ConfigError(f"an object store as a tier needs obstore; {with_extra('s3')}") from error
     limit = timedelta(seconds=timeout_s)
     settings = dict(config or {})
     # Given any of these, obstore looks for none of them in the environment.

@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from kvboost.config import parse_bytes
 from kvboost.direct_io import page_aligned
-from kvboost.errors import ConfigError
+from kvboost.errors import ConfigError, with_extra
 from kvboost.store.tiers.base import in_order
 from kvboost.store.tiers.breaker import Breaker
 from kvboost.store.tiers.redis.ledger import Ledger
@@ -93,8 +93,8 @@ class Mooncake:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
             raise ConfigError(
-                f"a Mooncake Store needs its package ({error}): pip install "
-                '"kvboost[mooncake]", and on Debian apt-get install libibverbs1'
+                f"a Mooncake Store needs its package ({error}); {with_extra('mooncake')}, "
+                "and on Debian apt-get install libibverbs1"
             ) from error
         self._make: Callable[[], Any] = MooncakeDistributedStore
         self._url, self._patience, self._report = url, patience, report

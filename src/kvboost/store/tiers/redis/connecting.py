@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvboost.errors import ConfigError
+from kvboost.errors import ConfigError, with_extra
 from kvboost.store.tiers.redis.resp import Deadline, Link
 
 CONNECT_TIMEOUT_S = 1.0
@@ -64,7 +64,7 @@ def connector(url: str, *, prefix: str) -> Connector:
         from redis import RedisError
         from redis import connection as connections
     except ImportError as error:
-        raise ConfigError('a Redis tier needs the redis package: pip install "kvboost[redis]"') from error
+        raise ConfigError(f"a Redis tier needs the redis package; {with_extra('redis')}") from error
     scheme, _, kind = urlsplit(url).scheme.partition("+")
     prefix = "{" + prefix + "}" if kind == "cluster" else prefix
     try:
