@@ -19,7 +19,7 @@ from kvboost.extend import Tier
 from kvboost.store import RedisTier
 from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.tiers.mooncake import parse_mooncake
+from kvboost.store.tiers.mooncake_url import parse_mooncake
 from kvboost.testing import TierContract
 from kvboost.testing.blocks import SIZE, assert_same, block_of, namespace
 from kvboost.testing.content import prompt

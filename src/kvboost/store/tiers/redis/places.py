@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvboost.store.tiers.mooncake import Mooncake, parse_mooncake
+from kvboost.store.tiers.mooncake import Mooncake
+from kvboost.store.tiers.mooncake_url import parse_mooncake
 from kvboost.store.tiers.redis.cluster import Cluster
 from kvboost.store.tiers.redis.connecting import connector, place_of
 from kvboost.store.tiers.redis.elsewhere import Elsewhere

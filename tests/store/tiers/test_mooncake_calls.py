@@ -1,0 +1,293 @@
+"""Mooncake's library as it hangs, dawdles and fails, played by a stand-in: what that costs, and who is blamed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from kvboost.store.tiers import mooncake
+from kvboost.store.tiers.mooncake import Mooncake, MooncakeRecords
+from kvboost.store.tiers.mooncake_url import parse_mooncake
+from kvboost.store.tiers.redis.ledger import Ledger
+from kvboost.store.tiers.redis.resp import ServerError
+from kvboost.store.tiers.redis.server import Patience, UnavailableError
+
+URL = "mooncake://127.0.0.1:1?ledger=redis://h"
+MAX_BYTES = 10**6
+
+
+class Library:
+    """As ``MooncakeDistributedStore``, as far as it is used."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.unreadable: set[str] = set()
+        self.seconds = 0.0
+        """Of each transfer."""
+        self.held = threading.Event()
+        """Cleared: transfers hang."""
+        self.held.set()
+        self.may_set_up = threading.Event()
+        self.may_set_up.set()
+        self.setup_error: Exception | None = None
+        self.closed = False
+        self.under_way = self.most_under_way = 0
+        self._lock = threading.Lock()
+
+    def setup(self, *_: object) -> int:
+        self.may_set_up.wait()
+        if self.setup_error is not None:
+            raise self.setup_error
+        return 0
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_exist(self, name: str) -> int:
+        return int(name in self.values)
+
+    def batch_is_exist(self, names: list[str]) -> list[int]:
+        return [self.is_exist(name) for name in names]
+
+    def get_size(self, name: str) -> int:
+        return len(self.values[name]) if name in self.values else -704
+
+    def get_buffer(self, name: str) -> bytes | None:
+        self._transfer(len(self.values[name]))
+        return None if name in self.unreadable else self.values.get(name)
+
+    def put_parts(self, name: str, *parts: memoryview) -> int:
+        self._transfer(sum(map(len, parts)))
+        self.values[name] = b"".join(parts)
+        return 0
+
+    def remove(self, name: str, force: bool) -> int:
+        return 0 if self.values.pop(name, None) is not None else -704
+
+    def batch_remove(self, names: list[str], force: bool) -> list[int]:
+        return [self.remove(name, force) for name in names]
+
+    def _transfer(self, nbytes: int) -> None:
+        with self._lock:
+            self.under_way += nbytes
+            self.most_under_way = max(self.most_under_way, self.under_way)
+        time.sleep(self.seconds)
+        self.held.wait()
+        with self._lock:
+            self.under_way -= nbytes
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    made = Library()
+    module = ModuleType("mooncake.store")
+    module.MooncakeDistributedStore = lambda: made  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
+    monkeypatch.setitem(sys.modules, "mooncake.store", module)
+    yield made
+    made.held.set()
+    made.may_set_up.set()
+
+
+class Opened:
+    """The values of a stand-in, and what was reported."""
+
+    def __init__(self, library: Library, *, timeout_s: float, min_bytes_per_s: float = 1e9) -> None:
+        self.reported: list[UnavailableError] = []
+        patience = Patience(timeout_s, min_bytes_per_s)
+        self.values = Mooncake(parse_mooncake(URL), patience=patience, report=self.reported.append)
+        self.ledger = Ledger("p", tenant=b"", space=b"", elsewhere=self.values)
+        self._library = library
+
+    def keys(self, count: int, *, nbytes: int = 100) -> list[bytes]:
+        """Of so many values that are there."""
+        keys = [b"%d" % number for number in range(count)]
+        self._library.values |= {self.name(key): key.ljust(nbytes) for key in keys}
+        return keys
+
+    def name(self, key: bytes) -> str:
+        return self.ledger.value(key).decode()
+
+    def load(self, keys: list[bytes]) -> MooncakeRecords:
+        return self.values.load(keys, ledger=self.ledger, max_bytes=MAX_BYTES)
+
+    def put(self, key: bytes) -> bool:
+        return self.values.put([self.ledger.value(key)], [(memoryview(b"value"),)], ttl_ms=0)
+
+    def close(self) -> None:
+        self._library.held.set()
+        self.values.close()
+
+
+def opened(library: Library, *, timeout_s: float, **options: float) -> closing[Opened]:
+    return closing(Opened(library, timeout_s=timeout_s, **options))
+
+
+def until(holds: Callable[[], bool], *, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come to that in time"
+        time.sleep(0.005)
+
+
+def test_values_come_in_order_and_what_is_not_there_is_a_miss(library: Library) -> None:
+    with opened(library, timeout_s=10.0) as store:
+        keys = store.keys(9)
+        wanted = [*keys[:5], b"other", *keys[5:]]
+        found = list(store.load(wanted))
+        assert [None if record is None else bytes(record).strip() for record in found] == [*keys[:5], None, *keys[5:]]
+        assert not store.reported
+
+
+def test_requests_that_wait_for_each_other_are_not_held_against_the_store(library: Library) -> None:
+    with opened(library, timeout_s=0.5) as store:
+        keys = store.keys(4)
+        library.seconds = 0.4
+        first, second = store.load(keys), store.load(keys)
+        assert list(second) == [None] * 4, "nobody had to wait, so this test tests nothing"
+        assert None not in list(first)
+        assert store.values.is_available
+        assert not store.reported
+
+
+def test_asking_what_is_there_does_not_wait_for_values(library: Library) -> None:
+    with opened(library, timeout_s=10.0) as store:
+        keys = store.keys(8)
+        library.held.clear()
+        loading = store.load(keys)
+        until(lambda: library.under_way == 4 * 100)
+        begin = time.monotonic()
+        assert store.values.exist([store.ledger.value(key) for key in keys]) == [True] * 8
+        assert time.monotonic() - begin < 5.0
+        library.held.set()
+        assert None not in list(loading)
+
+
+def test_a_value_that_hangs_closes_the_store_until_it_comes(library: Library) -> None:
+    with opened(library, timeout_s=0.1) as store:
+        keys = store.keys(3)
+        library.held.clear()
+        loading = store.load(keys)
+        assert list(loading) == [None] * 3
+        assert loading.unavailable is not None
+        list(store.load(keys))  # where the first one found it busy, as its call had begun late
+        time.sleep(0.3)
+        assert not store.values.is_available, "used again while it hangs"
+        library.held.set()
+        until(lambda: store.values.is_available)
+        assert None not in list(store.load(keys))
+
+
+def test_a_value_that_hangs_is_seen_though_nobody_waited_for_it(library: Library) -> None:
+    with opened(library, timeout_s=0.1) as store:
+        keys = store.keys(2)
+        library.held.clear()
+        store.load(keys).close()
+        until(lambda: library.under_way > 0)
+        time.sleep(0.2)
+        begin = time.monotonic()
+        assert list(store.load(keys)) == [None] * 2
+        assert time.monotonic() - begin < 0.09, "a request waited behind a call that hangs"
+        assert not store.values.is_available
+
+
+def test_one_lookup_has_one_budget(library: Library) -> None:
+    with opened(library, timeout_s=0.2) as store:
+        keys = store.keys(40)
+        library.seconds = 0.1
+        begin = time.monotonic()
+        found = list(store.load(keys))
+        assert time.monotonic() - begin < 0.6, "every record had a budget of its own"
+        assert found[0] is not None
+        assert found[-1] is None
+        assert store.values.is_available
+
+
+def test_a_value_that_cannot_be_read_is_told_and_costs_no_other(library: Library) -> None:
+    with opened(library, timeout_s=10.0) as store:
+        keys = store.keys(3)
+        library.unreadable.add(store.name(keys[1]))
+        loading = store.load(keys)
+        assert next(loading) is not None
+        assert next(loading) is None
+        assert loading.unavailable is not None
+        assert isinstance(loading.unavailable.cause, ServerError)
+        assert next(loading) is not None
+        assert loading.unavailable is None
+        assert store.values.is_available
+
+
+def test_no_more_bytes_are_under_way_than_the_buffer_has(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "_BUFFER_BYTES", 1000)
+    with opened(library, timeout_s=10.0) as store:
+        library.seconds = 0.02
+        assert None not in list(store.load(store.keys(8, nbytes=400)))
+        assert library.most_under_way == 800
+
+
+def test_a_value_written_too_late_is_taken_back(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "_BEHIND_S", 0.1)
+    with opened(library, timeout_s=0.1) as store:
+        library.held.clear()
+        assert not store.put(b"late")
+        assert store.name(b"late") not in library.values
+        removed: list[str] = []
+        monkeypatch.setattr(library, "remove", lambda name, force: removed.append(name) or 0)
+        library.held.set()
+        until(lambda: removed == [store.name(b"late")])
+
+
+def test_a_store_set_up_after_it_was_closed_is_left(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "_BEHIND_S", 0.05)
+    library.may_set_up.clear()
+    store = Opened(library, timeout_s=0.05)
+    store.close()
+    assert not library.closed
+    library.may_set_up.set()
+    until(lambda: library.closed)
+
+
+def test_a_library_that_raises_at_the_start_is_tried_again(library: Library) -> None:
+    library.setup_error = RuntimeError("no device")
+    with opened(library, timeout_s=1.0) as store:
+        assert [str(error.cause) for error in store.reported] == ["no device"]
+        assert not store.values.is_available
+        library.setup_error = None
+        until(lambda: store.values.is_available)
+
+
+_HANGS = """
+import sys, threading, types
+from tests.store.tiers.test_mooncake_calls import Library, Opened
+library = Library()
+module = types.ModuleType("mooncake.store")
+module.MooncakeDistributedStore = lambda: library
+sys.modules["mooncake"] = types.ModuleType("mooncake")
+sys.modules["mooncake.store"] = module
+store = Opened(library, timeout_s=0.1)
+keys = store.keys(4)
+library.held.clear()
+print(list(store.load(keys)), flush=True)
+"""
+
+
+def test_a_call_that_hangs_does_not_keep_the_process() -> None:
+    command = [sys.executable, "-c", textwrap.dedent(_HANGS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str([None] * 4)
+
+
+def test_a_stand_in_has_what_the_library_has() -> None:
+    library: Any = pytest.importorskip("mooncake.store").MooncakeDistributedStore
+    used = [name for name in vars(Library) if not name.startswith("_")]
+    assert [name for name in used if not hasattr(library, name)] == []
