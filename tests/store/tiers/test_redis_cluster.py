@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,11 @@ from kvboost.extend import Tier
 from kvboost.store import RedisTier
 from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
+from kvboost.store.tiers.redis.cluster import Cluster
 from kvboost.store.tiers.redis.connecting import connector
+from kvboost.store.tiers.redis.ledger import Ledger
+from kvboost.store.tiers.redis.resp import ServerError
+from kvboost.store.tiers.redis.server import Server, UnavailableError
 from kvboost.testing import TierContract
 from kvboost.testing.blocks import SIZE, assert_same, block_of, namespace
 from kvboost.testing.content import prompt
@@ -148,9 +153,7 @@ def test_what_a_lost_ledger_knew_is_swept_from_all_nodes(
     with open_tier(cluster) as tier, clients(cluster) as nodes:
         for block in some_blocks(12):
             tier.store(block)
-        for node in nodes:
-            for name in node.scan_iter("{kvboost}:*"):
-                node.delete(name)
+        _lose_the_ledger(nodes)
         assert sum(len(values(node)) for node in nodes) == 12
         new = block_of(prompt("new")[0])
         assert tier.store(new) is PutOutcome.STORED
@@ -158,6 +161,72 @@ def test_what_a_lost_ledger_knew_is_swept_from_all_nodes(
         ledger = next(node for node in nodes if has_ledger(node))
         until(lambda: not ledger.hexists("{kvboost}:ledger:place", "lost"))
         assert_same(next(iter(tier.load([new.key]))), new)
+
+
+def _lose_the_ledger(nodes: Sequence[Any]) -> None:
+    for node in nodes:
+        for name in node.scan_iter("{kvboost}:*"):
+            node.delete(name)
+
+
+@pytest.mark.parametrize("part", ["scan", "strays"])
+def test_a_sweep_that_broke_off_is_begun_again(
+    cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.undo()  # the sweeper runs
+    with open_tier(cluster) as tier, clients(cluster) as nodes:
+        for block in some_blocks(12):
+            tier.store(block)
+        _lose_the_ledger(nodes)
+        ended = threading.Event()
+
+        def silent(self: Cluster, prefix: bytes) -> Iterator[list[bytes] | None]:
+            yield None
+            ended.set()
+
+        def refused(self: Ledger, link: Any, *, names: Sequence[bytes]) -> bool:
+            ended.set()
+            raise ServerError("busy")
+
+        with monkeypatch.context() as patched, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a command was refused
+            if part == "scan":
+                patched.setattr(Cluster, "scan", silent)
+            else:
+                patched.setattr(Ledger, "strays", refused)
+            assert tier.store(block_of(prompt("new")[0])) is PutOutcome.STORED
+            assert ended.wait(15.0)
+            until(lambda: not any(thread.name == "kvboost-redis-sweep" for thread in threading.enumerate()))
+        ledger = next(node for node in nodes if has_ledger(node))
+        assert ledger.hexists("{kvboost}:ledger:place", "lost"), "a sweep that broke off was taken for a whole one"
+        assert tier.store(block_of(prompt("newer")[0])) is PutOutcome.STORED
+        assert sum(len(values(node)) for node in nodes) == 14, "begun again at once, whoever sweeps"
+        ledger.hset("{kvboost}:ledger:place", "sweeping", 1)  # long ago
+        assert tier.store(block_of(prompt("newest")[0])) is PutOutcome.STORED
+        until(lambda: sum(len(values(node)) for node in nodes) == 3)
+        until(lambda: ledger.hkeys("{kvboost}:ledger:place") == [b"capacity"])
+
+
+def test_a_purge_that_could_not_look_everywhere_says_so(cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_tier(cluster) as tier, clients(cluster) as nodes, closing(open_catalogue(cluster.url)) as catalogue:
+        for block in some_blocks(12):
+            tier.store(block)
+        _lose_the_ledger(nodes)
+        assert tier.store(block_of(prompt("new")[0])) is PutOutcome.STORED
+        link = Server.link
+
+        def silent(self: Server, deadline: Any) -> Any:
+            if not self._connector.may_move:  # a node, not the ledger
+                raise UnavailableError(ConnectionError("gone"))
+            return link(self, deadline)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Cluster, "unlink", lambda self, names: list(names))
+            patched.setattr(Server, "link", silent)
+            with pytest.raises(PlaceError, match="gone"):
+                catalogue.purge_all()
+        assert catalogue.purge_all() == 0
+        assert sum(len(values(node)) for node in nodes) <= 1, "what was unlinked above in name only"
 
 
 def test_blocks_with_a_time_limit_end(cluster: RedisCluster) -> None:

@@ -125,11 +125,16 @@ class RedisCatalogue:
 
     def purge(self, tenant: bytes) -> int:
         """Remove every chunk of a tenant, and what the ledger has lost sight of."""
-        return remove_owned(self._with_link, self._whole, tenant.hex().encode())
+        return self._purged(tenant.hex().encode())
 
     def purge_all(self) -> int:
         """Remove every chunk, and what the ledger has lost sight of."""
-        return remove_owned(self._with_link, self._whole, b"*")
+        return self._purged(b"*")
+
+    def _purged(self, owner: bytes) -> int:
+        removed = remove_owned(self._with_link, self._whole, owner)
+        self._raise_failures()  # also of what came behind the last script
+        return removed
 
     def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
         """A Redis tier on this server."""
@@ -166,9 +171,14 @@ class RedisCatalogue:
                 done = work(link)
         except UnavailableError as error:
             raise self._failed(error) from error
-        if self._failures:
-            raise self._failed(self._failures.pop())
+        self._raise_failures()
         return done
+
+    def _raise_failures(self) -> None:
+        if self._failures:
+            last = self._failures[-1]
+            self._failures.clear()
+            raise self._failed(last)
 
     def _ledger(self, entry: Entry) -> Ledger:
         assert entry.tenant is not None  # it is in the entry's name

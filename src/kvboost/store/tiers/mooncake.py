@@ -125,7 +125,7 @@ class Mooncake:
             self._report(UnavailableError(ConnectionError(f"{len(names) - len(gone)} values are removed later")))
         return gone
 
-    def scan(self, prefix: bytes) -> Iterator[list[bytes]]:
+    def scan(self, prefix: bytes) -> Iterator[list[bytes] | None]:
         """Nothing: the store does not tell."""
         return iter(())
 

@@ -16,13 +16,14 @@ from kvboost.store.tiers.breaker import Breaker
 from kvboost.store.tiers.redis.connecting import Address, Nodes, Slots
 from kvboost.store.tiers.redis.ledger import Ledger
 from kvboost.store.tiers.redis.loading import PIECE_BYTES, Loading
-from kvboost.store.tiers.redis.resp import Command, Reply, ServerError
+from kvboost.store.tiers.redis.resp import Command, ProtocolError, Reply, ServerError
 from kvboost.store.tiers.redis.server import Patience, Server, UnavailableError
 
 _BEHIND_S = 1.0  # deadline of what no request waits for
 _FIRST_MAP_S = 1.0  # who makes it waits so long for the first map of the slots, or as long as it has patience
 _MAX_THREADS = 16  # nodes asked at once
 _PAGE = b"1000"
+_ALL_SLOTS = 16384
 
 
 class Cluster:
@@ -108,9 +109,12 @@ class Cluster:
             self._report(UnavailableError(ConnectionError(f"{left} values are removed later: their node is gone")))
         return gone
 
-    def scan(self, prefix: bytes) -> Iterator[list[bytes]]:
-        """The names of all values, node by node."""
-        for address in sorted(set((self._slots or {}).values())):
+    def scan(self, prefix: bytes) -> Iterator[list[bytes] | None]:
+        """The names of all values, node by node; None for the rest of a node that does not answer."""
+        slots = self._slots or {}
+        if len(slots) < _ALL_SLOTS:
+            yield None
+        for address in sorted(set(slots.values())):
             cursor = b"0"
             while True:
                 command = (b"SCAN", cursor, b"MATCH", prefix + b"{*", b"COUNT", _PAGE)
@@ -120,8 +124,11 @@ class Cluster:
                         (reply,) = _checked(link.call([command]))
                 except UnavailableError as error:
                     self._report(error)
+                    yield None
                     break
                 if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[0], bytes):
+                    self._report(UnavailableError(ProtocolError("no page of a scan")))
+                    yield None
                     break
                 cursor, found = reply[0], reply[1]
                 yield [name for name in found if isinstance(name, bytes)] if isinstance(found, list) else []

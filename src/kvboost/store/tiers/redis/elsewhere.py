@@ -56,8 +56,9 @@ class Elsewhere(Protocol):
     def unlink(self, names: Sequence[bytes]) -> list[bytes]:
         """Remove values; those of them that are gone now."""
 
-    def scan(self, prefix: bytes) -> Iterator[list[bytes]]:
-        """The names of all values that begin with this, some at a time, as far as it can tell."""
+    def scan(self, prefix: bytes) -> Iterator[list[bytes] | None]:
+        """The names of all values that begin with this, some at a time, as far as it can tell; None for some that a
+        place did not tell now."""
 
     def close(self) -> None:
         """Close every connection."""

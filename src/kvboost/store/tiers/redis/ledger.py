@@ -52,8 +52,9 @@ class Reservation:
     is_partial: bool
     """As many were evicted as one script may, and more must go: ask again."""
     evicted: int
-    is_new: bool
-    """There was no ledger: what lies under the prefix, if anything, is not counted."""
+    must_sweep: bool
+    """There was no ledger: what lies under the prefix, if anything, is not counted. Or whoever should have removed that
+    did not come to its end."""
     was_broken: bool
     """The server had dropped a part of the ledger; the rest is dropped too."""
     capacity: int
@@ -126,7 +127,7 @@ class Ledger:
             outcome=outcomes.get(outcome),
             is_partial=outcome == b"again",
             evicted=evicted,
-            is_new=lost in (1, 2),
+            must_sweep=lost != 0,
             was_broken=lost == 2,
             capacity=capacity,
         )
@@ -271,9 +272,10 @@ class Ledger:
             self._run(link, scripts.ORPHANS, *names)
         return cursor
 
-    def strays(self, link: Link, *, names: Sequence[bytes]) -> None:
-        """Remove those of these values, which lie elsewhere, that are not counted."""
+    def strays(self, link: Link, *, names: Sequence[bytes]) -> bool:
+        """Remove those of these values, which lie elsewhere, that are not counted, or have that done. True."""
         self._run(link, scripts.STRAYS, *names)
+        return True
 
     def _command(self, script: str, *arguments: bytes) -> tuple[bytes, ...]:
         # With its text: Redis finds it compiled by its digest, and may forget it without our knowing.

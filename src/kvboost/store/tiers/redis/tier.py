@@ -210,7 +210,7 @@ class RedisTier(RecordTier[_RedisBackend]):
             self._backend.health.failed(
                 "the server dropped a part of the ledger", "all blocks are dropped", remedy=remedy
             )
-        if reserved.is_new:
+        if reserved.must_sweep:
             threading.Thread(target=self._sweep, name="kvboost-redis-sweep", daemon=True).start()
         if reserved.outcome is not None or reserved.is_partial:
             return reserved.outcome or PutOutcome.REFUSED
@@ -219,7 +219,7 @@ class RedisTier(RecordTier[_RedisBackend]):
 
     def _reserved(self, link: Link, writing: Writing, block: KVBlock) -> Reservation:
         """Enter the block in the ledger, evicting others for it, some at a time."""
-        is_new = was_broken = False
+        must_sweep = was_broken = False
         for _ in range(_MAX_STEPS):
             reserved = self._ledger.reserve(
                 link,
@@ -232,10 +232,10 @@ class RedisTier(RecordTier[_RedisBackend]):
             self._backend.limited_to(reserved.capacity)
             with self._lock:
                 self._counters.evictions += reserved.evicted
-            is_new, was_broken = is_new or reserved.is_new, was_broken or reserved.was_broken
+            must_sweep, was_broken = must_sweep or reserved.must_sweep, was_broken or reserved.was_broken
             if not reserved.is_partial:
                 break
-        return replace(reserved, is_new=is_new, was_broken=was_broken)
+        return replace(reserved, must_sweep=must_sweep, was_broken=was_broken)
 
     def used(self, chain: Sequence[bytes]) -> None:
         """The keys of one prompt were used: each becomes more recent than its successors."""
