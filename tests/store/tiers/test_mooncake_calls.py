@@ -121,7 +121,7 @@ class Opened:
         return self.values.load(keys, ledger=self.ledger, max_bytes=MAX_BYTES)
 
     def put(self, key: bytes) -> bool:
-        return self.values.put([self.ledger.value(key)], [(memoryview(b"value"),)], ttl_ms=0)
+        return self.values.put([self.ledger.value(key)], [(memoryview(b"value"),)], until_kept_ms=1)
 
     def close(self) -> None:
         self._library.held.set()

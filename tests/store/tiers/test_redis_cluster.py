@@ -22,6 +22,7 @@ from kvboost.store.tiers.redis.cluster import Cluster
 from kvboost.store.tiers.redis.connecting import connector
 from kvboost.store.tiers.redis.ledger import Ledger
 from kvboost.store.tiers.redis.resp import ServerError
+from kvboost.store.tiers.redis.scripts import FINISH
 from kvboost.store.tiers.redis.server import Server, UnavailableError
 from kvboost.testing import TierContract
 from kvboost.testing.blocks import SIZE, assert_same, block_of, namespace
@@ -161,6 +162,46 @@ def test_what_a_lost_ledger_knew_is_swept_from_all_nodes(
         ledger = next(node for node in nodes if has_ledger(node))
         until(lambda: not ledger.hexists("{kvboost}:ledger:place", "lost"))
         assert_same(next(iter(tier.load([new.key]))), new)
+
+
+def test_what_is_written_ends_by_itself_until_the_ledger_has_it(
+    cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, given_up = some_blocks(2, nbytes=1_500_000)
+    with open_tier(cluster) as tier, clients(cluster) as nodes:
+
+        def limits() -> list[int]:
+            return [node.pttl(name) for node in nodes for name in values(node)]
+
+        assert tier.store(kept) is PutOutcome.STORED
+        assert set(limits()) == {-1}, "what the ledger has ends"
+        tier.remove([kept.key])
+        with monkeypatch.context() as patched:  # its writer dies when all of it is written
+            patched.setattr(Ledger, "_run", _dies_before_it_finishes(Ledger._run))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert tier.store(given_up) is PutOutcome.REFUSED
+        assert len(limits()) > 1, "it did not write, so this test tests nothing"
+        assert 0 < min(limits()) <= max(limits()) <= 15_000
+
+
+def _dies_before_it_finishes(run: Callable[..., Any]) -> Callable[..., Any]:
+    def dies(self: Ledger, link: Any, script: str, *arguments: bytes) -> Any:
+        if script is FINISH:
+            raise ServerError("died")
+        return run(self, link, script, *arguments)
+
+    return dies
+
+
+def test_what_could_not_be_kept_is_not_stored(cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = some_blocks(1)
+    with open_tier(cluster) as tier:
+        with monkeypatch.context() as patched:
+            patched.setattr(Cluster, "keep", lambda self, names, ttl_ms: False)
+            assert tier.store(block) is PutOutcome.REFUSED
+        assert tier.stats().chunks == 0
+        assert tier.store(block) is PutOutcome.STORED
 
 
 def _lose_the_ledger(nodes: Sequence[Any]) -> None:

@@ -89,7 +89,7 @@ class Mooncake:
         """The records under these keys; several come at the same time."""
         return MooncakeRecords(self, [ledger.value(key) for key in keys], max_bytes=max_bytes)
 
-    def put(self, names: Sequence[bytes], pieces: Sequence[tuple[memoryview, ...]], *, ttl_ms: int) -> bool:
+    def put(self, names: Sequence[bytes], pieces: Sequence[tuple[memoryview, ...]], *, until_kept_ms: int) -> bool:
         """Write one record. One that is longer than what can be under way at once is refused."""
         if len(pieces) > 1:
             self._report(UnavailableError(ServerError(f"a record of more than {self.piece_bytes:,} bytes")))
@@ -115,6 +115,10 @@ class Mooncake:
         if code is not None and code != 0:
             self._report(UnavailableError(ServerError(f"put failed with {code}; the store may be full")))
         return code == 0
+
+    def keep(self, names: Sequence[bytes], *, ttl_ms: int) -> bool:
+        """Values do not end by themselves; one that comes too late is taken back."""
+        return True
 
     def unlink(self, names: Sequence[bytes]) -> list[bytes]:
         """Remove values, also while others read them."""

@@ -83,22 +83,29 @@ class Cluster:
                 order[at] = loading
         return NodeRecords(order, without_node=UnavailableError(None) if missing else None)
 
-    def put(self, names: Sequence[bytes], pieces: Sequence[tuple[memoryview, ...]], *, ttl_ms: int) -> bool:
+    def put(self, names: Sequence[bytes], pieces: Sequence[tuple[memoryview, ...]], *, until_kept_ms: int) -> bool:
         """Write one record's pieces, which lie in one slot, in one round trip."""
-        until = (b"PX", b"%d" % ttl_ms) if ttl_ms else ()
+        until = (b"PX", b"%d" % until_kept_ms)
         commands: list[Command] = [
             (b"SET", name, piece, *until) for name, piece in zip(names[1:], pieces[1:], strict=True)
         ]
         commands.append((b"SET", names[0], pieces[0], *until))  # now it is seen
+        return self._together(names, commands) is not None
 
+    def keep(self, names: Sequence[bytes], *, ttl_ms: int) -> bool:
+        """Take the time limit of a record's pieces off, or set another."""
+        commands = [(b"PEXPIRE", name, b"%d" % ttl_ms) if ttl_ms else (b"PERSIST", name) for name in names]
+        return self._together(names, commands) == [1] * len(names)
+
+    def _together(self, names: Sequence[bytes], commands: Sequence[Command]) -> list[Reply] | None:
+        """The replies of the node that has all of these names; None if it has none."""
         try:
             server = self._server_of(names[0])
             with server.link(server.deadline(_BEHIND_S)) as link:
-                _checked(link.call(commands))
+                return _checked(link.call(commands))
         except UnavailableError as error:
             self._report(error)
-            return False
-        return True
+            return None
 
     def unlink(self, names: Sequence[bytes]) -> list[bytes]:
         """Remove values; those of a node that does not answer stay."""

@@ -50,8 +50,14 @@ class Elsewhere(Protocol):
     def load(self, keys: Sequence[bytes], *, ledger: Ledger, max_bytes: int) -> Records:
         """The records under these keys, none longer than ``max_bytes``."""
 
-    def put(self, names: Sequence[bytes], pieces: Sequence[tuple[memoryview, ...]], *, ttl_ms: int) -> bool:
-        """Write one record's pieces, the first one last. False if that failed."""
+    def put(self, names: Sequence[bytes], pieces: Sequence[tuple[memoryview, ...]], *, until_kept_ms: int) -> bool:
+        """Write one record's pieces, the first one last. False if that failed.
+
+        They end by themselves after ``until_kept_ms`` if it can do that, however late they come there.
+        """
+
+    def keep(self, names: Sequence[bytes], *, ttl_ms: int) -> bool:
+        """What was put stays, or ends after ``ttl_ms`` if that is not 0. False if it is gone."""
 
     def unlink(self, names: Sequence[bytes]) -> list[bytes]:
         """Remove values; those of them that are gone now."""

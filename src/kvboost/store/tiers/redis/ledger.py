@@ -166,8 +166,12 @@ class Ledger:
         if self.elsewhere is not None:
             names = [self.value(writing.key)]
             names += [self.piece(writing.key, writing.seal, number) for number in range(1, len(pieces))]
-            if self.elsewhere.put(names, pieces, ttl_ms=ttl_ms):
-                return self._run(link, scripts.FINISH, *finish) == 1
+            # With a time limit at first: what comes there after it was given up is in nobody's ledger.
+            if self.elsewhere.put(names, pieces, until_kept_ms=_PIECE_MS):
+                if self._run(link, scripts.FINISH, *finish) != 1:
+                    return False
+                if self.elsewhere.keep(names, ttl_ms=ttl_ms):
+                    return True
             self.remove(link, [self.id(writing.key)])
             return False
         commands = [
