@@ -23,7 +23,7 @@ from kvboost.store.tiers.mooncake_url import parse_mooncake
 from kvboost.testing import TierContract
 from kvboost.testing.blocks import SIZE, assert_same, block_of, namespace
 from kvboost.testing.content import prompt
-from kvboost.types import KVBlock, Namespace, PutOutcome
+from kvboost.types import KVBlock, Namespace, PutOutcome, tenant_digest
 from tests.helpers.places import set_limit
 
 RECORDS = RecordFormat(namespace())
@@ -119,6 +119,25 @@ def test_what_mooncake_dropped_is_a_miss_and_stored_again(url: str) -> None:
         assert list(tier.load([block.key])) == [None]
         assert tier.store(block) is PutOutcome.STORED
         assert_same(next(iter(tier.load([block.key]))), block)
+
+
+@real
+def test_a_purge_removes_what_a_lost_ledger_knew(url: str, redis_at: RedisServer) -> None:
+    import redis
+
+    records = [RecordFormat(Namespace(namespace().root, tenant_digest(tenant))) for tenant in ("a", "b")]
+    (block,) = some_blocks("forgotten", 1)
+    with open_tier(url, records=records[0]) as first, open_tier(url, records=records[1]) as second:
+        assert first.store(block) is second.store(block) is PutOutcome.STORED
+        with redis.Redis.from_url(redis_at.url) as client:
+            client.flushall()
+        first.purge(records[0].namespace.tenant)
+        assert first.contains([block.key]) == [False]
+        assert second.contains([block.key]) == [True], "another tenant's"
+        assert not any(first.health().values())
+        with closing(open_catalogue(url)) as catalogue:
+            catalogue.purge_all()
+        assert second.contains([block.key]) == [False]
 
 
 @real

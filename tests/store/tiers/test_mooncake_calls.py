@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -75,6 +76,10 @@ class Library:
 
     def batch_remove(self, names: list[str], force: bool) -> list[int]:
         return [self.remove(name, force) for name in names]
+
+    def remove_by_regex(self, pattern: str, force: bool) -> int:
+        names = [name for name in self.values if re.search(pattern, name)]
+        return sum(self.remove(name, force) == 0 for name in names)
 
     def _transfer(self, nbytes: int) -> None:
         with self._lock:
@@ -263,6 +268,21 @@ def test_a_library_that_raises_at_the_start_is_tried_again(library: Library) -> 
         assert not store.values.is_available
         library.setup_error = None
         until(lambda: store.values.is_available)
+
+
+def test_values_are_forgotten_by_the_beginning_of_their_names(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(library, timeout_s=10.0) as store:
+        library.values = {"p:{ab:1:x}": b"", "p:{abc:1:x}": b"", "q:p:{ab:1:x}": b"", "p:{ab:2:x}": b""}
+        store.values.forget(store.ledger.values_of(b"ab"))
+        assert set(library.values) == {"p:{abc:1:x}", "q:p:{ab:1:x}"}
+        store.values.forget(store.ledger.values_of(b"*"))
+        assert set(library.values) == {"q:p:{ab:1:x}"}
+        assert not store.reported
+        monkeypatch.delattr(Library, "remove_by_regex")
+        store.values.forget(b"p")
+        assert "too old" in str(store.reported[-1].cause)
 
 
 _HANGS = """

@@ -11,7 +11,7 @@ values, so what a lost ledger knew stays until it does that, or until its tenant
 
 from __future__ import annotations
 
-import socket
+import re
 import threading
 import time
 from collections import deque
@@ -23,7 +23,7 @@ from kvboost.direct_io import page_aligned
 from kvboost.errors import ConfigError
 from kvboost.store.tiers.breaker import Breaker
 from kvboost.store.tiers.calls import Call, Calls, Room
-from kvboost.store.tiers.mooncake_url import MooncakeURL
+from kvboost.store.tiers.mooncake_url import MooncakeURL, own_address
 from kvboost.store.tiers.redis.ledger import Ledger
 from kvboost.store.tiers.redis.resp import Deadline, ServerError
 from kvboost.store.tiers.redis.server import Patience, UnavailableError
@@ -32,6 +32,7 @@ _READERS = 4
 _WRITERS = 2
 _BUFFER_BYTES = 128 * 2**20  # what is under way at once, and the largest record
 _BEHIND_S = 1.0  # patience with what no request waits for
+_ALL_S = 30.0  # the master looks at every name
 _ABSENT = -704
 _UNREACHABLE = -900
 
@@ -132,6 +133,21 @@ class Mooncake:
     def scan(self, prefix: bytes) -> Iterator[list[bytes] | None]:
         """Nothing: the store does not tell."""
         return iter(())
+
+    def forget(self, beginning: bytes) -> None:
+        """Have the master remove all values whose names begin with this."""
+        pattern = "^" + re.escape(beginning.decode()) + ".*"
+        store = self._store
+        if store is not None and not hasattr(store, "remove_by_regex"):
+            why = "its package is too old to remove that"
+        else:
+            removed = self._ask(
+                self._writing, lambda store, _: int(store.remove_by_regex(pattern, True)), seconds=_ALL_S
+            )
+            if removed is not None and removed >= 0:
+                return
+            why = "it did not answer" if removed is None else f"error {removed}"
+        self._report(UnavailableError(ServerError(f"what a lost ledger knew may be left there: {why}")))
 
     def close(self) -> None:
         """Leave the store, with the memory that was given to it. Does not wait for a master that is gone."""
@@ -290,7 +306,7 @@ class Mooncake:
     def _set_up(self) -> None:
         """Raises OSError, and whatever the library raises."""
         url, store = self._url, self._make()
-        own = _own_address(url.master)
+        own = own_address(url.master)
         code = store.setup(own, "P2PHANDSHAKE", url.segment_bytes, _BUFFER_BYTES, url.protocol, url.device, url.master)
         if code != 0:
             raise ConnectionError(f"the store cannot be set up: error {code}")
@@ -355,13 +371,3 @@ def _check(code: int) -> None:
 
 def _texts(names: Sequence[bytes]) -> list[str]:
     return [name.decode() for name in names]
-
-
-def _own_address(master: str) -> str:
-    """The address of this machine as the master sees it."""
-    host, _, port = master.rpartition(":")
-    family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing
-        own: str = probe.getsockname()[0]
-        return own

@@ -5,6 +5,7 @@ Used by the Redis tier and by :mod:`kvboost.store.tiers.mooncake`. Invariant: no
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from urllib.parse import parse_qs, urlsplit
 
@@ -44,3 +45,13 @@ def parse_mooncake(url: str) -> MooncakeURL:
         protocol=options.get("protocol", "tcp"),
         device=options.get("device", ""),
     )
+
+
+def own_address(master: str) -> str:
+    """The address of this machine as the master sees it."""
+    host, _, port = master.rpartition(":")
+    family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing
+        own: str = probe.getsockname()[0]
+        return own

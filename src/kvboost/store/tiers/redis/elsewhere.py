@@ -66,5 +66,8 @@ class Elsewhere(Protocol):
         """The names of all values that begin with this, some at a time, as far as it can tell; None for some that a
         place did not tell now."""
 
+    def forget(self, beginning: bytes) -> None:
+        """Remove all values whose names begin with this, counted or not, if it does not tell their names."""
+
     def close(self) -> None:
         """Close every connection."""

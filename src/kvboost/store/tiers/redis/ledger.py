@@ -85,6 +85,10 @@ class Ledger:
             return self.prefix.strip(b"{}") + b":{" + self.id(key) + b"}"
         return self.prefix + b":" + self.id(key)
 
+    def values_of(self, owner: bytes) -> bytes:
+        """How the names of all values elsewhere begin that are of a space, of a tenant or of ``b"*"``."""
+        return self.prefix.strip(b"{}") + b":{" + (b"" if owner == b"*" else owner + b":")
+
     def piece(self, key: bytes, seal: bytes, number: int) -> bytes:
         """Where another piece of its record lies; the first one too, until the chunk is finished."""
         return b"%s:%s:%d" % (self.value(key), seal, number)

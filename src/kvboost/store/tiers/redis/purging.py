@@ -39,6 +39,8 @@ def remove_owned(ask: Ask, ledger: Ledger, owner: bytes) -> int:
         removed += len(ids)
         remove_ids(ask, ledger, ids)
         sweep(ask, ledger)
+    if ledger.elsewhere is not None:
+        ledger.elsewhere.forget(ledger.values_of(owner))
     return removed
 
 
