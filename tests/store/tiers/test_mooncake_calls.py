@@ -15,13 +15,20 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common.servers import RedisServer
+from kvboost.store import RedisTier
+from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers import mooncake
 from kvboost.store.tiers.mooncake import Mooncake, MooncakeRecords
 from kvboost.store.tiers.mooncake_url import parse_mooncake
 from kvboost.store.tiers.redis.ledger import Ledger
 from kvboost.store.tiers.redis.resp import ServerError
 from kvboost.store.tiers.redis.server import Patience, UnavailableError
+from kvboost.testing.blocks import SIZE, block_of, namespace
+from kvboost.testing.content import prompt
+from kvboost.types import PutOutcome
 
+RECORDS = RecordFormat(namespace())
 URL = "mooncake://127.0.0.1:1?ledger=redis://h"
 MAX_BYTES = 10**6
 
@@ -135,6 +142,10 @@ class Opened:
 
 def opened(library: Library, *, timeout_s: float, **options: float) -> closing[Opened]:
     return closing(Opened(library, timeout_s=timeout_s, **options))
+
+
+def open_tier(ledger: str, **options: Any) -> RedisTier:
+    return RedisTier(f"mooncake://127.0.0.1:1?ledger={ledger}", records=RECORDS, timeout_s=10.0, **options)
 
 
 def until(holds: Callable[[], bool], *, seconds: float = 10.0) -> None:
@@ -283,6 +294,21 @@ def test_values_are_forgotten_by_the_beginning_of_their_names(
         monkeypatch.delattr(Library, "remove_by_regex")
         store.values.forget(b"p")
         assert "too old" in str(store.reported[-1].cause)
+
+
+def test_a_record_that_is_too_long_evicts_nothing(
+    library: Library, redis_at: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = [block_of(prompt(f"text {number}")[0]) for number in range(3)]
+    large = block_of(prompt("large")[0], 3 * SIZE)
+    each = RECORDS.size_of(blocks[0]) + 4096
+    monkeypatch.setattr(Mooncake, "max_record_bytes", RECORDS.size_of(large) - 1)
+    with closing(open_tier(redis_at.url, capacity_bytes=3 * each)) as tier:
+        assert {tier.store(block) for block in blocks} == {PutOutcome.STORED}
+        with pytest.warns(RuntimeWarning, match="smaller chunks"):
+            assert tier.store(large) is PutOutcome.REFUSED
+        assert tier.stats().evictions == 0
+        assert tier.contains([block.key for block in blocks]) == [True] * 3
 
 
 _HANGS = """

@@ -43,6 +43,7 @@ class Mooncake:
     """Values in a Mooncake Store. Thread-safe."""
 
     piece_bytes = _BUFFER_BYTES
+    max_record_bytes: int | None = _BUFFER_BYTES
 
     def __init__(self, url: MooncakeURL, *, patience: Patience, report: Callable[[UnavailableError], None]) -> None:
         """``report`` is told of every failure. Raises ConfigError if the package is missing or cannot be loaded.
@@ -91,11 +92,8 @@ class Mooncake:
         return MooncakeRecords(self, [ledger.value(key) for key in keys], max_bytes=max_bytes)
 
     def put(self, names: Sequence[bytes], pieces: Sequence[tuple[memoryview, ...]], *, until_kept_ms: int) -> bool:
-        """Write one record. One that is longer than what can be under way at once is refused."""
-        if len(pieces) > 1:
-            self._report(UnavailableError(ServerError(f"a record of more than {self.piece_bytes:,} bytes")))
-            return False
-        name, parts = names[0].decode(), pieces[0]
+        """Write one record."""
+        name, (parts,) = names[0].decode(), pieces
         nbytes = sum(map(len, parts))
 
         def write(store: Any, call: Call[int]) -> int:

@@ -30,6 +30,7 @@ class Cluster:
     """Values on all nodes of a cluster. Thread-safe."""
 
     piece_bytes = PIECE_BYTES
+    max_record_bytes: int | None = None
 
     def __init__(
         self,

@@ -37,6 +37,9 @@ class Elsewhere(Protocol):
     piece_bytes: int
     """The largest value it takes."""
 
+    max_record_bytes: int | None
+    """The longest record it takes; None: any."""
+
     @property
     def is_available(self) -> bool:
         """Whether all of it answered when it was last used."""

@@ -193,6 +193,10 @@ class RedisTier(RecordTier[_RedisBackend]):
         elsewhere = self._elsewhere
         if elsewhere is not None and not elsewhere.takes(self._ledger.value(block.key)):
             return PutOutcome.REFUSED  # nothing is evicted in vain
+        limit = None if elsewhere is None else elsewhere.max_record_bytes
+        if limit is not None and self._records.size_of(block) > limit:
+            self._report(UnavailableError(ServerError(f"a record of more than {limit:,} bytes; use smaller chunks")))
+            return PutOutcome.REFUSED
         self._write_uses(link)  # so that the right ones are evicted
         if self._ledger.has(link, block.key):
             return PutOutcome.PRESENT
