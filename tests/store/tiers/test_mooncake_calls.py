@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks.common.servers import RedisServer
 from kvboost.store import RedisTier
+from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers import mooncake
 from kvboost.store.tiers.mooncake import Mooncake, MooncakeRecords
@@ -48,10 +49,12 @@ class Library:
         self.may_set_up.set()
         self.setup_error: Exception | None = None
         self.closed = False
+        self.segment_bytes = -1
         self.under_way = self.most_under_way = 0
         self._lock = threading.Lock()
 
-    def setup(self, *_: object) -> int:
+    def setup(self, own: str, metadata: str, segment_bytes: int, *_: object) -> int:
+        self.segment_bytes = segment_bytes
         self.may_set_up.wait()
         if self.setup_error is not None:
             raise self.setup_error
@@ -309,6 +312,22 @@ def test_a_record_that_is_too_long_evicts_nothing(
             assert tier.store(large) is PutOutcome.REFUSED
         assert tier.stats().evictions == 0
         assert tier.contains([block.key for block in blocks]) == [True] * 3
+
+
+@pytest.mark.parametrize("gives", [True, False])
+def test_memory_is_given_by_who_stores_and_not_by_who_looks(
+    library: Library, redis_at: RedisServer, gives: bool
+) -> None:
+    ledger = f"{redis_at.url}&segment=16MiB"
+    with closing(open_tier(ledger, gives_memory=gives)):
+        assert library.segment_bytes == (2**24 if gives else 0)
+    if not gives:
+        library.segment_bytes = 1
+        with closing(open_catalogue(f"mooncake://127.0.0.1:1?ledger={ledger}")) as catalogue:
+            assert library.segment_bytes == 0
+            library.segment_bytes = 1
+            with closing(catalogue.tier(RECORDS, capacity_bytes=None)):
+                assert library.segment_bytes == 0
 
 
 _HANGS = """

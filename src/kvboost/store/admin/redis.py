@@ -39,7 +39,9 @@ class RedisCatalogue:
         """Raises ConfigError for an URL that cannot work, PlaceError if nobody answers there."""
         self._url = url
         self._failures: list[UnavailableError] = []  # of values that lie elsewhere
-        self._place = open_place(url, prefix=PREFIX, patience=_PATIENCE, report=self._failures.append)
+        self._place = open_place(
+            url, prefix=PREFIX, patience=_PATIENCE, report=self._failures.append, gives_memory=False
+        )
         self._server, self._elsewhere = self._place.server, self._place.elsewhere
         self._whole = self._ledger_of(b"", b"")
         try:
@@ -138,7 +140,9 @@ class RedisCatalogue:
 
     def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
         """A Redis tier on this server."""
-        return RedisTier(self._url, capacity_bytes=capacity_bytes, records=records, timeout_s=_TIMEOUT_S)
+        return RedisTier(
+            self._url, capacity_bytes=capacity_bytes, records=records, timeout_s=_TIMEOUT_S, gives_memory=False
+        )
 
     def limit(self) -> int | None:
         """The ledger's."""
