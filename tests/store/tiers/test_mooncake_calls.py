@@ -330,6 +330,17 @@ def test_memory_is_given_by_who_stores_and_not_by_who_looks(
                 assert library.segment_bytes == 0
 
 
+def test_every_failure_of_a_load_is_counted(library: Library, redis_at: RedisServer) -> None:
+    blocks = [block_of(prompt(f"text {number}")[0]) for number in range(4)]
+    with closing(open_tier(redis_at.url)) as tier:
+        assert {tier.store(block) for block in blocks} == {PutOutcome.STORED}
+        library.unreadable |= {tier._ledger.value(block.key).decode() for block in blocks[:3]}
+        with pytest.warns(RuntimeWarning, match="cannot be read"):
+            found = list(tier.load([block.key for block in blocks]))
+        assert [block is None for block in found] == [True, True, True, False]
+        assert sum(tier.health().values()) == 3
+
+
 _HANGS = """
 import sys, threading, types
 from tests.store.tiers.test_mooncake_calls import Library, Opened

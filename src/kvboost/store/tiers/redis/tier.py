@@ -180,13 +180,14 @@ class RedisTier(RecordTier[_RedisBackend]):
         return self._counted(self._checked(records, keys))
 
     def _checked(self, records: Records, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
-        reported = False
+        reported: set[UnavailableError] = set()  # of several nodes each may have its own
         try:
             for key, record in zip(keys, records, strict=True):
-                if records.unavailable is not None and not reported:
-                    reported = True
-                    self._report(records.unavailable)
-                if record is None and records.unavailable is None:
+                why = records.unavailable
+                if why is not None and why not in reported:
+                    reported.add(why)
+                    self._report(why)
+                if record is None and why is None:
                     with self._lock:
                         self._unwritten.missed(key)
                 yield self._decoded(key, record)
