@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.servers import RedisCluster, RedisServer, redis_cluster, redis_server
+from benchmarks.common.servers import RedisCluster, RedisServer, free_port, redis_cluster, redis_server
 from kvboost.errors import PlaceError
 from kvboost.extend import Tier
 from kvboost.store import RedisTier
@@ -394,16 +394,47 @@ def test_a_node_that_dies_costs_its_own_values_only(with_ledger: bool) -> None:
                         assert_same(found_again, block)
 
 
-def test_a_cluster_that_is_not_there_is_a_miss_and_found_later(cluster: RedisCluster) -> None:
-    block = block_of(prompt("a")[0])
+def test_limits_in_the_url_do_not_replace_ours(cluster: RedisCluster) -> None:
+    nodes = connector(cluster.url + "?socket_timeout=5&socket_connect_timeout=5", prefix="kvboost").nodes
+    assert nodes is not None
+    assert len(nodes.slots()) == 16384
+
+
+def test_a_node_that_has_not_joined_is_not_believed(cluster: RedisCluster) -> None:
+    with redis_server(["--cluster-enabled", "yes"], port=_port_of_a_node()) as lonely:
+        hosts = [f"127.0.0.1:{server.port}" for server in (lonely, *cluster.nodes)]
+        nodes = connector(f"redis+cluster://{','.join(hosts)}", prefix="kvboost").nodes
+        assert nodes is not None
+        assert len(nodes.slots()) == 16384
+        alone = connector(f"redis+cluster://{hosts[0]}", prefix="kvboost").nodes
+        assert alone is not None
+        with pytest.raises(ConnectionError, match="knows no slots"):
+            alone.slots()
+
+
+def _port_of_a_node() -> int:
+    """The bus of a node has its port + 10000, which must be one too."""
+    return next(port for port in (free_port() for _ in range(100)) if port < 55000)
+
+
+def test_a_cluster_that_is_not_there_is_a_miss_and_found_later() -> None:
+    import redis
+
+    block, port = block_of(prompt("a")[0]), _port_of_a_node()
+    url = f"redis+cluster://127.0.0.1:{port}"
     with pytest.raises(PlaceError):
-        open_catalogue("redis+cluster://127.0.0.1:1")
+        open_catalogue(url)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with closing(RedisTier("redis+cluster://127.0.0.1:1", records=RECORDS)) as tier:
+        with closing(RedisTier(url, records=RECORDS)) as tier:
             begin = time.monotonic()
             assert tier.contains([block.key]) == [False]
             assert list(tier.load([block.key])) == [None]
             assert tier.store(block) is PutOutcome.REFUSED
             assert time.monotonic() - begin < 1.0, "a request waited for a cluster that is not there"
             assert not tier.is_available
+            with redis_server(["--cluster-enabled", "yes"], port=port), redis.Redis(port=port) as node:
+                node.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+                until(lambda: tier.store(block) is PutOutcome.STORED)
+                until(lambda: tier.contains([block.key]) == [True])
+                assert tier.is_available

@@ -157,7 +157,7 @@ def _slots(hosts: list[Address], options: dict[str, Any]) -> Callable[[], Slots]
     def slots() -> Slots:
         failure: Exception = ConnectionError("there is no node to ask")
         for host, port in dict.fromkeys((*hosts, *seen)):
-            client = Redis(host=host, port=port, retry=_once(), **options, **_LIMITS)
+            client = Redis(**{**options, **_LIMITS, "host": host, "port": port, "retry": _once()})
             try:
                 found = _read_slots(client.execute_command("CLUSTER SLOTS"), asked=host)  # type: ignore[no-untyped-call]
             except (RedisError, ValueError, TypeError, IndexError) as error:
@@ -165,6 +165,9 @@ def _slots(hosts: list[Address], options: dict[str, Any]) -> Callable[[], Slots]
                 continue
             finally:
                 client.close()
+            if not found:  # it was started, and has not joined yet
+                failure = ConnectionError("a node that knows no slots")
+                continue
             seen.clear()
             seen.update(dict.fromkeys(found.values()))
             return found
