@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -199,10 +200,32 @@ def test_an_url_says_who_counts() -> None:
     assert EngineConfig(remote_url=url).remote_url == url
 
 
-@pytest.mark.parametrize("url", ["mooncake://m:1", "mooncake://?ledger=redis://h", "mooncake://m?ledger=redis://h&x=1"])
+@pytest.mark.parametrize(
+    ("given", "ledger"),
+    [
+        ("redis://u:a+b%2Fc%40d@h:2/0", "redis://u:a+b%2Fc%40d@h:2/0"),
+        ("redis://:a%2Fb@h%3Fprotocol%3D3%26db%3D1", "redis://:a%2Fb@h?protocol=3&db=1"),
+        (quote("redis://:a%2Fb@h?db=1", safe=""), "redis://:a%2Fb@h?db=1"),
+    ],
+)
+def test_a_ledgers_password_is_left_as_it_is(given: str, ledger: str) -> None:
+    assert parse_mooncake(f"mooncake://m?ledger={given}&segment=1GiB").ledger == ledger
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "mooncake://m:1",
+        "mooncake://?ledger=redis://h",
+        "mooncake://m?ledger=redis://h&x=1",
+        "mooncake://m:port?ledger=redis://:secret@h",
+        "mooncake://m:99999?ledger=redis://:secret@h",
+    ],
+)
 def test_urls_that_cannot_work(url: str) -> None:
-    with pytest.raises(ConfigError, match="mooncake://MASTER:PORT"):
+    with pytest.raises(ConfigError, match="mooncake://MASTER:PORT") as error:
         parse_mooncake(url)
+    assert "secret" not in str(error.value)
 
 
 def test_a_time_limit_is_refused() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from kvboost.config import parse_bytes
 from kvboost.errors import ConfigError
@@ -31,20 +31,31 @@ class MooncakeURL:
 
 def parse_mooncake(url: str) -> MooncakeURL:
     """What an URL says. Raises ConfigError for one that cannot work."""
-    parts = urlsplit(url)
-    options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-    if not parts.hostname or "ledger" not in options or not set(options) <= set(_OPTIONS):
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or _PORT
+    except ValueError:  # its text may hold a password
+        host, port, parts = None, _PORT, urlsplit("")
+    given = [option.partition("=") for option in parts.query.split("&")]
+    options = {name: value for name, _, value in given}
+    if not host or not options.get("ledger") or not set(options) <= set(_OPTIONS):
         raise ConfigError(
             "this is no URL of a Mooncake Store; give mooncake://MASTER:PORT?ledger=redis://HOST:PORT, and if needed "
             "&segment=SIZE (memory that this process gives to the store), &protocol=rdma and &device=NAME"
         )
     return MooncakeURL(
-        master=f"{parts.hostname}:{parts.port or _PORT}",
-        ledger=options["ledger"],
-        segment_bytes=parse_bytes(options.get("segment", 0), name="segment"),
-        protocol=options.get("protocol", "tcp"),
-        device=options.get("device", ""),
+        master=f"{host}:{port}",
+        ledger=_decoded(options["ledger"]),
+        segment_bytes=parse_bytes(unquote(options.get("segment", "0")), name="segment"),
+        protocol=unquote(options.get("protocol", "tcp")),
+        device=unquote(options.get("device", "")),
     )
+
+
+def _decoded(ledger: str) -> str:
+    """An URL within an URL: decoded as far as its password does not reach, which Redis' own URLs have encoded."""
+    login, at, rest = ledger.rpartition("@")
+    return login + at + unquote(rest)
 
 
 def own_address(master: str) -> str:
