@@ -40,6 +40,7 @@ class Library:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.unreadable: set[str] = set()
+        self.being_written: set[str] = set()
         self.seconds = 0.0
         """Of each transfer."""
         self.held = threading.Event()
@@ -82,6 +83,8 @@ class Library:
         return 0
 
     def remove(self, name: str, force: bool) -> int:
+        if name in self.being_written:
+            return -703
         return 0 if self.values.pop(name, None) is not None else -704
 
     def batch_remove(self, names: list[str], force: bool) -> list[int]:
@@ -263,6 +266,14 @@ def test_a_value_written_too_late_is_taken_back(library: Library, monkeypatch: p
         monkeypatch.setattr(library, "remove", lambda name, force: removed.append(name) or 0)
         library.held.set()
         until(lambda: removed == [store.name(b"late")])
+
+
+def test_a_value_that_is_being_written_is_removed_later_and_no_failure(library: Library) -> None:
+    with opened(library, timeout_s=10.0) as store:
+        names = [store.ledger.value(key) for key in store.keys(3)]
+        library.being_written.add(names[1].decode())
+        assert store.values.unlink([*names, b"absent"]) == [names[0], names[2], b"absent"]
+        assert not store.reported
 
 
 def test_a_store_set_up_after_it_was_closed_is_left(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:

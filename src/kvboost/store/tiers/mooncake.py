@@ -33,6 +33,7 @@ _WRITERS = 2
 _BUFFER_BYTES = 128 * 2**20  # what is under way at once, and the largest record
 _BEHIND_S = 1.0  # patience with what no request waits for
 _ALL_S = 30.0  # the master looks at every name
+_BEING_WRITTEN = -703
 _ABSENT = -704
 _UNREACHABLE = -900
 
@@ -82,6 +83,8 @@ class Mooncake:
 
     def exist(self, names: Sequence[bytes]) -> list[bool | None]:
         """Which values are there, by the master."""
+        if not names:
+            return []
         codes = self._ask(
             self._asking, lambda store, _: store.batch_is_exist(_texts(names)), seconds=self._patience.timeout_s
         )
@@ -123,10 +126,11 @@ class Mooncake:
         """Remove values, also while others read them."""
         codes = self._ask(self._writing, lambda store, _: store.batch_remove(_texts(names), True), seconds=_BEHIND_S)
         codes = codes or [_UNREACHABLE] * len(names)
-        gone = [name for name, code in zip(names, codes, strict=True) if code in (0, _ABSENT)]
-        if len(gone) < len(names):
-            self._report(UnavailableError(ConnectionError(f"{len(names) - len(gone)} values are removed later")))
-        return gone
+        left = sum(code not in (0, _ABSENT, _BEING_WRITTEN) for code in codes)
+        if left:
+            self._report(UnavailableError(ConnectionError(f"{left} values are removed later")))
+        # One that is being written stays in the ledger's garbage; its writer will find its entry gone, too.
+        return [name for name, code in zip(names, codes, strict=True) if code in (0, _ABSENT)]
 
     def scan(self, prefix: bytes) -> Iterator[list[bytes] | None]:
         """Nothing: the store does not tell."""
