@@ -156,7 +156,8 @@ def test_a_master_that_dies_is_a_miss_and_is_found_again(redis_at: RedisServer) 
             assert not tier.is_available
             with subprocess.Popen(store.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as master:
                 try:
-                    until(lambda: tier.is_available)
+                    until(lambda: tier.store(blocks[0]) is PutOutcome.STORED, seconds=60.0)  # it was lost
+                    assert_same(next(iter(tier.load(keys(blocks[:1])))), blocks[0])
                 finally:
                     master.kill()
 
