@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -21,7 +22,7 @@ from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers import mooncake
 from kvboost.store.tiers.mooncake import Mooncake, MooncakeRecords
-from kvboost.store.tiers.mooncake_url import parse_mooncake
+from kvboost.store.tiers.mooncake_url import own_address, parse_mooncake
 from kvboost.store.tiers.redis.ledger import Ledger
 from kvboost.store.tiers.redis.resp import ServerError
 from kvboost.store.tiers.redis.server import Patience, UnavailableError
@@ -111,6 +112,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     module.MooncakeDistributedStore = lambda: made  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
     monkeypatch.setitem(sys.modules, "mooncake.store", module)
+    monkeypatch.setattr(mooncake, "own_address", lambda master, timeout_s: "127.0.0.1")
     yield made
     made.held.set()
     made.may_set_up.set()
@@ -119,10 +121,10 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
 class Opened:
     """The values of a stand-in, and what was reported."""
 
-    def __init__(self, library: Library, *, timeout_s: float, min_bytes_per_s: float = 1e9) -> None:
+    def __init__(self, library: Library, *, timeout_s: float, url: str = URL) -> None:
         self.reported: list[UnavailableError] = []
-        patience = Patience(timeout_s, min_bytes_per_s)
-        self.values = Mooncake(parse_mooncake(URL), patience=patience, report=self.reported.append)
+        patience = Patience(timeout_s, min_bytes_per_s=1e9)
+        self.values = Mooncake(parse_mooncake(url), patience=patience, report=self.reported.append)
         self.ledger = Ledger("p", tenant=b"", space=b"", elsewhere=self.values)
         self._library = library
 
@@ -146,8 +148,8 @@ class Opened:
         self.values.close()
 
 
-def opened(library: Library, *, timeout_s: float, **options: float) -> closing[Opened]:
-    return closing(Opened(library, timeout_s=timeout_s, **options))
+def opened(library: Library, *, timeout_s: float, url: str = URL) -> closing[Opened]:
+    return closing(Opened(library, timeout_s=timeout_s, url=url))
 
 
 def open_tier(ledger: str, **options: Any) -> RedisTier:
@@ -286,6 +288,20 @@ def test_a_store_set_up_after_it_was_closed_is_left(library: Library, monkeypatc
     until(lambda: library.closed)
 
 
+def test_the_library_is_not_set_up_while_nobody_is_there(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold up every thread of the process."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        url = f"mooncake://127.0.0.1:{listener.getsockname()[1]}?ledger=redis://h"
+        monkeypatch.setattr(mooncake, "own_address", own_address)
+        with opened(library, timeout_s=1.0, url=url) as store:
+            assert [type(error.cause) for error in store.reported] == [ConnectionRefusedError]
+            time.sleep(0.3)
+            assert library.segment_bytes == -1, "it was set up"
+            listener.listen()
+            until(lambda: store.values.is_available)
+
+
 def test_a_library_that_raises_at_the_start_is_tried_again(library: Library) -> None:
     library.setup_error = RuntimeError("no device")
     with opened(library, timeout_s=1.0) as store:
@@ -354,12 +370,14 @@ def test_every_failure_of_a_load_is_counted(library: Library, redis_at: RedisSer
 
 _HANGS = """
 import sys, threading, types
+from kvboost.store.tiers import mooncake
 from tests.store.tiers.test_mooncake_calls import Library, Opened
 library = Library()
 module = types.ModuleType("mooncake.store")
 module.MooncakeDistributedStore = lambda: library
 sys.modules["mooncake"] = types.ModuleType("mooncake")
 sys.modules["mooncake.store"] = module
+mooncake.own_address = lambda master, timeout_s: "127.0.0.1"
 store = Opened(library, timeout_s=0.1)
 keys = store.keys(4)
 library.held.clear()
@@ -369,7 +387,7 @@ print(list(store.load(keys)), flush=True)
 
 def test_a_call_that_hangs_does_not_keep_the_process() -> None:
     command = [sys.executable, "-c", textwrap.dedent(_HANGS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str([None] * 4)
 

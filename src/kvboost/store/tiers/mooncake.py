@@ -307,8 +307,10 @@ class Mooncake:
 
     def _set_up(self) -> None:
         """Raises OSError, and whatever the library raises."""
-        url, store = self._url, self._make()
-        own = own_address(url.master)
+        url = self._url
+        # First whether anybody is there: setup() would look for a minute and a half, and hold all threads of Python up.
+        own = own_address(url.master, timeout_s=_BEHIND_S)
+        store = self._make()
         code = store.setup(own, "P2PHANDSHAKE", url.segment_bytes, _BUFFER_BYTES, url.protocol, url.device, url.master)
         if code != 0:
             raise ConnectionError(f"the store cannot be set up: error {code}")

@@ -58,11 +58,9 @@ def _decoded(ledger: str) -> str:
     return login + at + unquote(rest)
 
 
-def own_address(master: str) -> str:
-    """The address of this machine as the master sees it."""
+def own_address(master: str, *, timeout_s: float) -> str:
+    """The address of this machine as the master sees it. Raises OSError if nobody answers there."""
     host, _, port = master.rpartition(":")
-    family, kind, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # sends nothing
+    with socket.create_connection((host, int(port)), timeout=timeout_s) as probe:
         own: str = probe.getsockname()[0]
         return own
