@@ -241,9 +241,8 @@ class Mooncake:
 
         ``late`` is told what came after that.
         """
-        store, why = self._store, self.unusable()
-        if why is not None:
-            self._report(why)
+        store = self._store
+        if store is None or self._breaker.is_open:
             return None
 
         def take_late(result: T) -> None:
@@ -263,14 +262,6 @@ class Mooncake:
             self._report(self._failed(ConnectionError("the master does not answer")))
             return None
         return result
-
-    def unusable(self) -> UnavailableError | None:
-        """Why nothing may be asked now, if so."""
-        if not self.is_available:
-            return UnavailableError(None)
-        if self._is_stuck:  # nobody waited for it long enough to see that
-            return self._late()
-        return None
 
     @property
     def _is_stuck(self) -> bool:
@@ -330,7 +321,7 @@ class MooncakeRecords:
         self._left = len(names)
         self._names = iter(names)
         self._coming: deque[Call[memoryview | None]] = deque()
-        self.unavailable: UnavailableError | None = store.unusable()
+        self.unavailable: UnavailableError | None = None if store.is_available else UnavailableError(None)
         self._is_over = self.unavailable is not None
         for _ in range(0 if self._is_over else _READERS):
             self._ask_for_next()
