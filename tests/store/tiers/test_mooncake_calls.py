@@ -324,6 +324,12 @@ def test_values_are_forgotten_by_the_beginning_of_their_names(
         assert "too old" in str(store.reported[-1].cause)
 
 
+def test_a_failure_while_a_tier_is_opened_is_counted(library: Library, redis_at: RedisServer) -> None:
+    library.setup_error = RuntimeError("no device")
+    with pytest.warns(RuntimeWarning, match="no device"), closing(open_tier(redis_at.url)) as tier:
+        assert sum(tier.health().values()) == 1
+
+
 def test_a_record_that_is_too_long_evicts_nothing(
     library: Library, redis_at: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

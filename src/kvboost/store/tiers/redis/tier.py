@@ -63,11 +63,17 @@ class _RedisBackend(Backend):
         limits: _Limits,
         gives_memory: bool,
     ) -> None:
+        self._early_lock = threading.Lock()
+        self._early: list[UnavailableError] | None = []  # reported before there is anything to count them with
         self.place = open_place(url, prefix=prefix, patience=patience, report=self.report, gives_memory=gives_memory)
         self.limits = limits
         super().__init__(
             self.place.kind, place=self.place.url, wanted_bytes=wanted_bytes, default_bytes=DEFAULT_PLACE_BYTES
         )
+        with self._early_lock:
+            early, self._early = self._early, None
+        for error in early or ():
+            self.report(error)
 
     @property
     def is_available(self) -> bool:
@@ -75,6 +81,10 @@ class _RedisBackend(Backend):
 
     def report(self, error: UnavailableError) -> None:
         """Count a failure, and log the first of its kind. What was known before is not counted again."""
+        with self._early_lock:
+            if self._early is not None:
+                self._early.append(error)
+                return
         cause = error.cause
         if isinstance(cause, ServerError):
             self.health.failed("the server refused a command", cause, remedy="look at the server's limits and rights")
