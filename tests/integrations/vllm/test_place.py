@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from kvboost.errors import ConfigError
-from kvboost.integrations.vllm.place import connector_config
+from kvboost.integrations.vllm import place
+from kvboost.integrations.vllm.place import Place, connector_config
 
 
 def test_defaults_are_exact_and_in_memory() -> None:
@@ -27,3 +31,17 @@ def test_defaults_are_exact_and_in_memory() -> None:
 def test_a_wrong_setting_says_what_to_do(extra: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         connector_config(extra)
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_who_only_looks_gives_no_memory_to_a_fleet(monkeypatch: pytest.MonkeyPatch, memory: bool) -> None:
+    given: list[bool] = []
+
+    def stores(config: Any, *, gives_memory: bool, **_: object) -> Any:
+        given.append(gives_memory)
+        return SimpleNamespace(open=lambda tenant, root: None)
+
+    monkeypatch.setattr(place, "Stores", stores)
+    nothing: Any = SimpleNamespace(namespace=lambda: b"")
+    Place(connector_config({}), [], 16, nothing, nothing, nothing, nothing).open(memory=memory)
+    assert given == [memory]

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -19,11 +20,11 @@ from kvboost.extend import Tier
 from kvboost.store import RedisTier
 from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.tiers.mooncake import parse_mooncake
+from kvboost.store.tiers.mooncake_url import parse_mooncake
 from kvboost.testing import TierContract
 from kvboost.testing.blocks import SIZE, assert_same, block_of, namespace
 from kvboost.testing.content import prompt
-from kvboost.types import KVBlock, Namespace, PutOutcome
+from kvboost.types import KVBlock, Namespace, PutOutcome, tenant_digest
 from tests.helpers.places import set_limit
 
 RECORDS = RecordFormat(namespace())
@@ -122,6 +123,25 @@ def test_what_mooncake_dropped_is_a_miss_and_stored_again(url: str) -> None:
 
 
 @real
+def test_a_purge_removes_what_a_lost_ledger_knew(url: str, redis_at: RedisServer) -> None:
+    import redis
+
+    records = [RecordFormat(Namespace(namespace().root, tenant_digest(tenant))) for tenant in ("a", "b")]
+    (block,) = some_blocks("forgotten", 1)
+    with open_tier(url, records=records[0]) as first, open_tier(url, records=records[1]) as second:
+        assert first.store(block) is second.store(block) is PutOutcome.STORED
+        with redis.Redis.from_url(redis_at.url) as client:
+            client.flushall()
+        first.purge(records[0].namespace.tenant)
+        assert first.contains([block.key]) == [False]
+        assert second.contains([block.key]) == [True], "another tenant's"
+        assert not any(first.health().values())
+        with closing(open_catalogue(url)) as catalogue:
+            catalogue.purge_all()
+        assert second.contains([block.key]) == [False]
+
+
+@real
 def test_a_master_that_dies_is_a_miss_and_is_found_again(redis_at: RedisServer) -> None:
     blocks = some_blocks("master", 3)
     with mooncake_store() as store, open_tier(store.url(redis_at.url), timeout_s=0.2) as tier:
@@ -136,7 +156,8 @@ def test_a_master_that_dies_is_a_miss_and_is_found_again(redis_at: RedisServer) 
             assert not tier.is_available
             with subprocess.Popen(store.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as master:
                 try:
-                    until(lambda: tier.is_available)
+                    until(lambda: tier.store(blocks[0]) is PutOutcome.STORED, seconds=60.0)  # it was lost
+                    assert_same(next(iter(tier.load(keys(blocks[:1])))), blocks[0])
                 finally:
                     master.kill()
 
@@ -180,10 +201,32 @@ def test_an_url_says_who_counts() -> None:
     assert EngineConfig(remote_url=url).remote_url == url
 
 
-@pytest.mark.parametrize("url", ["mooncake://m:1", "mooncake://?ledger=redis://h", "mooncake://m?ledger=redis://h&x=1"])
+@pytest.mark.parametrize(
+    ("given", "ledger"),
+    [
+        ("redis://u:a+b%2Fc%40d@h:2/0", "redis://u:a+b%2Fc%40d@h:2/0"),
+        ("redis://:a%2Fb@h%3Fprotocol%3D3%26db%3D1", "redis://:a%2Fb@h?protocol=3&db=1"),
+        (quote("redis://:a%2Fb@h?db=1", safe=""), "redis://:a%2Fb@h?db=1"),
+    ],
+)
+def test_a_ledgers_password_is_left_as_it_is(given: str, ledger: str) -> None:
+    assert parse_mooncake(f"mooncake://m?ledger={given}&segment=1GiB").ledger == ledger
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "mooncake://m:1",
+        "mooncake://?ledger=redis://h",
+        "mooncake://m?ledger=redis://h&x=1",
+        "mooncake://m:port?ledger=redis://:secret@h",
+        "mooncake://m:99999?ledger=redis://:secret@h",
+    ],
+)
 def test_urls_that_cannot_work(url: str) -> None:
-    with pytest.raises(ConfigError, match="mooncake://MASTER:PORT"):
+    with pytest.raises(ConfigError, match="mooncake://MASTER:PORT") as error:
         parse_mooncake(url)
+    assert "secret" not in str(error.value)
 
 
 def test_a_time_limit_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -11,13 +12,18 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.servers import RedisCluster, RedisServer, redis_cluster, redis_server
+from benchmarks.common.servers import RedisCluster, RedisServer, free_port, redis_cluster, redis_server
 from kvboost.errors import PlaceError
 from kvboost.extend import Tier
 from kvboost.store import RedisTier
 from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
+from kvboost.store.tiers.redis.cluster import Cluster
 from kvboost.store.tiers.redis.connecting import connector
+from kvboost.store.tiers.redis.ledger import Ledger
+from kvboost.store.tiers.redis.resp import ServerError
+from kvboost.store.tiers.redis.scripts import FINISH
+from kvboost.store.tiers.redis.server import Server, UnavailableError
 from kvboost.testing import TierContract
 from kvboost.testing.blocks import SIZE, assert_same, block_of, namespace
 from kvboost.testing.content import prompt
@@ -148,9 +154,7 @@ def test_what_a_lost_ledger_knew_is_swept_from_all_nodes(
     with open_tier(cluster) as tier, clients(cluster) as nodes:
         for block in some_blocks(12):
             tier.store(block)
-        for node in nodes:
-            for name in node.scan_iter("{kvboost}:*"):
-                node.delete(name)
+        _lose_the_ledger(nodes)
         assert sum(len(values(node)) for node in nodes) == 12
         new = block_of(prompt("new")[0])
         assert tier.store(new) is PutOutcome.STORED
@@ -158,6 +162,113 @@ def test_what_a_lost_ledger_knew_is_swept_from_all_nodes(
         ledger = next(node for node in nodes if has_ledger(node))
         until(lambda: not ledger.hexists("{kvboost}:ledger:place", "lost"))
         assert_same(next(iter(tier.load([new.key]))), new)
+
+
+def test_what_is_written_ends_by_itself_until_the_ledger_has_it(
+    cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, given_up = some_blocks(2, nbytes=1_500_000)
+    with open_tier(cluster) as tier, clients(cluster) as nodes:
+
+        def limits() -> list[int]:
+            return [node.pttl(name) for node in nodes for name in values(node)]
+
+        assert tier.store(kept) is PutOutcome.STORED
+        assert set(limits()) == {-1}, "what the ledger has ends"
+        tier.remove([kept.key])
+        with monkeypatch.context() as patched:  # its writer dies when all of it is written
+            patched.setattr(Ledger, "_run", _dies_before_it_finishes(Ledger._run))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert tier.store(given_up) is PutOutcome.REFUSED
+        left = limits()
+        assert len(left) > 1, "it did not write, so this test tests nothing"
+        assert 0 < min(left) <= max(left) <= 15_000
+
+
+def _dies_before_it_finishes(run: Callable[..., Any]) -> Callable[..., Any]:
+    def dies(self: Ledger, link: Any, script: str, *arguments: bytes) -> Any:
+        if script is FINISH:
+            raise ServerError("died")
+        return run(self, link, script, *arguments)
+
+    return dies
+
+
+def test_what_could_not_be_kept_is_not_stored(cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = some_blocks(1)
+    with open_tier(cluster) as tier:
+        with monkeypatch.context() as patched:
+            patched.setattr(Cluster, "keep", lambda self, names, ttl_ms: False)
+            assert tier.store(block) is PutOutcome.REFUSED
+        assert tier.stats().chunks == 0
+        assert tier.store(block) is PutOutcome.STORED
+
+
+def _lose_the_ledger(nodes: Sequence[Any]) -> None:
+    for node in nodes:
+        for name in node.scan_iter("{kvboost}:*"):
+            node.delete(name)
+
+
+@pytest.mark.parametrize("part", ["scan", "strays"])
+def test_a_sweep_that_broke_off_is_begun_again(
+    cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.undo()  # the sweeper runs
+    with open_tier(cluster) as tier, clients(cluster) as nodes:
+        for block in some_blocks(12):
+            tier.store(block)
+        _lose_the_ledger(nodes)
+        ended = threading.Event()
+
+        def silent(self: Cluster, prefix: bytes) -> Iterator[list[bytes] | None]:
+            yield None
+            ended.set()
+
+        def refused(self: Ledger, link: Any, *, names: Sequence[bytes]) -> bool:
+            ended.set()
+            raise ServerError("busy")
+
+        with monkeypatch.context() as patched, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a command was refused
+            if part == "scan":
+                patched.setattr(Cluster, "scan", silent)
+            else:
+                patched.setattr(Ledger, "strays", refused)
+            assert tier.store(block_of(prompt("new")[0])) is PutOutcome.STORED
+            assert ended.wait(15.0)
+            until(lambda: not any(thread.name == "kvboost-redis-sweep" for thread in threading.enumerate()))
+        ledger = next(node for node in nodes if has_ledger(node))
+        assert ledger.hexists("{kvboost}:ledger:place", "lost"), "a sweep that broke off was taken for a whole one"
+        assert tier.store(block_of(prompt("newer")[0])) is PutOutcome.STORED
+        assert sum(len(values(node)) for node in nodes) == 14, "begun again at once, whoever sweeps"
+        ledger.hset("{kvboost}:ledger:place", "sweeping", 1)  # long ago
+        assert tier.store(block_of(prompt("newest")[0])) is PutOutcome.STORED
+        until(lambda: sum(len(values(node)) for node in nodes) == 3)
+        until(lambda: ledger.hkeys("{kvboost}:ledger:place") == [b"capacity"])
+
+
+def test_a_purge_that_could_not_look_everywhere_says_so(cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_tier(cluster) as tier, clients(cluster) as nodes, closing(open_catalogue(cluster.url)) as catalogue:
+        for block in some_blocks(12):
+            tier.store(block)
+        _lose_the_ledger(nodes)
+        assert tier.store(block_of(prompt("new")[0])) is PutOutcome.STORED
+        link = Server.link
+
+        def silent(self: Server, deadline: Any) -> Any:
+            if not self._connector.may_move:  # a node, not the ledger
+                raise UnavailableError(ConnectionError("gone"))
+            return link(self, deadline)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Cluster, "unlink", lambda self, names: list(names))
+            patched.setattr(Server, "link", silent)
+            with pytest.raises(PlaceError, match="gone"):
+                catalogue.purge_all()
+        assert catalogue.purge_all() == 0
+        assert sum(len(values(node)) for node in nodes) <= 1, "what was unlinked above in name only"
 
 
 def test_blocks_with_a_time_limit_end(cluster: RedisCluster) -> None:
@@ -284,16 +395,47 @@ def test_a_node_that_dies_costs_its_own_values_only(with_ledger: bool) -> None:
                         assert_same(found_again, block)
 
 
-def test_a_cluster_that_is_not_there_is_a_miss_and_found_later(cluster: RedisCluster) -> None:
-    block = block_of(prompt("a")[0])
+def test_limits_in_the_url_do_not_replace_ours(cluster: RedisCluster) -> None:
+    nodes = connector(cluster.url + "?socket_timeout=5&socket_connect_timeout=5", prefix="kvboost").nodes
+    assert nodes is not None
+    assert len(nodes.slots()) == 16384
+
+
+def test_a_node_that_has_not_joined_is_not_believed(cluster: RedisCluster) -> None:
+    with redis_server(["--cluster-enabled", "yes"], port=_port_of_a_node()) as lonely:
+        hosts = [f"127.0.0.1:{server.port}" for server in (lonely, *cluster.nodes)]
+        nodes = connector(f"redis+cluster://{','.join(hosts)}", prefix="kvboost").nodes
+        assert nodes is not None
+        assert len(nodes.slots()) == 16384
+        alone = connector(f"redis+cluster://{hosts[0]}", prefix="kvboost").nodes
+        assert alone is not None
+        with pytest.raises(ConnectionError, match="knows no slots"):
+            alone.slots()
+
+
+def _port_of_a_node() -> int:
+    """The bus of a node has its port + 10000, which must be one too."""
+    return next(port for port in (free_port() for _ in range(100)) if port < 55000)
+
+
+def test_a_cluster_that_is_not_there_is_a_miss_and_found_later() -> None:
+    import redis
+
+    block, port = block_of(prompt("a")[0]), _port_of_a_node()
+    url = f"redis+cluster://127.0.0.1:{port}"
     with pytest.raises(PlaceError):
-        open_catalogue("redis+cluster://127.0.0.1:1")
+        open_catalogue(url)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with closing(RedisTier("redis+cluster://127.0.0.1:1", records=RECORDS)) as tier:
+        with closing(RedisTier(url, records=RECORDS)) as tier:
             begin = time.monotonic()
             assert tier.contains([block.key]) == [False]
             assert list(tier.load([block.key])) == [None]
             assert tier.store(block) is PutOutcome.REFUSED
             assert time.monotonic() - begin < 1.0, "a request waited for a cluster that is not there"
             assert not tier.is_available
+            with redis_server(["--cluster-enabled", "yes"], port=port), redis.Redis(port=port) as node:
+                node.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+                until(lambda: tier.store(block) is PutOutcome.STORED)
+                until(lambda: tier.contains([block.key]) == [True])
+                assert tier.is_available

@@ -84,3 +84,14 @@ def test_urls_that_are_known(url: str) -> None:
 def test_urls_that_cannot_work(url: str) -> None:
     with pytest.raises(ConfigError, match="redis"):
         connector(url, prefix="kvboost")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://:se/cret@h", "redis+cluster://:se/cret@h:1", "redis+sentinel://:se/cret@h/s", "redis://:se\u2100@h"],
+)
+def test_no_part_of_a_password_is_told(url: str) -> None:
+    with pytest.raises(ConfigError, match="percent-encoded") as error:
+        connector(url, prefix="kvboost")
+    assert "'se" not in str(error.value)
+    assert ":se" not in str(error.value)

@@ -94,7 +94,14 @@ class Place:
         """The worker's store; without ``memory`` only to look into the tiers below."""
         config = self.settings.engine
         config = config if memory else replace(config, cache_bytes=0)
-        stores = Stores(config, layout=self.layout, codec=self.codec, costs=CostModel(), repaired_share=0.0)
+        stores = Stores(
+            config,
+            layout=self.layout,
+            codec=self.codec,
+            costs=CostModel(),
+            repaired_share=0.0,
+            gives_memory=memory,
+        )
         return stores.open(config.tenant, root=self.keys.namespace())
 
     @property

@@ -39,7 +39,9 @@ class RedisCatalogue:
         """Raises ConfigError for an URL that cannot work, PlaceError if nobody answers there."""
         self._url = url
         self._failures: list[UnavailableError] = []  # of values that lie elsewhere
-        self._place = open_place(url, prefix=PREFIX, patience=_PATIENCE, report=self._failures.append)
+        self._place = open_place(
+            url, prefix=PREFIX, patience=_PATIENCE, report=self._failures.append, gives_memory=False
+        )
         self._server, self._elsewhere = self._place.server, self._place.elsewhere
         self._whole = self._ledger_of(b"", b"")
         try:
@@ -125,15 +127,22 @@ class RedisCatalogue:
 
     def purge(self, tenant: bytes) -> int:
         """Remove every chunk of a tenant, and what the ledger has lost sight of."""
-        return remove_owned(self._with_link, self._whole, tenant.hex().encode())
+        return self._purged(tenant.hex().encode())
 
     def purge_all(self) -> int:
         """Remove every chunk, and what the ledger has lost sight of."""
-        return remove_owned(self._with_link, self._whole, b"*")
+        return self._purged(b"*")
+
+    def _purged(self, owner: bytes) -> int:
+        removed = remove_owned(self._with_link, self._whole, owner)
+        self._raise_failures()  # also of what came behind the last script
+        return removed
 
     def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
         """A Redis tier on this server."""
-        return RedisTier(self._url, capacity_bytes=capacity_bytes, records=records, timeout_s=_TIMEOUT_S)
+        return RedisTier(
+            self._url, capacity_bytes=capacity_bytes, records=records, timeout_s=_TIMEOUT_S, gives_memory=False
+        )
 
     def limit(self) -> int | None:
         """The ledger's."""
@@ -166,9 +175,14 @@ class RedisCatalogue:
                 done = work(link)
         except UnavailableError as error:
             raise self._failed(error) from error
-        if self._failures:
-            raise self._failed(self._failures.pop())
+        self._raise_failures()
         return done
+
+    def _raise_failures(self) -> None:
+        if self._failures:
+            last = self._failures[-1]
+            self._failures.clear()
+            raise self._failed(last)
 
     def _ledger(self, entry: Entry) -> Ledger:
         assert entry.tenant is not None  # it is in the entry's name

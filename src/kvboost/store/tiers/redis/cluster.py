@@ -16,19 +16,21 @@ from kvboost.store.tiers.breaker import Breaker
 from kvboost.store.tiers.redis.connecting import Address, Nodes, Slots
 from kvboost.store.tiers.redis.ledger import Ledger
 from kvboost.store.tiers.redis.loading import PIECE_BYTES, Loading
-from kvboost.store.tiers.redis.resp import Command, Reply, ServerError
+from kvboost.store.tiers.redis.resp import Command, ProtocolError, Reply, ServerError
 from kvboost.store.tiers.redis.server import Patience, Server, UnavailableError
 
 _BEHIND_S = 1.0  # deadline of what no request waits for
 _FIRST_MAP_S = 1.0  # who makes it waits so long for the first map of the slots, or as long as it has patience
 _MAX_THREADS = 16  # nodes asked at once
 _PAGE = b"1000"
+_ALL_SLOTS = 16384
 
 
 class Cluster:
     """Values on all nodes of a cluster. Thread-safe."""
 
     piece_bytes = PIECE_BYTES
+    max_record_bytes: int | None = None
 
     def __init__(
         self,
@@ -82,22 +84,29 @@ class Cluster:
                 order[at] = loading
         return NodeRecords(order, without_node=UnavailableError(None) if missing else None)
 
-    def put(self, names: Sequence[bytes], pieces: Sequence[tuple[memoryview, ...]], *, ttl_ms: int) -> bool:
+    def put(self, names: Sequence[bytes], pieces: Sequence[tuple[memoryview, ...]], *, until_kept_ms: int) -> bool:
         """Write one record's pieces, which lie in one slot, in one round trip."""
-        until = (b"PX", b"%d" % ttl_ms) if ttl_ms else ()
+        until = (b"PX", b"%d" % until_kept_ms)
         commands: list[Command] = [
             (b"SET", name, piece, *until) for name, piece in zip(names[1:], pieces[1:], strict=True)
         ]
         commands.append((b"SET", names[0], pieces[0], *until))  # now it is seen
+        return self._together(names, commands) is not None
 
+    def keep(self, names: Sequence[bytes], *, ttl_ms: int) -> bool:
+        """Take the time limit of a record's pieces off, or set another."""
+        commands = [(b"PEXPIRE", name, b"%d" % ttl_ms) if ttl_ms else (b"PERSIST", name) for name in names]
+        return self._together(names, commands) == [1] * len(names)
+
+    def _together(self, names: Sequence[bytes], commands: Sequence[Command]) -> list[Reply] | None:
+        """The replies of the node that has all of these names; None if it has none."""
         try:
             server = self._server_of(names[0])
             with server.link(server.deadline(_BEHIND_S)) as link:
-                _checked(link.call(commands))
+                return _checked(link.call(commands))
         except UnavailableError as error:
             self._report(error)
-            return False
-        return True
+            return None
 
     def unlink(self, names: Sequence[bytes]) -> list[bytes]:
         """Remove values; those of a node that does not answer stay."""
@@ -108,9 +117,12 @@ class Cluster:
             self._report(UnavailableError(ConnectionError(f"{left} values are removed later: their node is gone")))
         return gone
 
-    def scan(self, prefix: bytes) -> Iterator[list[bytes]]:
-        """The names of all values, node by node."""
-        for address in sorted(set((self._slots or {}).values())):
+    def scan(self, prefix: bytes) -> Iterator[list[bytes] | None]:
+        """The names of all values, node by node; None for the rest of a node that does not answer."""
+        slots = self._slots or {}
+        if len(slots) < _ALL_SLOTS:
+            yield None
+        for address in sorted(set(slots.values())):
             cursor = b"0"
             while True:
                 command = (b"SCAN", cursor, b"MATCH", prefix + b"{*", b"COUNT", _PAGE)
@@ -120,13 +132,19 @@ class Cluster:
                         (reply,) = _checked(link.call([command]))
                 except UnavailableError as error:
                     self._report(error)
+                    yield None
                     break
                 if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[0], bytes):
+                    self._report(UnavailableError(ProtocolError("no page of a scan")))
+                    yield None
                     break
                 cursor, found = reply[0], reply[1]
                 yield [name for name in found if isinstance(name, bytes)] if isinstance(found, list) else []
                 if cursor == b"0":
                     break
+
+    def forget(self, beginning: bytes) -> None:
+        """Nothing: whatever is not counted is found by a scan."""
 
     def close(self) -> None:
         """Close every link."""

@@ -65,9 +65,9 @@ def connector(url: str, *, prefix: str) -> Connector:
         from redis import connection as connections
     except ImportError as error:
         raise ConfigError(f"a Redis tier needs the redis package; {with_extra('redis')}") from error
-    scheme, _, kind = urlsplit(url).scheme.partition("+")
-    prefix = "{" + prefix + "}" if kind == "cluster" else prefix
     try:
+        scheme, _, kind = urlsplit(url).scheme.partition("+")
+        prefix = "{" + prefix + "}" if kind == "cluster" else prefix
         plain, hosts, service = _split(url, scheme, kind)
         options: dict[str, Any] = connections.parse_url(plain)  # type: ignore[no-untyped-call]
         made: Any = options.pop("connection_class", connections.Connection)
@@ -84,8 +84,9 @@ def connector(url: str, *, prefix: str) -> Connector:
         options |= _LIMITS | {"protocol": 2, "redis_connect_func": lambda _: None}
         made(**options)
     except (ValueError, TypeError, RedisError) as error:  # never with the URL, which may hold a password
+        why = "its host or port; is a sign in its password not percent-encoded?" if _may_tell(error) else error
         raise ConfigError(
-            f"this is no URL of a Redis server ({error}); give redis://HOST:PORT/0, rediss://:PASSWORD@HOST:PORT/0, "
+            f"this is no URL of a Redis server ({why}); give redis://HOST:PORT/0, rediss://:PASSWORD@HOST:PORT/0, "
             "redis+cluster://HOST:PORT or redis+sentinel://HOST:PORT/SERVICE"
         ) from error
     greeting: Greeting = []
@@ -112,6 +113,11 @@ def connector(url: str, *, prefix: str) -> Connector:
 
     nodes = None if slots is None else Nodes(slots, at)
     return Connector(connecting(locate), prefix, may_move=bool(kind), nodes=nodes)
+
+
+def _may_tell(error: Exception) -> bool:
+    """Whether an error has a part of the URL in it: what it takes for a port may be of a password."""
+    return str(error).startswith(("Port ", "netloc "))
 
 
 def _split(url: str, scheme: str, kind: str) -> tuple[str, list[tuple[str, int]], str]:
@@ -157,7 +163,7 @@ def _slots(hosts: list[Address], options: dict[str, Any]) -> Callable[[], Slots]
     def slots() -> Slots:
         failure: Exception = ConnectionError("there is no node to ask")
         for host, port in dict.fromkeys((*hosts, *seen)):
-            client = Redis(host=host, port=port, retry=_once(), **options, **_LIMITS)
+            client = Redis(**{**options, **_LIMITS, "host": host, "port": port, "retry": _once()})
             try:
                 found = _read_slots(client.execute_command("CLUSTER SLOTS"), asked=host)  # type: ignore[no-untyped-call]
             except (RedisError, ValueError, TypeError, IndexError) as error:
@@ -165,6 +171,9 @@ def _slots(hosts: list[Address], options: dict[str, Any]) -> Callable[[], Slots]
                 continue
             finally:
                 client.close()
+            if not found:  # it was started, and has not joined yet
+                failure = ConnectionError("a node that knows no slots")
+                continue
             seen.clear()
             seen.update(dict.fromkeys(found.values()))
             return found

@@ -37,6 +37,9 @@ class Elsewhere(Protocol):
     piece_bytes: int
     """The largest value it takes."""
 
+    max_record_bytes: int | None
+    """The longest record it takes; None: any."""
+
     @property
     def is_available(self) -> bool:
         """Whether all of it answered when it was last used."""
@@ -50,14 +53,24 @@ class Elsewhere(Protocol):
     def load(self, keys: Sequence[bytes], *, ledger: Ledger, max_bytes: int) -> Records:
         """The records under these keys, none longer than ``max_bytes``."""
 
-    def put(self, names: Sequence[bytes], pieces: Sequence[tuple[memoryview, ...]], *, ttl_ms: int) -> bool:
-        """Write one record's pieces, the first one last. False if that failed."""
+    def put(self, names: Sequence[bytes], pieces: Sequence[tuple[memoryview, ...]], *, until_kept_ms: int) -> bool:
+        """Write one record's pieces, the first one last. False if that failed.
+
+        They end by themselves after ``until_kept_ms`` if it can do that, however late they come there.
+        """
+
+    def keep(self, names: Sequence[bytes], *, ttl_ms: int) -> bool:
+        """What was put stays, or ends after ``ttl_ms`` if that is not 0. False if it is gone."""
 
     def unlink(self, names: Sequence[bytes]) -> list[bytes]:
         """Remove values; those of them that are gone now."""
 
-    def scan(self, prefix: bytes) -> Iterator[list[bytes]]:
-        """The names of all values that begin with this, some at a time, as far as it can tell."""
+    def scan(self, prefix: bytes) -> Iterator[list[bytes] | None]:
+        """The names of all values that begin with this, some at a time, as far as it can tell; None for some that a
+        place did not tell now."""
+
+    def forget(self, beginning: bytes) -> None:
+        """Remove all values whose names begin with this, counted or not, if it does not tell their names."""
 
     def close(self) -> None:
         """Close every connection."""

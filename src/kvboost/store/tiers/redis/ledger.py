@@ -52,8 +52,9 @@ class Reservation:
     is_partial: bool
     """As many were evicted as one script may, and more must go: ask again."""
     evicted: int
-    is_new: bool
-    """There was no ledger: what lies under the prefix, if anything, is not counted."""
+    must_sweep: bool
+    """There was no ledger: what lies under the prefix, if anything, is not counted. Or whoever should have removed that
+    did not come to its end."""
     was_broken: bool
     """The server had dropped a part of the ledger; the rest is dropped too."""
     capacity: int
@@ -83,6 +84,10 @@ class Ledger:
         if self.elsewhere is not None:  # the braces: in a cluster all pieces of a chunk lie in one slot
             return self.prefix.strip(b"{}") + b":{" + self.id(key) + b"}"
         return self.prefix + b":" + self.id(key)
+
+    def values_of(self, owner: bytes) -> bytes:
+        """How the names of all values elsewhere begin that are of a space, of a tenant or of ``b"*"``."""
+        return self.prefix.strip(b"{}") + b":{" + (b"" if owner == b"*" else owner + b":")
 
     def piece(self, key: bytes, seal: bytes, number: int) -> bytes:
         """Where another piece of its record lies; the first one too, until the chunk is finished."""
@@ -126,7 +131,7 @@ class Ledger:
             outcome=outcomes.get(outcome),
             is_partial=outcome == b"again",
             evicted=evicted,
-            is_new=lost in (1, 2),
+            must_sweep=lost != 0,
             was_broken=lost == 2,
             capacity=capacity,
         )
@@ -165,8 +170,12 @@ class Ledger:
         if self.elsewhere is not None:
             names = [self.value(writing.key)]
             names += [self.piece(writing.key, writing.seal, number) for number in range(1, len(pieces))]
-            if self.elsewhere.put(names, pieces, ttl_ms=ttl_ms):
-                return self._run(link, scripts.FINISH, *finish) == 1
+            # With a time limit at first: what comes there after it was given up is in nobody's ledger.
+            if self.elsewhere.put(names, pieces, until_kept_ms=_PIECE_MS):
+                if self._run(link, scripts.FINISH, *finish) != 1:
+                    return False
+                if self.elsewhere.keep(names, ttl_ms=ttl_ms):
+                    return True
             self.remove(link, [self.id(writing.key)])
             return False
         commands = [
@@ -271,9 +280,10 @@ class Ledger:
             self._run(link, scripts.ORPHANS, *names)
         return cursor
 
-    def strays(self, link: Link, *, names: Sequence[bytes]) -> None:
-        """Remove those of these values, which lie elsewhere, that are not counted."""
+    def strays(self, link: Link, *, names: Sequence[bytes]) -> bool:
+        """Remove those of these values, which lie elsewhere, that are not counted, or have that done. True."""
         self._run(link, scripts.STRAYS, *names)
+        return True
 
     def _command(self, script: str, *arguments: bytes) -> tuple[bytes, ...]:
         # With its text: Redis finds it compiled by its digest, and may forget it without our knowing.

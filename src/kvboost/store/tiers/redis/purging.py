@@ -39,6 +39,8 @@ def remove_owned(ask: Ask, ledger: Ledger, owner: bytes) -> int:
         removed += len(ids)
         remove_ids(ask, ledger, ids)
         sweep(ask, ledger)
+    if ledger.elsewhere is not None:
+        ledger.elsewhere.forget(ledger.values_of(owner))
     return removed
 
 
@@ -49,16 +51,20 @@ def remove_ids(ask: Ask, ledger: Ledger, ids: Sequence[bytes]) -> None:
 
 
 def sweep(ask: Ask, ledger: Ledger) -> None:
-    """Remove what lies under the prefix and is not in the ledger, by a scan of the whole database."""
+    """Remove what lies under the prefix and is not in the ledger, by a scan of the whole database.
+
+    Only where nothing failed is it noted as done; else somebody begins again later.
+    """
     lost_at = ask(ledger.lost_at)
     cursor = ask(partial(ledger.sweep, cursor=b"0"))
     while cursor is not None and cursor != b"0":
         cursor = ask(partial(ledger.sweep, cursor=cursor))
+    is_whole = cursor is not None
     if ledger.elsewhere is not None:
         for names in ledger.elsewhere.scan(ledger.prefix.strip(b"{}") + b":"):
-            if names:
-                ask(partial(ledger.strays, names=names))
-    if cursor is not None and lost_at:
+            if names is None or (names and not ask(partial(ledger.strays, names=names))):
+                is_whole = False
+    if is_whole and lost_at:
         ask(partial(ledger.swept, lost_at=lost_at))
 
 

@@ -4,7 +4,7 @@ Used by :mod:`kvboost.store.tiers.redis.ledger`, which says what each one answer
 
 - ``ledger``: chunks and bytes, of all, of each tenant and of each space
 - ``ledger:place``: the limit in bytes, of the first writer or of ``kvboost cache limit``; and when the ledger was begun
-  (anew), until what may lie there beside it is removed
+  (anew) and somebody last set about removing what may lie there beside it, until that is done
 - ``ledger:entries``: for each chunk its size, parent, content, pieces, writer, and what :class:`BlockInfo` says
 - ``ledger:recency``, ``ledger:leaves``, ``ledger:leaves:TENANT``: when used last; all, and those without successors
 - ``ledger:due``: when an entry ends by itself: its writer's time is over, or its own; for most never
@@ -34,6 +34,7 @@ local L = P .. 'ledger'
 local ENTRIES, RECENCY, LEAVES, DUE, SUCCESSORS =
   L .. ':entries', L .. ':recency', L .. ':leaves', L .. ':due', L .. ':successors'
 local PLACE, GARBAGE = L .. ':place', L .. ':garbage'
+local SWEEP_AGAIN = 300 * 1000000 -- longer than a sweep takes
 local CLAIM, RETRY = 60 * 1000000, 2 * 1000000 -- the first is longer than anybody waits for a removal
 local call = redis.call
 local time = call('TIME')
@@ -171,6 +172,10 @@ RESERVE = """
 local id, parent, content, seal, writer, info = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local size, pieces, lease, limit = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[11]), tonumber(ARGV[12])
 local lost = 0
+local function note_loss()
+  local stamp = string.format('%.0f', now)
+  call('HSET', PLACE, 'lost', stamp, 'sweeping', stamp)
+end
 local function begin_anew()
   for _, field in ipairs(call('HKEYS', L)) do
     local space = string.match(field, '^chunks:(.*)$')
@@ -185,7 +190,12 @@ if not is_consistent() then
 elseif call('EXISTS', L) == 0 then
   lost = 1
 end
-if lost > 0 then call('HSET', PLACE, 'lost', string.format('%.0f', now)) end
+if lost > 0 then
+  note_loss()
+elseif call('HEXISTS', PLACE, 'lost') == 1 and now - tonumber(call('HGET', PLACE, 'sweeping') or '0') > SWEEP_AGAIN then
+  lost = 3
+  call('HSET', PLACE, 'sweeping', string.format('%.0f', now))
+end
 reap(limit)
 local given = call('HGET', PLACE, 'capacity')
 if not given then
@@ -232,7 +242,7 @@ drop(id, e)
 if outcome == 'again' then return {outcome, evicted, lost, capacity} end
 if held('chunks') > 0 and call('EXISTS', LEAVES) == 0 and call('ZCOUNT', DUE, '-inf', now + lease * 1000) == 0 then
   begin_anew()
-  call('HSET', PLACE, 'lost', string.format('%.0f', now))
+  note_loss()
 end
 return {'refused', evicted, lost, capacity}
 """
@@ -329,7 +339,7 @@ return #ids
 """
 
 SWEPT = """
-if call('HGET', PLACE, 'lost') == ARGV[1] then call('HDEL', PLACE, 'lost') end
+if call('HGET', PLACE, 'lost') == ARGV[1] then call('HDEL', PLACE, 'lost', 'sweeping') end
 return 0
 """
 

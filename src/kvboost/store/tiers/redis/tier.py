@@ -53,12 +53,27 @@ class _Limits:
 class _RedisBackend(Backend):
     """The ledger's server, where values lie if not there, and what may be stored."""
 
-    def __init__(self, url: str, *, prefix: str, patience: Patience, wanted_bytes: int | None, limits: _Limits) -> None:
-        self.place = open_place(url, prefix=prefix, patience=patience, report=self.report)
+    def __init__(
+        self,
+        url: str,
+        *,
+        prefix: str,
+        patience: Patience,
+        wanted_bytes: int | None,
+        limits: _Limits,
+        gives_memory: bool,
+    ) -> None:
+        self._early_lock = threading.Lock()
+        self._early: list[UnavailableError] | None = []  # reported before there is anything to count them with
+        self.place = open_place(url, prefix=prefix, patience=patience, report=self.report, gives_memory=gives_memory)
         self.limits = limits
         super().__init__(
             self.place.kind, place=self.place.url, wanted_bytes=wanted_bytes, default_bytes=DEFAULT_PLACE_BYTES
         )
+        with self._early_lock:
+            early, self._early = self._early, None
+        for error in early or ():
+            self.report(error)
 
     @property
     def is_available(self) -> bool:
@@ -66,6 +81,10 @@ class _RedisBackend(Backend):
 
     def report(self, error: UnavailableError) -> None:
         """Count a failure, and log the first of its kind. What was known before is not counted again."""
+        with self._early_lock:
+            if self._early is not None:
+                self._early.append(error)
+                return
         cause = error.cause
         if isinstance(cause, ServerError):
             self.health.failed("the server refused a command", cause, remedy="look at the server's limits and rights")
@@ -97,6 +116,7 @@ class RedisTier(RecordTier[_RedisBackend]):
         prefix: str = PREFIX,
         timeout_s: float = 0.03,
         min_bytes_per_s: float = 64e6,
+        gives_memory: bool = True,
     ) -> None:
         """``url`` is ``redis://`` or ``rediss://`` (TLS), with password and database if there are any; or
         ``redis+cluster://HOST:PORT``, ``redis+sentinel://HOST:PORT,HOST:PORT/SERVICE``, or
@@ -104,7 +124,8 @@ class RedisTier(RecordTier[_RedisBackend]):
 
         ``records`` says whose blocks these are and how they are written. ``capacity_bytes`` is the limit of a server
         that has none yet; None takes the default, or what lies there. A block is gone ``ttl_seconds`` after it was
-        stored. A server that cannot be reached now is a warning, and is used as soon as it can.
+        stored. A server that cannot be reached now is a warning, and is used as soon as it can. Without
+        ``gives_memory`` the ``segment`` of a Mooncake Store's URL is left to others: this process only looks.
         """
         if ttl_seconds is not None and ttl_seconds < 0.001:
             raise ConfigError(f"ttl_seconds={ttl_seconds} keeps nothing; give a positive time, or None to keep blocks")
@@ -119,6 +140,7 @@ class RedisTier(RecordTier[_RedisBackend]):
             patience=Patience(timeout_s, min_bytes_per_s),
             wanted_bytes=capacity_bytes,
             limits=_Limits(tenant_quota_bytes, ttl_ms),
+            gives_memory=gives_memory,
         )
         self._open(backend, records, owns_backend=True)
         limit = self._behind(self._ledger.capacity, None)  # connects
@@ -168,13 +190,14 @@ class RedisTier(RecordTier[_RedisBackend]):
         return self._counted(self._checked(records, keys))
 
     def _checked(self, records: Records, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
-        reported = False
+        reported: set[UnavailableError] = set()  # of several nodes each may have its own
         try:
             for key, record in zip(keys, records, strict=True):
-                if records.unavailable is not None and not reported:
-                    reported = True
-                    self._report(records.unavailable)
-                if record is None and records.unavailable is None:
+                why = records.unavailable
+                if why is not None and why not in reported:
+                    reported.add(why)
+                    self._report(why)
+                if record is None and why is None:
                     with self._lock:
                         self._unwritten.missed(key)
                 yield self._decoded(key, record)
@@ -193,6 +216,10 @@ class RedisTier(RecordTier[_RedisBackend]):
         elsewhere = self._elsewhere
         if elsewhere is not None and not elsewhere.takes(self._ledger.value(block.key)):
             return PutOutcome.REFUSED  # nothing is evicted in vain
+        limit = None if elsewhere is None else elsewhere.max_record_bytes
+        if limit is not None and self._records.size_of(block) > limit:
+            self._report(UnavailableError(ServerError(f"a record of more than {limit:,} bytes; use smaller chunks")))
+            return PutOutcome.REFUSED
         self._write_uses(link)  # so that the right ones are evicted
         if self._ledger.has(link, block.key):
             return PutOutcome.PRESENT
@@ -210,7 +237,7 @@ class RedisTier(RecordTier[_RedisBackend]):
             self._backend.health.failed(
                 "the server dropped a part of the ledger", "all blocks are dropped", remedy=remedy
             )
-        if reserved.is_new:
+        if reserved.must_sweep:
             threading.Thread(target=self._sweep, name="kvboost-redis-sweep", daemon=True).start()
         if reserved.outcome is not None or reserved.is_partial:
             return reserved.outcome or PutOutcome.REFUSED
@@ -219,7 +246,7 @@ class RedisTier(RecordTier[_RedisBackend]):
 
     def _reserved(self, link: Link, writing: Writing, block: KVBlock) -> Reservation:
         """Enter the block in the ledger, evicting others for it, some at a time."""
-        is_new = was_broken = False
+        must_sweep = was_broken = False
         for _ in range(_MAX_STEPS):
             reserved = self._ledger.reserve(
                 link,
@@ -232,10 +259,10 @@ class RedisTier(RecordTier[_RedisBackend]):
             self._backend.limited_to(reserved.capacity)
             with self._lock:
                 self._counters.evictions += reserved.evicted
-            is_new, was_broken = is_new or reserved.is_new, was_broken or reserved.was_broken
+            must_sweep, was_broken = must_sweep or reserved.must_sweep, was_broken or reserved.was_broken
             if not reserved.is_partial:
                 break
-        return replace(reserved, is_new=is_new, was_broken=was_broken)
+        return replace(reserved, must_sweep=must_sweep, was_broken=was_broken)
 
     def used(self, chain: Sequence[bytes]) -> None:
         """The keys of one prompt were used: each becomes more recent than its successors."""

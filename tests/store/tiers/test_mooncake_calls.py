@@ -1,0 +1,402 @@
+"""Mooncake's library as it hangs, dawdles and fails, played by a stand-in: what that costs, and who is blamed."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from benchmarks.common.servers import RedisServer
+from kvboost.store import RedisTier
+from kvboost.store.admin import open_catalogue
+from kvboost.store.record.format import RecordFormat
+from kvboost.store.tiers import mooncake
+from kvboost.store.tiers.mooncake import Mooncake, MooncakeRecords
+from kvboost.store.tiers.mooncake_url import own_address, parse_mooncake
+from kvboost.store.tiers.redis.ledger import Ledger
+from kvboost.store.tiers.redis.resp import ServerError
+from kvboost.store.tiers.redis.server import Patience, UnavailableError
+from kvboost.testing.blocks import SIZE, block_of, namespace
+from kvboost.testing.content import prompt
+from kvboost.types import PutOutcome
+
+RECORDS = RecordFormat(namespace())
+URL = "mooncake://127.0.0.1:1?ledger=redis://h"
+MAX_BYTES = 10**6
+
+
+class Library:
+    """As ``MooncakeDistributedStore``, as far as it is used."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.unreadable: set[str] = set()
+        self.being_written: set[str] = set()
+        self.seconds = 0.0
+        """Of each transfer."""
+        self.held = threading.Event()
+        """Cleared: transfers hang."""
+        self.held.set()
+        self.may_set_up = threading.Event()
+        self.may_set_up.set()
+        self.setup_error: Exception | None = None
+        self.closed = False
+        self.segment_bytes = -1
+        self.under_way = self.most_under_way = 0
+        self._lock = threading.Lock()
+
+    def setup(self, own: str, metadata: str, segment_bytes: int, *_: object) -> int:
+        self.segment_bytes = segment_bytes
+        self.may_set_up.wait()
+        if self.setup_error is not None:
+            raise self.setup_error
+        return 0
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_exist(self, name: str) -> int:
+        return int(name in self.values)
+
+    def batch_is_exist(self, names: list[str]) -> list[int]:
+        return [self.is_exist(name) for name in names]
+
+    def get_size(self, name: str) -> int:
+        return len(self.values[name]) if name in self.values else -704
+
+    def get_buffer(self, name: str) -> bytes | None:
+        self._transfer(len(self.values[name]))
+        return None if name in self.unreadable else self.values.get(name)
+
+    def put_parts(self, name: str, *parts: memoryview) -> int:
+        self._transfer(sum(map(len, parts)))
+        self.values[name] = b"".join(parts)
+        return 0
+
+    def remove(self, name: str, force: bool) -> int:
+        if name in self.being_written:
+            return -703
+        return 0 if self.values.pop(name, None) is not None else -704
+
+    def batch_remove(self, names: list[str], force: bool) -> list[int]:
+        return [self.remove(name, force) for name in names]
+
+    def remove_by_regex(self, pattern: str, force: bool) -> int:
+        names = [name for name in self.values if re.search(pattern, name)]
+        return sum(self.remove(name, force) == 0 for name in names)
+
+    def _transfer(self, nbytes: int) -> None:
+        with self._lock:
+            self.under_way += nbytes
+            self.most_under_way = max(self.most_under_way, self.under_way)
+        time.sleep(self.seconds)
+        self.held.wait()
+        with self._lock:
+            self.under_way -= nbytes
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    made = Library()
+    module = ModuleType("mooncake.store")
+    module.MooncakeDistributedStore = lambda: made  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
+    monkeypatch.setitem(sys.modules, "mooncake.store", module)
+    monkeypatch.setattr(mooncake, "own_address", lambda master, timeout_s: "127.0.0.1")
+    yield made
+    made.held.set()
+    made.may_set_up.set()
+
+
+class Opened:
+    """The values of a stand-in, and what was reported."""
+
+    def __init__(self, library: Library, *, timeout_s: float, url: str = URL) -> None:
+        self.reported: list[UnavailableError] = []
+        patience = Patience(timeout_s, min_bytes_per_s=1e9)
+        self.values = Mooncake(parse_mooncake(url), patience=patience, report=self.reported.append)
+        self.ledger = Ledger("p", tenant=b"", space=b"", elsewhere=self.values)
+        self._library = library
+
+    def keys(self, count: int, *, nbytes: int = 100) -> list[bytes]:
+        """Of so many values that are there."""
+        keys = [b"%d" % number for number in range(count)]
+        self._library.values |= {self.name(key): key.ljust(nbytes) for key in keys}
+        return keys
+
+    def name(self, key: bytes) -> str:
+        return self.ledger.value(key).decode()
+
+    def load(self, keys: list[bytes]) -> MooncakeRecords:
+        return self.values.load(keys, ledger=self.ledger, max_bytes=MAX_BYTES)
+
+    def put(self, key: bytes) -> bool:
+        return self.values.put([self.ledger.value(key)], [(memoryview(b"value"),)], until_kept_ms=1)
+
+    def close(self) -> None:
+        self._library.held.set()
+        self.values.close()
+
+
+def opened(library: Library, *, timeout_s: float, url: str = URL) -> closing[Opened]:
+    return closing(Opened(library, timeout_s=timeout_s, url=url))
+
+
+def open_tier(ledger: str, **options: Any) -> RedisTier:
+    return RedisTier(f"mooncake://127.0.0.1:1?ledger={ledger}", records=RECORDS, timeout_s=10.0, **options)
+
+
+def until(holds: Callable[[], bool], *, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come to that in time"
+        time.sleep(0.005)
+
+
+def test_values_come_in_order_and_what_is_not_there_is_a_miss(library: Library) -> None:
+    with opened(library, timeout_s=10.0) as store:
+        keys = store.keys(9)
+        wanted = [*keys[:5], b"other", *keys[5:]]
+        found = list(store.load(wanted))
+        assert [None if record is None else bytes(record).strip() for record in found] == [*keys[:5], None, *keys[5:]]
+        assert not store.reported
+
+
+def test_requests_that_wait_for_each_other_are_not_held_against_the_store(library: Library) -> None:
+    with opened(library, timeout_s=0.5) as store:
+        keys = store.keys(4)
+        library.seconds = 0.4
+        first, second = store.load(keys), store.load(keys)
+        assert list(second) == [None] * 4, "nobody had to wait, so this test tests nothing"
+        assert None not in list(first)
+        assert store.values.is_available
+        assert not store.reported
+
+
+def test_asking_what_is_there_does_not_wait_for_values(library: Library) -> None:
+    with opened(library, timeout_s=10.0) as store:
+        keys = store.keys(8)
+        library.held.clear()
+        loading = store.load(keys)
+        until(lambda: library.under_way == 4 * 100)
+        begin = time.monotonic()
+        assert store.values.exist([store.ledger.value(key) for key in keys]) == [True] * 8
+        assert time.monotonic() - begin < 5.0
+        library.held.set()
+        assert None not in list(loading)
+
+
+def test_a_value_that_hangs_closes_the_store_until_it_comes(library: Library) -> None:
+    with opened(library, timeout_s=0.1) as store:
+        keys = store.keys(3)
+        library.held.clear()
+        loading = store.load(keys)
+        assert list(loading) == [None] * 3
+        assert loading.unavailable is not None
+        list(store.load(keys))  # where the first one found it busy, as its call had begun late
+        time.sleep(0.3)
+        assert not store.values.is_available, "used again while it hangs"
+        library.held.set()
+        until(lambda: store.values.is_available)
+        assert None not in list(store.load(keys))
+
+
+def test_a_value_that_hangs_is_seen_though_nobody_waited_for_it(library: Library) -> None:
+    with opened(library, timeout_s=0.1) as store:
+        keys = store.keys(2)
+        library.held.clear()
+        store.load(keys).close()
+        until(lambda: library.under_way > 0)
+        time.sleep(0.2)
+        assert list(store.load(keys)) == [None] * 2
+        assert not store.values.is_available
+
+
+def test_one_lookup_has_one_budget(library: Library) -> None:
+    with opened(library, timeout_s=0.2) as store:
+        keys = store.keys(40)
+        library.seconds = 0.1
+        begin = time.monotonic()
+        found = list(store.load(keys))
+        assert time.monotonic() - begin < 0.6, "every record had a budget of its own"
+        assert found[0] is not None
+        assert found[-1] is None
+        assert store.values.is_available
+
+
+def test_a_value_that_cannot_be_read_is_told_and_costs_no_other(library: Library) -> None:
+    with opened(library, timeout_s=10.0) as store:
+        keys = store.keys(3)
+        library.unreadable.add(store.name(keys[1]))
+        loading = store.load(keys)
+        assert next(loading) is not None
+        assert next(loading) is None
+        assert loading.unavailable is not None
+        assert isinstance(loading.unavailable.cause, ServerError)
+        assert next(loading) is not None
+        assert loading.unavailable is None
+        assert store.values.is_available
+
+
+def test_no_more_bytes_are_under_way_than_the_buffer_has(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "_BUFFER_BYTES", 1000)
+    with opened(library, timeout_s=10.0) as store:
+        library.seconds = 0.02
+        assert None not in list(store.load(store.keys(8, nbytes=400)))
+        assert library.most_under_way == 800
+
+
+def test_a_value_written_too_late_is_taken_back(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "_BEHIND_S", 0.1)
+    with opened(library, timeout_s=0.1) as store:
+        library.held.clear()
+        assert not store.put(b"late")
+        assert store.name(b"late") not in library.values
+        removed: list[str] = []
+        monkeypatch.setattr(library, "remove", lambda name, force: removed.append(name) or 0)
+        library.held.set()
+        until(lambda: removed == [store.name(b"late")])
+
+
+def test_a_value_that_is_being_written_is_removed_later_and_no_failure(library: Library) -> None:
+    with opened(library, timeout_s=10.0) as store:
+        names = [store.ledger.value(key) for key in store.keys(3)]
+        library.being_written.add(names[1].decode())
+        assert store.values.unlink([*names, b"absent"]) == [names[0], names[2], b"absent"]
+        assert not store.reported
+
+
+def test_a_store_set_up_after_it_was_closed_is_left(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "_BEHIND_S", 0.05)
+    library.may_set_up.clear()
+    store = Opened(library, timeout_s=0.05)
+    store.close()
+    assert not library.closed
+    library.may_set_up.set()
+    until(lambda: library.closed)
+
+
+def test_the_library_is_not_set_up_while_nobody_is_there(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold up every thread of the process."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        url = f"mooncake://127.0.0.1:{listener.getsockname()[1]}?ledger=redis://h"
+        monkeypatch.setattr(mooncake, "own_address", own_address)
+        with opened(library, timeout_s=1.0, url=url) as store:
+            assert [type(error.cause) for error in store.reported] == [ConnectionRefusedError]
+            time.sleep(0.3)
+            assert library.segment_bytes == -1, "it was set up"
+            listener.listen()
+            until(lambda: store.values.is_available)
+
+
+def test_a_library_that_raises_at_the_start_is_tried_again(library: Library) -> None:
+    library.setup_error = RuntimeError("no device")
+    with opened(library, timeout_s=1.0) as store:
+        assert [str(error.cause) for error in store.reported] == ["no device"]
+        assert not store.values.is_available
+        library.setup_error = None
+        until(lambda: store.values.is_available)
+
+
+def test_values_are_forgotten_by_the_beginning_of_their_names(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(library, timeout_s=10.0) as store:
+        library.values = {"p:{ab:1:x}": b"", "p:{abc:1:x}": b"", "q:p:{ab:1:x}": b"", "p:{ab:2:x}": b""}
+        store.values.forget(store.ledger.values_of(b"ab"))
+        assert set(library.values) == {"p:{abc:1:x}", "q:p:{ab:1:x}"}
+        store.values.forget(store.ledger.values_of(b"*"))
+        assert set(library.values) == {"q:p:{ab:1:x}"}
+        assert not store.reported
+        monkeypatch.delattr(Library, "remove_by_regex")
+        store.values.forget(b"p")
+        assert "too old" in str(store.reported[-1].cause)
+
+
+def test_a_failure_while_a_tier_is_opened_is_counted(library: Library, redis_at: RedisServer) -> None:
+    library.setup_error = RuntimeError("no device")
+    with pytest.warns(RuntimeWarning, match="no device"), closing(open_tier(redis_at.url)) as tier:
+        assert sum(tier.health().values()) == 1
+
+
+def test_a_record_that_is_too_long_evicts_nothing(
+    library: Library, redis_at: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = [block_of(prompt(f"text {number}")[0]) for number in range(3)]
+    large = block_of(prompt("large")[0], 3 * SIZE)
+    each = RECORDS.size_of(blocks[0]) + 4096
+    monkeypatch.setattr(Mooncake, "max_record_bytes", RECORDS.size_of(large) - 1)
+    with closing(open_tier(redis_at.url, capacity_bytes=3 * each)) as tier:
+        assert {tier.store(block) for block in blocks} == {PutOutcome.STORED}
+        with pytest.warns(RuntimeWarning, match="smaller chunks"):
+            assert tier.store(large) is PutOutcome.REFUSED
+        assert tier.stats().evictions == 0
+        assert tier.contains([block.key for block in blocks]) == [True] * 3
+
+
+@pytest.mark.parametrize("gives", [True, False])
+def test_memory_is_given_by_who_stores_and_not_by_who_looks(
+    library: Library, redis_at: RedisServer, gives: bool
+) -> None:
+    ledger = f"{redis_at.url}&segment=16MiB"
+    with closing(open_tier(ledger, gives_memory=gives)):
+        assert library.segment_bytes == (2**24 if gives else 0)
+    if not gives:
+        library.segment_bytes = 1
+        with closing(open_catalogue(f"mooncake://127.0.0.1:1?ledger={ledger}")) as catalogue:
+            assert library.segment_bytes == 0
+            library.segment_bytes = 1
+            with closing(catalogue.tier(RECORDS, capacity_bytes=None)):
+                assert library.segment_bytes == 0
+
+
+def test_every_failure_of_a_load_is_counted(library: Library, redis_at: RedisServer) -> None:
+    blocks = [block_of(prompt(f"text {number}")[0]) for number in range(4)]
+    with closing(open_tier(redis_at.url)) as tier:
+        assert {tier.store(block) for block in blocks} == {PutOutcome.STORED}
+        library.unreadable |= {tier._ledger.value(block.key).decode() for block in blocks[:3]}
+        with pytest.warns(RuntimeWarning, match="cannot be read"):
+            found = list(tier.load([block.key for block in blocks]))
+        assert [block is None for block in found] == [True, True, True, False]
+        assert sum(tier.health().values()) == 3
+
+
+_HANGS = """
+import sys, threading, types
+from kvboost.store.tiers import mooncake
+from tests.store.tiers.test_mooncake_calls import Library, Opened
+library = Library()
+module = types.ModuleType("mooncake.store")
+module.MooncakeDistributedStore = lambda: library
+sys.modules["mooncake"] = types.ModuleType("mooncake")
+sys.modules["mooncake.store"] = module
+mooncake.own_address = lambda master, timeout_s: "127.0.0.1"
+store = Opened(library, timeout_s=0.1)
+keys = store.keys(4)
+library.held.clear()
+print(list(store.load(keys)), flush=True)
+"""
+
+
+def test_a_call_that_hangs_does_not_keep_the_process() -> None:
+    command = [sys.executable, "-c", textwrap.dedent(_HANGS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str([None] * 4)
+
+
+def test_a_stand_in_has_what_the_library_has() -> None:
+    library: Any = pytest.importorskip("mooncake.store").MooncakeDistributedStore
+    used = [name for name in vars(Library) if not name.startswith("_")]
+    assert [name for name in used if not hasattr(library, name)] == []
