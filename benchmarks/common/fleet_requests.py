@@ -1,7 +1,7 @@
 """Prompts of token ids in the shape of a trace, for a real fleet: made-up text by the trace's ids, lengths scaled down.
 
 Used by :mod:`benchmarks.fleet.ray_fleet`. Invariants: equal ids are equal text, wherever they stand; every piece of
-text ends with a paragraph, so that an engine cuts it alike wherever it stands.
+text ends with a paragraph, so that an engine cuts it alike wherever it stands, if a blank line is one token.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from benchmarks.internals import break_table, make_chunker, token_array
 from benchmarks.runner import main
 from kvboost.bench.report import Report
 from kvboost.fleet.route import RouteCosts, RoutePrompt
-from tests.helpers.tokenizer import byte_tokenizer
+from tests.helpers.tokenizer import byte_tokenizer, word_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_equal_ids_are_equal_text_that_is_cut_at_its_end_wherever_it_stands() -> None:
-    tokenizer = byte_tokenizer()
+    tokenizer = word_tokenizer(["some words of letters\n\n" * 9], vocab_size=300)  # a blank line is a token
     text = MadeUpText(tokenizer)
     chunker = make_chunker("natural", size=16, breaks=break_table(tokenizer))
     part, other = text.of(b"a part", 50), text.of(b"another", 33)
