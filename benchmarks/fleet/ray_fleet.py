@@ -312,11 +312,10 @@ def _simulate(
     for router, out in outcomes.items():
         pooled = router == _POOLED
         compute, load = out.costs
-        move = min(args.recompute * _REPAIR_FACTOR * compute, load)
         fleet = Fleet(
             1 if pooled else args.replicas,
             capacity * (args.replicas if pooled else 1),
-            RouteCosts(compute, move, load),
+            RouteCosts(compute, args.recompute * _REPAIR_FACTOR * compute, load),
             requests.chained,
             event_delay=_TOLD_S / 2,
         )
