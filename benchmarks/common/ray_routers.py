@@ -16,7 +16,6 @@ class RoundRobin(RequestRouter):  # type: ignore[misc]
     def initialize_state(self, **_: Any) -> None:
         """Called by Serve."""
         self._turns = itertools.count()
-        self._turn_of: dict[str, int] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
