@@ -10,7 +10,10 @@ import os
 import sys
 from typing import Any
 
-_ROUTERS = {"round robin": "RoundRobin", "prefix affinity": "PrefixAffinity"}
+_ROUTERS = {
+    "round robin": "ray.serve.experimental.round_robin_router.RoundRobinRouter",
+    "prefix affinity": "benchmarks.common.ray_routers.PrefixAffinity",
+}
 _OBJECT_STORE_BYTES = 100 * 2**20
 
 
@@ -22,7 +25,7 @@ def router_of(name: str) -> Any:
         return None
     if name == "power of two":
         return RequestRouterConfig()  # Serve's default
-    return RequestRouterConfig(request_router_class=f"benchmarks.common.ray_routers.{_ROUTERS[name]}")
+    return RequestRouterConfig(request_router_class=_ROUTERS[name])
 
 
 def processes() -> dict[str, dict[str, int]]:
