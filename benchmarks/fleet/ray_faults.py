@@ -13,6 +13,7 @@ import itertools
 import os
 import random
 import signal
+import statistics
 import tempfile
 import threading
 import time
@@ -135,7 +136,8 @@ def run(args: argparse.Namespace) -> Report:
         if model is None:
             from tests.helpers.serving import tiny_folder
 
-            model = tiny_folder(Path(stack.enter_context(tempfile.TemporaryDirectory())), num_hidden_layers=4)
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            model = tiny_folder(scratch / "tiny-llama", num_hidden_layers=4)
         model = model.expanduser().resolve()
         text = MadeUpText(light_tokenizer(str(model)))
         prompts = [
@@ -255,7 +257,7 @@ def _tell(
             len(own),
             len(under_way),
             len(lost) - len(under_way),
-            f"{seconds[len(seconds) // 2]:.2f}",
+            f"{statistics.median(seconds):.2f}",
             f"{seconds[-1]:.2f}",
             f"{max(kill.settled for kill, _ in own):.1f}",
         )
@@ -268,7 +270,7 @@ def _tell(
     report.failed |= wrong > 0 or different > 0
     table.notes.append(
         f"{len(load.asked):,} requests, {found:,} found in a cache, {wrong} wrong; {different} of {len(load.expected)} "
-        f"first answers differ from a plain engine's, and {len({e[0] for e in load.expected})} from each other. "
+        f"first answers differ from a plain engine's; they have {len({e[0] for e in load.expected})} different texts. "
         f"Hits are back with the first of {_IN_A_ROW} answers in a row of which at least half was found; the bar is "
         f"{_BAR_S:g} s. Failures: {', '.join(f'{name} x{count}' for name, count in failures.items()) or 'none'}."
     )
