@@ -43,6 +43,7 @@ from kvboost.hf.cache import KVLayout, SlabCache, SlabLayer, TensorSpec, stock_c
 from kvboost.hf.codec import KVCodec, codec_for
 from kvboost.hf.few_rows import exchanged, shapes_to_exchange
 from kvboost.hf.joint import JointPrefill, probe_joint
+from kvboost.hf.light_tokenizer import light_tokenizer
 from kvboost.hf.loading import ModelSource
 from kvboost.hf.probe import probe_model
 from kvboost.hf.prompt import PromptEncoder
@@ -94,6 +95,7 @@ __all__ = [
     "chunk_keys",
     "codec_for",
     "exchanged",
+    "light_tokenizer",
     "loads_of",
     "make_chunker",
     "measure_rates",

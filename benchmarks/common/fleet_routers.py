@@ -20,6 +20,7 @@ from kvboost.fleet.summary import KeyUpdate, ShortKeys
 
 _NONE: ShortKeys = np.empty(0, dtype=np.uint64)
 _ABOVE = 1.5  # times the shortest queue: prefix affinity goes elsewhere, as vllm-router does
+_WORTH = 0.1  # of a prompt: Ray's router follows no shorter prefix
 
 
 def _seconds(queues: Mapping[str, float]) -> npt.NDArray[np.float64]:
@@ -78,6 +79,35 @@ def prefix_affinity() -> Strategy:
         replicas = simulation.replicas
         tied = sorted((name for name in found if found[name] == best), key=lambda name: replicas[name].number)
         name = other(simulation, request, {n: queues[n] for n in tied} if tied else queues)
+        sent.apply(name, KeyUpdate(keys, _NONE, whole=False))
+        return name
+
+    return choose
+
+
+def ray_affinity() -> Strategy:
+    """As Ray's own router does it: the longest prefix, whatever the queue; below a tenth the one that was sent least.
+
+    "Least" is what its tree holds of a replica: text that several prompts begin with counts once.
+    """
+    sent, other, held = FleetIndex(), power_of_two(), dict[str, float]()
+
+    def choose(simulation: Simulation, request: Request, queues: Mapping[str, float]) -> str:
+        keys, prompt = request.prompt.prefix_keys, request.prompt
+        found = {}
+        for name in queues:
+            place = sent.place(name)
+            bits = (sent.holders(keys)[:, (place or 0) // 64] >> np.uint64((place or 0) % 64)) & np.uint64(1)
+            run = np.logical_and.accumulate(bits.astype(bool)) if place is not None else np.zeros(len(keys), dtype=bool)
+            found[name] = float(prompt.chunk_tokens[run].sum())
+        best = max(found.values())
+        if best >= _WORTH * prompt.prompt_tokens:
+            tied = [name for name in found if found[name] == best]
+        else:
+            least = min(held.get(name, 0.0) for name in queues)
+            tied = [name for name in queues if held.get(name, 0.0) == least]
+        name = other(simulation, request, {name: queues[name] for name in tied})
+        held[name] = held.get(name, 0.0) + prompt.prompt_tokens - found[name]
         sent.apply(name, KeyUpdate(keys, _NONE, whole=False))
         return name
 

@@ -48,3 +48,12 @@ def test_the_router_is_ours() -> None:
     config = _deployments()[1]._deployment_config.request_router_config
     assert config.get_request_router_class() is ContentRouter
     assert config.request_router_kwargs["model_name"] == "model"
+
+
+def test_another_router_takes_the_place_of_ours() -> None:
+    from ray.serve.config import RequestRouterConfig
+
+    from kvboost.integrations.ray.router import ContentRouter
+
+    config = _deployments(router=RequestRouterConfig())[1]._deployment_config.request_router_config
+    assert config.get_request_router_class() is not ContentRouter

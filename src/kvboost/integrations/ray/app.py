@@ -39,6 +39,7 @@ def build_app(
     runner: RunnerConfig | None = None,
     limits: Limits | None = None,
     ray_config: RayConfig | None = None,
+    router: RequestRouterConfig | None = None,
 ) -> serve.Application:
     """The application for ``serve.run`` or a Serve config file.
 
@@ -49,6 +50,7 @@ def build_app(
         runner: How a replica runs its requests.
         limits: What one client and one request may take, in each replica.
         ray_config: How many replicas there are, and what each reserves.
+        router: Another of Serve's request routers in place of ours, as measurements have it.
     """
     server, runner, limits = server or ServerConfig(), runner or RunnerConfig(), limits or Limits()
     fleet = ray_config or RayConfig()
@@ -64,7 +66,7 @@ def build_app(
         max_ongoing_requests=limits.max_streams,
         graceful_shutdown_timeout_s=server.drain_seconds + _FLUSH_S,
         ray_actor_options={"num_cpus": fleet.replica_cpus, "num_gpus": fleet.replica_gpus},
-        request_router_config=_router_config(model, server),
+        request_router_config=router or _router_config(model, server),
         **scaling,
     )
     fronts = serve.deployment(
