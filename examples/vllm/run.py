@@ -1,8 +1,8 @@
-"""Reads a text with vLLM, forgets it, and reads it again from KVBoost's disk tier.
+"""Reads a text with vLLM, empties vLLM's own cache, and reads it again from KVBoost's memory.
 
     python examples/vllm/run.py --model MODEL [--directory DIR]
 
-Run it twice with the same directory: the second run finds the text at once.
+Run it twice with the same directory: the second run finds the text on the disk at once.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc]
     failures: int = 0
     """Loads that the scheduler knows to have failed."""
     idle: bool = False
-    """Nothing is computed in this step."""
+    """Nothing is computed in this step, and it may wait for a fetch."""
 
 
 @dataclass

@@ -89,6 +89,8 @@ class Place:
     keys: RequestKeys
     has_events: bool = False
     """Whether vLLM publishes KV events."""
+    may_wait: bool = False
+    """Whether nobody else is held up by a step without work that waits."""
 
     def open(self, *, memory: bool) -> ChunkStore:
         """The worker's store; without ``memory`` only to look into the tiers below."""
@@ -137,7 +139,10 @@ def make_place(vllm_config: Any, kv_cache_config: Any, *, version: str) -> Place
     keys = RequestKeys(fields, chunker=chunker, tenant=config.tenant, codec=codec.name)
     events = vllm_config.kv_events_config
     has_events = events is not None and bool(events.enable_kv_cache_events)
-    return Place(replace(settings, engine=config), layers, block_size, layout, codec, chunker, keys, has_events)
+    # With asynchronous scheduling another step may be under way, and ranks of data parallelism step together.
+    may_wait = not vllm_config.scheduler_config.async_scheduling and parallel.data_parallel_size == 1
+    settings = replace(settings, engine=config)
+    return Place(settings, layers, block_size, layout, codec, chunker, keys, has_events, may_wait)
 
 
 def _only_group(kv_cache_config: Any) -> tuple[list[str], Any]:

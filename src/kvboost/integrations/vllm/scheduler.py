@@ -164,16 +164,19 @@ class SchedulerSide:
             self._scheduled(request, pages, computed=computed, output=output, anew=request in cached.resumed_req_ids)
         orders, self._orders = self._orders, Orders()
         orders.failures = self._failures
-        orders.idle = not output.total_num_scheduled_tokens
-        if orders.idle:
-            self._await_lookup()
+        idle = self._place.may_wait and not output.total_num_scheduled_tokens
+        orders.idle = idle and not self._await_lookup()
         return orders
 
-    def _await_lookup(self) -> None:
-        """Wait a moment for a lookup: vLLM asks again at once, and its loop would keep our threads from running."""
+    def _await_lookup(self) -> bool:
+        """Wait a moment for a lookup: vLLM asks again at once, and its loop would keep our threads from running.
+
+        False if nothing is looked for.
+        """
         looking = [t.found for t in self._requests.values() if t.state is _State.LOOKING and t.found is not None]
         if looking:
             wait(looking, timeout=IDLE_S, return_when=FIRST_COMPLETED)
+        return bool(looking)
 
     def told(self, report: Report) -> None:
         """What the worker has done."""

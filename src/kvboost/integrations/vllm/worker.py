@@ -118,7 +118,7 @@ class WorkerSide:
         if orders.idle:
             with self._lock:
                 # vLLM asks again at once, and its loop would keep the fetching threads from running.
-                if self._fetching:
+                if self._fetching and not self._report.held:
                     self._lock.wait(IDLE_S)
 
     def end(self, orders: Orders) -> None:
