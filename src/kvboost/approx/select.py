@@ -24,12 +24,6 @@ def _highest(score: torch.Tensor, count: int) -> torch.Tensor:
     return score.topk(min(count, len(score))).indices.sort().values
 
 
-def evenly(count: int, budget: int) -> torch.Tensor:
-    """Indices of ``budget`` of ``count`` positions at even distances, ascending."""
-    budget = min(budget, count)
-    return torch.arange(budget) * count // max(1, budget)
-
-
 def _marked(mask: torch.Tensor) -> torch.Tensor:
     return mask.nonzero().flatten()
 
@@ -87,7 +81,9 @@ class Even(Nothing):
 
     def choose(self, situation: RepairSituation) -> torch.Tensor:
         """The first of every few, as many as the budget has."""
-        return evenly(len(situation.positions), situation.budget)
+        count = len(situation.positions)
+        budget = min(situation.budget, count)
+        return torch.arange(budget) * count // max(1, budget)
 
 
 @dataclass(frozen=True)

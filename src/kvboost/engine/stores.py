@@ -51,21 +51,12 @@ class Stores:
     """Opens the store of each tenant. The first one opened holds the connections: it is closed last."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        *,
-        layout: KVLayout,
-        codec: KVCodec,
-        costs: CostModel,
-        repaired_share: float,
-        gives_memory: bool = True,
+        self, config: EngineConfig, *, layout: KVLayout, codec: KVCodec, costs: CostModel, repaired_share: float
     ) -> None:
-        """Opens nothing yet. ``repaired_share`` of repositioned tokens will be recomputed. Without ``gives_memory`` no
-        memory of this process is given to a fleet's store, whatever ``remote_url`` says.
+        """Opens nothing yet. ``repaired_share`` of repositioned tokens will be recomputed.
 
         Raises ConfigError for a key that cannot be used.
         """
-        self._gives_memory = gives_memory
         self._reposition_saves = max(0.0, 1.0 - repaired_share)
         self._config, self._layout, self._codec, self._costs = config, layout, codec, costs
         self._key = read_key(config.record_key_file) if config.record_key_file is not None else None
@@ -181,7 +172,6 @@ class Stores:
                     records=records,
                     ttl_seconds=config.remote_ttl_seconds,
                     tenant_quota_bytes=quota,
-                    gives_memory=self._gives_memory,
                 )
             )
         if config.object_url is not None:

@@ -35,13 +35,15 @@ def test_a_wrong_setting_says_what_to_do(extra: dict[str, object], said: str) ->
 
 @pytest.mark.parametrize("memory", [True, False])
 def test_who_only_looks_gives_no_memory_to_a_fleet(monkeypatch: pytest.MonkeyPatch, memory: bool) -> None:
-    given: list[bool] = []
+    given: list[str] = []
 
-    def stores(config: Any, *, gives_memory: bool, **_: object) -> Any:
-        given.append(gives_memory)
+    def stores(config: Any, **_: object) -> Any:
+        given.append(config.remote_url)
         return SimpleNamespace(open=lambda tenant, root: None)
 
     monkeypatch.setattr(place, "Stores", stores)
     nothing: Any = SimpleNamespace(namespace=lambda: b"")
-    Place(connector_config({}), [], 16, nothing, nothing, nothing, nothing).open(memory=memory)
-    assert given == [memory]
+    url = "mooncake://host:1?ledger=redis://host:2"
+    config = connector_config({"remote_url": f"{url}&segment=1GiB"})
+    Place(config, [], 16, nothing, nothing, nothing, nothing).open(memory=memory)
+    assert given == [f"{url}&segment=1GiB" if memory else url]

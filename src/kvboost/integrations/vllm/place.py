@@ -20,6 +20,7 @@ from kvboost.hf.breaks import break_table
 from kvboost.hf.cache import KVLayout, TensorSpec
 from kvboost.hf.codec import KVCodec, codec_for
 from kvboost.integrations.vllm.identity import RequestKeys, model_fields
+from kvboost.store.tiers.mooncake_url import giving_nothing
 
 _log = logging.getLogger(__name__)
 _DEFAULT_BYTES = 4 * 2**30
@@ -95,15 +96,10 @@ class Place:
     def open(self, *, memory: bool) -> ChunkStore:
         """The worker's store; without ``memory`` only to look into the tiers below."""
         config = self.settings.engine
-        config = config if memory else replace(config, cache_bytes=0)
-        stores = Stores(
-            config,
-            layout=self.layout,
-            codec=self.codec,
-            costs=CostModel(),
-            repaired_share=0.0,
-            gives_memory=memory,
-        )
+        if not memory:
+            remote = giving_nothing(config.remote_url) if config.remote_url is not None else None
+            config = replace(config, cache_bytes=0, remote_url=remote)
+        stores = Stores(config, layout=self.layout, codec=self.codec, costs=CostModel(), repaired_share=0.0)
         return stores.open(config.tenant, root=self.keys.namespace())
 
     @property

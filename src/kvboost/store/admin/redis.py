@@ -16,6 +16,7 @@ from kvboost.errors import PlaceError
 from kvboost.store.admin.base import MAX_RECORD_BYTES, Entry, ImportTier, head_of
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.header import PAGE
+from kvboost.store.tiers.mooncake_url import giving_nothing
 from kvboost.store.tiers.redis.ledger import Ledger
 from kvboost.store.tiers.redis.loading import OversizedValueError, received
 from kvboost.store.tiers.redis.places import open_place
@@ -37,11 +38,9 @@ class RedisCatalogue:
 
     def __init__(self, url: str) -> None:
         """Raises ConfigError for an URL that cannot work, PlaceError if nobody answers there."""
-        self._url = url
+        self._url = url = giving_nothing(url)
         self._failures: list[UnavailableError] = []  # of values that lie elsewhere
-        self._place = open_place(
-            url, prefix=PREFIX, patience=_PATIENCE, report=self._failures.append, gives_memory=False
-        )
+        self._place = open_place(url, prefix=PREFIX, patience=_PATIENCE, report=self._failures.append)
         self._server, self._elsewhere = self._place.server, self._place.elsewhere
         self._whole = self._ledger_of(b"", b"")
         try:
@@ -140,9 +139,7 @@ class RedisCatalogue:
 
     def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
         """A Redis tier on this server."""
-        return RedisTier(
-            self._url, capacity_bytes=capacity_bytes, records=records, timeout_s=_TIMEOUT_S, gives_memory=False
-        )
+        return RedisTier(self._url, capacity_bytes=capacity_bytes, records=records, timeout_s=_TIMEOUT_S)
 
     def limit(self) -> int | None:
         """The ledger's."""

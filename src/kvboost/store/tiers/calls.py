@@ -7,16 +7,18 @@ not done; time in a queue of ours is never held against the library.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 _NEARLY = 0.9  # of its time: who waits for a call began to a little before the call did
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class Call(Generic[T]):
@@ -84,8 +86,10 @@ class Call(Generic[T]):
             self._done.set()
         if self.is_given_up() and self._late is not None and self._error is None:
             self.begins()
-            with suppress(Exception):  # nobody waits for it, and the thread must live on
+            try:
                 self._late(self._result)
+            except Exception:  # noqa: BLE001 - nobody waits for it, and the thread must live on
+                _log.warning("what came too late could not be taken back", exc_info=True)
             self.pauses()
 
 

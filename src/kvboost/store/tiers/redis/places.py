@@ -6,7 +6,7 @@ Used by the Redis tier and by ``kvboost cache``. Invariant: nothing here names a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvboost.store.tiers.mooncake import Mooncake
 from kvboost.store.tiers.mooncake_url import parse_mooncake
@@ -42,22 +42,13 @@ class Place:
             self.elsewhere.close()
 
 
-def open_place(
-    url: str,
-    *,
-    prefix: str,
-    patience: Patience,
-    report: Callable[[UnavailableError], None],
-    gives_memory: bool = True,
-) -> Place:
+def open_place(url: str, *, prefix: str, patience: Patience, report: Callable[[UnavailableError], None]) -> Place:
     """What an URL names. Raises ConfigError for one that cannot work, or if a package is missing.
 
-    ``report`` is told what goes wrong with values that lie elsewhere. Without ``gives_memory`` the URL's ``segment`` is
-    not given: values in it would go with this process.
+    ``report`` is told what goes wrong with values that lie elsewhere.
     """
     if url.startswith("mooncake://"):
         mooncake = parse_mooncake(url)
-        mooncake = mooncake if gives_memory else replace(mooncake, segment_bytes=0)
         # Apart from a tier that has its values in the same Redis.
         found = connector(mooncake.ledger, prefix=f"{prefix}-mooncake")
         values = Mooncake(mooncake, patience=patience, report=report)

@@ -53,19 +53,10 @@ class _Limits:
 class _RedisBackend(Backend):
     """The ledger's server, where values lie if not there, and what may be stored."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        prefix: str,
-        patience: Patience,
-        wanted_bytes: int | None,
-        limits: _Limits,
-        gives_memory: bool,
-    ) -> None:
+    def __init__(self, url: str, *, prefix: str, patience: Patience, wanted_bytes: int | None, limits: _Limits) -> None:
         self._early_lock = threading.Lock()
         self._early: list[UnavailableError] | None = []  # reported before there is anything to count them with
-        self.place = open_place(url, prefix=prefix, patience=patience, report=self.report, gives_memory=gives_memory)
+        self.place = open_place(url, prefix=prefix, patience=patience, report=self.report)
         self.limits = limits
         super().__init__(
             self.place.kind, place=self.place.url, wanted_bytes=wanted_bytes, default_bytes=DEFAULT_PLACE_BYTES
@@ -116,7 +107,6 @@ class RedisTier(RecordTier[_RedisBackend]):
         prefix: str = PREFIX,
         timeout_s: float = 0.03,
         min_bytes_per_s: float = 64e6,
-        gives_memory: bool = True,
     ) -> None:
         """``url`` is ``redis://`` or ``rediss://`` (TLS), with password and database if there are any; or
         ``redis+cluster://HOST:PORT``, ``redis+sentinel://HOST:PORT,HOST:PORT/SERVICE``, or
@@ -124,8 +114,7 @@ class RedisTier(RecordTier[_RedisBackend]):
 
         ``records`` says whose blocks these are and how they are written. ``capacity_bytes`` is the limit of a server
         that has none yet; None takes the default, or what lies there. A block is gone ``ttl_seconds`` after it was
-        stored. A server that cannot be reached now is a warning, and is used as soon as it can. Without
-        ``gives_memory`` the ``segment`` of a Mooncake Store's URL is left to others: this process only looks.
+        stored. A server that cannot be reached now is a warning, and is used as soon as it can.
         """
         if ttl_seconds is not None and ttl_seconds < 0.001:
             raise ConfigError(f"ttl_seconds={ttl_seconds} keeps nothing; give a positive time, or None to keep blocks")
@@ -140,7 +129,6 @@ class RedisTier(RecordTier[_RedisBackend]):
             patience=Patience(timeout_s, min_bytes_per_s),
             wanted_bytes=capacity_bytes,
             limits=_Limits(tenant_quota_bytes, ttl_ms),
-            gives_memory=gives_memory,
         )
         self._open(backend, records, owns_backend=True)
         limit = self._behind(self._ledger.capacity, None)  # connects
