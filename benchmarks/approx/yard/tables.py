@@ -11,8 +11,10 @@ from typing import Any
 
 from benchmarks.approx.yard.strategies import NONE
 from benchmarks.common.quality import SEED, interval, mean_cell
+from kvboost.bench.journal import Kind
 from kvboost.bench.report import BenchError, Machine, Report, Spread, Table, ratios
 
+KIND = Kind("yardstick", 1, ("prompt", "history", "strategy"))
 FLOOR = "floor"
 Samples = list[dict[str, Any]]
 _TITLES = {
