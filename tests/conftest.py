@@ -108,4 +108,4 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 def prices_as_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether moving pays is decided by a guess under which it does: a busy machine must not decide a test."""
     monkeypatch.setattr(Prefiller, "_observe", lambda self, reading: None)
-    monkeypatch.setattr("kvboost.core.costs._DEFAULT_REPAIR_FACTOR", 0.5)
+    monkeypatch.setattr("kvboost.core.costs._DEFAULT_REPAIR_FACTOR", 0.4)

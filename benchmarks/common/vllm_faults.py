@@ -70,6 +70,15 @@ def seed_fault(name: str) -> None:
             scheduled(self, request, pages, anew=False, **step)
 
         scheduler.SchedulerSide._scheduled = extend  # type: ignore[method-assign]
+    elif name == "approximate KV is kept":
+        takes_part = scheduler.SchedulerSide._scheduled
+
+        def keep_too(self: Any, request: str, *step: Any, **how: Any) -> None:
+            if (tracked := self._requests.get(request)) is not None:
+                tracked.apart = False
+            takes_part(self, request, *step, **how)
+
+        scheduler.SchedulerSide._scheduled = keep_too  # type: ignore[method-assign]
     elif name == "weights ignored":
         identity._weights = lambda model, load: ""
     elif name == "more is claimed than is held":

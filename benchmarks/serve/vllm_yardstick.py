@@ -102,14 +102,14 @@ class _Through:
         before = ours.counts()
         logits = self._logits(ours, prompt, new=len(answer), forced=answer)
         counts = ours.counts() - before
-        moved, recomputed = counts["moved_tokens"], counts["computed_tokens"]
+        moved, recomputed = counts["moved_tokens"], counts["recomputed_tokens"]
         own = answer
         if logits.argmax(dim=-1).tolist() != answer:
             own = self._cut(ours.generate(prompt.tokens, new=self._tokens)[0]["tokens"])
         said, reference = self._text(own), self._text(answer)
         return {
             "reused": moved > 0,
-            "found": min(1.0, (moved + recomputed) / prompt.passage_tokens),
+            "found": (moved + recomputed) / prompt.passage_tokens,
             "exact_tokens": counts["loaded_tokens"],
             "moved_tokens": moved + recomputed,
             "recomputed": recomputed / max(1, moved + recomputed),

@@ -288,6 +288,30 @@ def test_where_computing_is_cheaper_nothing_moves(tiny: Tiny, monkeypatch: pytes
     assert "of the time to compute" in declined.reason
 
 
+def test_what_runs_behind_a_repair_is_no_part_of_its_price(tiny: Tiny) -> None:
+    """The price of a repair is learnt: expected to hold what follows it, repairs would soon seem to cost nothing."""
+    engine = engine_for(tiny("llama"), recompute_strategy="none", recompute_ratio=0.0)
+    warm(engine, HEAD, ONE, TWO)
+    moving = engine.session.prefiller.approx
+    assert isinstance(moving, ApproxReuse)
+    moving.costs.observe_prefill(forwards=1, tokens=100, seconds=1.0)
+    gap, behind = text(8, 24), text(9, 100)
+    prompt = engine.session.prefiller.chunk(*joined(HEAD, TWO, gap, ONE, behind, QUESTION))
+    spans, _ = moving.find(prompt.usable, available=2, prompt_tokens=len(prompt.tokens))
+    assert spans is not None
+    spans.lease.release()
+    assert spans.expected_seconds == pytest.approx(moving.costs.prefill_seconds(forwards=1, tokens=len(gap)))
+
+
+def test_little_found_in_much_text_is_computed(tiny: Tiny) -> None:
+    """A repair is a forward more than computing everything: what it saves must be worth that."""
+    engine = engine_for(tiny("llama"), recompute_strategy="none", recompute_ratio=0.0)
+    warm(engine, HEAD, ONE)
+    reuse = read(engine, HEAD, text(8, 32), ONE, text(9, 300), QUESTION).reuse
+    assert reuse.moved_tokens == 0
+    assert "of the time to compute the rest (limit 0.75)" in str(reuse)
+
+
 def test_where_repositioning_is_slow_nothing_moves(tiny: Tiny) -> None:
     engine = engine_for(tiny("llama"))
     warm(engine, HEAD, ONE, TWO)

@@ -19,14 +19,14 @@ from kvboost.approx.pace import RepairTooSlow
 from kvboost.approx.probe import probe_reposition
 from kvboost.approx.recompute import RecomputeRunner, probe_recompute
 from kvboost.approx.registry import DocumentRegistry
-from kvboost.approx.repair import Repairer, slab_cache
+from kvboost.approx.repair import MAX_QUERY_TOKENS, Repairer, slab_cache
 from kvboost.approx.reposition import KeyRepositioner, Move
 from kvboost.approx.trust import EarnedTrust
 from kvboost.core.backend import Codec
 from kvboost.core.costs import CostModel
 from kvboost.core.guarded import GuardedStore, loads_of
 from kvboost.core.keys import variant_key
-from kvboost.core.prefill import ApproxSpans, PrefillState
+from kvboost.core.prefill import ApproxSpans, PrefillState, repair_end
 from kvboost.core.prefiller import Prefiller
 from kvboost.extend import ContentLease
 from kvboost.hf.cache import KVLayout
@@ -242,19 +242,24 @@ class ApproxReuse:
         }
         if not blocks:
             return _declined(loads_of(lease))
-        begin, end = chunks[first].start, chunks[-1].end
+        begin = chunks[first].start
+        end = repair_end(prompt_tokens, moved_end=chunks[max(blocks)].end, cut_end=chunks[-1].end)
         found = sum(chunks[i].end - chunks[i].start for i in blocks)
         repair = self._repairs[rung]
         recomputed = end - begin - found + repair.ratio * found
         expected = self.costs.prefill_seconds(forwards=1, tokens=recomputed) if recomputed else 0.0
         if self._repairers[rung].needs_attention:
-            expected += self.costs.prefill_seconds(forwards=1, tokens=prompt_tokens - end)
+            expected += self.costs.prefill_seconds(forwards=1, tokens=min(prompt_tokens - end, MAX_QUERY_TOKENS))
         compute = self.costs.prefill_seconds(forwards=1, tokens=end - begin)  # in one step, if memory allows
-        cost = (self.costs.reposition_seconds(found) + self.costs.repair_factor * expected) / compute
+        # What follows the repair runs in a forward of its own, which computing everything does not need.
+        behind = prompt_tokens - end
+        seconds = self.costs.reposition_seconds(found) + self.costs.repair_factor * expected
+        seconds += self.costs.prefill_seconds(forwards=1, tokens=behind)
+        cost = seconds / self.costs.prefill_seconds(forwards=1, tokens=end - begin + behind)
         if cost > _MAX_COST and not self._force:
             self.costs.repair_refused()
             return (
-                f"{found} tokens could be repositioned, at {cost:.2f} of the time to compute them (limit {_MAX_COST}); "
+                f"{found} tokens could be repositioned, at {cost:.2f} of the time to compute the rest (limit {_MAX_COST}); "
                 f"{_remedy(repair.ratio)}"
             )
         spans = ApproxSpans(repair.strategy.name, blocks, lease, rung=rung)

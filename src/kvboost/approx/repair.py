@@ -22,7 +22,7 @@ from kvboost.extend import RepairSituation, RepairStrategy
 from kvboost.hf.cache import KVChanges, SlabCache
 from kvboost.types import Chunk, KVBlock, context_mark
 
-_MAX_QUERY_TOKENS = 64  # the last suffix tokens: more would make selecting as expensive as repairing
+MAX_QUERY_TOKENS = 64  # the last suffix tokens: more would make selecting as expensive as repairing
 
 
 class Repairer:
@@ -78,7 +78,7 @@ class Repairer:
         """The share of the suffix tokens' attention that goes to each position of the region."""
         known = torch.ones(region.end, dtype=torch.bool)
         known[region.begin :] = region.repositioned
-        suffix = state.tokens[region.end :][-_MAX_QUERY_TOKENS:]
+        suffix = state.tokens[region.end :][-MAX_QUERY_TOKENS:]
         ahead = len(state.tokens) - region.end - len(suffix)
         mass = self._recompute.attention_to(suffix, slab_cache(state), known=known, layers=self._layers, ahead=ahead)
         state.clock.lap("select")

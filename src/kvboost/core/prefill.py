@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 _MAX_TAIL = 512  # tokens: a question runs in one forward with the last token, more belongs to the repair
 
 
+def repair_end(tokens: int, *, moved_end: int, cut_end: int) -> int:
+    """Where the repair of a prompt with so many tokens ends; ``cut_end`` is the end of its last chunk."""
+    return moved_end if tokens - moved_end <= _MAX_TAIL else cut_end
+
+
 @dataclass(frozen=True)
 class ChunkedPrompt:
     """A prompt cut into chunks, under the keys of one model state."""
@@ -193,8 +198,8 @@ class PrefillState:
     def last_step(self) -> int:
         """Where the step begins that holds the last token. Behind repositioned chunks it is all that follows them."""
         if self._spans is not None:
-            behind = self._plan.moved[-1].end
-            return behind if len(self.tokens) - behind <= _MAX_TAIL else self._plan.segments[-1].start
+            moved, rest = self._plan.moved[-1], self._plan.segments[-1]
+            return repair_end(len(self.tokens), moved_end=moved.end, cut_end=rest.start)
         return self.rule.last_step(self._plan.exact_tokens, len(self.tokens))
 
     @property

@@ -50,7 +50,7 @@ class NumericEnvironment:
         self._fixed = [f"torch={torch.__version__}", f"transformers={transformers.__version__}"]
         self._fixed += sorted({_describe(device) for device in devices if device.type != "cpu"})
         if self._on_cpu:
-            self._fixed += _cpu()
+            self._fixed += describe_cpu()
         if self._on_accelerator:
             self._fixed += _accelerator_libraries()
 
@@ -87,7 +87,7 @@ def _describe(device: torch.device) -> str:
     return f"{device.type}={[getattr(found, name, None) for name in _PROPERTIES]}"
 
 
-def _cpu() -> list[str]:
+def describe_cpu() -> list[str]:
     """Instruction sets and libraries, by which kernels are chosen."""
     mkl: Any = torch.backends.mkl
     found = [f"cpu={torch.backends.cpu.get_cpu_capability()}", f"mkl={mkl.is_available()}"]

@@ -66,23 +66,30 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+def deploy(model: Path, *, engine: Mapping[str, Any] | None = None, **settings: Any) -> None:
+    """Serve the model under the fleet's name; replicas of before are replaced one by one."""
+    from ray import serve
+
+    from kvboost.integrations.ray import RayConfig, build_app
+
+    app = build_app(
+        str(model),
+        engine=engine,
+        server=ServerConfig(served_model_name="model", drain_seconds=20),
+        ray_config=RayConfig(**{"replicas": 2, "replica_cpus": 0.5, **settings}),
+    )
+    serve.run(app, name="kvboost")
+
+
 @contextmanager
 def fleet(model: Path, *, engine: Mapping[str, Any] | None = None, **settings: Any) -> Iterator[Fleet]:
     """Serve the model for one ``with`` block, drained at its end."""
     from ray import serve
 
-    from kvboost.integrations.ray import RayConfig, build_app
-
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     try:
-        app = build_app(
-            str(model),
-            engine=engine,
-            server=ServerConfig(served_model_name="model", drain_seconds=20),
-            ray_config=RayConfig(**{"replicas": 2, "replica_cpus": 0.5, **settings}),
-        )
-        serve.run(app, name="kvboost")
+        deploy(model, engine=engine, **settings)
         yield Fleet(port)
     finally:
         serve.shutdown()

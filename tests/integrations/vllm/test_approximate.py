@@ -33,10 +33,10 @@ def prompts(model: Path) -> tuple[list[int], list[int]]:
     return tokenizer.encode(first), tokenizer.encode(other)
 
 
-def _kl(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Over the likeliest tokens that both report, in the first step."""
+def _apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """How far the log-probabilities of the first step's two likeliest tokens are apart; infinite if they are others."""
     a, b = one["logprobs"][0], other["logprobs"][0]
-    return sum(math.exp(a[token]) * (a[token] - b[token]) for token in a.keys() & b.keys())
+    return max(abs(a[token] - b[token]) for token in a) if a.keys() == b.keys() else math.inf
 
 
 def test_documents_are_found_behind_other_text(model: Path, prompts: tuple[list[int], list[int]]) -> None:
@@ -47,30 +47,43 @@ def test_documents_are_found_behind_other_text(model: Path, prompts: tuple[list[
         engine.forget()
         (full,) = engine.generate(other, params={"kvboost": "off"})
         assert "could not be" not in engine.log(), "what fails is computed, and would look right"
-        everything = engine.ask(do="generate", prompts=[other], params={"kvboost": "exact"})[0]
+        counts = engine.counts()
     assert found["cached"] > 0.85 * len(other)
+    assert counts["moved_tokens"] + counts["recomputed_tokens"] > 0.8 * len(other), "found, and not only claimed"
     assert found["tokens"][0] == full["tokens"][0]
-    assert abs(_kl(full, found)) < 0.1
+    assert _apart(full, found) < 0.5
     assert full["cached"] == 0
-    assert everything["tokens"] == full["tokens"]
 
 
-@pytest.mark.parametrize("seed", ["", "shared pages"])
+@pytest.mark.parametrize("seed", ["", "salt ignored"])
+def test_a_salt_keeps_texts_apart_wherever_they_stand(
+    model: Path, prompts: tuple[list[int], list[int]], seed: str
+) -> None:
+    first, other = prompts
+    with start(model, connector={"mode": "approximate", "chunk_size": 16}, seed=seed) as engine:
+        engine.generate(first, salt="alice")
+        (found,) = engine.generate(other, salt="bob")
+    assert (found["cached"] == 0) is (seed == "")
+
+
+@pytest.mark.parametrize("seed", ["", "shared pages", "approximate KV is kept"])
 def test_approximate_pages_are_served_to_nobody(model: Path, prompts: tuple[list[int], list[int]], seed: str) -> None:
     """vLLM's own prefix cache is on: without names of their own, such pages are served as exact."""
     first, other = prompts
     with start(model, connector={"chunk_size": 16}, seed=seed) as engine:
         engine.generate(first)
-        engine.generate(other, params={"kvboost": "approximate"}, new=40)
+        (said,) = engine.generate(other, params={"kvboost": "approximate"}, new=72)
+        longer = [*other, *said["tokens"]]  # its last pages were decoded behind approximate KV
+        (behind,) = engine.generate(longer)
         (exact,) = engine.generate(other, new=40)
         engine.forget()
         (clean,) = engine.generate(other, new=40, params={"kvboost": "off"})
         assert "could not be" not in engine.log()
     if seed:
-        assert exact["cached"] > 0.5 * len(other)
+        assert behind["cached"] > len(other)
     else:
-        assert exact["cached"] <= 32, "only what both prompts begin with"
-        assert exact["logprobs"] == clean["logprobs"]
+        assert behind["cached"] <= 32, "only what both prompts begin with"
+        assert _apart(clean, exact) < 1e-3
 
 
 def test_nothing_recomputed_some_and_everything(model: Path, prompts: tuple[list[int], list[int]]) -> None:
@@ -84,5 +97,5 @@ def test_nothing_recomputed_some_and_everything(model: Path, prompts: tuple[list
             engine.forget()
             (full,) = engine.generate(other, params={"kvboost": "off"})
             assert "could not be" not in engine.log()
-    assert abs(_kl(full, answers[1.0])) < 1e-3
-    assert 1e-3 <= abs(_kl(full, answers[0.15])) < abs(_kl(full, answers[0.0]))
+    assert _apart(full, answers[1.0]) < 1e-3
+    assert 1e-3 <= _apart(full, answers[0.15]) < _apart(full, answers[0.0])

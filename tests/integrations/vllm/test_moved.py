@@ -58,7 +58,7 @@ def test_gaps_and_a_share_are_computed_and_nothing_before_the_exact_end() -> Non
     assert torch.equal(kinds[10:20], torch.arange(110.0, 120.0)), "a gap"
     moved = kinds[20:50]
     assert int((moved == -1).sum()) == 24
-    assert count == 10 + 6
+    assert count == (10, 6)
 
 
 def test_what_was_not_moved_goes_on_and_of_the_moved_what_changed_most() -> None:

@@ -21,6 +21,7 @@ from kvboost.core.identity import PromptKeys
 from kvboost.errors import ConfigError
 from kvboost.extend import Chunker
 from kvboost.hf.checkpoint import checkpoint_files
+from kvboost.hf.environment import describe_cpu
 from kvboost.types import ModelSnapshot
 
 _log = logging.getLogger(__name__)
@@ -44,8 +45,17 @@ def model_fields(vllm_config: Any, *, block_size: int, version: str) -> dict[str
         "dtype": f"{model.dtype}|{model.quantization}",
         "attention": f"vllm|{vllm_config.attention_config.backend}|{vllm_config.cache_config.cache_dtype}|{block_size}",
         "adapter": "",
-        "numerics": f"vllm={version}|torch={torch.__version__}|{device}|{compiled}|{model.code_revision}",
+        "numerics": f"vllm={version}|torch={torch.__version__}|{_hardware(device)}|{compiled}|{model.code_revision}",
     }
+
+
+def _hardware(device: str) -> str:
+    """What kernels are chosen by."""
+    if device == "cpu":
+        return "|".join(describe_cpu())
+    from vllm.platforms import current_platform
+
+    return f"{device}={current_platform.get_device_name()}"
 
 
 def _weights(model: Any, load: Any) -> str:
@@ -89,6 +99,8 @@ class Adapters:
         if key not in self._digests or lora.load_inplace:
             folder = Path(lora.lora_path)
             present = [folder / name for name in _ADAPTER_FILES if (folder / name).is_file()]
+            if not present:
+                _log.warning("kvboost: %s has no adapter files; the KV of its requests is not kept", lora.lora_path)
             self._digests[key] = digest_files(present) if present else None
         return self._digests[key]
 

@@ -40,6 +40,7 @@ class Load:
 class Save:
     """Keep the KV of these chunks, which the step has computed."""
 
+    request: str
     chunks: list[Chunk]
     contexts: list[bytes]
     first_page: int
@@ -72,6 +73,8 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Indices of further chunks held, which were computed behind other text."""
     stored: list[tuple[bytes, bytes]] = field(default_factory=list)
     """Prefix and content keys of chunks that are stored now."""
+    refused: set[str] = field(default_factory=set)
+    """Requests of which the store did not take everything, as when it has evicted what comes before."""
     failures: int = 0
     """Loads that failed: what was computed in these steps is of no use."""
     changes: list[Change] = field(default_factory=list)

@@ -16,11 +16,11 @@ from kvboost.integrations.vllm.decoder import Decoder
 
 def place_moved(
     decoder: Decoder, states: torch.Tensor, moves: Iterable[Move], *, tokens: Sequence[int], exact: int, ratio: float
-) -> int:
+) -> tuple[int, int]:
     """Fill ``states`` [2 * layers, heads, tokens, dim] behind the first ``exact`` positions, which it has.
 
     ``moves`` are what was found; a share ``ratio`` of it is recomputed, those that changed most. Returns how many
-    positions were computed.
+    positions were computed because nothing was found for them, and how many were recomputed.
     """
     is_moved = torch.zeros(len(tokens), dtype=torch.bool)
     for move in moves:
@@ -32,11 +32,13 @@ def place_moved(
     computed[:exact] = False
     positions = computed.nonzero().flatten()
     if not len(positions):
-        return 0
+        return 0, 0
+    gaps = int((~is_moved[exact:]).sum())
     moved = is_moved[positions].to(states.device)
-    return decoder.recompute(
+    count = decoder.recompute(
         torch.tensor(tokens, device=states.device), positions.to(states.device), states, moved=moved, keep=keep
     )
+    return gaps, count - gaps
 
 
 def rotated(decoder: Decoder, move: Move, *, device: torch.device) -> torch.Tensor:

@@ -53,7 +53,8 @@ class _Tracked:
     keys: PromptKeys
     state: _State = _State.LOOKING
     found: Future[list[Chunk]] | None = None
-    deadline: float = 0.0
+    deadline: float | None = None
+    """From when vLLM first asks: until then a request may have queued for long."""
     fetch: int = -1
     wanted: list[Chunk] = field(default_factory=list)
     held: int = 0
@@ -71,6 +72,7 @@ class _Tracked:
     cut_at: int = 0
     """No chunk ends before this many tokens are computed."""
     tail_kept: bool = False
+    offered_again: bool = False
 
 
 class SchedulerSide:
@@ -91,13 +93,14 @@ class SchedulerSide:
         """Those under way."""
         self._numbers = itertools.count()
         self._failures = 0
+        self._is_off = False
         self._events = PageEvents(place.block_size) if place.has_events else None
 
     # What vLLM asks
 
     def arrived(self, request: Any) -> None:
         """A request is new: begin to look for it."""
-        mode = _mode_of(request, self._place.settings.mode)
+        mode = "off" if self._is_off else _mode_of(request, self._place.settings.mode)
         keys = self._place.keys.of(request.cache_salt, request.lora_request) if mode != "off" else None
         if keys is not None:
             tracked = self._requests[request.request_id] = _Tracked(request, keys)
@@ -112,13 +115,15 @@ class SchedulerSide:
         if tracked.started:
             self._look(tracked)  # it was preempted: its pages are gone
         tracked.local = local
-        if tracked.state in (_State.LOOKING, _State.FETCHING) and time.monotonic() > tracked.deadline:
-            _log.warning("kvboost: stored KV did not come within %.0f s; the request is computed", _PATIENCE_S)
-            self._done(tracked)
+        if tracked.deadline is None:
+            tracked.deadline = time.monotonic() + _PATIENCE_S
         if tracked.state is _State.LOOKING:
             self._found(tracked)
         if tracked.state in (_State.LOOKING, _State.FETCHING):
-            return None
+            if time.monotonic() <= tracked.deadline:
+                return None
+            _log.warning("kvboost: stored KV did not come within %.0f s; the request is computed", _PATIENCE_S)
+            self._done(tracked)
         if tracked.state is _State.HELD:
             claim = self._whole_pages(tracked, self._held_end(tracked, local)) - local
             if claim > 0:
@@ -143,7 +148,13 @@ class SchedulerSide:
             self._done(tracked)
 
     def reset(self) -> None:
-        """The server's weights may be others now: find nothing of before."""
+        """The server's weights may be others now: find nothing of before, and leave lasting tiers alone.
+
+        Nobody could find again what is written there under the name of unknown weights.
+        """
+        if self._place.has_tiers and not self._is_off:
+            self._is_off = True
+            _log.warning("kvboost: the cache was reset, so the weights may be others; reuse is off until a restart")
         self._place.keys.renew()
         self._known.clear()
         self._contents.clear()
@@ -192,6 +203,8 @@ class SchedulerSide:
         for known in (self._known, self._contents):
             while len(known) > _MAX_KNOWN:
                 del known[next(iter(known))]
+        for request in report.refused:
+            self._offer_again(request)
         for number, held in report.held.items():
             tracked = self._fetches.pop(number, None)
             if tracked is not None:
@@ -206,6 +219,16 @@ class SchedulerSide:
             self._known.pop(chunk.prefix_key, None)
             if tracked.anywhere and index not in tracked.moved:
                 self._contents.pop(chunk.content_key, None)
+
+    def _offer_again(self, request: str) -> None:
+        """The store may have evicted chunks of a request that vLLM still has, and nobody looked for: once more all."""
+        tracked = self._requests.get(request)
+        if tracked is None or tracked.offered_again:
+            return
+        tracked.offered_again = True
+        for chunk in tracked.keys.chunks(tracked.keys.snapshot().root, list(tracked.request.all_token_ids), ()):
+            self._known.pop(chunk.prefix_key, None)
+        tracked.kept, tracked.cut_at, tracked.tail_kept = 0, 0, False
 
     def finished(self, request: Any) -> None:
         """A request has ended, however."""
@@ -228,7 +251,7 @@ class SchedulerSide:
     def _look(self, tracked: _Tracked) -> None:
         self._done(tracked)
         tracked.state, tracked.held, tracked.moved, tracked.started = _State.LOOKING, 0, [], False
-        tracked.deadline = time.monotonic() + _PATIENCE_S
+        tracked.deadline = None
         tokens = list(tracked.request.all_token_ids)
         if self._guarded is None:
             tracked.found = Future()
@@ -292,8 +315,8 @@ class SchedulerSide:
             return exact
         end = tracked.wanted[tracked.moved[-1]].end
         found = sum(tracked.wanted[index].end - tracked.wanted[index].start for index in tracked.moved)
-        # What vLLM has by itself must be held too: its pages may not be computed yet when the others are built.
-        if exact >= local and found >= _LEAST_MOVED * (end - exact) and self._whole_pages(tracked, end) > exact:
+        # What vLLM has by itself and is not held is computed once more, as a gap: its pages may not be ready yet.
+        if found >= _LEAST_MOVED * (end - exact) and self._whole_pages(tracked, end) > max(exact, local):
             return end
         tracked.moved = []
         return exact
@@ -303,6 +326,8 @@ class SchedulerSide:
         if tracked.state in (_State.FETCHING, _State.HELD):
             self._orders.releases.append(tracked.fetch)
             self._fetches.pop(tracked.fetch, None)
+        elif tracked.state is _State.LOOKING and tracked.found is not None:
+            tracked.found.cancel()
         tracked.state = _State.DONE
 
     # Keeping
@@ -337,7 +362,7 @@ class SchedulerSide:
             parts, contexts = [chunk for chunk, _ in chunks], [context for _, context in chunks]
             if self._events is not None:
                 self._events.describe(tracked.request, parts)
-            self._orders.saves.append(Save(parts, contexts, first, tracked.pages[first:last]))
+            self._orders.saves.append(Save(request_id, parts, contexts, first, tracked.pages[first:last]))
 
     def _new_chunks(self, tracked: _Tracked, tokens: list[int], *, with_tail: bool) -> list[tuple[Chunk, bytes]]:
         """The complete chunks that are not stored yet, with their contexts; at a prompt's end also its last pages."""
@@ -364,7 +389,10 @@ def _mode_of(request: Any, default: str) -> str:
     if not plain or request.pooling_params is not None:
         return "off"
     wish = (request.kv_transfer_params or {}).get(OPTION, default)
-    return wish if wish in MODES else default
+    if wish not in MODES:
+        _log.warning("kvboost: %r is not a mode; the request is served without us; use %s", wish, ", ".join(MODES))
+        return "off"
+    return str(wish)
 
 
 def set_apart(request: Any) -> None:

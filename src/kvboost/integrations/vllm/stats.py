@@ -9,8 +9,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 COUNTS = {
     "loaded_tokens": "Prompt tokens whose KV came from KVBoost's store instead of being computed.",
     "moved_tokens": "Prompt tokens whose KV was computed behind other text and re-rotated: approximate.",
-    "computed_tokens": "Prompt tokens computed between and among moved ones.",
+    "computed_tokens": "Prompt tokens computed between moved ones, where nothing was found.",
+    "recomputed_tokens": "Prompt tokens that were found behind other text and computed again, as a mean over layers.",
     "saved_tokens": "Tokens whose KV was put into KVBoost's store.",
+    "refused_saves": "Saves that the store did not take: what comes before was evicted, or there was no room.",
     "failed_loads": "Loads that failed. Their tokens were computed.",
     "failed_saves": "Saves that failed. Their tokens are computed again next time.",
 }

@@ -157,6 +157,9 @@ class WorkerSide:
         self._store.close()
 
     def _fetch(self, fetch: Fetch) -> None:
+        with self._lock:
+            if fetch.number not in self._fetching:
+                return  # released while it waited for its turn
         held = _Held(fetch.chunks, EmptyLease(), EmptyLease())
         try:
             held.exact = self._guarded.lease(fetch.chunks)
@@ -219,10 +222,12 @@ class WorkerSide:
             if start < load.end
         )
         ratio = place.settings.recompute_ratio
-        computed = place_moved(self._decoder, states, moves, tokens=load.tokens, exact=exact, ratio=ratio)
-        self._counts["loaded_tokens"] += exact - load.start
-        self._counts["computed_tokens"] += computed
-        self._counts["moved_tokens"] += load.end - exact - computed
+        gaps, again = place_moved(self._decoder, states, moves, tokens=load.tokens, exact=exact, ratio=ratio)
+        # vLLM may have a page more by itself than the exact chunks reach.
+        self._counts["loaded_tokens"] += max(0, exact - load.start)
+        self._counts["computed_tokens"] += gaps
+        self._counts["recomputed_tokens"] += again
+        self._counts["moved_tokens"] += max(0, load.end - max(exact, load.start) - gaps - again)
         return states[:, :, load.start :]
 
     def _joined(self, chunks: Sequence[Chunk], blocks: Sequence[KVBlock], *, start: int, end: int) -> torch.Tensor:
@@ -258,8 +263,11 @@ class WorkerSide:
                 return KVBlock.of(chunk, tuple(packed), context=context, bitwise=True)
 
             outcome = self._guarded.keep(make)
-            if outcome is PutOutcome.REFUSED:
-                return  # its successors could not be reached
+            if outcome is PutOutcome.REFUSED:  # its successors could not be reached
+                self._counts["refused_saves"] += 1
+                with self._lock:
+                    self._report.refused.add(save.request)
+                return
             with self._lock:
                 self._report.stored.append((chunk.prefix_key, chunk.content_key))
             self._counts["saved_tokens"] += chunk.end - chunk.start
