@@ -259,8 +259,8 @@ class ApproxReuse:
         if cost > _MAX_COST and not self._force:
             self.costs.repair_refused()
             return (
-                f"{found} tokens could be repositioned, at {cost:.2f} of the time to compute the rest (limit {_MAX_COST}); "
-                f"{_remedy(repair.ratio)}"
+                f"{found} tokens could be repositioned, at {cost:.2f} of the time to compute the rest "
+                f"(limit {_MAX_COST}); {_remedy(repair.ratio)}"
             )
         spans = ApproxSpans(repair.strategy.name, blocks, lease, rung=rung)
         if not self.costs.in_seconds:
