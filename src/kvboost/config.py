@@ -247,6 +247,11 @@ class EngineConfig:
             return
         idle = [name for name in _NON_PREFIX if getattr(self, name) is not None and getattr(self, name) is not False]
         if idle:
+        if self.quality == "auto" and self.calibration is None and self.shadow_share == 0:
+            raise ConfigError(
+                "quality='auto' is earned by checks, and shadow_share=0 makes none; leave shadow_share out to check "
+                "while no request runs, or give the share to check at once, such as 0.02"
+            )
             raise ConfigError(
                 f"{' and '.join(idle)} set{'s' if len(idle) == 1 else ''} non-prefix reuse, which quality='exact' (the "
                 "default) never uses; add quality='auto', 'high' or 'fast', or a share such as 0.02"
