@@ -401,7 +401,11 @@ class KVBoost(PromptView):
         return describe(self.parts, self.session)
 
     def allow_non_prefix_reuse(self) -> None:
-        """Reset the shadow checks' counts, and allow non-prefix reuse again if they had stopped it."""
+        """Reset the shadow checks' counts, and allow non-prefix reuse again if they had stopped it.
+
+        With ``quality="auto"`` it starts the trial again instead: answers are exact until non-prefix reuse has earned
+        its place anew, also if it had earned it, and what was kept in the cache directory is overwritten.
+        """
         if self.session is not None:
             self.session.prefiller.approx.allow()
 
