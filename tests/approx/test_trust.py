@@ -285,7 +285,8 @@ def test_nothing_is_looked_up_for_a_check_that_has_no_place(tiny: Tiny, monkeypa
     engine = engine_for(tiny("llama"), quality="auto", recompute_ratio=1.0, force_approx=True)
     warm(engine, HEAD, ONE, TWO)
     trust = engine.session.prefiller.approx.guard
-    monkeypatch.setattr(trust, "has_place", lambda: False)
+    while trust.reserve() is not None:
+        pass
     monkeypatch.setattr(GuardedStore, "lease_content", lambda *args, **kwargs: pytest.fail("it was looked up"))
     assert _ask(engine, HEAD, TWO, ONE, QUESTION).reuse.moved_tokens == 0
     engine.close()

@@ -189,6 +189,9 @@ class ApproxReuse:
         allowed, trying, _ = self.guard.standing
         if not allowed and not (trying and isinstance(self.guard, EarnedTrust) and self.guard.has_place()):
             return None
+        return self._first_wanted(chunks, available)
+
+    def _first_wanted(self, chunks: Sequence[Chunk], available: int) -> int:
         # A prefix that was approximate before is computed now and exact afterwards. Otherwise a repeated prompt or a
         # growing chat would be repaired every time.
         first = available
@@ -203,10 +206,27 @@ class ApproxReuse:
 
         With ``fetched`` only those in memory: the others were loaded before, as it reports.
         """
-        allowed, _, rung = self.guard.standing
-        first = self.first_wanted(chunks, available=available)
-        if first is None:
+        allowed, trying, rung = self.guard.standing
+        # Before anything is known of the request: which ones are checked must not depend on how soon they end.
+        place = self.guard.reserve() if isinstance(self.guard, EarnedTrust) and (allowed or trying) else None
+        if not allowed and place is None:
             return None, self.guard.reason
+        found: ApproxSpans | None = None
+        try:
+            found, reason = self._look_up(chunks, available, prompt_tokens=prompt_tokens, fetched=fetched, rung=rung)
+        finally:
+            if found is None and place is not None:
+                place.release()
+        if found is None:
+            return None, reason
+        if allowed:
+            self.repositioned_chunks += len(found.blocks)
+        return replace(found, on_trial=not allowed, place=place), None if allowed else self.guard.reason
+
+    def _look_up(
+        self, chunks: Sequence[Chunk], available: int, *, prompt_tokens: int, fetched: LoadReport | None, rung: int
+    ) -> tuple[ApproxSpans | None, str | None]:
+        first = self._first_wanted(chunks, available)
         # Only once: if they are evicted later, they may be repositioned again.
         self._prefixes.forget(chunk.prefix_key for chunk in chunks[available:first])
         if first >= len(chunks):
@@ -220,9 +240,6 @@ class ApproxReuse:
         if not isinstance(found, ApproxSpans):
             lease.release()
             return None, found
-        if not allowed:
-            return replace(found, on_trial=True), self.guard.reason
-        self.repositioned_chunks += len(found.blocks)
         return found, None
 
     def replay(self, blocks: Mapping[int, KVBlock]) -> ApproxSpans:

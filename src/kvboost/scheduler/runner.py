@@ -393,7 +393,8 @@ class BatchRunner:
         if reason is not None:
             if self._engine.config.reuse_generated:
                 job.keep_decoded()
-            self._parts.offer_check(job.prefiller, job.state, job.decoded, job.group or AS_SET)
+            prompt, checked = job.state.prompt, job.state.take_checked()
+            self._parts.offer_check(job.prefiller, prompt, checked, job.decoded, job.group or AS_SET)
             self._end(number, reason)
 
     @contextmanager
