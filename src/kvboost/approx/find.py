@@ -118,6 +118,7 @@ class ApproxReuse:
         """What prompts are searched for. Each tenant has its own."""
         self.costs = costs or CostModel()
         self.guard = guard
+        self._counting = threading.Lock()
         self.repositioned_chunks = 0
         self.failures = 0
 
@@ -219,8 +220,6 @@ class ApproxReuse:
                 place.release()
         if found is None:
             return None, reason
-        if allowed:
-            self.repositioned_chunks += len(found.blocks)
         return replace(found, on_trial=not allowed, place=place), None if allowed else self.guard.reason
 
     def _look_up(
@@ -245,7 +244,7 @@ class ApproxReuse:
     def replay(self, blocks: Mapping[int, KVBlock]) -> ApproxSpans:
         """The spans of a prompt that was prefilled with these blocks before."""
         rung = self.guard.standing.rung
-        return ApproxSpans(self._repairs[rung].strategy.name, dict(blocks), rung=rung)
+        return ApproxSpans(self._repairs[rung].strategy.name, dict(blocks), rung=rung, replayed=True)
 
     def _worth_it(
         self, lease: ContentLease, chunks: Sequence[Chunk], *, first: int, prompt_tokens: int, rung: int
@@ -303,6 +302,9 @@ class ApproxReuse:
         """Recompute selected positions of the repositioned chunks, and compute what is missing between them."""
         assert state.spans is not None
         self._repairers[state.spans.rung].repair(state)
+        if not state.spans.replayed:
+            with self._counting:  # only now: a repair may be dropped until it is done
+                self.repositioned_chunks += len(state.spans.blocks)
 
     def observe(self, state: PrefillState) -> None:
         """Update the cost model with the times of placing and repairing."""

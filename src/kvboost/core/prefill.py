@@ -111,6 +111,8 @@ class ApproxSpans:
     """To be checked once the prompt was answered without them."""
     place: CheckPlace | None = None
     """Held until the request was checked, or will not be."""
+    replayed: bool = False
+    """Of a check: no request uses them."""
 
     @property
     def depth(self) -> int:
