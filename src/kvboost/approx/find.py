@@ -244,7 +244,8 @@ class ApproxReuse:
     def replay(self, blocks: Mapping[int, KVBlock]) -> ApproxSpans:
         """The spans of a prompt that was prefilled with these blocks before."""
         rung = self.guard.standing.rung
-        return ApproxSpans(self._repairs[rung].strategy.name, dict(blocks), rung=rung, replayed=True)
+        repair = self._repairs[rung]
+        return ApproxSpans(repair.strategy.name, dict(blocks), rung=rung, ratio=repair.ratio, replayed=True)
 
     def _worth_it(
         self, lease: ContentLease, chunks: Sequence[Chunk], *, first: int, prompt_tokens: int, rung: int
@@ -273,7 +274,7 @@ class ApproxReuse:
                 f"{found} tokens could be repositioned, at {cost:.2f} of the time to compute them (limit {_MAX_COST}); "
                 f"{_remedy(repair.ratio)}"
             )
-        spans = ApproxSpans(repair.strategy.name, blocks, lease, rung=rung)
+        spans = ApproxSpans(repair.strategy.name, blocks, lease, rung=rung, ratio=repair.ratio)
         if not self.costs.in_seconds:
             return spans
         return replace(spans, expected_seconds=expected, compute_seconds=0.0 if self._force else compute)

@@ -107,6 +107,8 @@ class ApproxSpans:
     """Expected time of computing all of it instead; 0 if unknown. A repair that will not be faster stops early."""
     rung: int = 0
     """Which of the repairs is used."""
+    ratio: float = 0.0
+    """The share of their tokens that it recomputes."""
     on_trial: bool = False
     """To be checked once the prompt was answered without them."""
     place: CheckPlace | None = None
@@ -229,6 +231,13 @@ class PrefillState:
     def is_repaired(self) -> bool:
         """Whether repositioned chunks are in the cache, and repaired."""
         return self._repair is not None
+
+    @property
+    def repair_tokens(self) -> int:
+        """About how many tokens the planned repair computes: what is missing, and its share of what is repositioned."""
+        assert self._spans is not None
+        moved = self._plan.moved_tokens
+        return self.last_step - self._plan.approx_start - moved + round(self._spans.ratio * moved)
 
     @property
     def new_chunks(self) -> int:

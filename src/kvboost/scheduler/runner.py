@@ -30,7 +30,7 @@ from kvboost.scheduler.queue import Limits, Scheduler
 from kvboost.scheduler.running import JobTicket, RunningJob
 from kvboost.scheduler.sampler import sample_batch
 
-_MAX_REPAIR_BUDGETS = 2  # chunk budgets per repair, beside other jobs: about half of those tokens are computed
+_MAX_REPAIR_BUDGETS = 2  # chunk budgets that a repair may compute in its one step, beside other jobs
 
 _PREFILL_BUDGET = 256  # prompt tokens between two decode steps: others wait for a step of so many
 _FETCH_POLL_SECONDS = 0.05  # how late a load that takes too long is given up, while there is nothing else to do
