@@ -413,6 +413,6 @@ class KVBoost(PromptView):
         """The session, or ConfigError without non-prefix reuse."""
         approx = self.session.prefiller.approx if self.session is not None else NoApprox(self.parts.refusal)
         if self.session is None or isinstance(approx, NoApprox):
-            reason = approx.reason or "quality is exact; set it to 'high' or 'fast'"
+            reason = approx.reason or "quality is exact; set it to 'auto', 'high' or 'fast'"
             raise ConfigError(f"{otherwise} ({reason})")
         return self.session
