@@ -105,7 +105,7 @@ def test_a_bad_setting_is_named(bad: dict[str, Any]) -> None:
         {"recompute_overlap": 4},
         {"force_approx": True},
         {"calibration": "file.json"},
-        {"shadow_share": 0.0},
+        {"shadow_share": 0.5},
         {"force_approx": True, "recompute_ratio": 0.3},
     ],
     ids=lambda idle: "-".join(idle),
@@ -116,6 +116,15 @@ def test_settings_of_non_prefix_reuse_need_a_quality(idle: dict[str, Any]) -> No
     assert all(name in str(error.value) for name in idle)
     for quality in ("auto", "high", "fast", 0.02):
         assert EngineConfig(quality=quality, **idle).quality == quality
+
+
+def test_auto_without_checks_could_never_be_earned() -> None:
+    with pytest.raises(ConfigError, match="earned by checks, and shadow_share=0 makes none; leave shadow_share out"):
+        EngineConfig(quality="auto", shadow_share=0.0)
+    with pytest.raises(ConfigError, match="never uses"):
+        EngineConfig(shadow_share=0.0)
+    assert EngineConfig(quality="auto", shadow_share=0.0, calibration="file.json").checked_share == 0.0
+    assert EngineConfig(quality="high", shadow_share=0.0).checked_share == 0.0
 
 
 def test_the_limits_themselves_are_allowed() -> None:

@@ -1,8 +1,8 @@
 """RAG as a newcomer writes it: six passages as plain text, no boundaries, question after question over one pool.
 
 Every request goes to plain Transformers and to engines with stores of their own, in turn. `auto` is as it begins:
-every answer is exact, and checks go on behind it. Once it has earned more, it is one of the lines below it: nothing
-recomputed if that changes few enough answers, else as `fast`. Invariants: all see the same texts in the same order; a
+every answer is exact, and checks go on behind it. No line is earned: the two below it are the repairs that it would try
+first, used at once whatever they do to the answers. Invariants: all see the same texts in the same order; a
 check that an engine makes in idle time is over before another is timed.
 """
 

@@ -90,6 +90,25 @@ def test_all_rows_repaired_equal_a_full_prefill(family: str, strategy: str, tiny
         assert (one - other).abs().max() <= 3e-5 * other.abs().max()
 
 
+def test_only_chunks_that_a_request_used_are_hits(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(tiny("llama"), recompute_ratio=1.0, force_approx=True, shadow_share=1.0)
+    warm(engine, HEAD, ONE, TWO)
+    tokens, ends = joined(HEAD, TWO, ONE, QUESTION)
+    with monkeypatch.context() as failing:
+        failing.setattr("kvboost.approx.repair.Repairer.repair", lambda *args: 1 // 0)
+        with pytest.warns(RuntimeWarning, match="repositioning chunks failed"):
+            assert read(engine, HEAD, text(7, 40), TWO, ONE, QUESTION).reuse.moved_tokens == 0
+    assert engine.cache_stats()["approximate_hits"] == 0, "the repair failed, so the prompt was computed"
+    found = engine.generate(tokens, boundaries=ends, max_new_tokens=2)
+    engine_chunks = engine.session.prefiller.chunk(tokens, ends).chunks
+    moved = [chunk for chunk in engine_chunks if len(HEAD) <= chunk.start < len(HEAD + ONE + TWO)]
+    assert found.reuse.moved_tokens == len(ONE + TWO)
+    assert engine.parts.shadow is not None
+    engine.parts.shadow.wait()
+    assert engine.cache_stats()["approximate_hits"] == len(moved), "its check uses them again, and no request does"
+    engine.close()
+
+
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_recomputed_tokens_do_not_count_as_cached(tiny: Tiny, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where a repair goes over positions again, because the estimated error is too large."""

@@ -108,6 +108,9 @@ def test_exact_means_nothing_moves_and_high_repairs_more_than_fast() -> None:
     assert choose_repairs(EngineConfig(quality="exact")) == ()
     assert choose_repairs(EngineConfig(quality=0)) == ()
     [high], [fast] = (choose_repairs(EngineConfig(quality=level)) for level in ("high", "fast"))
+    assert str(fast) == "cacheblend, 15% of the positions recomputed, and all of them in the first 2 layers"
+    [llama] = choose_repairs(EngineConfig(quality="fast"), family="llama")
+    assert str(llama) == "auto, 15% of the positions recomputed"
     assert high.ratio > fast.ratio
     assert high.strategy.name == fast.strategy.name == "cacheblend", "a family that was not measured"
     [llama] = choose_repairs(EngineConfig(quality="high"), family="llama")

@@ -17,7 +17,7 @@ from kvboost.approx.find import ApproxReuse
 from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.repair import Repairer
 from kvboost.approx.shadow import ShadowChecks
-from kvboost.approx.trust import EarnedTrust
+from kvboost.approx.trust import EarnedTrust, TrustState
 from kvboost.core.guarded import GuardedStore
 from kvboost.engine import activity
 from tests.approx.test_find import HEAD, ONE, QUESTION, TWO, engine_for, joined, text, warm
@@ -130,6 +130,34 @@ def test_one_a_little_worse_than_tolerated_is_switched_off_in_the_end() -> None:
             trust.observe(bool(differs))
         off += not trust.allowed
     assert off >= 18
+
+
+def test_what_is_kept_last_is_what_came_last() -> None:
+    """A reset while an older state is being written: the file must not say afterwards that reuse is earned."""
+    kept: list[TrustState] = []
+    writing, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def load(self) -> None:
+            return None
+
+        def save(self, state: TrustState, *, anew: bool = False) -> None:
+            if not anew:
+                writing.set()
+                go_on.wait(timeout=10)
+            kept.append(state)
+
+    trust = EarnedTrust(0.05, repairs=["only"], keeper=Slow())
+    threads = [threading.Thread(target=trust.observe, args=(False,)), threading.Thread(target=trust.reset)]
+    threads[0].start()
+    assert writing.wait(timeout=10)
+    assert not trust.standing.allowed, "requests do not wait for it"
+    threads[1].start()
+    threads[1].join(timeout=0.3)
+    go_on.set()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert kept == [TrustState(checked=1), TrustState()]
 
 
 def test_a_check_of_another_repair_counts_for_nothing() -> None:
@@ -257,7 +285,8 @@ def test_nothing_is_looked_up_for_a_check_that_has_no_place(tiny: Tiny, monkeypa
     engine = engine_for(tiny("llama"), quality="auto", recompute_ratio=1.0, force_approx=True)
     warm(engine, HEAD, ONE, TWO)
     trust = engine.session.prefiller.approx.guard
-    monkeypatch.setattr(trust, "has_place", lambda: False)
+    while trust.reserve() is not None:
+        pass
     monkeypatch.setattr(GuardedStore, "lease_content", lambda *args, **kwargs: pytest.fail("it was looked up"))
     assert _ask(engine, HEAD, TWO, ONE, QUESTION).reuse.moved_tokens == 0
     engine.close()

@@ -69,7 +69,7 @@ def test_calibrate_writes_a_file_an_engine_takes(
         (["cache", "ls", "absent"], "there is no directory absent"),
         (["cache", "ls", "EMPTY"], "no directory"),
         (["warm", "MODEL", "TEXT"], "give --disk-cache-dir or --remote-url"),
-        (["warm", "MODEL", "TEXT", "--disk-cache-dir", "CACHE"], "add --quality high"),
+        (["warm", "MODEL", "TEXT", "--disk-cache-dir", "CACHE"], "add --quality auto"),
         (["warm", "MODEL", "absent.txt", "--disk-cache-dir", "CACHE"], "there is no absent.txt"),
         (["warm", "MODEL", "CACHE", "--disk-cache-dir", "CACHE"], "holds no *.txt"),
         (["run", "MODEL", "hello", "--quality", "best"], "quality='best' is not known"),

@@ -307,12 +307,30 @@ def test_text_that_stands_elsewhere_is_moved(tiny: Callable[..., Any]) -> None:
         report = end(both[1]).report
         assert report is not None
         assert report.moved_tokens == 0
-        assert "delay the other jobs" in str(report.reason)
+        assert "computes 56 tokens in one step would delay the other jobs (limit 16)" in str(report.reason)
+        assert engine.cache_stats()["approximate_hits"] == 2, "those of the first job; the second used none"
     assert ids(both[1]) == alone(engine, long, 4)
     with BatchRunner(engine, deterministic=True) as runner:
         report = end(run(runner, [job([*_TEXT[170:178], *_TEXT[8:24], 5], 2)])[0]).report
         assert report is not None
         assert report.moved_tokens == 0
+
+
+@pytest.mark.usefixtures("prices_as_guessed")
+@pytest.mark.parametrize(("missing", "moved"), [(16, 56), (24, 0)])
+def test_beside_others_what_a_repair_computes_counts_and_not_what_it_moves(
+    tiny: Callable[..., Any], missing: int, moved: int
+) -> None:
+    settings = {"recompute_strategy": "none", "recompute_ratio": 0.0, "force_approx": True}
+    engine = engine_of(tiny("llama"), quality="high", **settings)
+    engine.warm(_TEXT[:64])
+    prompt = [*_TEXT[160:168], *_TEXT[8:32], *_TEXT[210 : 210 + missing], *_TEXT[32:64], 6]
+    with BatchRunner(engine, chunk_budget=8) as runner:
+        both = run(runner, [job(_TEXT[200:204], 40), job(prompt, 4)])
+    report = end(both[1]).report
+    assert report is not None
+    assert (report.moved_tokens, "delay" in str(report.reason)) == (moved, not moved)
+    engine.close()
 
 
 def test_moved_jobs_are_checked_as_other_requests_are(tiny: Callable[..., Any]) -> None:

@@ -118,6 +118,7 @@ class ApproxReuse:
         """What prompts are searched for. Each tenant has its own."""
         self.costs = costs or CostModel()
         self.guard = guard
+        self._counting = threading.Lock()
         self.repositioned_chunks = 0
         self.failures = 0
 
@@ -189,6 +190,9 @@ class ApproxReuse:
         allowed, trying, _ = self.guard.standing
         if not allowed and not (trying and isinstance(self.guard, EarnedTrust) and self.guard.has_place()):
             return None
+        return self._first_wanted(chunks, available)
+
+    def _first_wanted(self, chunks: Sequence[Chunk], available: int) -> int:
         # A prefix that was approximate before is computed now and exact afterwards. Otherwise a repeated prompt or a
         # growing chat would be repaired every time.
         first = available
@@ -203,10 +207,25 @@ class ApproxReuse:
 
         With ``fetched`` only those in memory: the others were loaded before, as it reports.
         """
-        allowed, _, rung = self.guard.standing
-        first = self.first_wanted(chunks, available=available)
-        if first is None:
+        allowed, trying, rung = self.guard.standing
+        # Before anything is known of the request: which ones are checked must not depend on how soon they end.
+        place = self.guard.reserve() if isinstance(self.guard, EarnedTrust) and (allowed or trying) else None
+        if not allowed and place is None:
             return None, self.guard.reason
+        found: ApproxSpans | None = None
+        try:
+            found, reason = self._look_up(chunks, available, prompt_tokens=prompt_tokens, fetched=fetched, rung=rung)
+        finally:
+            if found is None and place is not None:
+                place.release()
+        if found is None:
+            return None, reason
+        return replace(found, on_trial=not allowed, place=place), None if allowed else self.guard.reason
+
+    def _look_up(
+        self, chunks: Sequence[Chunk], available: int, *, prompt_tokens: int, fetched: LoadReport | None, rung: int
+    ) -> tuple[ApproxSpans | None, str | None]:
+        first = self._first_wanted(chunks, available)
         # Only once: if they are evicted later, they may be repositioned again.
         self._prefixes.forget(chunk.prefix_key for chunk in chunks[available:first])
         if first >= len(chunks):
@@ -220,15 +239,13 @@ class ApproxReuse:
         if not isinstance(found, ApproxSpans):
             lease.release()
             return None, found
-        if not allowed:
-            return replace(found, on_trial=True), self.guard.reason
-        self.repositioned_chunks += len(found.blocks)
         return found, None
 
     def replay(self, blocks: Mapping[int, KVBlock]) -> ApproxSpans:
         """The spans of a prompt that was prefilled with these blocks before."""
         rung = self.guard.standing.rung
-        return ApproxSpans(self._repairs[rung].strategy.name, dict(blocks), rung=rung)
+        repair = self._repairs[rung]
+        return ApproxSpans(repair.strategy.name, dict(blocks), rung=rung, ratio=repair.ratio, replayed=True)
 
     def _worth_it(
         self, lease: ContentLease, chunks: Sequence[Chunk], *, first: int, prompt_tokens: int, rung: int
@@ -262,7 +279,7 @@ class ApproxReuse:
                 f"{found} tokens could be repositioned, at {cost:.2f} of the time to compute the rest "
                 f"(limit {_MAX_COST}); {_remedy(repair.ratio)}"
             )
-        spans = ApproxSpans(repair.strategy.name, blocks, lease, rung=rung)
+        spans = ApproxSpans(repair.strategy.name, blocks, lease, rung=rung, ratio=repair.ratio)
         if not self.costs.in_seconds:
             return spans
         return replace(spans, expected_seconds=expected, compute_seconds=0.0 if self._force else compute)
@@ -291,6 +308,9 @@ class ApproxReuse:
         """Recompute selected positions of the repositioned chunks, and compute what is missing between them."""
         assert state.spans is not None
         self._repairers[state.spans.rung].repair(state)
+        if not state.spans.replayed:
+            with self._counting:  # only now: a repair may be dropped until it is done
+                self.repositioned_chunks += len(state.spans.blocks)
 
     def observe(self, state: PrefillState) -> None:
         """Update the cost model with the times of placing and repairing."""

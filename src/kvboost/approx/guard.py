@@ -37,8 +37,9 @@ class DisagreementBound:
     every p for which it has not: ``lower <= p <= upper`` holds at all times together with probability
     ``confidence``. One martingale watches both sides, so the error is not split between them.
 
-    This needs a share that stays the same, and checks chosen without regard to their outcome. The bounds depend
-    on the two counts only, not on the order of the observations.
+    This needs a share that stays the same, and checks chosen without regard to their outcome: those that
+    :mod:`kvboost.approx.shadow` makes are nearly so, see docs/decisions/0023-earned.md. The bounds depend on the two
+    counts only, not on the order of the observations.
     """
 
     confidence: float = 0.95

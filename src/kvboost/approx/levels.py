@@ -14,6 +14,8 @@ from kvboost.config import EngineConfig
 from kvboost.errors import ConfigError
 from kvboost.extend import RepairStrategy
 
+_MANY_LAYERS = 1000  # of a model that is not known where a repair is named
+
 
 @dataclass(frozen=True)
 class Repair:
@@ -24,10 +26,12 @@ class Repair:
     tolerated_error: float
     """Largest error estimate; above it more positions are recomputed."""
     tolerated_share: float
-    """Largest share of answers that may differ from a full prefill's; shadow checks enforce it."""
+    """Largest share of answers that may differ from a full prefill's. Shadow checks enforce it, if there are any."""
 
     def __str__(self) -> str:
-        return f"{self.strategy.name}, {self.ratio:.0%} of the positions recomputed"
+        whole = min(self.strategy.decision_layers(_MANY_LAYERS), default=0)
+        more = f", and all of them in the first {whole} layers" if whole and self.ratio < 1.0 else ""
+        return f"{self.strategy.name}, {self.ratio:.0%} of the positions recomputed{more}"
 
 
 _STRATEGY = {"llama": "auto", "gemma3_text": "auto"}

@@ -125,7 +125,7 @@ class Query(Nothing):
 class Auto(Query):
     """Positions with the most suffix attention plus a sparse even sample; their change is spread to neighbours.
 
-    The default for Llamas. Measured against the others in docs/results/recompute.md and yardstick.md.
+    The default for Llamas and Gemma 3. Measured against the others in docs/results/recompute.md and yardstick.md.
     """
 
     name = "auto"

@@ -2,8 +2,9 @@
 
 Made by the engine if ``shadow_share`` is above zero: it then checks that share of the approximate requests. Made also
 for reuse that must be earned: it then checks, while no request runs, those that could have been approximate.
-Invariants: no request waits for a check to end, but it shares the device with a check that has begun; a check ends
-early when a request comes, between two steps; checks that cannot keep up are dropped, the later ones.
+Invariants: no request waits for a check to end, but it shares the device with a check that has begun; a check in idle
+time ends when a request comes, between two steps, and is begun again later, a few times; at most three requests hold
+blocks for a check. For reuse that must be earned they are chosen when they begin, so not by their answers' lengths.
 The counts feed an always-valid bound (:mod:`kvboost.approx.guard`), which switches non-prefix reuse off or on.
 """
 
@@ -17,21 +18,23 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kvboost.approx.find import ApproxReuse
 from kvboost.approx.guard import ReuseGuard
+from kvboost.approx.places import CheckPlaces
 from kvboost.approx.trust import EarnedTrust
-from kvboost.core.prefill import ApproxSpans, ChunkedPrompt
+from kvboost.core.prefill import ApproxSpans, CheckPlace, ChunkedPrompt
 from kvboost.core.prefiller import Prefiller, RequestCancelled
 from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.runner import ModelRunner
 from kvboost.types import KVBlock
 
 FIRST_TOKENS = 8  # compared per answer: enough to diverge, few enough to be cheap
-_MAX_QUEUED = 2  # each holds its blocks, outside the store's budget
+_PLACES = 3  # each holds its blocks, outside the store's budget
+_MAX_TRIES = 20  # of a check that requests interrupt: others wait for its place
 _LOOK_S = 0.05  # how often a check that waits for an idle moment looks for one
 
 logger = logging.getLogger(__name__)
@@ -54,6 +57,8 @@ class ServedRequest:
     """The repair that was used or is tried."""
     cleared: int = 0
     """How often its tenant's store had been cleared when it ended."""
+    place: CheckPlace | None = None
+    """What it was given when it began; None if it is chosen when it ends, or not at all."""
 
     @classmethod
     def of(
@@ -66,8 +71,16 @@ class ServedRequest:
     ) -> ServedRequest:
         """A request that ends now."""
         assert isinstance(prefiller.approx, ApproxReuse)
-        cleared = prefiller.approx.cleared
-        return cls(prompt, spans.blocks, list(produced), prefiller, adapter, rung=spans.rung, cleared=cleared)
+        return cls(
+            prompt,
+            spans.blocks,
+            list(produced),
+            prefiller,
+            adapter,
+            rung=spans.rung,
+            cleared=prefiller.approx.cleared,
+            place=spans.place,
+        )
 
 
 def answers_differ(
@@ -76,7 +89,8 @@ def answers_differ(
     """Whether the most likely token differs from a full prefill's at any of the first generated tokens.
 
     Both runs prefill the prompt and the same generated tokens. None if the chunks could not be placed again. With
-    ``idle``, the full prefill is stored, so that the prompt is exact next time; None if a request came meanwhile.
+    ``idle``, the full prefill is stored, so that the prompt is exact next time; RequestCancelled if a request came
+    meanwhile, and what was computed until then is stored, so that the next try goes on there.
     """
     prefiller, prompt, approx = request.prefiller, request.prompt, request.prefiller.approx
     assert isinstance(approx, ApproxReuse)
@@ -96,9 +110,9 @@ def answers_differ(
                 prefiller.advance_to_last_step(state, cancelled=busy)
                 if using is None and idle is not None:
                     prefiller.advance(state, to=max(state.last_step, len(prompt.tokens) - 1), cancelled=busy)
+            finally:
+                if using is None and idle is not None:
                     approx.commit_unless_cleared(prefiller, state, cleared=request.cleared)
-            except RequestCancelled:
-                return None
             if using is not None and state.spans is None:
                 return None
             rest = [*prompt.tokens[state.num_computed :], *generated]
@@ -140,28 +154,44 @@ class ShadowChecks:
         guard: ReuseGuard | EarnedTrust,
         idle: Callable[[], bool] | None = None,
     ) -> None:
-        """``check`` returns whether the answers differ, None if unknown; ``guard`` counts."""
+        """``check`` returns whether the answers differ, None if unknown; ``guard`` counts.
+
+        It raises RequestCancelled if a request came and it is to be tried again.
+        """
         self._check, self._share, self._guard = check, share, guard
+        self._places = CheckPlaces(_PLACES)
         if isinstance(guard, EarnedTrust):
-            guard.has_place = lambda: not self._queued.full()
+            guard.has_place, guard.reserve = lambda: self._places.any_free, self._reserve
         self._idle = idle or (lambda: True)
         self._random = random.Random()
         self._closed = False
-        self._queued: queue.Queue[ServedRequest | None] = queue.Queue(maxsize=_MAX_QUEUED)
+        self._queued: queue.Queue[ServedRequest | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="kvboost-shadow", daemon=True)
         self._thread.start()
         self.dropped = 0
 
+    def _is_chosen(self) -> bool:
+        return self._random.random() < self._share
+
+    def _reserve(self) -> CheckPlace | None:
+        """A place for a request that begins, with probability ``share``."""
+        return self._places.take() if self._is_chosen() else None
+
     def offer(self, request: ServedRequest) -> None:
-        """Queue this request for a check, with probability ``share``."""
+        """Queue this request for a check, if it has a place or, for a guard that gives none, is chosen now."""
         standing = self._guard.standing
-        wanted = standing.allowed or standing.trying
-        if self._closed or not request.produced or not wanted or self._random.random() >= self._share:
+        if self._closed or not request.produced or not (standing.allowed or standing.trying):
+            if request.place is not None:
+                request.place.release()
             return
-        try:
-            self._queued.put_nowait(request)
-        except queue.Full:
-            self.dropped += 1  # checks cannot keep up: the sample gets smaller and stays random
+        if request.place is None:
+            if isinstance(self._guard, EarnedTrust) or not self._is_chosen():
+                return
+            request = replace(request, place=self._places.take())
+            if request.place is None:
+                self.dropped += 1  # checks cannot keep up: those that end first, or in calm moments, count for more
+                return
+        self._queued.put(request)
 
     def wait(self) -> None:
         """Return once every queued check is done."""
@@ -189,18 +219,32 @@ class ShadowChecks:
             try:
                 if request is None:
                     return
-                while not self._idle() and not self._closed:
-                    time.sleep(_LOOK_S)
-                if not self._closed:
-                    self._judge(request)
+                self._try(request)
             except Warning:
                 pass  # the user turned warnings into errors; cache_stats() has the same information
             finally:
+                if request is not None and request.place is not None:
+                    request.place.release()
                 self._queued.task_done()
+
+    def _try(self, request: ServedRequest) -> None:
+        """Check it in the next idle moment, and again in later ones if requests interrupt it."""
+        for _ in range(_MAX_TRIES):
+            while not self._idle() and not self._closed:
+                time.sleep(_LOOK_S)
+            if self._closed:
+                return
+            try:
+                return self._judge(request)
+            except RequestCancelled:
+                continue
+        self.dropped += 1
 
     def _judge(self, request: ServedRequest) -> None:
         try:
             differ = self._check(request)
+        except RequestCancelled:
+            raise
         except Exception as error:  # noqa: BLE001 - a failed check must not end the thread
             warnings.warn(f"a shadow check failed and does not count: {error!r}", RuntimeWarning, stacklevel=1)
             return

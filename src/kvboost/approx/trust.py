@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvboost.approx.guard import DisagreementBound, Standing
+from kvboost.core.prefill import CheckPlace
 
 _MAX_CHECKS = 400  # a repair whose share lies next to the tolerated one would be tried forever
 _RECENT = 200  # checks of a repair in use that are also judged by themselves: a good past must not hide a bad present
@@ -56,8 +57,12 @@ class EarnedTrust:
         self._tolerated, self._names = tolerated, tuple(repairs)
         self._confidence = 1.0 - (1.0 - confidence) / len(self._names)
         self._lock = threading.Lock()
-        self.has_place: Callable[[], bool] = lambda: True
-        """Whether another request can be checked; set by who checks. If not, none is put on trial."""
+        self._saving = threading.Lock()
+        """Held, before the other one, by who changes the state: states are kept in the order in which they came."""
+        self.has_place: Callable[[], bool] = lambda: False
+        """Whether another request could be checked; set by who checks. If not, none is put on trial."""
+        self.reserve: Callable[[], CheckPlace | None] = lambda: None
+        """A place for a request that begins, if it is one of those to check; set by who checks."""
         self._keeper = keeper
         self._bound = self._recent = DisagreementBound(self._confidence)
         self._resume((keeper.load() if keeper is not None else None) or TrustState())
@@ -82,9 +87,16 @@ class EarnedTrust:
 
     def observe(self, disagreed: bool, *, rung: int = 0) -> None:
         """Count one request checked with the repair ``rung``; may allow, end or change the repair."""
+        with self._saving:
+            state = self._count(disagreed, rung)
+            if state is not None:
+                self._keep(state)
+
+    def _count(self, disagreed: bool, rung: int) -> TrustState | None:
+        """The state after this check; None if it does not count."""
         with self._lock:
             if self._rung != rung:
-                return  # the check began before its repair was given up
+                return None  # the check began before its repair was given up
             self._bound.observe(disagreed)
             if self._earned:
                 self._recent.observe(disagreed)
@@ -97,8 +109,7 @@ class EarnedTrust:
                 self._start(rung, earned=True)
             elif self._bound.checked >= _MAX_CHECKS:
                 self._start(rung + 1)
-            state = self._state()
-        self._keep(state)
+            return self._state()
 
     def _is_worse(self, bound: DisagreementBound) -> bool:
         return bound.disagreements > self._tolerated * bound.checked and bound.excludes(self._tolerated)
@@ -120,16 +131,17 @@ class EarnedTrust:
         return TrustState(self._rung, self._earned, *counts)
 
     def _keep(self, state: TrustState, *, anew: bool = False) -> None:
-        """Not in the lock: requests wait for it. One thread observes, so states are kept in their order."""
+        """Not in the lock that requests wait for."""
         if self._keeper is not None:
             self._keeper.save(state, anew=anew)
 
     def reset(self) -> None:
-        """Start again with the first repair."""
-        with self._lock:
-            self._start(0)
-            state = self._state()
-        self._keep(state, anew=True)
+        """Start again with the first repair: what was earned is lost, also for the next process."""
+        with self._saving:
+            with self._lock:
+                self._start(0)
+                state = self._state()
+            self._keep(state, anew=True)
 
     @property
     def reason(self) -> str | None:

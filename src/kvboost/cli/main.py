@@ -56,7 +56,7 @@ def _before_commands(
 app.command(epilog="Example:  kvboost serve ./model --port 8000 --disk-cache-dir ~/.cache/kvboost")(serve)
 app.command(epilog='Example:  kvboost run ./model "Why is the sky blue?" --disk-cache-dir ~/.cache/kvboost')(run)
 app.command(epilog="Example:  kvboost chat ./model --disk-cache-dir ~/.cache/kvboost")(chat)
-app.command(epilog="Example:  kvboost warm ./model docs/ --quality high --disk-cache-dir ~/.cache/kvboost")(warm)
+app.command(epilog="Example:  kvboost warm ./model docs/ --quality auto --disk-cache-dir ~/.cache/kvboost")(warm)
 app.command(epilog="Example:  kvboost doctor ./model --context 32768 --batch 4")(doctor)
 app.command(epilog="Example:  kvboost calibrate ./model --prompts traffic.jsonl --tolerated 0.05")(calibrate)
 app.command(epilog="Example:  kvboost explain prompts.jsonl --model ./model --html explain.html")(explain)

@@ -53,7 +53,7 @@ def warm(
 ) -> None:
     """Prefill documents now, so that later prompts find their KV.
 
-    Needs --disk-cache-dir or --remote-url, where the KV stays, and --quality high or fast, as whoever uses it does.
+    Needs --disk-cache-dir or --remote-url, where the KV stays, and --quality auto, high or fast, for whoever uses it.
     Documents that are there already are skipped: a run that was interrupted goes on where it stopped. With --ray it
     says first what it will take.
     """
@@ -69,7 +69,7 @@ def warm(
     beginning = _text_of(head) if head is not None else None
     paths = list(_documents(files))
     if settings.engine().get("quality", "exact") == "exact":
-        raise ConfigError("documents are prefilled for reuse anywhere in a prompt; add --quality high, here and later")
+        raise ConfigError("documents are prefilled for reuse anywhere in a prompt; add --quality auto, here and later")
     _check_places(settings)
     if ray:
         from kvboost.integrations.ray.warm import Warming

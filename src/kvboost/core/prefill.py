@@ -11,10 +11,10 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from kvboost.core.backend import KVCache
 from kvboost.core.clock import StageClock
@@ -89,6 +89,14 @@ class ExactHits:
         return self.tokens - self.borrowed
 
 
+class CheckPlace(Protocol):
+    """One of the few places for requests that are checked."""
+
+    def release(self) -> None:
+        """Leave it to another request. Harmless the second time."""
+        ...
+
+
 @dataclass(frozen=True)
 class ApproxSpans:
     """The chunks of one prompt whose KV was computed at other positions."""
@@ -104,13 +112,25 @@ class ApproxSpans:
     """Expected time of computing all of it instead; 0 if unknown. A repair that will not be faster stops early."""
     rung: int = 0
     """Which of the repairs is used."""
+    ratio: float = 0.0
+    """The share of their tokens that it recomputes."""
     on_trial: bool = False
     """To be checked once the prompt was answered without them."""
+    place: CheckPlace | None = None
+    """Held until the request was checked, or will not be."""
+    replayed: bool = False
+    """Of a check: no request uses them."""
 
     @property
     def depth(self) -> int:
         """``approx_depth`` of what is computed behind them."""
         return 1 + max(block.approx_depth for block in self.blocks.values())
+
+    def release(self) -> None:
+        """They are not used, or no more."""
+        self.lease.release()
+        if self.place is not None:
+            self.place.release()
 
 
 @dataclass(frozen=True)
@@ -218,6 +238,13 @@ class PrefillState:
         return self._repair is not None
 
     @property
+    def repair_tokens(self) -> int:
+        """About how many tokens the planned repair computes: what is missing, and its share of what is repositioned."""
+        assert self._spans is not None
+        moved = self._plan.moved_tokens
+        return self.last_step - self._plan.approx_start - moved + round(self._spans.ratio * moved)
+
+    @property
     def new_chunks(self) -> int:
         """Blocks that this prefill added to the store."""
         return self._new_chunks
@@ -270,7 +297,7 @@ class PrefillState:
         """Discard the repositioned chunks and continue with exact reuse only."""
         if self._spans is None:
             raise AssertionError("nothing was repositioned")
-        self._spans.lease.release()
+        self._spans.release()
         self._spans = self._repair = None
         self._plan = self._exact_plan()
         self._num_computed = self._num_exact
@@ -305,6 +332,19 @@ class PrefillState:
         before, self._cache = self._cache, cache
         self._give_back(before)
 
+    def take_checked(self) -> ApproxSpans | None:
+        """What a check of this request is about: what was repositioned, or could have been.
+
+        Their place goes along; the lease stays here.
+        """
+        if self._spans is None:
+            trial, self.trial = self.trial, None
+            return trial
+        if not self.is_repaired:
+            return None
+        spans, self._spans = replace(self._spans, lease=EmptyLease()), replace(self._spans, place=None)
+        return spans
+
     def detach(self) -> KVCache:
         """Hand the cache over to the caller: it is no longer pooled."""
         self._pool = None
@@ -313,8 +353,9 @@ class PrefillState:
     def close(self) -> None:
         """Release the leases and return the cache to the pool."""
         self.hits.lease.release()
-        if self._spans is not None:
-            self._spans.lease.release()
+        for spans in (self._spans, self.trial):
+            if spans is not None:
+                spans.release()
         self._give_back(self._cache)
         self._pool = None
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvboost.core.backend import Codec, JointRunner, KVCache, NoApprox, NonPrefixReuse, Runner
 from kvboost.core.clock import StageClock
 from kvboost.core.costs import CostModel
-from kvboost.core.guarded import GuardedStore, JoinedLease, loads_of
+from kvboost.core.guarded import EmptyLease, GuardedStore, JoinedLease, loads_of
 from kvboost.core.identity import PromptKeys
 from kvboost.core.loader import KVLoader
 from kvboost.core.prefill import ApproxSpans, ChunkedPrompt, ExactHits, PrefillState, tokens_by_tier
@@ -115,7 +115,7 @@ class Prefiller:
                 )
                 if spans is not None and spans.on_trial:
                     spans.lease.release()
-                    trial, spans = spans, None
+                    trial, spans = replace(spans, lease=EmptyLease()), None
             tail = self.stored_tail(prompt, len(blocks), in_memory=fetched is not None) if spans is None else None
             if tail is not None:
                 more = self.store.lease([tail], fetched=NOTHING_LOADED if fetched else None)
@@ -126,8 +126,9 @@ class Prefiller:
             clock.lap("place")
         except BaseException:
             lease.release()
-            if spans is not None:
-                spans.lease.release()
+            for found in (spans, trial):
+                if found is not None:
+                    found.release()
             raise
         try:
             state.explain(reason)

@@ -401,7 +401,11 @@ class KVBoost(PromptView):
         return describe(self.parts, self.session)
 
     def allow_non_prefix_reuse(self) -> None:
-        """Reset the shadow checks' counts, and allow non-prefix reuse again if they had stopped it."""
+        """Reset the shadow checks' counts, and allow non-prefix reuse again if they had stopped it.
+
+        With ``quality="auto"`` it starts the trial again instead: answers are exact until non-prefix reuse has earned
+        its place anew, also if it had earned it, and what was kept in the cache directory is overwritten.
+        """
         if self.session is not None:
             self.session.prefiller.approx.allow()
 
@@ -409,6 +413,6 @@ class KVBoost(PromptView):
         """The session, or ConfigError without non-prefix reuse."""
         approx = self.session.prefiller.approx if self.session is not None else NoApprox(self.parts.refusal)
         if self.session is None or isinstance(approx, NoApprox):
-            reason = approx.reason or "quality is exact; set it to 'high' or 'fast'"
+            reason = approx.reason or "quality is exact; set it to 'auto', 'high' or 'fast'"
             raise ConfigError(f"{otherwise} ({reason})")
         return self.session

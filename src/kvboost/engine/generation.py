@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from kvboost.core.clock import StageClock
-from kvboost.core.prefill import PrefillState
+from kvboost.core.prefill import ApproxSpans, ChunkedPrompt, PrefillState
 from kvboost.core.prefiller import Prefiller
 from kvboost.core.session import Session
 from kvboost.engine.decoding import Decoder, FirstToken
@@ -35,8 +35,8 @@ _CALLER_OWNS_CACHE = "prefill() gives all of it away: use generate()"
 _NO_DRAFT = "it ran without the engine's draft, as pages take no tokens back"
 
 
-OfferCheck = Callable[[Prefiller, PrefillState, Sequence[int], AdapterName], None]
-"""Called with a prefill, the tokens generated after it, and their adapter."""
+OfferCheck = Callable[[Prefiller, ChunkedPrompt, ApproxSpans | None, Sequence[int], AdapterName], None]
+"""Called with a prompt, what was or could have been repositioned in it, the tokens generated after it, the adapter."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,13 @@ class Generator:
         usable, reason = self.usable(session, request.tokens, mode, request)
         if usable is None:
             return self._plain(prompts, request, clock, reason=reason)
-        return self._batch(usable, prompts, request, clock, approx=mode is GenerationMode.CHUNK_KV_REUSE)
+        checked: dict[int, tuple[ChunkedPrompt, ApproxSpans]] = {}
+        try:
+            approx = mode is GenerationMode.CHUNK_KV_REUSE
+            return self._batch(usable, prompts, request, clock, approx=approx, checked=checked)
+        finally:
+            for _, spans in checked.values():  # those that were not answered
+                spans.release()
 
     def usable(
         self, session: Session | None, tokens: list[int], mode: GenerationMode, request: Request | None = None
@@ -246,7 +252,7 @@ class Generator:
             if request.note is not None:
                 state.explain(request.note)
             result = self._decode(session, state, request, copies)
-            self._offer_check(session.prefiller, state, result.token_ids, request.adapter)
+            self._offer_check(session.prefiller, state.prompt, state.take_checked(), result.token_ids, request.adapter)
         return result
 
     def _decode(self, session: Session, state: PrefillState, request: Request, copies: int) -> GenerationResult:
@@ -290,17 +296,17 @@ class Generator:
         clock: StageClock,
         *,
         approx: bool,
+        checked: dict[int, tuple[ChunkedPrompt, ApproxSpans]],
     ) -> list[GenerationResult]:
         """Generate for all prompts together. Each is prefilled alone, so shared prefixes are computed once.
 
         The prompts are right-aligned in one cache, padded on the left; the last token of each is left to
-        the joint forward, where the attention mask hides the padding.
+        the joint forward, where the attention mask hides the padding. ``checked`` has what awaits its answer.
         """
         prefiller, longest = session.prefiller, max(len(tokens) for tokens in prompts)
         ahead = min(request.max_new_tokens, _MAX_TOKENS_AHEAD)  # longer replies grow the cache as they come
         joint: SlabCache | None = None
         reports: list[ReuseReport] = []
-        checked: dict[int, PrefillState] = {}
         for index, tokens in enumerate(prompts):
             with prefiller.open(tokens, clock=clock, approx=approx) as state:
                 known = len(tokens) - 1
@@ -311,16 +317,16 @@ class Generator:
                     joint = SlabCache(state.cache.layout, capacity=longest + ahead, batch=len(prompts))
                 joint.place(longest - len(tokens), state.cache.span(0, known), row=index)
                 reports.append(replace(state.report(), timings_ms={}, plain_ms=None))
-                if state.spans is not None or state.trial is not None:  # the others' caches need not be kept
-                    checked[index] = state
+                if (spans := state.take_checked()) is not None:
+                    checked[index] = state.prompt, spans
         assert joint is not None
         joint.set_length(longest - 1)
         if (copies := self._copies(request)) > 1:
             joint.batch_repeat_interleave(copies)
         watch = FirstToken(clock, cancelled=request.cancelled)
         results = self._decoder.run(prompts, joint, request.arguments, watch, reports)
-        for index, state in checked.items():
-            self._offer_check(prefiller, state, results[index].token_ids, request.adapter)
+        for index in list(checked):
+            self._offer_check(prefiller, *checked.pop(index), results[index].token_ids, request.adapter)
         return results
 
     def _copies(self, request: Request) -> int:

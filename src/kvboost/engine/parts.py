@@ -20,7 +20,7 @@ from kvboost.capacity import MAX_STEP
 from kvboost.config import EngineConfig
 from kvboost.core.backend import NoApprox
 from kvboost.core.chunking import FixedChunker
-from kvboost.core.prefill import PrefillState
+from kvboost.core.prefill import ApproxSpans, ChunkedPrompt
 from kvboost.core.prefiller import Prefiller
 from kvboost.engine.activity import Activity
 from kvboost.engine.assembly import Assembly, assemble
@@ -140,15 +140,19 @@ class EngineParts:
         return self.adapters
 
     def offer_check(
-        self, prefiller: Prefiller, state: PrefillState, produced: Sequence[int], adapter: AdapterName = AS_SET
+        self,
+        prefiller: Prefiller,
+        prompt: ChunkedPrompt,
+        spans: ApproxSpans | None,
+        produced: Sequence[int],
+        adapter: AdapterName = AS_SET,
     ) -> None:
-        """Offer a finished request for a shadow check."""
-        spans = state.spans if state.spans is not None and state.is_repaired else state.trial
+        """Offer a finished request for a shadow check, if anything was or could have been repositioned in it."""
         if self.shadow is None or spans is None:
             return
         from kvboost.approx.shadow import ServedRequest
 
-        self.shadow.offer(ServedRequest.of(state.prompt, spans, produced, prefiller, adapter))
+        self.shadow.offer(ServedRequest.of(prompt, spans, produced, prefiller, adapter))
 
     @property
     def owns_store(self) -> bool:

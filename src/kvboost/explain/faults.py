@@ -42,7 +42,7 @@ _CHANGES = {
     FaultKind.REWRITTEN_TURNS: "Send earlier turns as they were sent before: use a template that keeps them "
     "(thinking included), and trim no turns from the front. Otherwise only non-prefix reuse finds them again.",
     FaultKind.NEW_ORDER: "Put fixed text first and passages in the order in which they were sent before "
-    "(engine.arrange does that). What remains needs non-prefix reuse (--quality high).",
+    "(engine.arrange does that). What remains needs non-prefix reuse (--quality auto).",
 }
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self
 
 from kvboost.config import EngineConfig
-from kvboost.core.prefill import PrefillState
+from kvboost.core.prefill import ApproxSpans, ChunkedPrompt
 from kvboost.core.prefiller import Prefiller
 from kvboost.core.session import Session
 from kvboost.hf.adapters import AS_SET, AdapterName
@@ -164,9 +164,14 @@ class ModelParts(Protocol):
         ...
 
     def offer_check(
-        self, prefiller: Prefiller, state: PrefillState, produced: Sequence[int], adapter: AdapterName = AS_SET
+        self,
+        prefiller: Prefiller,
+        prompt: ChunkedPrompt,
+        spans: ApproxSpans | None,
+        produced: Sequence[int],
+        adapter: AdapterName = AS_SET,
     ) -> None:
-        """Offer a finished request for a shadow check."""
+        """Offer a finished request for a shadow check, if anything was or could have been repositioned in it."""
         ...
 
 

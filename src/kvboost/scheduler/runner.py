@@ -30,7 +30,7 @@ from kvboost.scheduler.queue import Limits, Scheduler
 from kvboost.scheduler.running import JobTicket, RunningJob
 from kvboost.scheduler.sampler import sample_batch
 
-_MAX_REPAIR_BUDGETS = 2  # chunk budgets per repair, beside other jobs: about half of those tokens are computed
+_MAX_REPAIR_BUDGETS = 2  # chunk budgets that a repair may compute in its one step, beside other jobs
 
 _PREFILL_BUDGET = 256  # prompt tokens between two decode steps: others wait for a step of so many
 _FETCH_POLL_SECONDS = 0.05  # how late a load that takes too long is given up, while there is nothing else to do
@@ -393,7 +393,8 @@ class BatchRunner:
         if reason is not None:
             if self._engine.config.reuse_generated:
                 job.keep_decoded()
-            self._parts.offer_check(job.prefiller, job.state, job.decoded, job.group or AS_SET)
+            prompt, checked = job.state.prompt, job.state.take_checked()
+            self._parts.offer_check(job.prefiller, prompt, checked, job.decoded, job.group or AS_SET)
             self._end(number, reason)
 
     @contextmanager

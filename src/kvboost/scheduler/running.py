@@ -169,7 +169,7 @@ class RunningJob:
         self._batch = self._row = None
 
     def open(self, *, approx: bool, max_repaired: int | None, prefill_answer: bool = False) -> None:
-        """Place stored KV. Repairs of more than ``max_repaired`` positions are dropped.
+        """Place stored KV. Repairs that compute more than ``max_repaired`` tokens are dropped.
 
         After a preemption, ``prefill_answer`` prefills the new tokens along with the prompt, as far as there is
         capacity reserved for them.
@@ -193,10 +193,11 @@ class RunningJob:
             fetched=fetched,
         )
         self._state = state
-        repaired = state.last_step - state.plan.approx_start
-        if state.awaits_repair and max_repaired is not None and repaired > max_repaired:
+        if state.awaits_repair and max_repaired is not None and state.repair_tokens > max_repaired:
             state.drop_approx(
-                f"repairing {repaired} tokens in one step would delay the other jobs, so they were computed"
+                f"a repair that computes {state.repair_tokens} tokens in one step would delay the other jobs (limit "
+                f"{max_repaired}), so the prompt was computed in several; lower recompute_ratio (quality='fast' has "
+                "less), store more of the text, or give BatchRunner a larger chunk_budget"
             )
 
     @property

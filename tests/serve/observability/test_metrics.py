@@ -122,6 +122,20 @@ def test_only_the_admin_sees_the_tiers(keyed: Running) -> None:
         assert http.get("/ready").json() == {"status": "ready", "tiers": {}}
 
 
+def test_an_operator_sees_when_non_prefix_reuse_is_switched_off(
+    start_server: Callable[..., Running], make_engine: Callable[..., KVBoost]
+) -> None:
+    server = start_server(make_engine(quality=0.05))
+    names = [(f"kvboost_non_prefix_{name}",) for name in ("allowed", "checked", "differed")]
+    with server.http(None) as http:
+        samples = _samples(http.get("/metrics").text)
+        assert [samples[name] for name in names] == [1, 0, 0]
+        for differs in (False, True, True, True):
+            server.engine.session.prefiller.approx.guard.observe(differs)
+        samples = _samples(http.get("/metrics").text)
+        assert [samples[name] for name in names] == [0, 4, 3]
+
+
 def test_waiting_and_the_time_of_a_token_are_measured(keyed: Running) -> None:
     asked: dict[str, Any] = {
         "model": "tiny",

@@ -67,6 +67,7 @@ def test_the_page_in_a_browser(
     assert page.count('class="bar"') == 14
     for kind in _KINDS:
         assert f'<i class="{kind}" style="flex' in page, kind
+    assert re.search(r'id="standing"[^>]*>Non-prefix reuse is on; 0 answers checked, 0 differed<', page)
     assert ">memory<" in page
     assert "<th>uses</th>" in page
     if kept := os.environ.get("KVBOOST_KEEP_SCREENSHOT"):
@@ -179,6 +180,15 @@ def test_a_prompt_sent_from_the_page_is_coloured_by_what_was_reused(
             assert run("document.documentElement.scrollWidth") <= width, "nobody scrolls sideways"
             if kept := os.environ.get("KVBOOST_KEEP_SCREENSHOT"):
                 Path(f"{kept}.{width}.{scheme}.png").write_bytes(b64decode(tab.call("Page.captureScreenshot")["data"]))
+        assert run("$('standing').hidden"), "exact, so there is nothing to tell"
+        reuse = {"allowed": False, "reason": "exact only: 3 of about 140 checks done", "checked": 3, "differing": 0}
+        assert (
+            run(f"""fetch('/v1/cache').then(answer => answer.json()).then(cache => {{
+            draw({{...cache, cache: {{...cache.cache, non_prefix_reuse: {json.dumps(reuse)}}}}}, {{}});
+            return $('standing').textContent;
+        }})""")
+            == "Non-prefix reuse is off: exact only: 3 of about 140 checks done"
+        )
         tier = {"available": True, "errors": 2, "writes_dropped": 0, "loads": 4, "load_ms": 12.3, "hit_rate": 0.75}
         told = run(f"""fetch('/v1/cache').then(answer => answer.json()).then(cache => {{
             draw({{...cache, tiers: {{memory: {json.dumps(tier)}}}}}, {{}});

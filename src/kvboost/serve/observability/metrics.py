@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvboost.scheduler.jobs import JobRunner
 from kvboost.serve.observability.kept import KeptStats
 from kvboost.serve.observability.recent import RequestRecord
+from kvboost.types import NonPrefixReuseStats
 
 _WORK = {
     "loads": "Loads, of one or more chunks each.",
@@ -66,6 +67,7 @@ class _Live(Collector):
         yield CounterMetricFamily(
             "kvboost_store_errors", "Failures of the store and its tiers.", value=stats["store_errors"]
         )
+        yield from _standing(stats["non_prefix_reuse"])
         yield from self._tiers()
 
     def _tiers(self) -> Iterator[Metric]:
@@ -79,6 +81,14 @@ class _Live(Collector):
             for name, tier in tiers.items():
                 family.add_metric([name], getattr(tier.work, field))
             yield family
+
+
+def _standing(reuse: NonPrefixReuseStats) -> Iterator[Metric]:
+    """Gauges, as a new trial begins at 0."""
+    name = "kvboost_non_prefix"
+    yield GaugeMetricFamily(f"{name}_allowed", "1 if requests may use non-prefix reuse.", value=reuse["allowed"])
+    yield GaugeMetricFamily(f"{name}_checked", "Answers checked, of the repair on trial or in use.", reuse["checked"])
+    yield GaugeMetricFamily(f"{name}_differed", "Those of them that it changed.", value=reuse["differing"])
 
 
 class Metrics:
