@@ -24,7 +24,7 @@ import torch
 
 from kvboost.approx.find import ApproxReuse
 from kvboost.approx.guard import ReuseGuard
-from kvboost.approx.places import CheckPlaces
+from kvboost.approx.places import CheckPlaces, TakenPlace
 from kvboost.approx.trust import EarnedTrust
 from kvboost.core.prefill import ApproxSpans, CheckPlace, ChunkedPrompt
 from kvboost.core.prefiller import Prefiller, RequestCancelled
@@ -173,7 +173,7 @@ class ShadowChecks:
     def _is_chosen(self) -> bool:
         return self._random.random() < self._share
 
-    def _reserve(self) -> CheckPlace | None:
+    def _reserve(self) -> TakenPlace | None:
         """A place for a request that begins, with probability ``share``."""
         return self._places.take() if self._is_chosen() else None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvboost.approx.guard import DisagreementBound, Standing
-from kvboost.core.prefill import CheckPlace
+from kvboost.approx.places import TakenPlace
 
 _MAX_CHECKS = 400  # a repair whose share lies next to the tolerated one would be tried forever
 _RECENT = 200  # checks of a repair in use that are also judged by themselves: a good past must not hide a bad present
@@ -61,7 +61,7 @@ class EarnedTrust:
         """Held, before the other one, by who changes the state: states are kept in the order in which they came."""
         self.has_place: Callable[[], bool] = lambda: False
         """Whether another request could be checked; set by who checks. If not, none is put on trial."""
-        self.reserve: Callable[[], CheckPlace | None] = lambda: None
+        self.reserve: Callable[[], TakenPlace | None] = lambda: None
         """A place for a request that begins, if it is one of those to check; set by who checks."""
         self._keeper = keeper
         self._bound = self._recent = DisagreementBound(self._confidence)

@@ -67,7 +67,9 @@ def test_the_page_in_a_browser(
     assert page.count('class="bar"') == 14
     for kind in _KINDS:
         assert f'<i class="{kind}" style="flex' in page, kind
-    assert re.search(r'id="standing"[^>]*>Non-prefix reuse is on; 0 answers checked, 0 differed<', page)
+    standing = re.search(r'id="standing"([^>]*)>Non-prefix reuse is on; 0 answers checked, 0 differed<', page)
+    assert standing is not None
+    assert "hidden" not in standing[1]
     assert ">memory<" in page
     assert "<th>uses</th>" in page
     if kept := os.environ.get("KVBOOST_KEEP_SCREENSHOT"):
