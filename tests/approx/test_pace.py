@@ -89,6 +89,7 @@ def test_the_forwards_that_follow_count_as_well(clock: Clock) -> None:
         clock.layers(_paced([], positions=20 * 2048), 20, seconds=0.002)
 
 
+@pytest.mark.usefixtures("prices_as_guessed")
 def test_a_stopped_repair_is_computed_exactly_and_said(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(tiny("llama"), recompute_ratio=0.3)
     warm(engine, HEAD, ONE, TWO)
