@@ -38,6 +38,7 @@ from kvboost.bench.report import BenchError, Progress, Report, describe_machine,
 from kvboost.engine import KVBoost
 from kvboost.store import MemoryStore
 
+_PROMPTS = 60
 HISTORIES = ("alone", "unrelated", "reordered", "traffic")
 FLOORS = ("dtype", "int8", "exact")
 QUICK = {
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
     rag.add_arguments(parser)
-    parser.set_defaults(prompts=60)
+    parser.set_defaults(prompts=None)  # so that --report knows whether it was given
     parser.add_argument("--out", type=Path, metavar="FILE", help="append every sample to FILE, and skip those in it")
     parser.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="print the tables of such files only")
     parser.add_argument(
@@ -86,7 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Measure what is not in the file yet, then print the tables."""
     if args.report:
-        return report_of([load(file.expanduser(), KIND) for file in args.report])
+        files = [load(file.expanduser(), KIND) for file in args.report]
+        return report_of([(header, _first(samples, args.prompts)) for header, samples in files])
+    args.prompts = args.prompts or _PROMPTS
     store = FreezableStore(_STORE_BYTES)
     engine = load_engine(args, dtype=args.dtype, store=store, quality="high", force_approx=True)
     if (reason := why_no_approx(engine)) is not None:
@@ -107,6 +110,11 @@ def run(args: argparse.Namespace) -> Report:
         yard = _Yard(engine, store, journal, args)
         yard.measure(prompts)
         return report_of([(journal.header, journal.samples)])
+
+
+def _first(samples: list[dict[str, Any]], prompts: int | None) -> list[dict[str, Any]]:
+    """Those of the first ``prompts``, or all."""
+    return samples if prompts is None else [sample for sample in samples if sample["prompt"] < prompts]
 
 
 def data_digest(file: Path) -> str:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from benchmarks.common.servers import redis_server
+from kvboost.bench.report import BenchError
 
 _ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
@@ -22,6 +28,29 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 """What vLLM's CPU build needs here, in one process."""
+
+
+def vllm_python(venv: Path | None) -> Path:
+    """The Python of an environment that has vLLM. Raises BenchError if there is none."""
+    if venv is None:
+        raise BenchError("this needs vLLM: give --vllm-venv FOLDER, an environment with vLLM and kvboost")
+    python = venv.expanduser() / "bin" / "python"
+    if not python.is_file():
+        raise BenchError(f"{venv} has no bin/python; give --vllm-venv the folder of an environment with vLLM")
+    return python
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    """Tokens that no other seed has."""
+    source = random.Random(seed)
+    return [source.randrange(1000, 30000) for _ in range(length)]
+
+
+@contextmanager
+def lasting_tiers() -> Iterator[dict[str, dict[str, Any]]]:
+    """The connector's settings for an empty disk and an empty Redis, by name."""
+    with tempfile.TemporaryDirectory() as folder, redis_server() as redis:
+        yield {"disk": {"disk_cache_dir": f"{folder}/kv"}, "Redis": {"remote_url": redis.url}}
 
 
 class VLLMEngine:
@@ -91,7 +120,7 @@ class VLLMEngine:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise AssertionError(f"the engine has ended:\n{self.log()[-4000:]}")
+            raise BenchError(f"the engine has ended:\n{self.log()[-4000:]}")
         return json.loads(line)
 
     def __enter__(self) -> Self:

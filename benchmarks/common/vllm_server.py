@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.common.servers import free_port
 from benchmarks.common.vllm_engine import ENVIRONMENT
+from kvboost.bench.report import BenchError
 
 MODEL_NAME = "m"
 _START_S = 300
@@ -45,7 +46,7 @@ def vllm_server(python: Path, model: Path, *options: str, connector: dict[str, A
             while not _healthy(port):
                 if process.poll() is not None or time.monotonic() > end:
                     log.seek(0)
-                    raise AssertionError(f"the server did not start:\n{log.read()[-4000:]}")
+                    raise BenchError(f"the server did not start:\n{log.read()[-4000:]}")
                 time.sleep(0.5)
             yield f"http://127.0.0.1:{port}"
         finally:

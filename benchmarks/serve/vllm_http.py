@@ -10,11 +10,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -23,7 +21,7 @@ from typing import Any
 import httpx
 
 from benchmarks.common.measure import positive
-from benchmarks.common.servers import redis_server
+from benchmarks.common.vllm_engine import lasting_tiers, random_prompt, vllm_python
 from benchmarks.common.vllm_server import MODEL_NAME, vllm_server
 from kvboost.bench.report import BenchError, Progress, Report, Spread, ratios
 
@@ -45,8 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     """Every part in turn."""
-    if args.vllm_venv is None or args.model is None:
-        raise BenchError("this needs vLLM: give --vllm-venv FOLDER and --model FOLDER")
+    if args.model is None:
+        raise BenchError("give --model FOLDER")
+    vllm_python(args.vllm_venv)
     report = Report("vllm_http")
     parts = {"restart": _restart, "new": _new}
     for part in args.parts:
@@ -90,21 +89,9 @@ def _answers(url: str, *prompts: Sequence[int], new: int = 1) -> list[_Answer]:
     return asyncio.run(_together(url, prompts, new=new))
 
 
-def _random_prompt(seed: int, length: int) -> list[int]:
-    source = random.Random(seed)
-    return [source.randrange(1000, 30000) for _ in range(length)]
-
-
 def _server(args: argparse.Namespace, connector: dict[str, Any] | None) -> AbstractContextManager[str]:
-    python = args.vllm_venv.expanduser() / "bin" / "python"
     options = ["--dtype", args.dtype, "--max-model-len", "4096", "--max-num-batched-tokens", "4096"]
-    return vllm_server(python, args.model.expanduser(), *options, connector=connector)
-
-
-@contextmanager
-def _places() -> Iterator[dict[str, dict[str, Any]]]:
-    with tempfile.TemporaryDirectory() as folder, redis_server() as redis:
-        yield {"disk": {"disk_cache_dir": f"{folder}/kv"}, "Redis": {"remote_url": redis.url}}
+    return vllm_server(vllm_python(args.vllm_venv), args.model.expanduser(), *options, connector=connector)
 
 
 def _restart(args: argparse.Namespace, report: Report) -> None:
@@ -114,9 +101,9 @@ def _restart(args: argparse.Namespace, report: Report) -> None:
         dtype=args.dtype,
         model=args.model,
     )
-    prompt = _random_prompt(0, args.tokens)
-    with _places() as places, _server(args, None) as alone:
-        _answers(alone, _random_prompt(2, args.tokens))  # its kernels' first use
+    prompt = random_prompt(0, args.tokens)
+    with lasting_tiers() as places, _server(args, None) as alone:
+        _answers(alone, random_prompt(2, args.tokens))  # its kernels' first use
         for name, connector in places.items():
             with _server(args, connector) as first:
                 _answers(first, prompt)
@@ -124,7 +111,7 @@ def _restart(args: argparse.Namespace, report: Report) -> None:
             plain, ours, reused = [], [], []
             for number in range(args.repeat):
                 with _server(args, connector) as again:
-                    _answers(again, _random_prompt(1, 200))  # its kernels' first use
+                    _answers(again, random_prompt(1, 200))  # its kernels' first use
                     httpx.post(f"{alone}/reset_prefix_cache", timeout=60, trust_env=False).raise_for_status()
                     pair = [alone, again] if number % 2 else [again, alone]
                     times = {url: _answers(url, prompt)[0] for url in pair}
@@ -159,14 +146,14 @@ def _new(args: argparse.Namespace, report: Report) -> None:
         model=args.model,
     )
     seed = 100
-    with _places() as places, _server(args, None) as off:
+    with lasting_tiers() as places, _server(args, None) as off:
         for name, connector in {"memory": {}, **places}.items():
             with _server(args, connector) as on:
                 first: dict[str, list[float]] = {off: [], on: []}
                 rates: dict[str, list[float]] = {off: [], on: []}
                 progress = Progress(f"new prompts, {name}", args.repeat + 1)
                 for number in range(args.repeat + 1):
-                    prompts = [_random_prompt(seed + i, _SHORT) for i in range(args.clients)]
+                    prompts = [random_prompt(seed + i, _SHORT) for i in range(args.clients)]
                     seed += args.clients
                     for url in (off, on) if number % 2 else (on, off):
                         began = time.perf_counter()

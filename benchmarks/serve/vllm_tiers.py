@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import random
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.measure import positive, share
 from benchmarks.common.rag import load_prompts
-from benchmarks.common.servers import redis_server
-from benchmarks.common.vllm_engine import VLLMEngine
+from benchmarks.common.vllm_engine import VLLMEngine, lasting_tiers, random_prompt, vllm_python
 from kvboost.bench.report import BenchError, Progress, Report, Spread, Table, ratios
 
 QUICK = {"repeat": 1, "questions": 1}
@@ -46,8 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     """Every part in turn."""
-    if args.vllm_venv is None or args.model is None:
-        raise BenchError("this needs vLLM: give --vllm-venv FOLDER and --model FOLDER")
+    if args.model is None:
+        raise BenchError("give --model FOLDER")
+    vllm_python(args.vllm_venv)
     report = Report("vllm_tiers")
     parts = {"restart": _restart, "moved": _moved, "new": _new}
     for part in args.parts:
@@ -57,19 +54,9 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _engine(args: argparse.Namespace, connector: dict[str, Any] | None, **options: Any) -> VLLMEngine:
-    python = args.vllm_venv.expanduser() / "bin" / "python"
-    return VLLMEngine(python, args.model.expanduser(), connector=connector, dtype=args.dtype, **options)
-
-
-def _random_prompt(seed: int, length: int) -> list[int]:
-    source = random.Random(seed)
-    return [source.randrange(1000, 30000) for _ in range(length)]
-
-
-@contextmanager
-def _places() -> Iterator[dict[str, dict[str, Any]]]:
-    with tempfile.TemporaryDirectory() as folder, redis_server() as redis:
-        yield {"disk": {"disk_cache_dir": f"{folder}/kv"}, "Redis": {"remote_url": redis.url}}
+    return VLLMEngine(
+        vllm_python(args.vllm_venv), args.model.expanduser(), connector=connector, dtype=args.dtype, **options
+    )
 
 
 def _restart(args: argparse.Namespace, report: Report) -> None:
@@ -79,10 +66,10 @@ def _restart(args: argparse.Namespace, report: Report) -> None:
         dtype=args.dtype,
         model=args.model,
     )
-    prompt = _random_prompt(0, args.tokens)
-    with _places() as places, _engine(args, None) as alone:
+    prompt = random_prompt(0, args.tokens)
+    with lasting_tiers() as places, _engine(args, None) as alone:
         _say_versions(table, alone)
-        alone.generate(_random_prompt(2, args.tokens), new=1)  # its kernels' first use
+        alone.generate(random_prompt(2, args.tokens), new=1)  # its kernels' first use
         for name, connector in places.items():
             with _engine(args, connector) as first:
                 first.generate(prompt, new=1)
@@ -90,7 +77,7 @@ def _restart(args: argparse.Namespace, report: Report) -> None:
             plain, ours, reused, same = [], [], [], []
             for _ in range(args.repeat):
                 with _engine(args, connector) as again:
-                    again.generate(_random_prompt(1, 200), new=1)  # its kernels' first use
+                    again.generate(random_prompt(1, 200), new=1)  # its kernels' first use
                     alone.forget()
                     plain.append(alone.generate(prompt, new=1)[0]["seconds"])
                     (answer,) = again.generate(prompt, new=1)
@@ -184,7 +171,7 @@ def _new(args: argparse.Namespace, report: Report) -> None:
         "16 x 200 tokens, 32 new": (16, 200, 32),
     }
     seed = itertools.count(100)
-    with _places() as places, _engine(args, None, max_num_seqs=16) as off:
+    with lasting_tiers() as places, _engine(args, None, max_num_seqs=16) as off:
         _say_versions(table, off)
         for place, connector in {"memory": {}, **places}.items():
             with _engine(args, connector, max_num_seqs=16) as on:
@@ -192,7 +179,7 @@ def _new(args: argparse.Namespace, report: Report) -> None:
                     times: dict[VLLMEngine, list[float]] = {off: [], on: []}
                     progress = Progress(f"{place}, {name}", args.repeat + 1)
                     for number in range(args.repeat + 1):
-                        prompts = [_random_prompt(next(seed), length) for _ in range(count)]
+                        prompts = [random_prompt(next(seed), length) for _ in range(count)]
                         for engine in (off, on) if number % 2 else (on, off):
                             seconds = engine.generate(*prompts, new=new)[0]["seconds"]
                             if number:  # the first pair warms both up

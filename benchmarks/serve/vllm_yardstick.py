@@ -24,7 +24,7 @@ from benchmarks.approx.yardstick import data_digest
 from benchmarks.common import rag
 from benchmarks.common.measure import positive, share
 from benchmarks.common.quality import agreement, best_f1, harm
-from benchmarks.common.vllm_engine import VLLMEngine
+from benchmarks.common.vllm_engine import VLLMEngine, vllm_python
 from kvboost.bench.journal import Journal
 from kvboost.bench.report import BenchError, Progress, Report, describe_machine
 
@@ -46,8 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     """Measure what is not in the file yet, then print the tables."""
-    if args.vllm_venv is None or args.model is None:
-        raise BenchError("this needs vLLM: give --vllm-venv FOLDER and --model FOLDER")
+    if args.model is None:
+        raise BenchError("give --model FOLDER")
+    vllm_python(args.vllm_venv)
     from transformers import AutoTokenizer, GenerationConfig
 
     folder = args.model.expanduser()
@@ -83,8 +84,9 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _engine(args: argparse.Namespace, connector: dict[str, Any] | None) -> VLLMEngine:
-    python = args.vllm_venv.expanduser() / "bin" / "python"
-    return VLLMEngine(python, args.model.expanduser(), connector=connector, dtype=args.dtype, watched=True)
+    return VLLMEngine(
+        vllm_python(args.vllm_venv), args.model.expanduser(), connector=connector, dtype=args.dtype, watched=True
+    )
 
 
 class _Through:

@@ -13,7 +13,7 @@ import torch
 from kvboost.approx.find import ApproxReuse
 from kvboost.approx.pace import Paced, RepairTooSlow
 from kvboost.approx.repair import _Selector
-from kvboost.core.prefill import ApproxSpans
+from kvboost.core.spans import ApproxSpans
 from tests.approx.test_find import HEAD, ONE, QUESTION, TWO, engine_for, read, warm
 
 Tiny = Callable[..., Any]

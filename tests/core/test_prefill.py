@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost import KVBoost
-from kvboost.core.prefill import ApproxSpans, PrefillState, RepairOutcome, tokens_by_tier
+from kvboost.core.prefill import PrefillState, tokens_by_tier
 from kvboost.core.prefiller import Prefiller
+from kvboost.core.spans import ApproxSpans, RepairOutcome
 from kvboost.core.verify import same_bits
 from kvboost.steps import StepRule
 from kvboost.types import KVBlock, LoadReport

@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 
 from kvboost.approx.recompute import MAX_POSITIONS, PositionSelector
-from kvboost.core.prefill import ApproxSpans
+from kvboost.core.spans import ApproxSpans
 from kvboost.hf.cache import KVChanges
 
 _JUDGED_LAYERS = 2  # the first may have to warm up; later ones have cost too much to be thrown away

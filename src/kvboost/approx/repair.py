@@ -17,7 +17,8 @@ from kvboost.approx.pace import Paced
 from kvboost.approx.recompute import PositionSelector, RecomputeRunner
 from kvboost.approx.reposition import KeyRepositioner
 from kvboost.approx.spread import Spread
-from kvboost.core.prefill import PrefillState, RepairOutcome
+from kvboost.core.prefill import PrefillState
+from kvboost.core.spans import RepairOutcome
 from kvboost.extend import RepairSituation, RepairStrategy
 from kvboost.hf.cache import KVChanges, SlabCache
 from kvboost.types import Chunk, KVBlock, context_mark

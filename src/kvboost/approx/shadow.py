@@ -26,8 +26,9 @@ from kvboost.approx.find import ApproxReuse
 from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.places import CheckPlaces, TakenPlace
 from kvboost.approx.trust import EarnedTrust
-from kvboost.core.prefill import ApproxSpans, CheckPlace, ChunkedPrompt
+from kvboost.core.prefill import ChunkedPrompt
 from kvboost.core.prefiller import Prefiller, RequestCancelled
+from kvboost.core.spans import ApproxSpans, CheckPlace
 from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.runner import ModelRunner
 from kvboost.types import KVBlock

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
     from kvboost.core.clock import StageClock
     from kvboost.core.guarded import GuardedStore
-    from kvboost.core.prefill import ApproxSpans, PrefillState
+    from kvboost.core.prefill import PrefillState
     from kvboost.core.prefiller import Prefiller
+    from kvboost.core.spans import ApproxSpans
 
 
 class KVCache(Protocol):

@@ -17,7 +17,8 @@ from kvboost.core.costs import CostModel
 from kvboost.core.guarded import EmptyLease, GuardedStore, JoinedLease, loads_of
 from kvboost.core.identity import PromptKeys
 from kvboost.core.loader import KVLoader
-from kvboost.core.prefill import ApproxSpans, ChunkedPrompt, ExactHits, PrefillState, tokens_by_tier
+from kvboost.core.prefill import ChunkedPrompt, ExactHits, PrefillState, tokens_by_tier
+from kvboost.core.spans import ApproxSpans
 from kvboost.core.workspaces import WorkspacePool
 from kvboost.extend import Lease
 from kvboost.steps import StepRule

@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 from kvboost.core.clock import StageClock
-from kvboost.core.prefill import ApproxSpans, ChunkedPrompt, PrefillState
+from kvboost.core.prefill import ChunkedPrompt, PrefillState
 from kvboost.core.prefiller import Prefiller
 from kvboost.core.session import Session
+from kvboost.core.spans import ApproxSpans
 from kvboost.engine.decoding import Decoder, FirstToken
 from kvboost.errors import CapacityError, ConfigError
 from kvboost.hf.adapters import AS_SET, AdapterName

@@ -20,8 +20,9 @@ from kvboost.capacity import MAX_STEP
 from kvboost.config import EngineConfig
 from kvboost.core.backend import NoApprox
 from kvboost.core.chunking import FixedChunker
-from kvboost.core.prefill import ApproxSpans, ChunkedPrompt
+from kvboost.core.prefill import ChunkedPrompt
 from kvboost.core.prefiller import Prefiller
+from kvboost.core.spans import ApproxSpans
 from kvboost.engine.activity import Activity
 from kvboost.engine.assembly import Assembly, assemble
 from kvboost.engine.generation import Generator
