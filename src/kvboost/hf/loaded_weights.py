@@ -2,7 +2,7 @@
 
 ``load_model`` remembers what it loaded from safetensors files; the fingerprint claims it, once, for its first digest.
 What is kept is the digest of each tensor as it was in memory, never of the file. What is trusted: that the same
-versions of torch and Transformers make the same tensors again from files of the same path, inode, size, time and
+versions of torch and Transformers make the same tensors again from files of the same path, inode, size, times and
 header, for weights that the files hold under the same name, type and shape. A weight that was written to or exchanged
 after loading is hashed, and so is everything the user says may have changed.
 """
@@ -140,7 +140,9 @@ def _identify(file: Path) -> list[Any]:
     with file.open("rb") as stream:
         header = stream.read(8)
         header += stream.read(int.from_bytes(header, "little"))
-    return [str(file), stat.st_ino, stat.st_size, stat.st_mtime_ns, hashlib.sha256(header).hexdigest()]
+    # The time of change too: nobody can set it back, and a deleted file's inode may come back at once.
+    times = stat.st_mtime_ns, stat.st_ctime_ns
+    return [str(file), stat.st_ino, stat.st_size, *times, hashlib.sha256(header).hexdigest()]
 
 
 def _cache_directory() -> Path:
