@@ -80,6 +80,8 @@ def test_defaults_are_valid_and_sizes_become_numbers() -> None:
         {"disk_cache_bytes": 0},
         {"remote_cache_bytes": "much"},
         {"remote_url": "http://example"},
+        {"remote_timeout_seconds": 0},
+        {"remote_timeout_seconds": "1"},
         {"object_url": "http://bucket/prefix"},
         {"object_url": "s3://"},
         {"object_cache_bytes": "much"},

@@ -162,6 +162,9 @@ class EngineConfig:
     first writer; ``kvboost cache limit`` changes it."""
     remote_ttl_seconds: float | None = None
     """Chunks leave the server this long after they were stored. None keeps them until they are evicted."""
+    remote_timeout_seconds: float = 0.03
+    """How long a request waits for the server beyond what its bytes take, before it computes instead. Give more for a
+    server across a slow network, or a busy machine."""
     object_url: str | None = None
     """Also keep chunks in this object store, ``s3://BUCKET/PREFIX``, used when no other tier has them. Also ``gs://``
     (Google) and ``az://CONTAINER/PREFIX`` (Azure). The region, the endpoint and the keys come from the environment
@@ -237,6 +240,8 @@ class EngineConfig:
                 raise ConfigError(f"{name}=0 keeps nothing; leave {_LIMITS[name]} out instead")
         if not isinstance(self.tenant, str):
             raise ConfigError(f"tenant={self.tenant!r} is no name; give a text")
+        if not (isinstance(self.remote_timeout_seconds, int | float) and self.remote_timeout_seconds > 0):
+            raise ConfigError(f"remote_timeout_seconds={self.remote_timeout_seconds!r} is no time; give 0.03 for 30 ms")
         if self.object_url is not None and not re.match(r"(s3|gs|az)://[^/]", self.object_url):
             raise ConfigError(f"object_url={self.object_url!r} is not known; give s3://BUCKET/PREFIX (or gs:, az:)")
         if self.kv_dir is not None and not Path(self.kv_dir).is_dir():

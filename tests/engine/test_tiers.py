@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common.faults import Fault, FaultyProxy
 from benchmarks.common.servers import RedisServer
 from kvboost import ConfigError, KVBoost
 from kvboost.store import DiskTier, HostTier, MemoryStore, TieredStore
@@ -27,6 +28,11 @@ pytestmark = pytest.mark.usefixtures("prices_as_guessed")
 Tiny = Callable[..., Any]
 Blocks = Iterator[KVBlock | None]
 _LONG = text(11, 400)
+
+
+def patient(url: str) -> dict[str, Any]:
+    """The settings of an engine that waits for this server, as busy as this machine may be."""
+    return {"remote_url": url, "remote_timeout_seconds": 30.0}
 
 
 def _same_bits(one: Any, other: Any) -> bool:
@@ -166,8 +172,10 @@ def test_what_was_flushed_survives_a_kill_in_the_middle_of_writing(
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    with engine_for(tiny("llama"), **{setting: place}) as engine, engine_for(tiny("llama")) as fresh:
-        _reachable(engine, _LONG)
+    with (
+        engine_for(tiny("llama"), **{setting: place}, remote_timeout_seconds=30.0) as engine,
+        engine_for(tiny("llama")) as fresh,
+    ):
         found, cold = engine.prefill(_LONG), fresh.prefill(_LONG)
         assert found.reuse.cached_tokens > 0.9 * len(_LONG)
         assert _same_bits(found, cold)
@@ -176,11 +184,10 @@ def test_what_was_flushed_survives_a_kill_in_the_middle_of_writing(
 
 
 def test_the_next_engine_reuses_what_lies_in_redis_bit_for_bit(tiny: Tiny, redis_at: RedisServer) -> None:
-    first = engine_for(tiny("llama"), remote_url=redis_at.url)
+    first = engine_for(tiny("llama"), **patient(redis_at.url))
     cold = first.prefill(_LONG)
     first.flush()
-    second = engine_for(tiny("llama"), remote_url=redis_at.url)
-    _reachable(second, _LONG)
+    second = engine_for(tiny("llama"), **patient(redis_at.url))
     found = second.prefill(_LONG)
     assert found.reuse.cached_tokens > 0.9 * len(_LONG)
     assert found.reuse.bitwise
@@ -189,15 +196,20 @@ def test_the_next_engine_reuses_what_lies_in_redis_bit_for_bit(tiny: Tiny, redis
     second.close()
 
 
-def _reachable(engine: KVBoost, prompt: list[int]) -> None:
-    """A tier of a busy machine may be out of patience: wait until it is not."""
-    tier = engine._store._tiers[0]  # type: ignore[attr-defined]
-    chunks = engine.session.prefiller.chunk(prompt, [len(prompt)]).chunks  # type: ignore[union-attr]
-    for _ in range(100):
-        if tier.contains([chunks[0].prefix_key])[0]:
-            return
-        time.sleep(0.1)
-    raise AssertionError("the server did not answer within ten seconds")
+def test_a_server_that_answers_late_is_waited_for_as_long_as_was_said(tiny: Tiny, redis_at: RedisServer) -> None:
+    with FaultyProxy(redis_at.port) as proxy:
+        url = f"redis://127.0.0.1:{proxy.port}"
+        with engine_for(tiny("llama"), **patient(url)) as first:
+            first.prefill(_LONG)
+            first.flush()
+        with (
+            engine_for(tiny("llama"), **patient(url)) as waits,
+            engine_for(tiny("llama"), remote_url=url, remote_timeout_seconds=0.1) as gives_up,
+        ):
+            proxy.fault = Fault.LATE
+            assert waits.prefill(_LONG).reuse.cached_tokens > 0.9 * len(_LONG)
+            with pytest.warns(RuntimeWarning, match="cannot be used"):
+                assert gives_up.prefill(_LONG).reuse.cached_tokens == 0
 
 
 # What a result says of the tiers, and what goes on while a load is under way

@@ -172,6 +172,7 @@ class Stores:
                     records=records,
                     ttl_seconds=config.remote_ttl_seconds,
                     tenant_quota_bytes=quota,
+                    timeout_s=config.remote_timeout_seconds,
                 )
             )
         if config.object_url is not None:

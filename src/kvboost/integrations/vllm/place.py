@@ -34,6 +34,7 @@ _OWN = (
     "record_key_file",
     "record_protection",
     "remote_cache_bytes",
+    "remote_timeout_seconds",
     "remote_ttl_seconds",
     "remote_url",
     "tenant",
@@ -42,6 +43,8 @@ _OWN = (
 """Settings of an engine that the connector takes too, with the same meaning."""
 MODES = ("exact", "approximate", "off")
 _RATIO = 0.15
+_PATIENCE_S = 1.0
+"""For a remote server that is slow to answer: threads of the connector wait, while vLLM runs other requests."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ def connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
         raise ConfigError(f"mode={mode!r} is not known; use one of {', '.join(MODES)}")
     if not isinstance(ratio, int | float) or not 0.0 <= ratio <= 1.0:
         raise ConfigError(f"recompute_ratio={ratio!r} is not a share; give 0.15 for 15 % of the tokens")
-    engine = EngineConfig(**{name: value for name, value in extra.items() if name in _OWN})
+    own_settings = {name: value for name, value in extra.items() if name in _OWN}
+    engine = EngineConfig(**{"remote_timeout_seconds": _PATIENCE_S, **own_settings})
     engine = replace(
         engine,
         cache_bytes=_DEFAULT_BYTES if engine.cache_bytes == AUTO else engine.cache_bytes,
