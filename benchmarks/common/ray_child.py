@@ -10,9 +10,13 @@ import os
 import sys
 from typing import Any
 
-_ROUTERS = {
-    "round robin": "ray.serve.experimental.round_robin_router.RoundRobinRouter",
-    "prefix affinity": "benchmarks.common.ray_routers.PrefixAffinity",
+_AFFINITY = "benchmarks.common.ray_routers.PrefixAffinity"
+_ROUTERS: dict[str, dict[str, Any]] = {
+    "round robin": {"request_router_class": "ray.serve.experimental.round_robin_router.RoundRobinRouter"},
+    "power of two": {},  # Serve's default
+    "prefix affinity": {"request_router_class": _AFFINITY},
+    # Ray's default follows a prefix whatever the queues: here not to a queue that is longer by two requests or more.
+    "balanced affinity": {"request_router_class": _AFFINITY, "request_router_kwargs": {"imbalanced_threshold": 1}},
 }
 _OBJECT_STORE_BYTES = 100 * 2**20
 
@@ -21,11 +25,7 @@ def router_of(name: str) -> Any:
     """Serve's settings for a router; None leaves it to kvboost."""
     from ray.serve.config import RequestRouterConfig
 
-    if name == "content":
-        return None
-    if name == "power of two":
-        return RequestRouterConfig()  # Serve's default
-    return RequestRouterConfig(request_router_class=_ROUTERS[name])
+    return None if name == "content" else RequestRouterConfig(**_ROUTERS[name])
 
 
 def processes() -> dict[str, dict[str, int]]:

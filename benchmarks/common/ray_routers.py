@@ -10,7 +10,7 @@ from ray.serve.request_router import PendingRequest
 
 
 class PrefixAffinity(PrefixCacheAffinityRouter):  # type: ignore[misc]
-    """Ray's, with its own settings. Only where a request has its prompt is ours: it looks for an attribute."""
+    """Ray's. Only where a request has its prompt is ours: it looks for an attribute."""
 
     def _extract_text_from_request(self, pending_request: PendingRequest) -> str:
         """One character for each token."""

@@ -33,8 +33,9 @@ from kvboost.bench.report import BenchError, Progress, Report, say
 from kvboost.fleet.route import RouteCosts
 
 QUICK = {"requests": 12, "max_tokens": 200, "block_tokens": 40, "warm_up": 3, "simulate": True}
-_OURS, _PEER, _POOLED = "content", "prefix affinity", "pooled"
-ROUTERS = (_OURS, "round robin", "power of two", _PEER, _POOLED)
+_OURS, _POOLED = "content", "pooled"
+_PEERS = "prefix affinity", "balanced affinity"
+ROUTERS = (_OURS, "round robin", "power of two", *_PEERS, _POOLED)
 _PARTS = {"prefixes": "conversation", "content": "ragpulse"}
 _TOLD_S = 2.0  # replicas tell what they hold this often
 _QUEUE_SHARE = 4  # of cache_bytes, a quarter waits to be written to Redis; the rest is the memory
@@ -276,16 +277,17 @@ def _judge(report: Report, part: str, outcomes: dict[str, Outcome]) -> None:
     def ratio(upper: float, lower: float) -> float:
         return upper / lower if lower else math.nan  # which holds no bar
 
-    ours, peer, pooled = (outcomes.get(name) for name in (_OURS, _PEER, _POOLED))
+    ours, pooled = outcomes.get(_OURS), outcomes.get(_POOLED)
+    peers = {name: outcomes[name] for name in _PEERS if name in outcomes}
     if part == "prefixes" and ours and pooled:
         found = [out.part("memory", "redis") for out in (ours, pooled)]
         bar("found in memory or Redis, ours / pooled", ratio(*found), _BARS["found"])
         table.notes.append(f"In own memory alone: {ratio(ours.part('memory'), pooled.part('memory')):.3f}.")
-    if part == "content" and ours and peer:
-        bar(f"found in own memory, ours / {_PEER}", ratio(ours.part("memory"), peer.part("memory")), _BARS["local"])
-        bar(
-            f"bytes from Redis, ours / {_PEER}", ratio(ours.loaded_bytes, peer.loaded_bytes), _BARS["loaded"], most=True
-        )
+    if part == "content" and ours and peers:
+        most = max(peer.part("memory") for peer in peers.values())
+        least = min(peer.loaded_bytes for peer in peers.values())
+        bar("found in own memory, ours / best affinity", ratio(ours.part("memory"), most), _BARS["local"])
+        bar("bytes from Redis, ours / best affinity", ratio(ours.loaded_bytes, least), _BARS["loaded"], most=True)
     if not table.rows:
         report.tables.remove(table)
 
@@ -304,12 +306,14 @@ def _simulate(
         _OURS: expected_seconds(shared=True, at_once=True),
         "round robin": round_robin(),
         "power of two": power_of_two(),
-        _PEER: ray_affinity(),
+        "prefix affinity": ray_affinity(),
         _POOLED: round_robin(),
     }
     columns = ["router", "own memory, real %", "simulated %", "points apart", "Redis, real %", "simulated %"]
     table = report.table(f"Simulated, {requests.name}", columns)
     for router, out in outcomes.items():
+        if router not in strategies:
+            continue
         pooled = router == _POOLED
         compute, load = out.costs
         fleet = Fleet(
