@@ -37,7 +37,8 @@ def count_events() -> Counter[str]:
 
 def seed_fault(name: str) -> None:
     """Put a known fault into the connector."""
-    from kvboost.integrations.vllm import identity, scheduler, worker
+    from kvboost.errors import UnsupportedModelError
+    from kvboost.integrations.vllm import connector, identity, scheduler, worker
 
     if name == "salt ignored":
         plain = identity.RequestKeys.of
@@ -94,5 +95,13 @@ def seed_fault(name: str) -> None:
         worker.slots_of = lambda pages, **at: plain_slots(pages.roll(1), **at)
     elif name == "shared pages":
         scheduler.set_apart = lambda request: None
+    elif name in ("pages cannot be read", "pages cannot be read, and nobody says so"):
+
+        def unreadable(*layer: Any, **shape: Any) -> Any:
+            raise UnsupportedModelError("seeded")
+
+        worker.learn_order = unreadable
+        if name != "pages cannot be read":
+            connector.KVBoostConnector.build_connector_worker_meta = lambda self: None  # type: ignore[method-assign]
     else:
         raise ValueError(name)

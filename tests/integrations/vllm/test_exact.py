@@ -138,6 +138,21 @@ def test_a_fetch_that_is_never_answered_is_not_waited_for(
         assert engine.counts()["steps"] < 3000, "steps without work leave the processor to those who fetch"
 
 
+@pytest.mark.parametrize("seed", ["pages cannot be read", "pages cannot be read, and nobody says so"])
+def test_a_worker_that_cannot_read_its_pages_says_so_to_the_scheduler(
+    model: Path, prompt: list[int], reference: list[dict[str, Any]], tmp_path: Path, seed: str
+) -> None:
+    disk = {"disk_cache_dir": str(tmp_path / "kv")}
+    with start(model, connector=disk) as first:
+        first.generate(prompt)
+    with start(model, connector=disk, seed=seed) as second:
+        (answer,) = second.generate(prompt)
+        assert (answer["cached"], answer["tokens"]) == (0, reference[0]["tokens"])
+        assert "this model's KV is not kept: seeded" in second.log()
+        waited = "did not come within 10 s" in second.log()
+        assert waited is (seed != "pages cannot be read"), "the scheduler's side found it, and asked for it"
+
+
 @pytest.mark.parametrize("seed", ["", "lookups are not awaited"])
 def test_steps_without_work_wait_for_a_lookup(model: Path, prompt: list[int], seed: str) -> None:
     with redis_server() as redis, FaultyProxy(redis.port) as proxy:
