@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Self
 
 import pytest
 
 from kvboost.bench.contestants import Missing
-from kvboost.bench.mine import Tried, cache_bytes, measure, recommend
+from kvboost.bench.mine import Recommendation, Tried, cache_bytes, confirm, measure, recommend
 from kvboost.bench.report import BenchError
 from kvboost.bench.run import Options
 from kvboost.bench.summary import Pairing, break_even, percentile
 from kvboost.bench.workloads import Request
 
 
-def tried(quality: str, *, ms: float, differing: int, count: int = 100) -> Tried:
+def tried(quality: str, *, ms: float, differing: int, count: int = 100, moved: int | None = None) -> Tried:
+    """The first ``moved`` prompts reused text that had moved: all of them, if it is not given."""
+    used = 0 if quality == "exact" else count if moved is None else moved
     theirs: list[Any] = [{"ttft_ms": 100.0, "tokens": [1]} for _ in range(count)]
-    own: list[Any] = [{"ttft_ms": ms, "tokens": [2 if n < differing else 1]} for n in range(count)]
+    own: list[Any] = [
+        {"ttft_ms": ms, "tokens": [2 if n < differing else 1], "moved": 10 * (n < used)} for n in range(count)
+    ]
     return Tried(quality, Pairing("mine", "plain", quality, [10] * count, theirs, own), 1000, "float32")
 
 
@@ -34,6 +39,7 @@ def size(quality: str) -> int:
         (50.0, 49.0, 0, 100, "exact"),  # not worth it
         (100.0, 20.0, 20, 100, None),
         (100.0, 99.0, 0, 100, None),
+        (125.0, 111.0, 0, 100, None),  # faster than exact, and slower than plain
     ],
 )
 def test_what_is_recommended(exact_ms: float, fast_ms: float, differing: int, count: int, quality: str | None) -> None:
@@ -43,12 +49,15 @@ def test_what_is_recommended(exact_ms: float, fast_ms: float, differing: int, co
     ]
     found = recommend(settings, tolerated=0.05, size=size)
     assert found.quality == quality
-    text = found.text("./model")
+    text = found.text(["kvboost", "serve", "./model"], ["again"])
     if quality is None:
         assert text.startswith("Recommendation: none.")
     else:
         megabytes = 640 if quality == "exact" else 1280
-        assert text.endswith(f"kvboost serve ./model --quality {quality} --cache-bytes {megabytes}MB")
+        flags = f"--quality {quality} --cache-bytes {megabytes}MB"
+        assert f"\n\n  kvboost serve ./model {flags}\n\n" in text
+        assert "the size comes from a replay" in text
+        assert text.endswith(f"\n\n  again {flags}") == (quality != "auto")  # auto is earned on live traffic
 
 
 def test_a_slower_setting_is_promising_where_the_fastest_changes_too_much() -> None:
@@ -60,6 +69,48 @@ def test_a_slower_setting_is_promising_where_the_fastest_changes_too_much() -> N
     found = recommend(settings, tolerated=0.05, size=size)
     assert found.quality == "auto"
     assert "high was 3.3x and changed 0 of 20 answers" in found.reason
+
+
+def test_prompts_in_which_nothing_moved_show_nothing() -> None:
+    exact = tried("exact", ms=50.0, differing=0)
+    few = tried("fast", ms=20.0, differing=0, moved=20)
+    assert few.changed() == (0, 20)
+    assert recommend([exact, few], tolerated=0.05, size=size).quality == "auto"  # of 100, 20 say something
+    none = tried("fast", ms=20.0, differing=0, moved=0)
+    assert recommend([exact, none], tolerated=0.05, size=size).quality == "exact"
+
+
+@pytest.mark.parametrize(("count", "quality"), [(71, "auto"), (72, "fast")])
+def test_two_settings_share_the_chance_of_error(count: int, quality: str) -> None:
+    slower = tried("high", ms=45.0, differing=count, count=count)
+    settings = [tried("exact", ms=50.0, differing=0, count=count), slower]
+    settings.append(tried("fast", ms=20.0, differing=0, count=count))
+    assert recommend(settings, tolerated=0.05, size=size).quality == quality  # alone, 59 would do
+
+
+def test_commands_are_quoted() -> None:
+    text = Recommendation("fast", 640 * 10**6, "").text(["kvboost", "serve", "my model"], ["mine", "--prompts", "a b"])
+    assert "kvboost serve 'my model' --quality fast --cache-bytes 640MB" in text
+    assert text.endswith("mine --prompts 'a b' --quality fast --cache-bytes 640MB")
+
+
+@pytest.mark.parametrize(
+    ("quality", "ms", "differing", "said"),
+    [
+        (
+            "fast",
+            20.0,
+            0,
+            "Confirmed: quality fast with --cache-bytes 640MB is 5.0x as fast as plain Transformers, and",
+        ),
+        ("fast", 20.0, 9, "Not confirmed: .* changed 9 of 100 answers with moved text"),
+        ("fast", 99.0, 0, "Not confirmed: "),
+        ("exact", 50.0, 3, "Confirmed: .* is 2.0x as fast as plain Transformers.$"),
+        ("exact", 99.0, 0, "Not confirmed: "),
+    ],
+)
+def test_a_rerun_confirms_or_does_not(quality: str, ms: float, differing: int, said: str) -> None:
+    assert re.match(said, confirm(tried(quality, ms=ms, differing=differing), tolerated=0.05, cache="640MB"))
 
 
 def test_the_cache_is_as_large_as_what_comes_again() -> None:

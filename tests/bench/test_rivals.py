@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 
 from kvboost.bench.rivals.llama_cpp_engine import LlamaCpp
 from kvboost.bench.rivals.predecessor import Predecessor
-from kvboost.bench.rivals.protocol import Answer, Clock, _serve
+from kvboost.bench.rivals.protocol import Answer, Clock, _rss_peak, _serve, _threads
 from kvboost.bench.rivals.transformers_batching import Batching
 
 ORDER: dict[str, Any] = {"do": "generate", "tokens": [1, 2, 3], "text": "one two three", "new": 2}
@@ -67,3 +70,33 @@ def test_the_predecessor_must_read_the_tokens_of_the_others() -> None:
     assert _serve(engine, ORDER)["tokens"] == [7]
     with pytest.raises(RuntimeError, match="other tokens of a prompt's text"):
         _serve(engine, {**ORDER, "tokens": [0, 1, 2, 3]})
+
+
+def test_llama_cpp_uses_the_cores_it_may_use_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    module = SimpleNamespace(Llama=lambda **options: given.update(options), __version__="1")
+    monkeypatch.setitem(sys.modules, "llama_cpp", module)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    settings = {"gguf": "file", "max_tokens": 10}
+    assert _threads(LlamaCpp(settings)) == given["n_threads"] == given["n_threads_batch"] == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert _threads(LlamaCpp(settings)) == given["n_threads"] == 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux resets a process's peak of memory")
+def test_a_peak_of_memory_can_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SimpleNamespace(forget=lambda: None)
+    assert _serve(engine, {"do": "forget"}) == {}
+    held = bytearray(200 * 2**20)
+    before = _rss_peak()
+    del held
+    assert _serve(engine, {"do": "forget", "reset_peak": True}) == {"peak_reset": True}
+    assert _rss_peak() < before - 100 * 2**20
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise PermissionError
+
+    monkeypatch.setattr("kvboost.bench.rivals.protocol.open", refused, raising=False)
+    assert _serve(engine, {"do": "forget", "reset_peak": True}) == {"peak_reset": False}

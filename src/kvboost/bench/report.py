@@ -102,7 +102,7 @@ class Spread:
 
 
 def ratios(upper: Sequence[float], lower: Sequence[float]) -> list[float]:
-    """``upper / lower``, pair by pair: what ran next to each other is divided by each other."""
+    """``upper / lower``, pair by pair: what was measured in the same turn is divided by each other."""
     return [a / b for a, b in zip(upper, lower, strict=True)]
 
 

@@ -2,32 +2,38 @@
 
 Called by :mod:`kvboost.cli.bench`. A unit is one workload against one rival; it is written when it is done, so that a
 run can be continued. Invariants: who goes first changes with every request; nobody else runs meanwhile; the same
-prompts are asked again with empty caches (the cold control).
+prompts are asked again with empty caches (the cold control); what keeps logits is not timed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvboost import __version__
 from kvboost.bench.capacity import hit_rates
 from kvboost.bench.contestants import OURS, RIVALS, Contestant, Missing, how_to_add
-from kvboost.bench.journal import Journal, Kind
+from kvboost.bench.journal import Journal, Kind, check_same
 from kvboost.bench.report import BenchError, Progress, say
+from kvboost.bench.summary import left_out
 from kvboost.bench.texts import Writer
 from kvboost.bench.workloads import RECIPES, Encoder, Request, build
 from kvboost.hf.breaks import break_table
 from kvboost.hf.loading import ModelSource, load_tokenizer
 
-KIND = Kind("kvboost bench", 1, ("workload", "rival", "repeat"))
+KIND = Kind("kvboost bench", 2, ("workload", "rival", "repeat"))
 EXACT = "exact"
 CAPACITY, RECOMPUTE = "(capacity)", "(recompute)"
 """In place of a rival: units that measure our engine alone."""
+SKIPPED = "(skipped)"
+"""In place of a workload: why a rival was left out."""
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
 _RATIOS = (0.0, 0.15, 0.5, 1.0)  # of moved tokens, for the units of RECOMPUTE
 
@@ -54,9 +60,10 @@ class Options:
     def settings(self) -> dict[str, Any]:
         """What all samples of a file have in common."""
         same = {name: getattr(self, name) for name in ("dtype", "tokens", "new", "seed", "cold", "quality")}
-        data = self.data.name if self.data is not None else None
+        data = f"{self.data.name} {_digest(self.data)}" if self.data is not None else None
         path = ModelSource(self.model).path
-        return {"model": Path(path).resolve().name, "files": _files_digest(path), "data": data, **same}
+        about = {"model": Path(path).resolve().name, "files": _files_digest(path), "data": data}
+        return {**about, "kvboost": __version__, **same}
 
     def engine(self, quality: float | str, **more: Any) -> dict[str, Any]:
         """What our process is given."""
@@ -83,6 +90,22 @@ def _files_digest(model: str) -> str:
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 
+def _digest(file: Path | None) -> str | None:
+    """Tells files of one name apart; None if it cannot be read, of which its reader complains."""
+    if file is None:
+        return None
+    try:
+        with file.expanduser().open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()[:16]
+    except OSError:
+        return None
+
+
+def _without_folders(text: str) -> str:
+    """Paths cut down to their last part: results name no folder."""
+    return re.sub(r"(?<![\w:/.~])~?(?:/[^\s/'\"]+)+/(?=[^\s/'\"])", "", text)
+
+
 def ours(quality: str) -> str:
     """What our engine is called in samples and tables."""
     return f"{OURS} {quality}"
@@ -100,7 +123,7 @@ class Bench:
 
     def run(self, workloads: Sequence[str], rivals: Sequence[str], *, alone: bool) -> list[str]:
         """Measure what is not in the file yet; ``alone`` adds the units without rivals. Returns who was left out."""
-        left_out: list[str] = []
+        reasons: list[str] = []
         with ExitStack() as stack:
             started: dict[str, Contestant] = {}
             for rival in rivals:
@@ -112,19 +135,42 @@ class Bench:
                     # Ours goes first: rivals are given its dtype, as their "auto" may be another.
                     dtype = self._ours(units[0][0], started, stack)[ours(EXACT)].dtype
                     with self._rival(rival, workloads, dtype) as contestant:
+                        setup = self._setup(contestant)
                         for workload, repeat in units:
                             others = self._ours(workload, started, stack)
                             compared = not self._compared(workload, repeat)
                             unit = Unit({rival: contestant, **others}, self._options, compared=compared)
                             label = f"{workload} against {rival}"
                             sample = unit.run(self._requests(workload, repeat), RECIPES[workload].moves, label)
-                            self._journal.add({"workload": workload, "rival": rival, "repeat": repeat, **sample})
+                            key = {"workload": workload, "rival": rival, "repeat": repeat}
+                            self._journal.add({**key, "setup": setup, **sample})
                 except Missing as error:
-                    left_out.append(str(error))
-                    say(f"skipped {error}")
+                    reasons.append(str(error))
+                    self._skip(rival, str(error))
         if alone:
             self._alone(workloads)
-        return left_out
+        return reasons
+
+    def _skip(self, rival: str, reason: str) -> None:
+        """Say and keep why a rival is left out, once if it is as before."""
+        say(f"skipped {reason}")
+        reason = _without_folders(reason)
+        if left_out(self._journal.samples).get(rival) != reason:
+            self._journal.add({"workload": SKIPPED, "rival": rival, "repeat": 0, "skipped": reason})
+
+    def _setup(self, rival: Contestant) -> dict[str, Any]:
+        """What a rival ran on. Raises BenchError if its samples in the file ran on something else."""
+        python = self._options.pythons.get(rival.name)
+        setup = {
+            "python": hashlib.sha256(os.path.abspath(python).encode()).hexdigest()[:16] if python is not None else None,
+            "gguf": _digest(self._options.gguf) if rival.name == "llama-cpp" else None,
+            "threads": rival.threads,
+            **rival.versions,
+        }
+        for sample in self._journal.samples:
+            if sample["rival"] == rival.name and "setup" in sample:
+                check_same(f"{rival.name} was measured with", sample["setup"], setup)
+        return setup
 
     def _compared(self, workload: str, repeat: int) -> bool:
         """Whether ours was compared with itself here, beside any rival: one of them is enough."""
@@ -224,7 +270,10 @@ class Unit:
     """One workload on some contestants in turn."""
 
     def __init__(self, contestants: Mapping[str, Contestant], options: Options, *, compared: bool) -> None:
-        """``compared`` has approximate answers compared with full ones, which takes as long as plain Transformers."""
+        """``compared`` asks approximate engines once more, untimed, to compare their answers with full ones.
+
+        That takes as long as plain Transformers.
+        """
         self._contestants, self._options, self._compared = contestants, options, compared
         own = next(one.dtype for one in contestants.values() if one.name == OURS)
         for one in contestants.values():
@@ -234,20 +283,26 @@ class Unit:
                 )
 
     def run(self, requests: Sequence[Request], moves: bool, label: str) -> dict[str, Any]:
-        """Warm in the order of the workload, then the cold control."""
+        """Warm in the order of the workload, then the cold control, then what is not timed."""
         count = min(self._options.cold, len(requests))
         chosen = [requests[(2 * number + 1) * len(requests) // (2 * count)] for number in range(count)]
-        progress = Progress(label, (len(requests) + len(chosen)) * len(self._contestants))
-        for contestant in self._contestants.values():
-            contestant.ask("forget")
+        approximate = [name for name, one in self._contestants.items() if one.name == OURS and name != ours(EXACT)]
+        again = approximate if self._compared else []
+        steps = (len(requests) + len(chosen)) * len(self._contestants) + len(requests) * len(again)
+        progress = Progress(label, steps)
+        reset = {name: one.ask("forget", reset_peak=True) for name, one in self._contestants.items()}
         warm = self._asked(requests, progress, moves=moves)
-        cold = self._asked(chosen, progress, moves=moves, forget=True)
+        cold = self._asked(chosen, progress, moves=moves, cold=True)
+        peaks = {name: one.ask("status")["rss_peak"] for name, one in self._contestants.items()}
+        for name in again:
+            self._compare(self._contestants[name], requests, warm[name], progress)
         return {
             "prompts": [len(request.tokens) for request in requests],
             "counts": [request.counts for request in requests],
             "warm": warm,
             "cold": cold,
-            "rss_peak": {name: one.ask("status")["rss_peak"] for name, one in self._contestants.items()},
+            "rss_peak": peaks,
+            "rss_reset": {name: bool(answer.get("peak_reset")) for name, answer in reset.items()},
             "bitwise": self._bitwise(requests[len(requests) // 2]),
             "versions": {name: one.versions for name, one in self._contestants.items()},
             "dtypes": {name: one.dtype for name, one in self._contestants.items()},
@@ -255,21 +310,32 @@ class Unit:
         }
 
     def _asked(
-        self, requests: Sequence[Request], progress: Progress, *, moves: bool, forget: bool = False
+        self, requests: Sequence[Request], progress: Progress, *, moves: bool, cold: bool = False
     ) -> dict[str, list[dict[str, Any]]]:
+        """Everyone's answers. Cold ones have one token: their time is the prompt's and what it takes to keep its KV."""
         answers: dict[str, list[dict[str, Any]]] = {name: [] for name in self._contestants}
         names = list(self._contestants)
         for number, request in enumerate(requests):
             first = number % len(names)
             for name in names[first:] + names[:first]:
                 contestant = self._contestants[name]
-                if forget:
+                if cold:
                     contestant.ask("forget")
-                compare = self._compared and contestant.name == OURS and name != ours(EXACT) and not forget
-                order = _order(request, new=self._options.new)
-                answers[name].append(contestant.ask("generate", **order, moves=moves, compare=compare))
+                order = _order(request, new=1 if cold else self._options.new)
+                answers[name].append(contestant.ask("generate", **order, moves=moves))
                 progress.step()
         return answers
+
+    def _compare(
+        self, engine: Contestant, requests: Sequence[Request], answers: Sequence[dict[str, Any]], progress: Progress
+    ) -> None:
+        """The same requests from the beginning, so that the same is reused; adds ``quality`` to the timed answers."""
+        engine.ask("forget")
+        for request, answer in zip(requests, answers, strict=True):
+            found = engine.ask("generate", **_order(request, new=self._options.new), compare=True)
+            if "quality" in found:
+                answer["quality"] = found["quality"]
+            progress.step()
 
     def _bitwise(self, request: Request) -> bool | None:
         """Whether a warm run of ours has a cold one's bits; None where it is not asked."""

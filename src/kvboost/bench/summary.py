@@ -1,7 +1,8 @@
 """What samples say: ratios pair by pair with their spread, reuse by trust, quality, memory; as figures and as tables.
 
 Used by the terminal's tables, the HTML report and ``bench mine``. Invariant: a ratio is taken of two requests with the
-same tokens that ran next to each other, and above one our engine was faster.
+same tokens that were asked in the same turn (with three contestants, one may have run between them), and above one our
+engine was faster.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Pairing:
     cold_ours: list[Sample] = field(default_factory=list)
     memory: tuple[int, int] = (0, 0)
     """Peaks of the rival's process and of ours, in bytes."""
+    running_peaks: set[str] = field(default_factory=set)
+    """Whose peak could not be reset before the workload, so that it is the largest so far."""
     threads: tuple[int | None, int | None] = (None, None)
     """Of the rival's torch and of ours."""
     file_dtype: bool = False
@@ -59,10 +62,15 @@ class Pairing:
         pairs = zip(self.ours, self.theirs, strict=True)
         return sum(a["tokens"] == b["tokens"] for a, b in pairs), len(self.ours)
 
-    def divergence(self) -> float | None:
-        """Mean KL from plain Transformers over the answers that used approximate KV; None if none did."""
-        found = [one["quality"]["kl"] for one in self.ours if one.get("quality")]
+    def mean_quality(self, name: str) -> float | None:
+        """Mean ``kl`` or ``regret`` over the answers that used approximate KV; None if none did."""
+        found = [one["quality"][name] for one in self.ours if one.get("quality")]
         return statistics.fmean(found) if found else None
+
+    def flips(self) -> tuple[int, int]:
+        """Tokens that approximate KV changed although plain Transformers was sure of them, and all of that kind."""
+        found = [one["quality"] for one in self.ours if one.get("quality")]
+        return sum(one["decisive_flips"] for one in found), sum(one["decisive"] for one in found)
 
 
 def pairings(samples: Iterable[Sample]) -> list[Pairing]:
@@ -83,11 +91,23 @@ def pairings(samples: Iterable[Sample]) -> list[Pairing]:
             pairing.cold_ours += sample["cold"][engine]
             peaks = sample["rss_peak"]
             pairing.memory = max(pairing.memory[0], peaks[rival]), max(pairing.memory[1], peaks[engine])
+            pairing.running_peaks |= {name for name in (rival, engine) if not sample["rss_reset"][name]}
             pairing.threads = sample["threads"][rival], sample["threads"][engine]
             pairing.file_dtype = sample["dtypes"][rival] is None
             if sample["bitwise"] is not None and engine.endswith("exact"):
                 pairing.bitwise = sample["bitwise"] and pairing.bitwise is not False
     return list(found.values())
+
+
+def left_out(samples: Iterable[Sample]) -> dict[str, str]:
+    """Rivals that are not in the samples, or not to the end, and why. One that took part later is not among them."""
+    found: dict[str, str] = {}
+    for sample in samples:
+        if "skipped" in sample:
+            found[sample["rival"]] = sample["skipped"]
+        elif "warm" in sample:
+            found.pop(sample["rival"], None)
+    return found
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -137,7 +157,7 @@ COLUMNS = (
 def row(pairing: Pairing) -> list[str]:
     """The cells of :data:`COLUMNS`."""
     same, count = pairing.same_answers()
-    divergence = pairing.divergence()
+    divergence = pairing.mean_quality("kl")
     return [
         pairing.workload,
         pairing.rival,
@@ -145,8 +165,8 @@ def row(pairing: Pairing) -> list[str]:
         f"{statistics.median(one['ttft_ms'] for one in pairing.theirs):.0f}",
         f"{statistics.median(one['ttft_ms'] for one in pairing.ours):.0f}",
         Spread.of(pairing.ratio()).text(),
-        f"{statistics.median(pairing.ratio('cpu_ms')):.2f}",
-        f"{statistics.median(pairing.ratio(cold=True)):.2f}" if pairing.cold_ours else "-",
+        Spread.of(pairing.ratio("cpu_ms")).text(),
+        Spread.of(pairing.ratio("total_ms", cold=True)).text() if pairing.cold_ours else "-",
         f"{100 * pairing.share('exact'):.0f}",
         f"{100 * pairing.share('approximate'):.0f}",
         f"{same} of {count}",
@@ -154,11 +174,11 @@ def row(pairing: Pairing) -> list[str]:
     ]
 
 
-DETAILS = ("workload", "against", "ours", "p50 ms", "p95 ms", "total ms", "tokens/s", "memory MB")
+DETAILS = ("workload", "against", "ours", "p50 ms", "p95 ms", "total ms", "tokens/s", "memory MB", "regret", "flips")
 
 
 def details(pairing: Pairing) -> list[str]:
-    """Theirs and ours for the cells of :data:`DETAILS`: percentiles of TTFT, whole answers, memory."""
+    """The cells of :data:`DETAILS`, theirs and ours: percentiles of TTFT, whole answers, memory; and harm by ours."""
     cells: list[str] = []
     both = (pairing.theirs, pairing.ours)
     for share in (0.5, 0.95):
@@ -171,16 +191,20 @@ def details(pairing: Pairing) -> list[str]:
         )
     )
     cells.append(" / ".join(f"{peak / 1e6:.0f}" for peak in pairing.memory))
+    regret, (flips, sure) = pairing.mean_quality("regret"), pairing.flips()
+    cells += ["-", "-"] if regret is None else [f"{regret:.4f}", f"{flips} of {sure}"]
     return [pairing.workload, pairing.rival, pairing.engine, *cells]
 
 
-def notes(found: Sequence[Pairing]) -> list[str]:
-    """What the table's columns are, and the figures that are no column."""
+def notes(found: Sequence[Pairing], samples: Sequence[Sample]) -> list[str]:
+    """What the table's columns are, the figures that are no column, and who is missing."""
     told = [
         "Times are milliseconds from the call to the first token, as medians. faster: theirs by ours, pair by pair, "
-        "median [lowest highest]; CPU: the same in processor time; cold: the same with empty caches.",
+        "median [lowest highest]; CPU: the same in processor time; cold: whole calls for one token with empty caches, "
+        "storing included; below one, ours took longer.",
         "exact and approx: prompt tokens that were not computed, by trust. same answer: greedy answers equal to the "
-        "rival's. KL: from plain Transformers, of answers that used approximate KV.",
+        "rival's. KL: from plain Transformers, of answers that used approximate KV; so are regret (nats that the other "
+        "tokens cost) and flips (changed tokens of those that plain Transformers was sure of).",
     ]
     for pairing in found:
         if pairing.workload == "document" and pairing.engine == "exact":
@@ -192,11 +216,16 @@ def notes(found: Sequence[Pairing]) -> list[str]:
             told.append(f"{rival} had {theirs} threads and ours {own}: compare CPU, or set OMP_NUM_THREADS.")
     for rival in dict.fromkeys(pairing.rival for pairing in found if pairing.file_dtype):
         told.append(f"{rival} ran in the dtypes of its own file, the others in ours: its times compare both at once.")
+    running = sorted(set().union(*(pairing.running_peaks for pairing in found)))
+    if running:
+        told.append(
+            f"memory of {', '.join(running)} is the peak so far, not of each workload: it cannot be reset there."
+        )
     checked = [pairing for pairing in found if pairing.bitwise is not None]
     if checked:
         good = sum(bool(pairing.bitwise) for pairing in checked)
         told.append(f"A warm prefill has the bits of a cold one in {good} of {len(checked)} workloads.")
-    return told
+    return told + [f"Left out: {reason}" for reason in left_out(samples).values()]
 
 
 def machine_of(header: Mapping[str, Any], samples: Sequence[Sample]) -> Machine:
@@ -213,8 +242,8 @@ def report_of(header: Mapping[str, Any], samples: Sequence[Sample]) -> Report:
     report = Report("bench", failed=any(pairing.bitwise is False for pairing in found))
     tokens = header["settings"]["tokens"]
     title = f"Time to the first token, prompts of about {tokens} tokens" if tokens else "Time to the first token"
-    table = Table(title, machine, COLUMNS, notes=notes(found))
-    more = Table("Theirs / ours: percentiles of the first token, whole answers, peak memory", machine, DETAILS)
+    table = Table(title, machine, COLUMNS, notes=notes(found, samples))
+    more = Table("Theirs / ours: percentiles of the first token, whole answers, peak memory; harm", machine, DETAILS)
     for pairing in found:
         table.add(*row(pairing))
         more.add(*details(pairing))

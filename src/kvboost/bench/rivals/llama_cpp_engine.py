@@ -16,12 +16,12 @@ class LlamaCpp:
 
         if not settings.get("gguf"):
             raise RuntimeError("llama.cpp needs the model as a GGUF file; give it with --gguf FILE")
-        threads = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+        self.threads = int(os.environ.get("OMP_NUM_THREADS") or _cores())
         self._llama = llama_cpp.Llama(
             model_path=settings["gguf"],
             n_ctx=settings["max_tokens"],
-            n_threads=threads,
-            n_threads_batch=threads,
+            n_threads=self.threads,
+            n_threads_batch=self.threads,
             verbose=False,
         )
         self.versions = {"llama-cpp-python": llama_cpp.__version__}
@@ -55,6 +55,11 @@ class LlamaCpp:
         """Drop the last prompt."""
         self._llama.reset()
         self._last = []
+
+
+def _cores() -> int:
+    """Those this process may use, which in a container are not all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def make(name: str, settings: dict[str, Any]) -> LlamaCpp:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import kvboost
-from kvboost.bench.quality import agreement
+from kvboost.bench.quality import agreement, harm
 from kvboost.engine import KVBoost
 from kvboost.types import GenerationMode, GenerationResult
 
@@ -31,7 +31,10 @@ class Ours:
         }
 
     def generate(self, order: dict[str, Any], clock: Clock) -> Answer:
-        """Reuse what the settings allow. With ``compare``, also say how near the logits are to a full prefill's."""
+        """Reuse what the settings allow. With ``compare``, also say how near the logits are to a full prefill's.
+
+        The logits take time and memory, so what is compared is not timed.
+        """
         compare = bool(order.get("compare"))
         result = self._ask(order, streamer=FirstToken(clock), **(_LOGITS if compare else {}))
         reuse = result.reuse
@@ -64,7 +67,7 @@ class Ours:
         same = next((place for place, (a, b) in enumerate(pairs) if a != b), None)
         count = min(len(full.token_ids), len(result.token_ids)) if same is None else same + 1
         logits = [torch.stack([step[0] for step in one.raw.logits[:count]]) for one in (full, result)]
-        return {**agreement(*logits), "same_answer": full.token_ids == result.token_ids}
+        return {**agreement(*logits), **harm(*logits), "same_answer": full.token_ids == result.token_ids}
 
     def verify(self, order: dict[str, Any]) -> dict[str, Any]:
         """Whether a warm run has the bits of a cold one."""

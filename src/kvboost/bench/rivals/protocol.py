@@ -1,7 +1,7 @@
 """One JSON line per order, one per answer: the loop that every contestant's process runs.
 
-Orders: ``generate`` (tokens, text, boundaries, new, moves, compare), ``forget``, ``status``, and ours also
-``verify`` and ``facts``.
+Orders: ``generate`` (tokens, text, boundaries, new, moves, compare), ``forget`` (reset_peak), ``status``, and ours
+also ``verify`` and ``facts``.
 Invariants: answers are the only thing on the standard output; a clock runs from the call to the moment a token's id is
 in Python's hands; processor time is that of the whole process, all threads together.
 """
@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> None:
     except Exception as error:  # noqa: BLE001 - told to the caller, who skips this contestant
         say({"error": f"{type(error).__name__}: {error}"})
         return
-    say({"ready": True, "versions": engine.versions, "dtype": engine.dtype, "threads": _threads()})
+    say({"ready": True, "versions": engine.versions, "dtype": engine.dtype, "threads": _threads(engine)})
     for line in sys.stdin:
         order = json.loads(line)
         try:
@@ -124,15 +124,25 @@ def _serve(engine: Any, order: dict[str, Any]) -> dict[str, Any]:
         return {**told, "tokens": answer.tokens, "cached": answer.cached, **answer.extra}
     if order["do"] == "forget":
         engine.forget()
-        return {}
+        return {"peak_reset": _reset_peak()} if order.get("reset_peak") else {}
     if order["do"] == "status":
         return {"rss_peak": _rss_peak()}
     answer = getattr(engine, order["do"])(order)
     return dict(answer)
 
 
+def _reset_peak() -> bool:
+    """Let the peak begin anew with the memory of now; False where the system does not."""
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        return False
+    return True
+
+
 def _rss_peak() -> int:
-    """The most memory this process has had, in bytes."""
+    """The most memory this process has had since its peak was reset, in bytes."""
     try:
         with open("/proc/self/status") as status:
             found = [line for line in status if line.startswith("VmHWM:")]
@@ -145,6 +155,9 @@ def _rss_peak() -> int:
     return int(peak) * (1 if sys.platform == "darwin" else 1024)
 
 
-def _threads() -> int | None:
+def _threads(engine: Any) -> int | None:
+    """What the engine says, or else torch's; None if neither does."""
+    if getattr(engine, "threads", None) is not None:
+        return int(engine.threads)
     torch = sys.modules.get("torch")
     return int(torch.get_num_threads()) if torch is not None else None
