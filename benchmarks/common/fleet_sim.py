@@ -63,7 +63,6 @@ class Outcome:
     tokens: float = 0.0
     local: float = 0.0
     shared: float = 0.0
-    loaded_tokens: float = 0.0
     router_seconds: list[float] = field(default_factory=list)
     retried: int = 0
     index_bytes: int = 0

@@ -31,7 +31,7 @@ from benchmarks.common.measure import positive
 from benchmarks.common.ray_fleet import RayFleet, ray_python
 from benchmarks.common.servers import redis_server
 from benchmarks.internals import light_tokenizer
-from kvboost.bench.report import Progress, Report
+from kvboost.bench.report import BenchError, Progress, Report
 from kvboost.engine import KVBoost
 from kvboost.types import GenerationMode
 
@@ -219,7 +219,8 @@ def _kill_in_turn(args: argparse.Namespace, fleet: RayFleet, load: Load, kill_re
             return whole and not gone & {pid for each in now.values() for pid in each.values()}
 
         back = _until(lambda at=at: load.hits_back(at), seconds=_BACK_S)
-        _until(settled, seconds=_SETTLED_S)
+        if not _until(settled, seconds=_SETTLED_S):
+            raise BenchError(f"the fleet was not whole again {_SETTLED_S:g} s after the kill of {victim}")
         kills.append(Kill(victim, at, back - at if back is not None else None, time.monotonic() - at))
         progress.step()
     return kills

@@ -17,6 +17,8 @@ from kvboost.fleet.summary import KeyUpdate
 _KEYS = st.lists(st.integers(0, 12).map(lambda number: 7 + (number << 40)), max_size=6)
 _UPDATES = st.lists(st.tuples(st.sampled_from("abc"), _KEYS, _KEYS, st.sampled_from(["some", "whole", "forget"])))
 
+_NONE = np.empty(0, dtype=np.uint64)
+
 
 def update(added: list[int], dropped: list[int] | None = None, *, whole: bool = False) -> KeyUpdate:
     return KeyUpdate(np.array(added, dtype=np.uint64), np.array(dropped or [], dtype=np.uint64), whole)
@@ -53,6 +55,22 @@ def test_it_grows_and_shrinks_with_what_is_held() -> None:
         assert len(index) == len(set(keys.tolist())), turn
         assert index.holders(keys).all()
     assert index.nbytes <= 8 * 5000 * 16  # what was held before is not kept
+
+
+def test_it_has_four_rows_for_a_key_at_most_where_it_grows_little_by_little() -> None:
+    index, rng = FleetIndex(), np.random.default_rng(0)
+    for _ in range(2000):
+        index.apply("a", KeyUpdate(rng.integers(1, 2**63, 10, dtype=np.uint64), _NONE, whole=False))
+        assert index.nbytes <= max(1024 * 16, 4 * 16 * (len(index) + 10))
+
+
+def test_which_keys_a_replica_holds() -> None:
+    index = FleetIndex()
+    for number in range(70):
+        index.apply(f"r{number}", update([1, 2 + number]))
+    keys = np.array([1, 2, 71, 99], dtype=np.uint64)
+    assert index.held_by("r69", keys).tolist() == [True, False, True, False]
+    assert not index.held_by("nobody", keys).any()
 
 
 def test_more_replicas_than_a_word_has_bits() -> None:

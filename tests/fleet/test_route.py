@@ -184,6 +184,12 @@ def test_costs_that_make_no_sense_are_refused() -> None:
             replace(_COSTS, **wrong)
 
 
+def test_costs_of_several_replicas_are_the_typical_ones() -> None:
+    told = [RouteCosts(1.0, 0.1), RouteCosts(2.0, 0.3, load=0.5), RouteCosts(9.0, 0.2, load=0.7)]
+    assert RouteCosts.median(told) == RouteCosts(2.0, 0.2, load=0.5)
+    assert RouteCosts.median(told[:1]) == told[0]
+
+
 def test_costs_come_from_what_an_engine_has_learnt() -> None:
     model = CostModel()
     for tokens in (100, 1000):

@@ -73,6 +73,14 @@ class FleetIndex:
         held[~known] = 0
         return held
 
+    def held_by(self, replica: str, keys: ShortKeys) -> npt.NDArray[np.bool_]:
+        """Which of these keys a replica holds."""
+        place = self._places.get(replica)
+        if place is None:
+            return np.zeros(len(keys), dtype=bool)
+        bits = self.holders(keys)[:, place // _WORD] >> np.uint64(place % _WORD)
+        return (bits & np.uint64(1)).astype(bool)
+
     def _bit_of(self, replica: str) -> tuple[int, np.uint64]:
         place = self._places.get(replica)
         if place is None:
@@ -120,7 +128,7 @@ class FleetIndex:
         """Without the keys that nobody holds, and with space for as many as there are and are ``coming``."""
         held = self._table[self._table[:, 1:].any(axis=1)]
         rows = _LEAST_ROWS
-        while rows < 4 * (len(held) + coming):
+        while rows < 3 * (len(held) + coming):  # so a table that is half full is doubled
             rows *= 2
         self._table = np.zeros((rows, self._table.shape[1]), dtype=np.uint64)
         self._taken = 0

@@ -9,8 +9,10 @@ document spreads as soon as waiting for it takes longer than computing it once m
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,6 +76,16 @@ class RouteCosts:
         compute = model.prefill_seconds(forwards=0, tokens=1)
         move = model.reposition_seconds(1) + recompute_ratio * model.repair_factor * compute
         return cls(compute, move, load)
+
+    @classmethod
+    def median(cls, told: Iterable[RouteCosts]) -> RouteCosts:
+        """What is typical of several replicas. One that has loaded nothing yet says nothing about loading."""
+        each = list(told)
+        finite = [costs.load for costs in each if math.isfinite(costs.load)]
+        compute, move, place = (
+            statistics.median_low(getattr(costs, name) for costs in each) for name in ("compute", "move", "place")
+        )
+        return cls(compute, move, statistics.median_low(finite) if finite else math.inf, place)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvboost.integrations.ray.asgi import LocalApp, plain_scope
+from kvboost.serve.security.limits import Limits
 
 _SCOPE = {"type": "http", "method": "POST", "path": "/x", "headers": [], "query_string": b"", "app": object()}
 
@@ -79,6 +81,28 @@ def test_metrics_of_replicas_are_told_apart(installed: None) -> None:
     ]
     assert [sample.value for sample in families["b"].samples] == [2.0, 2.0]
     assert {name: family.type for name, family in families.items()} == {"a": "counter", "b": "gauge"}
+
+
+@pytest.mark.parametrize(("path", "status"), [("/v1/cache/clear", 503), ("/metrics", 200)])
+def test_what_every_replica_must_do_fails_if_one_did_not_answer(installed: None, path: str, status: int) -> None:
+    from kvboost.integrations.ray.front import FleetApp
+
+    start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]}
+    answers = [("r1", [start, {"type": "http.response.body", "body": b"a 1.0\n"}]), RuntimeError("it died")]
+
+    class Handle:
+        def options(self, **given: Any) -> Any:
+            return self
+
+        def broadcast(self, *call: Any) -> Any:
+            async def results_async(*, return_exceptions: bool) -> Any:
+                return answers
+
+            return SimpleNamespace(results_async=results_async)
+
+    app = FleetApp(Handle(), limits=Limits())
+    answer = asyncio.run(app._from_all({"path": path}, b""))
+    assert answer.status_code == status
 
 
 def test_a_front_imports_no_torch(installed: None) -> None:

@@ -9,6 +9,7 @@ import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,6 +192,33 @@ def test_documents_that_do_not_fit_are_said(model: Path, tmp_path: Path, redis_a
     (tmp_path / "long.txt").write_text("word " * 3000)
     with pytest.raises(ConfigError, match="no document that fits"):
         _warming(model, [tmp_path / "long.txt"], redis_at.url).survey()
+
+
+def test_a_file_that_is_no_text_is_named(model: Path, tmp_path: Path, redis_at: RedisServer, cluster: None) -> None:
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises((ConfigError, PlaceError), match="bytes.txt cannot be read as UTF-8"):
+        _warming(model, [tmp_path / "bytes.txt"], redis_at.url).survey()
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, redis_at: RedisServer, cluster: None) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(ConfigError, match="an actor failed: .*") as failed:
+        _warming(tmp_path / "no-model", [tmp_path / "a.txt"], redis_at.url).survey()
+    assert "\n" not in str(failed.value)
+
+
+def test_what_an_actor_could_not_save_is_counted_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: None
+) -> None:
+    told = [("a", 1, 5), ("b", 1, 2), ("a", 3, 4), ("a", 2, 7)]  # after its third group the first has saved some
+    rows = [
+        {"documents": 1, "new": 1, "left": False, "actor": actor, "groups": groups, "unsaved": unsaved}
+        for actor, groups, unsaved in told
+    ]
+    warming = _warming(model, [tmp_path / "a.txt"], "redis://127.0.0.1:1")
+    monkeypatch.setattr(type(warming), "_run", lambda *_, **__: iter(rows))
+    plan = SimpleNamespace(groups=[((), (0,))])
+    assert warming.run(plan, progress=False).unsaved == 4 + 2
 
 
 def test_a_tier_that_is_away_is_said_in_our_words(model: Path, tmp_path: Path, cluster: None) -> None:

@@ -18,7 +18,7 @@ from ray.serve.config import RequestRouterConfig
 
 from kvboost.config import RunnerConfig
 from kvboost.errors import ConfigError
-from kvboost.integrations.ray.clusters import connect
+from kvboost.integrations.ray.clusters import connect, last_line
 from kvboost.integrations.ray.config import RayConfig
 from kvboost.integrations.ray.front import Front
 from kvboost.integrations.ray.replica import Replica
@@ -127,11 +127,21 @@ def run_app(
     connect(cpus=(ray_config.max_replicas or ray_config.replicas) * ray_config.replica_cpus)
     tls = {"ssl_certfile": server.tls_cert_file, "ssl_keyfile": server.tls_key_file}
     files = {name: str(path) for name, path in tls.items() if path is not None}
-    ended = threading.Event()
-    before = {sig: signal.signal(sig, lambda *_: ended.set()) for sig in (signal.SIGTERM, signal.SIGINT)}
+    runs, ended = threading.Event(), threading.Event()
+
+    def end(*signal_and_frame: Any) -> None:
+        ended.set()
+        if not runs.is_set():
+            raise KeyboardInterrupt  # models take minutes to load, and nobody waits for the event meanwhile
+
+    before = {sig: signal.signal(sig, end) for sig in (signal.SIGTERM, signal.SIGINT)}
     try:
         serve.start(http_options={"host": server.host, "port": server.port, "keep_alive_timeout_s": 30, **files})
-        serve.run(app, name=NAME)
+        try:
+            serve.run(app, name=NAME)
+        except RuntimeError as error:  # with the trace of a replica in it
+            raise ConfigError(f"the replicas do not start: {last_line(error)}") from error
+        runs.set()
         ready(server.host, server.port)
         ended.wait()
     finally:

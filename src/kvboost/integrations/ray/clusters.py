@@ -1,4 +1,4 @@
-"""Joins a Ray cluster, or starts a Ray of this process's own.
+"""Joins a Ray cluster, or starts a Ray of this process's own; and reads what its errors say.
 
 Used by ``kvboost serve --ray`` and ``kvboost warm --ray``.
 """
@@ -30,3 +30,9 @@ def connect(*, cpus: float) -> None:
         object_store_memory=_OBJECT_STORE_BYTES,
         logging_level="error",
     )
+
+
+def last_line(error: Exception) -> str:
+    """What went wrong in another process: Ray's messages end with it, behind that process's trace."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else repr(error)

@@ -99,11 +99,13 @@ class FleetApp:
     async def _from_all(self, scope: dict[str, Any], body: bytes) -> Response:
         """Metrics of all replicas, each with its label; of other requests the worst answer."""
         answers = await self._all.broadcast("answer_whole", scope, body).results_async(return_exceptions=True)
-        for failed in (answer for answer in answers if isinstance(answer, BaseException)):
+        silent = [answer for answer in answers if isinstance(answer, BaseException)]
+        for failed in silent:
             _log.warning("a replica did not answer %s: %s", scope["path"], failed)
         parsed = [(name, *_parts(messages)) for name, messages in (a for a in answers if isinstance(a, tuple))]
-        if not parsed:
-            return JSONResponse(ApiError(503, "no replica answers").body(scope["path"]), 503)
+        if not parsed or (silent and scope["path"] != "/metrics"):
+            of_all = f"{len(silent)} of {len(answers)} replicas did not answer; ask again"
+            return JSONResponse(ApiError(503, of_all).body(scope["path"]), 503)
         _, status, headers, text = max(parsed, key=lambda answer: answer[1])
         if status == 200 and scope["path"] == "/metrics":
             return PlainTextResponse(labelled({name: own.decode() for name, _, _, own in parsed}), headers=headers)

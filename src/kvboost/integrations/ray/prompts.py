@@ -19,6 +19,7 @@ from kvboost.serve.generation.prompts import ChatPrompts, effort_variables, to_t
 from kvboost.serve.schemas.chat import ChatRequest
 from kvboost.serve.schemas.completions import CompletionRequest
 from kvboost.serve.security.auth import Keys
+from kvboost.serve.security.limits import Limits, check_json
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class PromptReader:
     def __init__(self, tokenizer: Any, *, min_gap: int, model_name: str, keys: Keys) -> None:
         """``min_gap`` is the shortest chunk that a message's end may cut off."""
         self._tokenizer, self._model_name, self._keys = tokenizer, model_name, keys
+        self._limits = Limits()
         self._chats = ChatPrompts(tokenizer, min_gap=min_gap)
 
     def read(self, scope: Scope, body: bytes) -> AskedPrompt | None:
@@ -54,8 +56,12 @@ class PromptReader:
 
     def _chat(self, body: bytes, tenant: str) -> tuple[list[int], list[int]] | None:
         asked = ChatRequest.model_validate_json(body)
-        if asked.model not in (None, self._model_name):
+        if asked.model != self._model_name:
             return None  # an adapter: its keys are others
+        given = asked.chat_template_kwargs or {}
+        # As the replica does: what it refuses is not rendered here, a template of the client's own least of all.
+        check_json(given, limits=self._limits, param="chat_template_kwargs")
+        self._chats.check_kwargs(given, param="chat_template_kwargs")
         functions = [tool.function for tool in asked.tools or [] if asked.tool_choice != "none"]
         tools = [
             as_function(f.name, description=f.description, parameters=f.parameters, strict=f.strict) for f in functions
@@ -65,13 +71,13 @@ class PromptReader:
             tenant=tenant,
             cache_key=asked.prompt_cache_key or "",
             tools=tools,
-            template_kwargs={**effort_variables(asked.reasoning_effort), **(asked.chat_template_kwargs or {})},
+            template_kwargs={**effort_variables(asked.reasoning_effort), **given},
         )
         return prompt.token_ids, prompt.boundaries
 
     def _completion(self, body: bytes, tenant: str) -> tuple[list[int], list[int]] | None:
         asked = CompletionRequest.model_validate_json(body)
-        if asked.model not in (None, self._model_name):
+        if asked.model != self._model_name:
             return None
         first: Any = asked.prompt
         if isinstance(first, list) and first and not isinstance(first[0], int):

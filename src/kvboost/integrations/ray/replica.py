@@ -27,6 +27,7 @@ from kvboost.serve.run import app_of, busy_interpreter
 from kvboost.serve.security.auth import Keys
 from kvboost.serve.security.limits import Limits
 
+_OWN_TIERS = ("host", "disk")  # the others are shared by all replicas
 _RECOMPUTE_RATIO = 0.15  # of repositioned tokens, where the engine chooses it itself
 
 
@@ -80,7 +81,8 @@ class Replica:
         session = self._engine.session
         if session is None:
             return {}
-        config, work = self._engine.config, [tier.work for tier in self._engine.tier_states().values()]
+        states = self._engine.tier_states()
+        config, work = self._engine.config, [tier.work for name, tier in states.items() if name not in _OWN_TIERS]
         loaded = config.chunk_tokens * sum(tier.hits for tier in work)
         load = sum(tier.load_seconds for tier in work) / loaded if loaded else math.inf
         ratio = config.recompute_ratio if config.recompute_ratio is not None else _RECOMPUTE_RATIO

@@ -33,7 +33,7 @@ from kvboost.serve.security.auth import Keys
 
 _log = logging.getLogger("kvboost.serve")
 _SHARED = "the shared tier"
-_MAX_INDEX_BYTES = 2**28  # then what is believed to be in the shared tier is forgotten, and learnt again
+_MAX_SHARED_KEYS = 2**22  # then what is believed to be in the shared tier is forgotten, and learnt again
 _MAX_PENDING = 1024  # prompts kept while they are routed
 _NONE = np.zeros(0, dtype=np.uint64)
 
@@ -66,6 +66,8 @@ class ContentRouter(RequestRouter):  # type: ignore[misc]
         self._kinds: dict[str, _Kind | None] = {}
         self._kind_of: dict[str, str] = {}
         self._told: dict[str, bytes] = {}
+        self._costs: dict[str, RouteCosts] = {}
+        self._shared_keys = 0
         self._prompts: OrderedDict[str, dict[str, RoutePrompt]] = OrderedDict()
         self._mean_seconds = 0.0
         try:
@@ -80,6 +82,7 @@ class ContentRouter(RequestRouter):  # type: ignore[misc]
         for gone in self._kind_of.keys() - there:
             del self._kind_of[gone]
             self._told.pop(gone, None)
+            self._costs.pop(gone, None)
             self._index.forget(gone)
         for replica in replicas:
             if self._tokenizer is not None and replica.replica_metadata:
@@ -99,7 +102,8 @@ class ContentRouter(RequestRouter):  # type: ignore[misc]
         self._index.apply(name, update)
         if facts.shares:
             self._share(update)
-        costs = RouteCosts(**stats["costs"])
+        self._costs[name] = RouteCosts(**stats["costs"])
+        costs = RouteCosts.median(self._costs.values())
         if self._router is None:
             self._router = Router(self._index, costs, shared=_SHARED, seed=random.getrandbits(32))
         self._router.costs = costs
@@ -114,17 +118,21 @@ class ContentRouter(RequestRouter):  # type: ignore[misc]
         return _Kind(facts, chunker, reader)
 
     def _share(self, update: KeyUpdate) -> None:
-        if self._index.nbytes > _MAX_INDEX_BYTES:
+        new = update.added[~self._index.held_by(_SHARED, update.added)]
+        self._shared_keys += len(new)
+        if self._shared_keys > _MAX_SHARED_KEYS:
             self._index.apply(_SHARED, KeyUpdate(_NONE, _NONE, whole=True))
-        self._index.apply(_SHARED, KeyUpdate(update.added, _NONE, whole=False))
+            new, self._shared_keys = update.added, len(update.added)
+        self._index.apply(_SHARED, KeyUpdate(new, _NONE, whole=False))
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Called by Serve for every request, again after a while if nobody could take it."""
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # before Serve asks again, if nobody has room
         if pending_request is None or self._router is None or len(candidate_replicas) < 2:
             return [_two(candidate_replicas)]
-        pending_request.routing_context.should_backoff = True
         prompts = await self._prompts_of(pending_request)
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         choice = self._choose(prompts, by_name)
@@ -148,8 +156,10 @@ class ContentRouter(RequestRouter):  # type: ignore[misc]
                 kind = self._kinds[spec]
                 approximate = kind is not None and kind.facts.approximate
                 choices.append(self._router.choose(prompt, queues=queues, approximate=approximate))
-        known = [choice for choice in choices if choice.known]
-        return min(known, key=lambda choice: choice.seconds + choice.queue_seconds, default=None)
+        # Once anybody holds something, all count: else new replicas of a rolling update would get nothing.
+        if not any(choice.known for choice in choices):
+            return None
+        return min(choices, key=lambda choice: choice.seconds + choice.queue_seconds)
 
     async def _prompts_of(self, pending: PendingRequest) -> dict[str, RoutePrompt]:
         """The keys of a request's prompt, for each kind of replica."""
@@ -157,7 +167,11 @@ class ContentRouter(RequestRouter):  # type: ignore[misc]
         if request not in self._prompts:
             scope, body = pending.args
             # A long prompt takes milliseconds to tokenise, and other requests are routed meanwhile.
-            self._prompts[request] = await asyncio.to_thread(self._keyed, scope, body)
+            try:
+                self._prompts[request] = await asyncio.to_thread(self._keyed, scope, body)
+            except Exception as error:  # noqa: BLE001 - whatever a template does, Serve must answer this request
+                _log.warning("a prompt cannot be read here, and goes to the shorter of two queues: %r", error)
+                self._prompts[request] = {}
             while len(self._prompts) > _MAX_PENDING:
                 self._prompts.popitem(last=False)
         return self._prompts[request]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 
 import ray.data
 from ray.data import ActorPoolStrategy
+from ray.exceptions import RayError
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
 from kvboost.approx.documents import (
@@ -30,6 +32,7 @@ from kvboost.approx.documents import (
 from kvboost.engine import KVBoost
 from kvboost.engine.documents import named_documents
 from kvboost.errors import CapacityError, ConfigError, PlaceError
+from kvboost.integrations.ray.clusters import last_line
 from kvboost.integrations.ray.warm_plan import CorpusSurvey, SurveyedDocument, WarmPlan
 from kvboost.types import GenerationMode
 
@@ -94,14 +97,17 @@ class Warming:
             {"group": json.dumps([[str(self.paths[number]) for number in numbers] for numbers in group])}
             for group in plan.groups
         ]
-        documents = new = unsaved = left = 0
+        documents = new = left = 0
+        unsaved: dict[str, tuple[int, int]] = {}  # of each actor: after so many groups, so many chunks
         with tqdm(total=sum(len(own) for _, own in plan.groups), unit="doc", disable=not progress) as bar:
             for row in self._run(_Prefill, rows, batch_size=1, deadline=deadline) if rows else ():
                 documents += int(row["documents"]) if not row["left"] else 0
                 left += int(row["documents"]) if row["left"] else 0
-                new, unsaved = new + int(row["new"]), unsaved + int(row["unsaved"])
+                new += int(row["new"])
+                told = int(row["groups"]), int(row["unsaved"])
+                unsaved[row["actor"]] = max(unsaved.get(row["actor"], told), told)
                 bar.update(int(row["documents"]))
-        return WarmResult(documents, new, unsaved, left)
+        return WarmResult(documents, new, sum(chunks for _, chunks in unsaved.values()), left)
 
     def _run(
         self, actor: type, rows: list[dict[str, Any]], *, batch_size: int, **more: Any
@@ -118,7 +124,10 @@ class Warming:
             num_cpus=self.actor_cpus,
             num_gpus=self.actor_gpus,
         )
-        yield from results.iter_rows()
+        try:
+            yield from results.iter_rows()
+        except RayError as error:
+            raise ConfigError(f"an actor failed: {last_line(error)}") from error
 
 
 class _Encoder:
@@ -134,8 +143,11 @@ class _Encoder:
         self.max_tokens = longest if longest is not None else 2**62
 
     def document(self, path: str) -> Document | None:
-        """None for one that is empty or does not fit."""
-        text = Path(path).read_text(encoding="utf-8")
+        """None for one that is empty or does not fit. Raises ConfigError for one that cannot be read."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}; convert it, or leave it out") from error
         if not text.strip():
             return None
         parts = self.engine.parts
@@ -185,18 +197,20 @@ class _Survey(_Encoder):
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Of a batch of paths."""
-        found = [self.document(path) for path in batch["path"]]
-        usable, failed = [document for document in found if document is not None], ""
+        found: list[Document | None] = [None] * len(batch["path"])
+        known: Iterator[bool] = iter(())
+        failed = ""
         try:
-            known = iter(self.known(usable))
-        except PlaceError as error:
-            known, failed = iter([False] * len(usable)), str(error)
+            found = [self.document(path) for path in batch["path"]]
+            known = iter(self.known([document for document in found if document is not None]))
+        except (ConfigError, PlaceError) as error:
+            failed = str(error)
         layout, rows = self.engine.parts.layout, len(found)
         assert layout is not None
         return {
             "index": batch["index"],
             "tokens": [len(document.tokens) if document is not None else 0 for document in found],
-            "known": [document is not None and next(known) for document in found],
+            "known": [document is not None and next(known, False) for document in found],
             "bytes_per_token": [layout.bytes_per_token] * rows,
             "head_tokens": [len(self.head)] * rows,
             "max_tokens": [min(MAX_GROUP_TOKENS, self.max_tokens)] * rows,
@@ -211,16 +225,23 @@ class _Prefill(_Encoder):
     def __init__(self, *, deadline: float | None, **made: Any) -> None:
         super().__init__(**made)
         self._deadline = deadline
+        self._name, self._groups = uuid.uuid4().hex, 0
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """One group."""
         context, new = json.loads(batch["group"][0])
         if self._deadline is not None and time.time() >= self._deadline:
-            return {"documents": [len(new)], "new": [0], "unsaved": [0], "left": [True]}
+            return self._row(len(new), chunks=0, left=True)
         documents = [document for path in (*context, *new) if (document := self.document(path)) is not None]
         tokens, boundaries = join_group([document.tokens for document in documents], head=self.head)
         with self.registered(documents):
             chunks = self.engine.warm(tokens, boundaries=boundaries)
         self.engine.flush()
-        unsaved = int(self.engine.cache_stats(ask_tiers=False)["unsaved_chunks"])
-        return {"documents": [len(new)], "new": [chunks], "unsaved": [unsaved], "left": [False]}
+        return self._row(len(new), chunks=chunks, left=False)
+
+    def _row(self, documents: int, *, chunks: int, left: bool) -> dict[str, Any]:
+        self._groups += 1
+        unsaved = int(self.engine.cache_stats(ask_tiers=False)["unsaved_chunks"])  # of all its groups so far
+        row = {"documents": documents, "new": chunks, "left": left}
+        own = {"actor": self._name, "groups": self._groups, "unsaved": unsaved}
+        return {name: [value] for name, value in {**row, **own}.items()}
