@@ -23,7 +23,7 @@ from benchmarks.common.servers import free_port
 from kvboost.bench.report import BenchError
 
 _ROOT = Path(__file__).parents[2]
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": f"{_ROOT}{os.pathsep}{_ROOT / 'src'}",
@@ -70,7 +70,7 @@ class RayFleet:
             stderr=self._log,
             text=True,
             cwd=_ROOT,
-            env={**os.environ, **_ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT},
         )
 
     @property

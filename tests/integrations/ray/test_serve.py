@@ -99,7 +99,8 @@ def test_a_client_that_leaves_frees_its_replica(two: Fleet) -> None:
     asked["ignore_eos"] = True
     with httpx.stream("POST", two.url + "/v1/completions", json=asked, timeout=60) as answer:
         next(answer.iter_lines())
-        until(lambda: sum(two.metric("kvboost_jobs_running").values()) == 1, seconds=20)  # the first line may come before
+        # The first line may come before the job is counted.
+        until(lambda: sum(two.metric("kvboost_jobs_running").values()) == 1, seconds=20)
     until(lambda: sum(two.metric("kvboost_jobs_running").values()) == 0, seconds=20)
 
 
