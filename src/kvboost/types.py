@@ -282,7 +282,7 @@ class NonPrefixReuseStats(TypedDict):
     reason: str | None
     """Why it is off."""
     checked: int
-    """Requests answered both ways by the shadow check."""
+    """Requests answered both ways by the shadow check: since it was allowed or, on trial, with this repair."""
     differing: int
     differing_at_most: float
     """Upper bound of the share of requests whose first tokens differ: 95 % confidence at any time, stable traffic."""

@@ -163,3 +163,11 @@ def test_boundaries_are_cut_at_as_they_are_in_requests(tiny: Tiny) -> None:
     assert engine.calibrate(traffic(), boundaries=ends, progress=False).rows[0].compared >= 10
     with pytest.raises(ConfigError, match="1 lists of boundaries for 14 prompts"):
         engine.calibrate(traffic(), boundaries=ends[:1], progress=False)
+
+
+@pytest.mark.usefixtures("few_ratios")
+def test_a_repair_that_fails_is_no_comparison(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_for(tiny("llama", max_position_embeddings=1024), chunk_size=16)
+    monkeypatch.setattr("kvboost.approx.repair.Repairer.repair", lambda *args: 1 // 0)
+    with pytest.warns(RuntimeWarning, match="repositioning chunks failed"), pytest.raises(ConfigError):
+        engine.calibrate(traffic(), progress=False)

@@ -99,6 +99,7 @@ def test_only_chunks_that_a_request_used_are_hits(tiny: Tiny, monkeypatch: pytes
         with pytest.warns(RuntimeWarning, match="repositioning chunks failed"):
             assert read(engine, HEAD, text(7, 40), TWO, ONE, QUESTION).reuse.moved_tokens == 0
     assert engine.cache_stats()["approximate_hits"] == 0, "the repair failed, so the prompt was computed"
+    before = engine.cache_stats()
     found = engine.generate(tokens, boundaries=ends, max_new_tokens=2)
     engine_chunks = engine.session.prefiller.chunk(tokens, ends).chunks
     moved = [chunk for chunk in engine_chunks if len(HEAD) <= chunk.start < len(HEAD + ONE + TWO)]
@@ -106,6 +107,9 @@ def test_only_chunks_that_a_request_used_are_hits(tiny: Tiny, monkeypatch: pytes
     assert engine.parts.shadow is not None
     engine.parts.shadow.wait()
     assert engine.cache_stats()["approximate_hits"] == len(moved), "its check uses them again, and no request does"
+    looked_up = [stats["cache_hits"] + stats["cache_misses"] for stats in (before, engine.cache_stats())]
+    prompt = engine.session.prefiller.chunk(tokens, ends)
+    assert looked_up[1] - looked_up[0] == len(prompt.lookup) - len(moved), "nor does a request look for them twice"
     engine.close()
 
 

@@ -14,6 +14,7 @@ from kvboost.approx.find import ApproxReuse
 from kvboost.approx.pace import Paced, RepairTooSlow
 from kvboost.approx.repair import _Selector
 from kvboost.core.spans import ApproxSpans
+from kvboost.hf.runner import ModelRunner
 from tests.approx.test_find import HEAD, ONE, QUESTION, TWO, engine_for, read, warm
 
 Tiny = Callable[..., Any]
@@ -113,3 +114,35 @@ def test_a_stopped_repair_is_computed_exactly_and_said(tiny: Tiny, monkeypatch: 
     assert approx.costs.repair_factor > factor
     cold = read(engine_for(tiny("llama"), quality="exact"), HEAD, TWO, ONE, QUESTION)
     assert torch.equal(result.logits, cold.logits)
+
+
+@pytest.mark.usefixtures("prices_as_guessed")
+@pytest.mark.parametrize("question", [QUESTION, QUESTION * 8], ids=["in one step", "in several"])
+def test_on_a_grid_too_the_steps_behind_a_failed_repair_are_those_of_a_cold_run(
+    tiny: Tiny, question: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("mixtral")
+    engine, cold = engine_for(model, recompute_ratio=0.3), engine_for(model, quality="exact")
+    prefiller = engine.session.prefiller
+    assert prefiller.rule.grid is not None
+    warm(engine, HEAD, ONE, TWO)
+    parts = HEAD, TWO, ONE, question
+    steps: list[tuple[int, int]] = []
+    append = ModelRunner.append
+
+    def recorded(self: ModelRunner, ids: Any, cache: Any, **kwargs: Any) -> Any:
+        start = cache.get_seq_length()
+        result = append(self, ids, cache, **kwargs)
+        steps.append((start, cache.get_seq_length()))
+        return result
+
+    monkeypatch.setattr(ModelRunner, "append", recorded)
+    full = read(cold, *parts)
+    of_cold, steps = steps, []
+    monkeypatch.setattr("kvboost.approx.repair.Repairer.repair", lambda *args: 1 // 0)
+    with pytest.warns(RuntimeWarning, match="repositioning chunks failed"):
+        found = read(engine, *parts)
+    assert (found.reuse.moved_tokens, found.reuse.bitwise) == (0, True)
+    assert set(steps) - set(of_cold) <= {step for step in steps if step[1] <= len(HEAD)}, "before the moved text"
+    assert steps[-1] == of_cold[-1]
+    assert torch.equal(found.logits, full.logits)

@@ -103,6 +103,9 @@ def test_prompts_come_as_json_lines_or_as_text(tmp_path: Path) -> None:
     assert read_prompts(file) == (["a", [1, 2]], [[], [5]])
     file.write_text("one\ntwo\n")
     assert read_prompts(file) == (["one", "two"], [[], []])
+    file.write_text('\n{"prompt": "one\u2028line"}\n\n{"prompt": 1', encoding="utf-8")
+    with pytest.raises(Exception, match="line 4"):
+        read_prompts(file)
     file.write_text('{"prompt": "a"}\n{"text": "b"}\n')
     with pytest.raises(Exception, match="line 2"):
         read_prompts(file)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from itertools import takewhile
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvboost.core.keys import token_array
-from kvboost.explain import Explanation, FaultKind, LoggedPrompt, explain, html_page, text_report
+from kvboost.explain import Explanation, FaultKind, LoggedPrompt, explain, html_page, read_log, text_report
 from kvboost.types import Break
 
 Chat = list[tuple[str, str]]
@@ -237,3 +238,9 @@ def test_a_long_log_shows_what_lost_most() -> None:
     told = text_report(explained(["unrelated " * 30, *texts]))
     assert "the 40 of 61 prompts that lost most are shown" in told
     assert told.count("|") == 41
+
+
+def test_a_line_separator_inside_a_prompt_ends_no_line(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_text('{"prompt": "one\u2028line\u0085still"}\r\n\n{"prompt": "two"}\n', encoding="utf-8")
+    assert [(record.line, record.prompt) for record in read_log(file)] == [(1, "one\u2028line\u0085still"), (3, "two")]

@@ -110,10 +110,10 @@ def _compare(
 ) -> None:
     tokens, boundaries = prompt
     with prefiller.open(tokens, boundaries=boundaries, new_tokens=FIRST_TOKENS, approx=True) as state:
-        if state.spans is None:
-            return
         prefiller.advance_to_last_step(state)
-        rest = [*tokens[state.last_step :], *answer[:-1]]
+        if state.spans is None:  # nothing was found, or it could not be repaired
+            return
+        rest = [*tokens[state.num_computed :], *answer[:-1]]
         same = runner.next_tokens(rest, state.cache, keep=len(answer)).cpu() == torch.tensor(answer)
         outcome.differing.append(not bool(same.all()))
         outcome.agreement.append(float(same.float().mean()))

@@ -106,7 +106,9 @@ def answers_differ(
         return idle is not None and not idle()
 
     for using in (request.blocks, None):
-        with prefiller.open(prompt.tokens, boundaries=prompt.boundaries, new_tokens=count, using=using) as state:
+        with prefiller.store.uncounted():  # no request looks for these
+            state = prefiller.open(prompt.tokens, boundaries=prompt.boundaries, new_tokens=count, using=using)
+        with state:
             try:
                 prefiller.advance_to_last_step(state, cancelled=busy)
                 if using is None and idle is not None:

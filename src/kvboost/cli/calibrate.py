@@ -77,16 +77,18 @@ def calibrate(
 def read_prompts(file: Path) -> tuple[list[str | list[int]], list[list[int]]]:
     """The prompts in ``file`` and the boundaries of each: JSON Lines, or one text per line. Blank lines are skipped."""
     try:
-        lines = [line for line in file.expanduser().read_text(encoding="utf-8").splitlines() if line.strip()]
+        # Not splitlines(): it also splits at characters that JSON leaves as they are inside a string.
+        texts = file.expanduser().read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read ({error}); give a text file with --prompts") from error
+    lines = [(number, line) for number, line in enumerate(texts, 1) if line.strip()]
     if not lines:
         raise ConfigError(f"{file} is empty; give the prompts of your traffic, one per line")
-    if not lines[0].lstrip().startswith("{"):
-        return list(lines), [[]] * len(lines)
+    if not lines[0][1].lstrip().startswith("{"):
+        return [line for _, line in lines], [[]] * len(lines)
     prompts: list[str | list[int]] = []
     boundaries: list[list[int]] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in lines:
         try:
             record = json.loads(line)
             prompts.append(str(record["prompt"]) if "prompt" in record else [int(i) for i in record["token_ids"]])

@@ -10,6 +10,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -106,6 +107,11 @@ class GuardedStore:
         except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
             self._failed(error)
             return EmptyLease()
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        """Leases of this thread in this ``with`` block are not counted, if the store can leave them out."""
+        uncounted = getattr(self._store, "uncounted", None)
+        return uncounted() if uncounted is not None else nullcontext()
 
     def leading_run(self, chunks: Sequence[Chunk]) -> int:
         """How many of ``chunks`` a lease would probably hold, uncounted; all of them if the store cannot tell."""

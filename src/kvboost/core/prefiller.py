@@ -193,8 +193,16 @@ class Prefiller:
         """
         if state.awaits_repair and state.plan.approx_start < to < state.last_step:
             raise ValueError(f"a repair runs up to position {state.last_step}; it cannot stop at {to}")
-        self._run_steps(state, to=min(to, state.plan.approx_start), cancelled=cancelled)
-        if state.awaits_repair and to >= state.last_step:
+        self._advance(state, lambda: to, cancelled)
+
+    def advance_to_last_step(self, state: PrefillState, *, cancelled: Callable[[], bool] = _never) -> None:
+        """Run every step but the one that holds the last token."""
+        self._advance(state, lambda: state.last_step, cancelled)
+
+    def _advance(self, state: PrefillState, to: Callable[[], int], cancelled: Callable[[], bool]) -> None:
+        """Run steps and the repair up to ``to()``, which is asked again if there is no repair after all."""
+        self._run_steps(state, to=min(to(), state.plan.approx_start), cancelled=cancelled)
+        if state.awaits_repair and to() >= state.last_step:
             state.clock.lap("prefill")
             try:
                 self.approx.place(state)  # only now: a step clears the positions behind its own
@@ -203,7 +211,7 @@ class Prefiller:
             except Exception as error:  # noqa: BLE001 - a cache may only help: what cannot be repaired is computed
                 state.drop_approx(self.approx.failed(error))
                 state.clock.lap("move")
-        self._run_steps(state, to=to, cancelled=cancelled)
+        self._run_steps(state, to=to(), cancelled=cancelled)
         state.clock.lap("prefill")
 
     def _run_steps(self, state: PrefillState, *, to: int, cancelled: Callable[[], bool]) -> None:
@@ -215,10 +223,6 @@ class Prefiller:
             state.computed(end)
             if state.paged:
                 self.commit(state)  # while most of these positions are in memory
-
-    def advance_to_last_step(self, state: PrefillState, *, cancelled: Callable[[], bool] = _never) -> None:
-        """Run every step but the one that holds the last token."""
-        self.advance(state, to=state.last_step, cancelled=cancelled)
 
     def last_step_ran(self, state: PrefillState) -> None:
         """The model ran the last step elsewhere, as :meth:`Runner.first_forward` makes it."""

@@ -311,7 +311,7 @@ class KVBoost(PromptView):
         self.parts.owned_adapters().use(name)
 
     def weights_changed(self) -> None:
-        """Invalidate cached digests after a change of weights that the engine cannot detect.
+        """Invalidate cached digests after a change of weights that the engine cannot detect, and start trust again.
 
         PEFT's ``hotswap_adapter``, writes through ``.data`` and undone merges leave no trace in a tensor.
         """

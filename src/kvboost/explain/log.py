@@ -28,7 +28,8 @@ class LogRecord:
 def read_log(file: Path) -> list[LogRecord]:
     """The requests in ``file``, in its order. Blank lines are skipped, and so are fields with other names."""
     try:
-        lines = file.expanduser().read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): it also splits at characters that JSON leaves as they are inside a string.
+        lines = file.expanduser().read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); give a file of JSON Lines") from error
     except UnicodeDecodeError as error:

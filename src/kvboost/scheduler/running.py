@@ -254,8 +254,10 @@ class RunningJob:
         if len(self.steps_left()) == 1:
             return prefiller.finish(state)
         following = self._exact_steps()
-        # Behind repositioned chunks everything but the last step is one repair.
-        prefiller.advance(state, to=following[0][1] if following else state.last_step)
+        if following:
+            prefiller.advance(state, to=following[0][1])
+        else:  # behind repositioned chunks everything but the last step is one repair
+            prefiller.advance_to_last_step(state)
         prefiller.commit(state)  # immediately: other jobs may wait for it
         self._clock.lap("commit")
         return None

@@ -8,7 +8,8 @@ stores over one memory none sees another's blocks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from heapq import nlargest
 from types import TracebackType
 from typing import Self
@@ -145,6 +146,7 @@ class MemoryStore:
         self._quota = memory.capacity_bytes if quota_bytes is None else min(memory.capacity_bytes, quota_bytes)
         self._bytes = self._chunks = self._leased = 0
         self._counters = Counters()
+        self._uncounted = threading.local()
         self._listener: StoreListener | None = None
 
     def listen(self, listener: StoreListener) -> None:
@@ -162,6 +164,15 @@ class MemoryStore:
         entry = self._entries.get(key)
         return entry if entry is not None and entry.owner is self else None
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """In this ``with`` block, this thread's leases are no lookups of a request and do not count as such."""
+        self._uncounted.now = True
+        try:
+            yield
+        finally:
+            self._uncounted.now = False
+
     def lease(self, chunks: Sequence[Chunk]) -> MemoryLease:
         """Hold the longest leading run of ``chunks`` that is stored with exactly these tokens."""
         with self._lock:
@@ -175,8 +186,9 @@ class MemoryStore:
                     self._counters.rejected += 1
                     break
                 held.append(entry)
-            self._counters.hits += len(held)
-            self._counters.misses += len(chunks) - len(held)
+            if not getattr(self._uncounted, "now", False):
+                self._counters.hits += len(held)
+                self._counters.misses += len(chunks) - len(held)
             self._hold(held)
             return MemoryLease(self, held)
 

@@ -13,7 +13,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -106,6 +106,10 @@ class TieredStore:
         """Tell ``listener`` what the memory holds, and from now on what it and the tiers below gain and lose."""
         self._announcer.listen(listener, self._tiers)
         self._memory.listen(listener)
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        """As :meth:`MemoryStore.uncounted`; the tiers count their loads all the same."""
+        return self._memory.uncounted()
 
     def lease(
         self,

@@ -67,7 +67,7 @@ def test_the_page_in_a_browser(
     assert page.count('class="bar"') == 14
     for kind in _KINDS:
         assert f'<i class="{kind}" style="flex' in page, kind
-    standing = re.search(r'id="standing"([^>]*)>Non-prefix reuse is on; 0 answers checked, 0 differed<', page)
+    standing = re.search(r'id="standing"([^>]*)>Non-prefix reuse is on; 0 answers checked since, 0 differed<', page)
     assert standing is not None
     assert "hidden" not in standing[1]
     assert ">memory<" in page
