@@ -28,7 +28,7 @@ def vllm_server(python: Path, model: Path, *options: str, connector: dict[str, A
     port = free_port()
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--served-model-name", MODEL_NAME, "--enforce-eager", "--block-size", "32"]
-    command += ["--enable-prompt-tokens-details", *options]
+    command += ["--enable-prompt-tokens-details", "--shutdown-timeout", "30", *options]
     if connector is not None:
         transfer = {
             "kv_connector": "KVBoostConnector",

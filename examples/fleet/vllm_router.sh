@@ -10,7 +10,7 @@ redis-server --port "$REDIS" --bind 127.0.0.1 --save "" --appendonly no >/dev/nu
 TIERS='{"kv_connector": "KVBoostConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
   "kv_connector_extra_config": {"remote_url": "redis://127.0.0.1:'"$REDIS"'/0"}}'
 for port in 8101 8102; do
-  vllm serve "$MODEL" --host 127.0.0.1 --port "$port" --kv-transfer-config "$TIERS" &
+  vllm serve "$MODEL" --host 127.0.0.1 --port "$port" --shutdown-timeout 30 --kv-transfer-config "$TIERS" &
 done
 vllm-router --host 127.0.0.1 --port 8000 --policy cache_aware --worker-startup-timeout-secs 1200 \
   --worker-urls http://127.0.0.1:8101 http://127.0.0.1:8102

@@ -9,7 +9,7 @@ import pytest
 
 from kvboost.errors import ConfigError
 from kvboost.integrations.vllm import place
-from kvboost.integrations.vllm.place import Place, connector_config
+from kvboost.integrations.vllm.place import Place, connector_config, ends_at_once
 
 
 def test_defaults_are_exact_and_in_memory() -> None:
@@ -47,3 +47,12 @@ def test_who_only_looks_gives_no_memory_to_a_fleet(monkeypatch: pytest.MonkeyPat
     config = connector_config({"remote_url": f"{url}&segment=1GiB"})
     Place(config, [], 16, nothing, nothing, nothing, nothing).open(memory=memory)
     assert given == [f"{url}&segment=1GiB" if memory else url]
+
+
+@pytest.mark.parametrize(("timeout", "processes", "lost"), [(0, "1", True), (30, "1", False), (0, "0", False)])
+def test_who_is_ended_at_once_cannot_write(
+    monkeypatch: pytest.MonkeyPatch, timeout: int, processes: str, lost: bool
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", processes)
+    assert ends_at_once(SimpleNamespace(shutdown_timeout=timeout)) is lost
+    assert not ends_at_once(SimpleNamespace())  # a version that has no such setting

@@ -19,7 +19,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvboost.errors import UnsupportedModelError
 from kvboost.integrations.vllm.messages import Orders, Report
 from kvboost.integrations.vllm.page_events import PageEvent
-from kvboost.integrations.vllm.place import make_place
+from kvboost.integrations.vllm.place import ends_at_once, make_place
 from kvboost.integrations.vllm.scheduler import SchedulerSide
 from kvboost.integrations.vllm.stats import Metrics, Stats
 from kvboost.integrations.vllm.worker import WorkerSide
@@ -49,6 +49,11 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             _log.warning("kvboost: this model's KV is not kept: %s", error)
             return
         if role is KVConnectorRole.SCHEDULER:
+            if place.has_tiers and ends_at_once(vllm_config):
+                _log.warning(
+                    "kvboost: a server that is stopped loses KV that it has not written yet; start it with "
+                    "--shutdown-timeout 30, and it writes first"
+                )
             self._scheduler = SchedulerSide(place)
         else:
             self._worker = WorkerSide(place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -143,6 +144,11 @@ def make_place(vllm_config: Any, kv_cache_config: Any, *, version: str) -> Place
     may_wait = not vllm_config.scheduler_config.async_scheduling and parallel.data_parallel_size == 1
     settings = replace(settings, engine=config)
     return Place(settings, layers, block_size, layout, codec, chunker, keys, has_events, may_wait)
+
+
+def ends_at_once(vllm_config: Any) -> bool:
+    """Whether vLLM kills its engine's process when the server is stopped, so that nothing more is written."""
+    return os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0" and getattr(vllm_config, "shutdown_timeout", 1) == 0
 
 
 def _only_group(kv_cache_config: Any) -> tuple[list[str], Any]:
