@@ -115,8 +115,9 @@ def test_equal_replicas_share_evenly(held: Held) -> None:
 
 
 def test_equally_good_ones_share_evenly_beside_a_worse_one() -> None:
-    choosing = router({"a": frozenset({("content", 2)}), "b": frozenset({("content", 2)}), "c": frozenset()})
-    counts = Counter(choosing.choose(_PROMPT, queues=dict.fromkeys("abc", 0.0)).replica for _ in range(1000))
+    held = {"a": frozenset({("content", 2)}), "b": frozenset({("content", 2)}), "c": frozenset[tuple[str, int]]()}
+    queues = dict.fromkeys("abc", 0.0)
+    counts = Counter(router(held, seed=seed).choose(_PROMPT, queues=queues).replica for seed in range(1000))
     assert set(counts) == {"a", "b"}
     assert min(counts.values()) > 400
 
@@ -135,9 +136,25 @@ def test_nothing_known_takes_the_shorter_of_two_queues() -> None:
 def test_what_all_hold_goes_to_the_shortest_queue() -> None:
     """As the system prompt that every request begins with."""
     names = [f"r{number}" for number in range(10)]
-    choosing = router(dict.fromkeys(names, frozenset({("prefix", 0)})))
+    held = dict.fromkeys(names, frozenset({("prefix", 0)}))
     queues = {name: float(number) for number, name in enumerate(names)}
-    assert {choosing.choose(_PROMPT, queues=queues).replica for _ in range(50)} == {"r0"}
+    assert {router(held, seed=seed).choose(_PROMPT, queues=queues).replica for seed in range(50)} == {"r0"}
+
+
+def test_a_fleet_that_is_not_busy_uses_the_memory_of_all() -> None:
+    """Every prompt begins alike, so whoever has had one holds more of the next than the others do."""
+    choosing = router({"a": frozenset({("prefix", 0)})})
+    queues = dict.fromkeys("abc", 0.0)
+    counts, tokens = Counter[str](), np.full(4, 25)
+    for number in range(120):
+        document = np.arange(4, dtype=np.uint64) + np.uint64(100 + 10 * number)
+        prefix, content = document + np.uint64(10**6), document.copy()
+        prefix[0], content[0] = 1, 11  # the common beginning
+        choice = choosing.choose(RoutePrompt(prefix, content, tokens, prompt_tokens=100), queues=queues)
+        keys = np.concatenate((prefix, content))
+        choosing.index.apply(choice.replica, KeyUpdate(keys, np.empty(0, "u8"), whole=False))
+        counts[choice.replica] += 1
+    assert min(counts[name] for name in "abc") > 30
 
 
 def test_a_hot_document_spreads_over_the_replicas() -> None:

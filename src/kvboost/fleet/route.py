@@ -2,9 +2,10 @@
 
 Used by the request router of a fleet and by the simulator. For every replica: what of the prompt is in its memory,
 exactly or elsewhere in other prompts, what it would load from the shared tier and what it would compute; that in
-seconds, plus its queue. Invariants: only replicas with a queue are chosen; holding more or waiting less never makes a
-replica less likely; the chosen one's queue is longer than the shortest by no more than what it saves, so a hot
-document spreads as soon as waiting for it takes longer than computing it once more.
+seconds, plus its queue, plus what the tokens it does not hold will cost others, whose KV they evict. Invariants: only
+replicas with a queue are chosen; holding more or waiting less never makes a replica less likely; the chosen one's queue
+is longer than the shortest by no more than what it saves itself and others, so a hot document spreads as soon as
+waiting for it takes longer than that.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from kvboost.types import Chunk
 
 _Floats = npt.NDArray[np.float64]
 _ALL = ~np.uint64(0)
+_REMEMBERED = 32  # requests of each replica by which its memory's turnover is judged
+_MOST_TURNOVER = 2.0  # times the mean that count, so that waiting for memory has an end
+_LARGE = 1e100
 _PART = 256  # chunks
 
 
@@ -126,6 +130,9 @@ class Router:
         self.costs = costs
         self._shared = shared
         self._random = random.Random(seed)
+        self._brought: dict[str, float] = {}
+        """Tokens that each replica was sent and did not hold, the latest counting most."""
+        self._weight = 1.0
 
     def choose(self, prompt: RoutePrompt, *, queues: Mapping[str, float], approximate: bool = True) -> Choice:
         """One of the replicas in ``queues``: the seconds until each could begin.
@@ -140,11 +147,13 @@ class Router:
         total = seconds + np.fromiter(queues.values(), dtype=np.float64, count=len(names))
         known = bool((expected.computed < prompt.prompt_tokens).any())
         if known:
+            total += self._evicted_seconds(names, expected)
             chosen = self._random.choice(np.flatnonzero(total == total.min()).tolist())
         else:
             # Of all of them the shortest would be the same for every router, until the queues are heard of again.
             two = self._random.sample(range(len(names)), min(2, len(names)))
             chosen = min(two, key=lambda number: float(total[number]))
+        self._count(names[chosen], float(expected.computed[chosen] + expected.loaded[chosen]), of=len(names))
         return Choice(
             replica=names[chosen],
             seconds=float(seconds[chosen]),
@@ -154,6 +163,27 @@ class Router:
             loaded_tokens=int(expected.loaded[chosen]),
             known=known,
         )
+
+    def _evicted_seconds(self, names: Sequence[str], expected: Expected) -> _Floats:
+        """What others will compute again because this request takes memory: more where memory turns over faster.
+
+        At the mean turnover, what is evicted counts as if somebody computed it again.
+        Without it a fleet that is not busy sends everything to whoever holds the prompts' common beginning, and the
+        memory of the others stays empty.
+        """
+        brought = np.fromiter((self._brought.get(name, 0.0) for name in names), dtype=np.float64, count=len(names))
+        mean = brought.mean()
+        if not mean:
+            return brought
+        turnover = np.minimum(brought / mean, _MOST_TURNOVER)
+        return self.costs.compute * (expected.computed + expected.loaded) * turnover
+
+    def _count(self, name: str, tokens: float, *, of: int) -> None:
+        self._brought[name] = self._brought.get(name, 0.0) + self._weight * tokens
+        self._weight *= 1.0 + 1.0 / (_REMEMBERED * of)
+        if self._weight > _LARGE:
+            self._brought = {other: count / self._weight for other, count in self._brought.items()}
+            self._weight = 1.0
 
     def expect(self, prompt: RoutePrompt, *, replicas: Sequence[str], approximate: bool = True) -> Expected:
         """What the prompt would take on each of ``replicas``, were they idle."""
