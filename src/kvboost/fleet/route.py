@@ -175,8 +175,9 @@ class Router:
         mean = brought.mean()
         if not mean:
             return brought
-        turnover = np.minimum(brought / mean, _MOST_TURNOVER)
-        return self.costs.compute * (expected.computed + expected.loaded) * turnover
+        turnover: _Floats = np.minimum(brought / mean, _MOST_TURNOVER)
+        evicted: _Floats = self.costs.compute * (expected.computed + expected.loaded) * turnover
+        return evicted
 
     def _count(self, name: str, tokens: float, *, of: int) -> None:
         self._brought[name] = self._brought.get(name, 0.0) + self._weight * tokens
