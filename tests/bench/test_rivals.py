@@ -89,7 +89,7 @@ def test_llama_cpp_uses_the_cores_it_may_use_and_says_so(monkeypatch: pytest.Mon
 def test_a_peak_of_memory_can_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SimpleNamespace(forget=lambda: None)
     assert _serve(engine, {"do": "forget"}) == {}
-    held = bytearray(200 * 2**20)
+    held = b"x" * (200 * 2**20)  # written, so that it is resident
     before = _rss_peak()
     del held
     assert _serve(engine, {"do": "forget", "reset_peak": True}) == {"peak_reset": True}
