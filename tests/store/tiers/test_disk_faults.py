@@ -19,7 +19,6 @@ import pytest
 
 from kvboost.store.record.header import PAGE, seal_of
 from kvboost.store.tiers.disk import recovery
-from kvboost.store.tiers.disk.directory import Directory
 from kvboost.store.tiers.disk.files import Files
 from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.testing.blocks import assert_same, block_of, namespace
