@@ -110,7 +110,8 @@ def _compare(
 ) -> None:
     tokens, boundaries = prompt
     with prefiller.open(tokens, boundaries=boundaries, new_tokens=FIRST_TOKENS, approx=True) as state:
-        prefiller.advance_to_last_step(state)
+        if state.spans is not None:
+            prefiller.advance_to_last_step(state)
         if state.spans is None:  # nothing was found, or it could not be repaired
             return
         rest = [*tokens[state.num_computed :], *answer[:-1]]

@@ -29,7 +29,7 @@ _Floats = npt.NDArray[np.float64]
 _ALL = ~np.uint64(0)
 _REMEMBERED = 32  # requests of each replica by which its memory's turnover is judged
 _MOST_TURNOVER = 2.0  # times the mean that count, so that waiting for memory has an end
-_LARGE = 1e100
+_LARGE, _NOTHING = 1e100, 1e-20
 _PART = 256  # chunks
 
 
@@ -183,7 +183,8 @@ class Router:
         self._brought[name] = self._brought.get(name, 0.0) + self._weight * tokens
         self._weight *= 1.0 + 1.0 / (_REMEMBERED * of)
         if self._weight > _LARGE:
-            self._brought = {other: count / self._weight for other, count in self._brought.items()}
+            scaled = {other: count / self._weight for other, count in self._brought.items()}
+            self._brought = {other: count for other, count in scaled.items() if count > _NOTHING}  # others are gone
             self._weight = 1.0
 
     def expect(self, prompt: RoutePrompt, *, replicas: Sequence[str], approximate: bool = True) -> Expected:
