@@ -72,13 +72,13 @@ def run(args: argparse.Namespace) -> Report:
                     progress.step()
                     keys = _keys(server)
                 start, first, again = told
-                rest = max(1e-3, first.seconds - start.seconds)
+                rest = first.seconds - start.seconds
+                rates = [f"{count / rest:.0f}" if rest > start.seconds else "-" for count in (first.documents, tokens)]
                 table.add(
                     actors,
                     f"{start.seconds:.1f}",
                     f"{first.seconds:.1f}",
-                    f"{first.documents / rest:.0f}",
-                    f"{tokens / rest:.0f}",
+                    *rates,
                     keys,
                     f"{again.seconds:.1f}",
                     again.chunks,
@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> Report:
                 report.failed |= first.documents != args.documents or again.documents != 0 or again.chunks != 0
                 report.raw[f"{actors} actors"] = [asdict(one) for one in told]
         table.notes.append(
-            f"starting: the command on {_FEW} other documents; documents/s and tokens/s are without it. The second run "
-            "must prefill nothing. OMP_NUM_THREADS=1 for each actor."
+            f"starting: the command on {_FEW} other documents; documents/s and tokens/s are without it, and "
+            "left out where it is most of the time. The second run must prefill nothing. OMP_NUM_THREADS=1 for each actor."
         )
     return report
 

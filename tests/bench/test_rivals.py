@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 from pathlib import Path
@@ -89,9 +90,9 @@ def test_llama_cpp_uses_the_cores_it_may_use_and_says_so(monkeypatch: pytest.Mon
 def test_a_peak_of_memory_can_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = SimpleNamespace(forget=lambda: None)
     assert _serve(engine, {"do": "forget"}) == {}
-    held = b"x" * (200 * 2**20)  # written, so that it is resident
-    before = _rss_peak()
-    del held
+    with mmap.mmap(-1, 200 * 2**20) as held:  # not from the heap, which may hold that much already and keep it
+        held.write(b"x" * len(held))
+        before = _rss_peak()
     assert _serve(engine, {"do": "forget", "reset_peak": True}) == {"peak_reset": True}
     assert _rss_peak() < before - 100 * 2**20
 

@@ -38,6 +38,7 @@ from kvboost.types import GenerationMode
 
 _TIMED_TOKENS = 512  # prefilled by every actor, for the estimate of the time
 _SURVEY_BATCH = 16  # documents
+_PATIENCE_S = 10.0
 _MAX_BLOCKS = 1000  # of Ray Data: progress is seen by blocks
 _ASKED_AGAIN_S = 0.2
 
@@ -134,7 +135,8 @@ class _Encoder:
     """A model of its own, and documents as it reads them."""
 
     def __init__(self, *, model: str, engine: Mapping[str, Any], head: str | None) -> None:
-        self.engine = KVBoost.from_pretrained(model, **engine)
+        # Nobody waits for an answer here, and a server that is taken for empty is filled again.
+        self.engine = KVBoost.from_pretrained(model, **{"remote_timeout_seconds": _PATIENCE_S, **engine})
         if self.engine.session is None:
             raise ConfigError(f"{model} allows no reuse; nothing can be warmed")
         self.session = self.engine.session
