@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common.faults import Fault, FaultyProxy
 from benchmarks.common.servers import RedisServer, redis_server
 from kvboost import KVBoost
 from kvboost.errors import ConfigError, PlaceError
@@ -186,6 +187,19 @@ def test_it_needs_a_shared_tier(installed: None, tmp_path: Path, capsys: pytest.
     (tmp_path / "a.txt").write_text("hello")
     assert main(["warm", "no-model", str(tmp_path), "--ray", "--disk-cache-dir", str(tmp_path / "kv")]) == 2
     assert "--remote-url or --object-url" in capsys.readouterr().err
+
+
+def test_a_server_that_answers_late_is_not_taken_for_empty(
+    model: Path, tmp_path: Path, redis_at: RedisServer, cluster: None
+) -> None:
+    paths = [tmp_path / f"{number}.txt" for number in range(4)]
+    for number, path in enumerate(paths):
+        path.write_text(text(number, 40))
+    with FaultyProxy(redis_at.port) as proxy:
+        warming = _warming(model, paths, f"redis://127.0.0.1:{proxy.port}", actors=1)
+        warming.run(warming.plan(warming.survey()), progress=False)
+        proxy.fault = Fault.LATE
+        assert warming.plan(warming.survey()).missing == 0
 
 
 def test_documents_that_do_not_fit_are_said(model: Path, tmp_path: Path, redis_at: RedisServer, cluster: None) -> None:
