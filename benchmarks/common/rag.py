@@ -73,7 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="questions with passages and answers, such as MuSiQue's as CacheBlend's evaluation has them",
     )
-    parser.add_argument("--prompts", type=positive, default=30, help="questions, from the first on (default %(default)s)")
+    parser.add_argument(
+        "--prompts", type=positive, default=30, help="questions, from the first on (default %(default)s)"
+    )
     parser.add_argument("--passages", type=positive, default=6, help="passages per question (default 6)")
     parser.add_argument(
         "--whole-passages",

@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> Report:
                 report.failed |= first.documents != args.documents or again.documents != 0 or again.chunks != 0
                 report.raw[f"{actors} actors"] = [asdict(one) for one in told]
         table.notes.append(
-            f"starting: the command on {_FEW} other documents; documents/s and tokens/s are without it, and "
-            "left out where it is most of the time. The second run must prefill nothing. OMP_NUM_THREADS=1 for each actor."
+            f"starting: the command on {_FEW} other documents; documents/s and tokens/s are without it, and left out "
+            "where it is most of the time. The second run must prefill nothing. OMP_NUM_THREADS=1 for each actor."
         )
     return report
 
