@@ -114,8 +114,8 @@ def ray_affinity() -> Strategy:
     return choose
 
 
-def expected_seconds(*, shared: bool = False, at_once: bool = False) -> Strategy:
-    """Ours. ``at_once``: what was sent somewhere counts as held there, before the replica says so."""
+def expected_seconds(*, shared: bool = False, at_once: bool = True) -> Strategy:
+    """Ours. ``at_once``: what was sent somewhere counts as held there, before the replica says so, as under Ray."""
     routers: dict[int, Router] = {}
 
     def choose(simulation: Simulation, request: Request, queues: Mapping[str, float]) -> str:

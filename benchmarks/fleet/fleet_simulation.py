@@ -203,7 +203,7 @@ def _variants(report: Report, trace: Trace, args: argparse.Namespace) -> None:
     ways: dict[str, tuple[Fleet, Strategy]] = {
         "prefix affinity, no shared tier": (alone, prefix_affinity()),
         "expected seconds, no shared tier": (alone, expected_seconds()),
-        "and what was sent counts at once": (alone, expected_seconds(at_once=True)),
+        "and what was sent counts once it is told": (alone, expected_seconds(at_once=False)),
         "and no second copy is kept": (replace(alone, requests_per_copy=math.inf), expected_seconds()),
         "and a copy for every 4 requests": (replace(alone, requests_per_copy=4.0), expected_seconds()),
         "and a copy for every 16 requests": (replace(alone, requests_per_copy=16.0), expected_seconds()),

@@ -303,7 +303,7 @@ def _simulate(
 ) -> None:
     """The simulator on the same requests, at the times at which they were really sent, with the costs they had."""
     strategies: dict[str, Strategy] = {
-        _OURS: expected_seconds(shared=True, at_once=True),
+        _OURS: expected_seconds(shared=True),
         "round robin": round_robin(),
         "power of two": power_of_two(),
         "prefix affinity": ray_affinity(),

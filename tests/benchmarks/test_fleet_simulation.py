@@ -99,7 +99,7 @@ def test_a_shared_tier_has_what_the_memory_lost(traces: Path) -> None:
 @pytest.mark.parametrize("router", ROUTERS)
 def test_replicas_fail_and_nothing_is_lost(traces: Path, router: str) -> None:
     trace = read(traces, "conversation")
-    requests = load(trace, 3)
+    requests = load(trace, 3, work=2.0)  # so that there is a queue whenever one fails
     fleet = Fleet(3, 10**9, COSTS, trace.chained)
     span = requests.seconds
     outages = [Outage(span * (0.2 + 0.2 * n), n, span / 10, drained=False) for n in range(3)]
@@ -133,9 +133,17 @@ def test_a_drained_replica_finishes_its_queue(traces: Path) -> None:
 
 def test_a_hot_document_does_not_swallow_a_replica(traces: Path) -> None:
     trace = read(traces, "ragpulse")
-    requests = load(trace, 4, copies=5, hot=Hot(1.0, 0.0, 1.0), work=2.0)
+    requests = load(trace, 4, copies=5, hot=Hot(1.0, 0.0, 1.0), work=12.0)
     out = simulate(trace, Fleet(4, 10**9, COSTS, chained=False), expected_seconds(), requests=requests)
     assert max(out.loads) < 1.3 * sum(out.loads) / 4
+
+
+def test_nobody_waits_longer_for_a_hot_document_than_computing_takes(traces: Path) -> None:
+    trace = read(traces, "ragpulse")
+    requests = load(trace, 4, copies=5, hot=Hot(1.0, 0.0, 1.0), work=2.0)
+    out = simulate(trace, Fleet(4, 10**9, COSTS, chained=False), expected_seconds(), requests=requests)
+    longest = max(sum(prompt.tokens) for prompt in trace.prompts)
+    assert max(out.ttft) < 1.05 * COSTS.compute * longest
 
 
 @pytest.mark.parametrize("shared", [False, True])
