@@ -140,7 +140,7 @@ def test_a_hot_document_does_not_swallow_a_replica(traces: Path) -> None:
 
 def test_nobody_waits_longer_for_a_hot_document_than_computing_takes(traces: Path) -> None:
     trace = read(traces, "ragpulse")
-    requests = load(trace, 4, copies=5, hot=Hot(1.0, 0.0, 1.0), work=2.0)
+    requests = load(trace, 4, copies=5, hot=Hot(1.0, 0.0, 1.0), work=8.0)
     out = simulate(trace, Fleet(4, 10**9, COSTS, chained=False), expected_seconds(), requests=requests)
     longest = max(sum(prompt.tokens) for prompt in trace.prompts)
     assert max(out.ttft) < 1.05 * COSTS.compute * longest
