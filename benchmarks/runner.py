@@ -55,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run_all(known)
     if not words or words[0] not in known:
         asked_for_help = words[:1] in (["-h"], ["--help"])
+        if words and not asked_for_help:
+            print(f"there is no benchmark {words[0]!r}; --list names them", file=sys.stderr)
         print(_USAGE, file=sys.stdout if asked_for_help else sys.stderr)
         return 0 if asked_for_help else _UNABLE
     name, *options = words

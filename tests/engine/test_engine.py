@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from kvboost import CapacityError, ConfigError, GenerationMode, KVBoost
 from kvboost.core.chunking import FixedChunker
+from kvboost.engine import stores
 from kvboost.store import HostTier, MemoryStore
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
@@ -320,6 +323,34 @@ def test_loading_errors_are_for_people(tmp_path: Any) -> None:
     training = tiny_model("llama").train()
     with pytest.raises(ConfigError, match="eval"):
         KVBoost(training, None)
+
+
+def test_a_path_is_no_model() -> None:
+    with pytest.raises(ConfigError, match=r"use KVBoost.from_pretrained\('models/mine'\)"):
+        KVBoost("models/mine")
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing", "extra"),
+    [
+        ({"remote_url": "redis://localhost"}, "redis", "redis"),
+        ({"remote_url": "mooncake://localhost:1?ledger=redis://localhost"}, "mooncake", "mooncake"),
+        ({"object_url": "s3://bucket/folder"}, "obstore", "s3"),
+        ({"record_protection": "encrypt"}, "cryptography", "crypto"),
+    ],
+)
+def test_a_missing_extra_is_said_before_a_model_is_loaded(
+    settings: dict[str, Any], missing: str, extra: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if "record_protection" in settings:
+        key = tmp_path / "key"
+        key.touch(mode=0o600)
+        key.write_text("00" * 32)
+        settings = {**settings, "record_key_file": str(key)}
+    found = importlib.util.find_spec
+    monkeypatch.setattr(stores, "find_spec", lambda name: None if name == missing else found(name))
+    with pytest.raises(ConfigError, match=f"needs the package {missing}.*extra {extra}"):
+        KVBoost.from_pretrained("nobody/nowhere", **settings)
 
 
 def test_a_failing_request_leaks_nothing(engine: KVBoost) -> None:

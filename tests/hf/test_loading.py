@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvboost.errors import ConfigError
 from kvboost.hf import loading
 from kvboost.hf.loading import ModelSource, load_resident
 from tests.helpers.models import tiny_model
@@ -63,3 +64,33 @@ def test_without_accelerate_it_is_moved_and_said(
     assert "device_map" not in asked[0]
     assert model.device.type == "meta"
     assert "install accelerate" in caplog.text
+
+
+def test_a_download_that_was_cut_off_is_named(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match="are damaged .*download them again"):
+        load_resident(ModelSource(str(tmp_path), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./nowhere", "there is no model folder at ./nowhere"),
+        ("models/of/mine", "there is no model folder at models/of/mine"),
+        ("nowhere/", "there is no model folder at nowhere/"),
+        ("FOLDER/file", "is a file; give the folder of a model"),
+        ("FOLDER", "the folder has no config.json"),
+        ("nobody/nowhere", "there is no such folder here, and from the hub"),
+    ],
+)
+def test_what_is_no_model_is_named(tmp_path: Path, name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "file").write_text("{}")
+    with pytest.raises(ConfigError, match=message):
+        load_resident(ModelSource(name.replace("FOLDER", str(tmp_path)), device="cpu"))
+
+
+def test_a_name_of_the_hub_stays_as_it_is() -> None:
+    assert [ModelSource(name).path for name in ("gpt2", "owner/some-model_1.5B")] == ["gpt2", "owner/some-model_1.5B"]

@@ -45,13 +45,13 @@ Keys = Annotated[
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 app = typer.Typer(
-    help="Manage stored chunks: list, check, remove, export and import. Needs no model.",
+    help="Manage stored chunks: list, verify, remove, export and import. Needs no model.",
     rich_markup_mode="rich",
     no_args_is_help=False,
 )
 
 
-@app.command("ls", epilog="Example:  kvboost cache ls ~/.cache/kvboost --limit 10")
+@app.command("ls", epilog="Example:  kvboost cache ls ~/.cache/kvboost/kv --limit 10")
 def list_records(
     place: Place,
     *,
@@ -96,7 +96,7 @@ def list_records(
         print(f"{total - table.row_count} more; --limit 0 shows all")
 
 
-@app.command("inspect", epilog="Example:  kvboost cache inspect ~/.cache/kvboost 3fa9c1d2")
+@app.command("inspect", epilog="Example:  kvboost cache inspect ~/.cache/kvboost/kv 3fa9c1d2")
 def inspect_record(
     place: Place,
     key: Annotated[str, typer.Argument(metavar="KEY", help="The key's first digits.")],
@@ -171,7 +171,7 @@ def statistics(place: Place, *, as_json: AsJson = False) -> None:
     print(f"{totals['records']} records, {size(totals['bytes'])} in {name}")
 
 
-@app.command("rm", epilog="Example:  kvboost cache rm ~/.cache/kvboost 3fa9c1d2   or   ... --space 81c0aa12")
+@app.command("rm", epilog="Example:  kvboost cache rm ~/.cache/kvboost/kv 3fa9c1d2   or   ... --space 81c0aa12")
 def remove(
     place: Place,
     keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="First digits of keys.")] = None,
@@ -193,7 +193,7 @@ def remove(
     print(json.dumps({"removed": removed}) if as_json else f"{removed} records removed")
 
 
-@app.command("purge", epilog="Example:  kvboost cache purge ~/.cache/kvboost --tenant acme --yes")
+@app.command("purge", epilog="Example:  kvboost cache purge ~/.cache/kvboost/kv --tenant acme --yes")
 def purge(
     place: Place,
     *,
@@ -216,7 +216,7 @@ def purge(
     print(json.dumps({"removed": removed}) if as_json else f"{removed} records removed")
 
 
-@app.command("limit", epilog="Example:  kvboost cache limit ~/.cache/kvboost 500GiB")
+@app.command("limit", epilog="Example:  kvboost cache limit ~/.cache/kvboost/kv 500GiB")
 def limit(
     place: Place,
     limit: Annotated[
@@ -286,7 +286,7 @@ def verify(
         raise typer.Exit(_DAMAGE)
 
 
-@app.command("export", epilog="Example:  kvboost cache export ~/.cache/kvboost chunks.tar --tenant acme")
+@app.command("export", epilog="Example:  kvboost cache export ~/.cache/kvboost/kv chunks.tar --tenant acme")
 def export(
     place: Place,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What to write; - for the output.")],

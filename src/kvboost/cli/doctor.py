@@ -33,6 +33,10 @@ _EXTRAS = {
     "mooncake": ("redis", "mooncake"),
     "s3": ("obstore",),
     "crypto": ("cryptography",),
+    "adapters": ("peft",),
+    "otel": ("opentelemetry",),
+    "fleet": ("zmq", "msgspec"),
+    "ray": ("ray",),
 }
 _WIDTH = 20
 _TEST_TOKENS = 96

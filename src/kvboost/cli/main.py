@@ -53,15 +53,15 @@ def _before_commands(
         raise typer.Exit(2)
 
 
-app.command(epilog="Example:  kvboost serve ./model --port 8000 --disk-cache-dir ~/.cache/kvboost")(serve)
-app.command(epilog='Example:  kvboost run ./model "Why is the sky blue?" --disk-cache-dir ~/.cache/kvboost')(run)
-app.command(epilog="Example:  kvboost chat ./model --disk-cache-dir ~/.cache/kvboost")(chat)
-app.command(epilog="Example:  kvboost warm ./model docs/ --quality auto --disk-cache-dir ~/.cache/kvboost")(warm)
+app.command(epilog="Example:  kvboost serve ./model --port 8000 --disk-cache-dir ~/.cache/kvboost/kv")(serve)
+app.command(epilog='Example:  kvboost run ./model "Why is the sky blue?" --disk-cache-dir ~/.cache/kvboost/kv')(run)
+app.command(epilog="Example:  kvboost chat ./model --disk-cache-dir ~/.cache/kvboost/kv")(chat)
+app.command(epilog="Example:  kvboost warm ./model docs/ --quality auto --disk-cache-dir ~/.cache/kvboost/kv")(warm)
 app.command(epilog="Example:  kvboost doctor ./model --context 32768 --batch 4")(doctor)
 app.command(epilog="Example:  kvboost calibrate ./model --prompts traffic.jsonl --tolerated 0.05")(calibrate)
 app.command(epilog="Example:  kvboost explain prompts.jsonl --model ./model --html explain.html")(explain)
 app.add_typer(bench.app, name="bench", epilog="Example:  kvboost bench ./model --quick")
-app.add_typer(cache.app, name="cache", epilog="Example:  kvboost cache stat ~/.cache/kvboost")
+app.add_typer(cache.app, name="cache", epilog="Example:  kvboost cache stat ~/.cache/kvboost/kv")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

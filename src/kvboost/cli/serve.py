@@ -112,9 +112,13 @@ def _serve_fleet(model: str, settings: Settings) -> None:
     prepared, fleet = _prepare(model, settings), settings.of(RayConfig)
     if prepared.config.port == 0:
         raise ConfigError("port=0 is not for a fleet: Ray Serve listens on a port that is known before; give one")
+    from kvboost.engine.assembly import split_settings
+    from kvboost.hf.loading import ModelSource
     from kvboost.integrations.ray import build_app, run_app
     from kvboost.serve.run import check_port
 
+    split_settings(prepared.engine)  # what replicas would refuse, before Ray starts and hides why in their logs
+    _ = ModelSource(model).path
     check_port(prepared.config)
     note(f"starting {fleet.replicas} of {model} under Ray Serve")
     app = build_app(

@@ -4,7 +4,7 @@ Every setting is a field of a dataclass: its name, type, default and help text a
 :mod:`kvboost.cli.flags` makes flags of them, :mod:`kvboost.cli.sources` reads their values. A TOML file has the
 engine's settings by their names, and the others in tables::
 
-    disk_cache_dir = "~/.cache/kvboost"
+    disk_cache_dir = "~/.cache/kvboost/kv"
     kv_cache_bits = 8
 
     [serve]

@@ -21,7 +21,7 @@ from kvboost.core.session import KVBudget, Session
 from kvboost.core.workspaces import WorkspacePool
 from kvboost.engine import optional
 from kvboost.engine.memory import default_budgets, with_budgets
-from kvboost.engine.stores import Stores
+from kvboost.engine.stores import Stores, need_packages
 from kvboost.errors import ConfigError
 from kvboost.extend import Chunker, ChunkStore, Tier
 from kvboost.hf.attention import take_back
@@ -106,6 +106,7 @@ def split_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
         read_key(config.record_key_file)
     if config.disk_cache_dir is not None:
         check_directory(config.disk_cache_dir)
+    need_packages(config)
     optional.check_approx_settings(config)
     return settings, others
 

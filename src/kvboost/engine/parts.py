@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,8 @@ class EngineParts:
     """The parts of one engine that do not belong to a tenant. Thread-safe."""
 
     def __init__(self, model: Any, tokenizer: Any, *, config: EngineConfig, store: ChunkStore | None) -> None:
+        if isinstance(model, str | Path):
+            raise ConfigError(f"KVBoost wraps a loaded model; to load one, use KVBoost.from_pretrained({str(model)!r})")
         if model.training:
             raise ConfigError("the model is in training mode, where dropout changes every answer; call model.eval()")
         self.model, self.tokenizer, self.config = model, tokenizer, config

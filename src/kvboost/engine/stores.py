@@ -12,12 +12,13 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from importlib.util import find_spec
 
 import torch
 
 from kvboost.config import EngineConfig
 from kvboost.core.costs import CostModel
-from kvboost.errors import ConfigError, StoreError
+from kvboost.errors import ConfigError, StoreError, with_extra
 from kvboost.extend import ChunkStore, Tier
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.codec import KVCodec
@@ -184,6 +185,19 @@ class Stores:
         if not self._costs.in_seconds:
             return math.inf  # no observation yet: try loading
         return self._costs.prefill_seconds(forwards=1, tokens=tokens)
+
+
+def need_packages(config: EngineConfig) -> None:
+    """Raises ConfigError for a setting whose extra is not installed."""
+    remote = "mooncake" if str(config.remote_url).startswith("mooncake:") else "redis"
+    needed = {
+        "remote_url": (config.remote_url is not None, remote, remote),
+        "object_url": (config.object_url is not None, "obstore", "s3"),
+        "record_protection": (config.record_protection == "encrypt", "cryptography", "crypto"),
+    }
+    for setting, (asked, package, extra) in needed.items():
+        if asked and find_spec(package) is None:
+            raise ConfigError(f"{setting} needs the package {package}; {with_extra(extra)}")
 
 
 def _limit(setting: int | str | None) -> int | None:

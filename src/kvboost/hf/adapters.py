@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from kvboost.errors import ConfigError
+from kvboost.errors import ConfigError, with_extra
 from kvboost.hf.fingerprint import ModelIdentity
 from kvboost.hf.peft_layers import AdapterChoice, active_adapters, choose_adapter, refuse_merged
 
@@ -99,7 +99,7 @@ class Adapters:
             try:
                 self._load(name, str(path_or_id), replace=replace, load_kwargs=load_kwargs)
             except ImportError as error:
-                raise ConfigError(f"adapters need the peft package ({error}); install peft") from error
+                raise ConfigError(f"adapters need the peft package ({error}); {with_extra('adapters')}") from error
             except (OSError, ValueError, RuntimeError) as error:
                 if not replace and name in self.names:
                     self._model.delete_adapter(name)  # half of it would answer as if it were whole

@@ -6,6 +6,7 @@ Used for drafts, and by ``kvboost.offload.weights`` for every model that need no
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvboost.errors import ConfigError
@@ -21,6 +23,8 @@ from kvboost.hf.loaded_weights import find_checkpoint, remember_loaded
 
 _log = logging.getLogger(__name__)
 
+_HUB_NAME = r"[\w.-]+(/[\w.-]+)?"
+_ELSEWHERE = {"gguf_file", "subfolder"}  # arguments with which config.json is not in the folder itself
 # Arguments that mean the same to a tokenizer as to a model.
 _TOKENIZER = ("revision", "token", "cache_dir", "trust_remote_code", "local_files_only", "subfolder", "gguf_file")
 
@@ -41,10 +45,13 @@ class ModelSource:
     def path(self) -> str:
         """What ``from_pretrained`` takes. Raises ConfigError for a folder that is not there."""
         folder = Path(self.name).expanduser()
-        if not self.name.startswith((".", "/", "~")):
+        # A hub name is a name, or an owner and a name.
+        if not folder.exists() and not self.name.startswith((".", "/", "~")) and re.fullmatch(_HUB_NAME, self.name):
             return self.name
         if not folder.exists():
             raise ConfigError(f"there is no model folder at {self.name}; check the path, or give a model's hub name")
+        if not folder.is_dir():
+            raise ConfigError(f"{self.name} is a file; give the folder of a model, or a model's hub name")
         return str(folder)
 
     @property
@@ -92,10 +99,17 @@ def load_tokenizer(source: ModelSource) -> Any:
 
 @contextmanager
 def loading_errors(source: ModelSource) -> Iterator[None]:
-    """Turns what Transformers raises for a folder that lacks files into a ConfigError."""
+    """Turns what Transformers raises for a folder that lacks files, or has broken ones, into a ConfigError."""
     try:
         yield
     except ConfigError:
         raise
+    except SafetensorError as error:
+        raise ConfigError(f"the weights of {source.name!r} are damaged ({error}); download them again") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load {source.name!r}: {error}") from error
+        folder, where = Path(source.name).expanduser(), ""
+        if not folder.exists():
+            where = "there is no such folder here, and from the hub: "
+        elif not (folder / "config.json").is_file() and not source.model_kwargs.keys() & _ELSEWHERE:
+            where = "the folder has no config.json, so it is no model's: "
+        raise ConfigError(f"cannot load {source.name!r}: {where}{error}") from error

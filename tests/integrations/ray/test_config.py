@@ -52,3 +52,22 @@ def test_a_fleets_settings_need_the_flag(
     (tmp_path / "FILE").write_text("hello")
     assert main([str(tmp_path / word) if word.isupper() else word for word in command]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["serve", "./nowhere", "--ray"], "there is no model folder at ./nowhere"),
+        (["serve", "a/model", "--ray", "--remote-url", "localhost"], "redis://"),
+    ],
+)
+def test_what_replicas_would_refuse_is_said_before_ray_starts(
+    command: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr("kvboost.integrations.ray.run_app", started)
+    assert main(command) == 2
+    assert message in capsys.readouterr().err

@@ -97,7 +97,8 @@ class _ObjectBackend(Backend):
             self._breaker.failed()
             result = error
         if isinstance(result, Exception):
-            self.health.failed("the object store cannot be used", result, remedy=_REMEDY)
+            cause = str(result).partition("\n\nDebug source")[0] or repr(result)  # obstore adds how Rust prints it
+            self.health.failed("the object store cannot be used", cause, remedy=_REMEDY)
             return otherwise
         return otherwise if result is None else result
 
