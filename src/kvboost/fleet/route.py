@@ -28,6 +28,7 @@ from kvboost.types import Chunk
 _Floats = npt.NDArray[np.float64]
 _ALL = ~np.uint64(0)
 _REMEMBERED = 32  # requests of each replica by which its memory's turnover is judged
+_NEEDED_AGAIN = 0.25  # of what is evicted: more finds more in memory, and lets requests wait longer for it
 _MOST_TURNOVER = 2.0  # times the mean that count, so that waiting for memory has an end
 _LARGE, _NOTHING = 1e100, 1e-20
 _PART = 256  # chunks
@@ -167,7 +168,7 @@ class Router:
     def _evicted_seconds(self, names: Sequence[str], expected: Expected) -> _Floats:
         """What others will compute again because this request takes memory: more where memory turns over faster.
 
-        At the mean turnover, what is evicted counts as if somebody computed it again.
+        At the mean turnover a quarter of what is evicted counts as computed again by somebody.
         Without it a fleet that is not busy sends everything to whoever holds the prompts' common beginning, and the
         memory of the others stays empty.
         """
@@ -176,7 +177,7 @@ class Router:
         if not mean:
             return brought
         turnover: _Floats = np.minimum(brought / mean, _MOST_TURNOVER)
-        evicted: _Floats = self.costs.compute * (expected.computed + expected.loaded) * turnover
+        evicted: _Floats = _NEEDED_AGAIN * self.costs.compute * (expected.computed + expected.loaded) * turnover
         return evicted
 
     def _count(self, name: str, tokens: float, *, of: int) -> None:

@@ -25,7 +25,7 @@ class Health:
             first = self._counts[kind] == 1
         if first:
             warnings.warn(
-                f"{self._tier} tier: {kind}: {cause}; {remedy}. The cache goes on; the next ones are counted, not told.",
+                f"{self._tier} tier: {kind}: {cause}; {remedy}. The cache goes on; more of these are only counted.",
                 RuntimeWarning,
                 stacklevel=3,
             )
