@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -82,6 +84,12 @@ def test_contestants_alternate_and_take_turns_in_going_first() -> None:
         order.append(name)
         return float(len(order))
 
-    times = alternate({n: lambda n=n: contestant(n) for n in "ab"}, repeat=3, warmups=1, label="x")
-    assert [tuple(order[i : i + 2]) for i in range(0, 8, 2)] == [("b", "a"), ("a", "b"), ("b", "a"), ("a", "b")]
-    assert times == {"a": [3.0, 6.0, 7.0], "b": [4.0, 5.0, 8.0]}
+    times = alternate({n: lambda n=n: contestant(n) for n in "abcd"}, repeat=39, warmups=1, label="x")
+    rounds = ["".join(order[i : i + 4]) for i in range(0, len(order), 4)]
+    assert all(sorted(each) == list("abcd") for each in rounds)
+    assert all(second == first[::-1] for first, second in zip(rounds[::2], rounds[1::2], strict=True))
+    behind = Counter(pair for each in rounds for pair in pairwise(each))
+    assert behind["a", "b"] == behind["b", "a"] > 0
+    assert len(behind) == 12, "everybody runs behind everybody"
+    assert [len(samples) for samples in times.values()] == [39] * 4
+    assert times["a"][0] == order.index("a", 4) + 1, "the warm-up is left out"

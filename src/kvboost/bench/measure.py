@@ -1,14 +1,15 @@
 """Texts to make prompts of, and contestants that alternate.
 
 Used by :mod:`kvboost.bench.texts` and by the repository's benchmarks, which have ``--text FILE``. Invariant:
-contestants alternate within one run, and the first of a round changes every round, so that none profits from what
-another left in the caches.
+contestants alternate within one run, and who runs behind whom changes, so that none profits from what another left in
+the caches.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,15 +62,19 @@ def _standard_library() -> str:
 def alternate(
     contestants: Mapping[str, Callable[[], float]], *, repeat: int, warmups: int, label: str
 ) -> dict[str, list[float]]:
-    """Run all contestants ``repeat`` times in turn; each returns its milliseconds. Warm-ups are not kept."""
-    names = list(contestants)
+    """Run all contestants ``repeat`` times in turn; each returns its milliseconds. Warm-ups are not kept.
+
+    The order is drawn, and reversed in the next round: who runs behind oneself finds caches as one left them.
+    """
+    names, rng = list(contestants), random.Random(0)
     samples: dict[str, list[float]] = {name: [] for name in names}
     progress = Progress(label, (warmups + repeat) * len(names))
-    for round_number in range(-warmups, repeat):
-        first = round_number % len(names)
-        for name in names[first:] + names[:first]:
+    order: list[str] = []
+    for number in range(warmups + repeat):
+        order = order[::-1] if number % 2 else rng.sample(names, len(names))
+        for name in order:
             took = contestants[name]()
-            if round_number >= 0:
+            if number >= warmups:
                 samples[name].append(took)
             progress.step()
     return samples
