@@ -52,6 +52,22 @@ class RecordVersionError(RecordError):
     """A record of an unsupported format version."""
 
 
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "cli": ("pydantic_settings",),
+    "serve": ("fastapi", "uvicorn", "prometheus_client"),
+    "structured": ("llguidance",),
+    "redis": ("redis",),
+    "mooncake": ("redis", "mooncake"),
+    "s3": ("obstore",),
+    "crypto": ("cryptography",),
+    "adapters": ("peft",),
+    "otel": ("opentelemetry",),
+    "fleet": ("zmq", "msgspec"),
+    "ray": ("ray",),
+}
+"""What can be imported once an extra is installed."""
+
+
 def with_extra(name: str) -> str:
     """What to do about a missing extra, in words that are right in a checkout and after a release."""
     return f'install KVBoost with its extra {name} (in a checkout: pip install ".[{name}]")'

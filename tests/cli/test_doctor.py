@@ -29,7 +29,7 @@ def test_without_a_model_the_machine_is_told(capsys: pytest.CaptureFixture[str])
 
 
 def test_missing_extras_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cli._EXTRAS, "crypto", ("no_such_module_at_all",))
+    monkeypatch.setitem(cli.EXTRAS, "crypto", ("no_such_module_at_all",))
     assert (
         cli.machine()["[crypto]"]
         == 'missing: install KVBoost with its extra crypto (in a checkout: pip install ".[crypto]")'

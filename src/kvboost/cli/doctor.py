@@ -18,26 +18,13 @@ from kvboost import __version__
 from kvboost.cli.flags import with_settings
 from kvboost.cli.output import note, size
 from kvboost.cli.settings import Settings
-from kvboost.errors import ConfigError, with_extra
+from kvboost.errors import EXTRAS, ConfigError, with_extra
 
 if TYPE_CHECKING:
     from kvboost.capacity import Option
     from kvboost.engine import KVBoost
     from kvboost.engine.forecast import Forecast
 
-_EXTRAS = {
-    "cli": ("pydantic_settings",),
-    "serve": ("fastapi", "uvicorn", "prometheus_client"),
-    "structured": ("llguidance",),
-    "redis": ("redis",),
-    "mooncake": ("redis", "mooncake"),
-    "s3": ("obstore",),
-    "crypto": ("cryptography",),
-    "adapters": ("peft",),
-    "otel": ("opentelemetry",),
-    "fleet": ("zmq", "msgspec"),
-    "ray": ("ray",),
-}
 _WIDTH = 20
 _TEST_TOKENS = 96
 _TEST_BOUNDARY = 64
@@ -118,7 +105,7 @@ def machine() -> dict[str, str]:
         "transformers": metadata.version("transformers"),
         "kvboost": __version__,
     }
-    for extra, modules in _EXTRAS.items():
+    for extra, modules in EXTRAS.items():
         missing = [module for module in modules if util.find_spec(module) is None]
         report[f"[{extra}]"] = f"missing: {with_extra(extra)}" if missing else "installed"
     return report

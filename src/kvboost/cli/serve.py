@@ -117,8 +117,10 @@ def _serve_fleet(model: str, settings: Settings) -> None:
     from kvboost.integrations.ray import build_app, run_app
     from kvboost.serve.run import check_port
 
-    split_settings(prepared.engine)  # what replicas would refuse, before Ray starts and hides why in their logs
-    _ = ModelSource(model).path
+    # What replicas would refuse, before Ray starts and hides why in their logs. A cluster's machines have other files.
+    if not os.environ.get("RAY_ADDRESS"):
+        split_settings(prepared.engine)
+        ModelSource(model).path  # noqa: B018 - raises for a folder that is not there
     check_port(prepared.config)
     note(f"starting {fleet.replicas} of {model} under Ray Serve")
     app = build_app(

@@ -18,7 +18,7 @@ import torch
 
 from kvboost.config import EngineConfig
 from kvboost.core.costs import CostModel
-from kvboost.errors import ConfigError, StoreError, with_extra
+from kvboost.errors import EXTRAS, ConfigError, StoreError, with_extra
 from kvboost.extend import ChunkStore, Tier
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.codec import KVCodec
@@ -189,15 +189,17 @@ class Stores:
 
 def need_packages(config: EngineConfig) -> None:
     """Raises ConfigError for a setting whose extra is not installed."""
-    remote = "mooncake" if str(config.remote_url).startswith("mooncake:") else "redis"
-    needed = {
-        "remote_url": (config.remote_url is not None, remote, remote),
-        "object_url": (config.object_url is not None, "obstore", "s3"),
-        "record_protection": (config.record_protection == "encrypt", "cryptography", "crypto"),
-    }
-    for setting, (asked, package, extra) in needed.items():
-        if asked and find_spec(package) is None:
-            raise ConfigError(f"{setting} needs the package {package}; {with_extra(extra)}")
+    needed: dict[str, str] = {}
+    if config.remote_url is not None:
+        needed["remote_url"] = "mooncake" if config.remote_url.startswith("mooncake:") else "redis"
+    if config.object_url is not None:
+        needed["object_url"] = "s3"
+    if config.record_protection == "encrypt":
+        needed["record_protection"] = "crypto"
+    for setting, extra in needed.items():
+        for package in EXTRAS[extra]:
+            if find_spec(package) is None:
+                raise ConfigError(f"{setting} needs the package {package}; {with_extra(extra)}")
 
 
 def _limit(setting: int | str | None) -> int | None:

@@ -69,5 +69,15 @@ def test_what_replicas_would_refuse_is_said_before_ray_starts(
         raise AssertionError("Ray was started")
 
     monkeypatch.setattr("kvboost.integrations.ray.run_app", started)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert main(command) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_clusters_machines_may_have_a_folder_that_this_one_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[object] = []
+    monkeypatch.setattr("kvboost.integrations.ray.run_app", lambda *given, **_: ran.append(given))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert main(["serve", "/models/there", "--ray"]) == 0
+    assert len(ran) == 1
