@@ -234,8 +234,8 @@ class LayeredStore(ChunkStore, Protocol):
         """How many of ``chunks`` a lease would probably hold. Counts nothing."""
         ...
 
-    def knows_content(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether all of these are probably stored somewhere. Loads nothing."""
+    def contains_content(self, chunks: Sequence[Chunk]) -> Sequence[bool]:
+        """Which of these are probably stored somewhere, at whatever position. Loads nothing."""
         ...
 
     def prefetch(self, chunks: Sequence[Chunk]) -> Future[int]:

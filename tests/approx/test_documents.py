@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 
 from kvboost import ConfigError, GenerationMode, KVBoost
-from kvboost.approx.documents import group_documents
+from kvboost.approx.documents import Document, group_documents
+from kvboost.core.keys import token_array
 from kvboost.scheduler.jobs import Finished, Job
 from kvboost.scheduler.runner import BatchRunner
 from tests.approx.test_find import HEAD, QUESTION, engine_for, joined, text
@@ -31,12 +32,11 @@ def test_every_document_comes_once_as_new_and_in_company_where_it_fits(
     lengths: list[int], known: set[int], head: int, company: int, most: int
 ) -> None:
     documents = [[1000 * (i + 1) + j for j in range(n)] for i, n in enumerate(lengths)]
+    cut = [Document(i, tokens, [len(tokens)]) for i, tokens in enumerate(documents)]
     start = list(range(head))
     read: list[int] = []
     missing = [i not in known for i in range(len(documents))]
-    for tokens, ends, new in group_documents(
-        documents, missing, head=start, context_documents=company, max_tokens=most
-    ):
+    for tokens, ends, new in group_documents(cut, missing, head=start, context_documents=company, max_tokens=most):
         assert tokens[:head] == start
         parts = [tokens[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
         bodies = parts[1:] if head else parts
@@ -92,8 +92,8 @@ def test_a_document_that_is_too_long_is_left_out_and_said(tiny: Callable[..., An
     documents = [text(30, 90), text(31, 250), text(32, 90)]
     with pytest.warns(UserWarning, match=r"1 of 3 documents do not fit behind the head into the 256"):
         assert engine.add_documents(documents, head=HEAD, progress=False) > 0
-    assert engine.parts is not None
-    assert [engine.session.prefiller.knows(tokens) for tokens in documents] == [True, False, True]
+    cut = [(tokens, engine.parts.chunker.cut(token_array(tokens), [len(tokens)])) for tokens in documents]
+    assert engine.session.prefiller.knows(cut) == [True, False, True]
 
 
 def test_what_is_known_is_not_loaded_to_find_out(tiny: Callable[..., Any], tmp_path: Path) -> None:

@@ -55,13 +55,12 @@ def add_documents(
         )
     for document in known:
         registry_of(session).add(document.name, document.tokens, document.cuts)
-    fitting = [document.tokens for document in known]
-    missing = [not session.prefiller.knows(tokens) for tokens in fitting]
+    missing = [not stored for stored in session.prefiller.knows((one.tokens, one.cuts) for one in known)]
     limit = MAX_GROUP_TOKENS if max_tokens is None else min(MAX_GROUP_TOKENS, max_tokens)
     new = 0
     with tqdm(total=sum(missing), unit="doc", desc="prefilling", disable=not progress, delay=2) as bar:
         for tokens, boundaries, count in group_documents(
-            fitting, missing, head=head, context_documents=context_documents, max_tokens=limit
+            known, missing, head=head, context_documents=context_documents, max_tokens=limit
         ):
             new += warm(tokens, boundaries)
             bar.update(count)
@@ -82,7 +81,7 @@ def registry_of(session: Session) -> DocumentRegistry:
 
 
 def group_documents(
-    documents: Sequence[list[int]],
+    documents: Sequence[Document],
     missing: Sequence[bool],
     *,
     head: Sequence[int],
@@ -93,19 +92,19 @@ def group_documents(
 
     Each begins with the head. See :func:`plan_groups`.
     """
-    lengths = [len(document) for document in documents]
+    lengths = [len(document.tokens) for document in documents]
     for context, new in plan_groups(
         lengths, missing, head_tokens=len(head), context_documents=context_documents, max_tokens=max_tokens
     ):
         yield *join_group([documents[number] for number in [*context, *new]], head=head), len(new)
 
 
-def join_group(documents: Iterable[list[int]], *, head: Sequence[int]) -> tuple[list[int], list[int]]:
-    """One prompt of the head and these documents, and where each ends."""
+def join_group(documents: Iterable[Document], *, head: Sequence[int]) -> tuple[list[int], list[int]]:
+    """One prompt of the head and these documents, and where it is cut: where each of them is."""
     tokens, boundaries = list(head), [len(head)] if head else []
     for document in documents:
-        tokens += document
-        boundaries.append(len(tokens))
+        boundaries += [len(tokens) + cut for cut in document.cuts]
+        tokens += document.tokens
     return tokens, boundaries
 
 

@@ -198,12 +198,13 @@ class GuardedStore:
         except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
             self._failed(error)
 
-    def knows_content(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether all of these are probably stored somewhere. Queries slower tiers without loading."""
+    def contains_content(self, chunks: Sequence[Chunk]) -> Sequence[bool]:
+        """Which of these are probably stored somewhere. Queries slower tiers without loading."""
         if isinstance(self._store, LayeredStore):
-            return self._store.knows_content(chunks)
+            return self._store.contains_content(chunks)
         with self.lease_content(chunks, after=0) as lease:
-            return len(lease.blocks) == len(chunks) and all(block is not None for block in lease.blocks)
+            found = [block is not None for block in lease.blocks]
+            return found + [False] * (len(chunks) - len(found))
 
     def _failed(self, error: Exception) -> None:
         with self._lock:

@@ -7,8 +7,9 @@ an exact key, and only behind KV that came from such steps itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from kvboost.core.backend import Codec, JointRunner, KVCache, NoApprox, NonPrefixReuse, Runner
@@ -26,6 +27,8 @@ from kvboost.types import NOTHING_LOADED, Chunk, Fetched, KVBlock, ModelSnapshot
 
 if TYPE_CHECKING:
     import torch
+
+_ASKED_AT_ONCE = 1024  # chunks
 
 
 class RequestCancelled(Exception):
@@ -181,9 +184,14 @@ class Prefiller:
             return None
         return self.costs.prefill_seconds(forwards=self.rule.count(tokens), tokens=tokens)
 
-    def knows(self, tokens: list[int]) -> bool:
-        """Whether every chunk of this text, cut on its own, is stored somewhere."""
-        return self.store.knows_content(self.chunk(tokens, [len(tokens)]).chunks)
+    def knows(self, texts: Iterable[tuple[list[int], Sequence[int]]]) -> list[bool]:
+        """For each text with its cuts whether all its chunks are stored somewhere."""
+        chunks = [self._cut(tokens, cuts).chunks for tokens, cuts in texts]
+        every = list(chain.from_iterable(chunks))
+        # One round trip for many, and none that keeps a server from its other clients.
+        asked = (every[begin : begin + _ASKED_AT_ONCE] for begin in range(0, len(every), _ASKED_AT_ONCE))
+        found = iter([there for some in asked for there in self.store.contains_content(some)])
+        return [all(list(islice(found, len(own)))) for own in chunks]
 
     def advance(self, state: PrefillState, *, to: int, cancelled: Callable[[], bool] = _never) -> None:
         """Compute what is missing up to position ``to``, which may lie inside a step.

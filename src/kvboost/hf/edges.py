@@ -13,13 +13,17 @@ _NEIGHBOURS = ("x", "1", " ", "\n", ".", '"')  # a letter, a digit, blanks and m
 _CHARACTERS = 256  # enough for any word, and quick for long texts
 
 
-def edge_tokens(text: str, encode: Callable[[str], Sequence[int]]) -> tuple[int, int]:
-    """How many tokens at the beginning and at the end of ``text`` may differ beside other text."""
+def edge_tokens(text: str, encode: Callable[[list[str]], Sequence[Sequence[int]]]) -> tuple[int, int]:
+    """How many tokens at the beginning and at the end of ``text`` may differ beside other text.
+
+    ``encode`` is called once, with all texts that are compared.
+    """
     head, tail = text[:_CHARACTERS], text[-_CHARACTERS:]
-    first, last = encode(head), encode(tail)
-    before, behind = (*_NEIGHBOURS, head[:1]), (*_NEIGHBOURS, tail[-1:])
-    begin = max(len(first) - _common(first[::-1], encode(near + head)[::-1]) for near in before)
-    end = max(len(last) - _common(last, encode(tail + near)) for near in behind)
+    before = [near + head for near in (*_NEIGHBOURS, head[:1])]
+    behind = [tail + near for near in (*_NEIGHBOURS, tail[-1:])]
+    first, last, *beside = encode([head, tail, *before, *behind])
+    begin = max(len(first) - _common(first[::-1], other[::-1]) for other in beside[: len(before)])
+    end = max(len(last) - _common(last, other) for other in beside[len(before) :])
     return begin, end
 
 

@@ -73,7 +73,7 @@ class PromptEncoder:
         if not isinstance(document, str):
             return tokens, []
         tokenizer = self._need_tokenizer()
-        first, last = edge_tokens(document, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
+        first, last = edge_tokens(document, lambda texts: tokenizer(texts, add_special_tokens=False)["input_ids"])
         return tokens, [first, len(tokens) - last] if first + last < len(tokens) else []
 
     def join(self, parts: Sequence[Prompt]) -> tuple[list[int], list[int]]:

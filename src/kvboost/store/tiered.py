@@ -206,14 +206,15 @@ class TieredStore:
                 found = [one or other for one, other in zip(found, there, strict=True)]
         return found
 
-    def knows_content(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether all of these are probably stored in some tier. Loads nothing."""
-        missing = [chunks[index].content_key for index in self._memory.unknown_content(chunks)]
+    def contains_content(self, chunks: Sequence[Chunk]) -> list[bool]:
+        """Which of these are probably stored in some tier, at whatever position. Loads nothing."""
+        missing = {chunks[index].content_key for index in self._memory.unknown_content(chunks)}
         for tier in self._tiers:
-            nothing: Sequence[Sequence[BlockInfo]] = [()] * len(missing)
-            found = self._ask(tier, nothing, tier.variants, missing)
-            missing = [key for key, variants in zip(missing, found, strict=True) if not variants]
-        return not missing
+            keys = list(missing)
+            nothing: Sequence[Sequence[BlockInfo]] = [()] * len(keys)
+            found = self._ask(tier, nothing, tier.variants, keys)
+            missing = {key for key, variants in zip(keys, found, strict=True) if not variants}
+        return [chunk.content_key not in missing for chunk in chunks]
 
     def put(self, block: KVBlock) -> PutOutcome:
         """Keep ``block`` in memory, and write it behind to the tiers that outlive the process."""

@@ -12,7 +12,6 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from kvboost.approx.documents import (
     Document,
     join_group,
     max_document_tokens,
-    registry_of,
 )
 from kvboost.engine import KVBoost
 from kvboost.engine.documents import named_documents
@@ -37,7 +35,8 @@ from kvboost.integrations.ray.warm_plan import CorpusSurvey, SurveyedDocument, W
 from kvboost.types import GenerationMode
 
 _TIMED_TOKENS = 512  # prefilled by every actor, for the estimate of the time
-_SURVEY_BATCH = 16  # documents
+_SURVEY_BATCH = 128  # documents: one round trip, and one wait, for all of them
+_GROUPS_AT_ONCE = 4
 _PATIENCE_S = 10.0
 _MAX_BLOCKS = 1000  # of Ray Data: progress is seen by blocks
 _ASKED_AGAIN_S = 0.2
@@ -69,10 +68,12 @@ class Warming:
     actor_cpus: float = 1.0
     actor_gpus: float = 0.0
 
-    def survey(self) -> CorpusSurvey:
+    def survey(self, *, progress: bool = True) -> CorpusSurvey:
         """Read and tokenise the corpus, and ask the shared tier what it has of it."""
         rows = [{"index": index, "path": str(path)} for index, path in enumerate(self.paths)]
-        found = sorted(self._run(_Survey, rows, batch_size=_SURVEY_BATCH), key=lambda row: int(row["index"]))
+        told = self._run(_Survey, rows, batch_size=_SURVEY_BATCH)
+        with tqdm(told, total=len(rows), unit="doc", desc="reading", disable=not progress) as bar:
+            found = sorted(bar, key=lambda row: int(row["index"]))
         if failed := next((row["failed"] for row in found if row["failed"]), None):
             raise PlaceError(failed)  # raised by an actor, it would come as Ray's trace
         usable = [row for row in found if row["tokens"] > 0]
@@ -100,8 +101,10 @@ class Warming:
         ]
         documents = new = left = 0
         unsaved: dict[str, tuple[int, int]] = {}  # of each actor: after so many groups, so many chunks
-        with tqdm(total=sum(len(own) for _, own in plan.groups), unit="doc", disable=not progress) as bar:
-            for row in self._run(_Prefill, rows, batch_size=1, deadline=deadline) if rows else ():
+        with tqdm(
+            total=sum(len(own) for _, own in plan.groups), unit="doc", desc="prefilling", disable=not progress
+        ) as bar:
+            for row in self._run(_Prefill, rows, batch_size=_GROUPS_AT_ONCE, deadline=deadline) if rows else ():
                 documents += int(row["documents"]) if not row["left"] else 0
                 left += int(row["documents"]) if row["left"] else 0
                 new += int(row["new"])
@@ -115,7 +118,7 @@ class Warming:
     ) -> Iterator[dict[str, Any]]:
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False  # there is one of ours
-        blocks = max(1, min(_MAX_BLOCKS, len(rows) // batch_size))
+        blocks = max(1, min(_MAX_BLOCKS, max(len(rows) // batch_size, min(self.actors, len(rows)))))
         made = {"model": self.model, "engine": dict(self.engine), "head": self.head, **more}
         results = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
             actor,
@@ -161,29 +164,15 @@ class _Encoder:
 
     def known(self, documents: Sequence[Document]) -> list[bool]:
         """Which of them the shared tier has wholly. Raises PlaceError if it does not answer."""
-        with self.registered(documents):
-            known = [self.session.prefiller.knows(document.tokens) for document in documents]
-            if not all(known):
-                time.sleep(_ASKED_AGAIN_S)  # a tier that was late once makes nobody compute a document again
-                known = [
-                    there or self.session.prefiller.knows(document.tokens)
-                    for document, there in zip(documents, known, strict=True)
-                ]
+        texts = [(document.tokens, document.cuts) for document in documents]
+        known = self.session.prefiller.knows(texts)
+        if not all(known):
+            time.sleep(_ASKED_AGAIN_S)  # a tier that was late once makes nobody compute a document again
+            known = self.session.prefiller.knows(texts)
         silent = [name for name, tier in self.engine.tier_states().items() if not tier.available]
         if silent:
             raise PlaceError(f"{', '.join(silent)} does not answer; warm again when it does")
         return known
-
-    @contextmanager
-    def registered(self, documents: Sequence[Document]) -> Iterator[None]:
-        """Inside, these are cut wherever they stand as they are on their own."""
-        registry = registry_of(self.session)
-        for document in documents:
-            registry.add(document.name, document.tokens, document.cuts)
-        try:
-            yield
-        finally:
-            registry.remove([document.name for document in documents])
 
 
 class _Survey(_Encoder):
@@ -230,20 +219,25 @@ class _Prefill(_Encoder):
         self._name, self._groups = uuid.uuid4().hex, 0
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """One group."""
-        context, new = json.loads(batch["group"][0])
-        if self._deadline is not None and time.time() >= self._deadline:
-            return self._row(len(new), chunks=0, left=True)
-        documents = [document for path in (*context, *new) if (document := self.document(path)) is not None]
-        tokens, boundaries = join_group([document.tokens for document in documents], head=self.head)
-        with self.registered(documents):
-            chunks = self.engine.warm(tokens, boundaries=boundaries)
+        """Some groups: one is written while the next is computed."""
+        groups = [json.loads(group) for group in batch["group"]]
+        chunks = [self._warm(context, new) for context, new in groups]
         self.engine.flush()
-        return self._row(len(new), chunks=chunks, left=False)
-
-    def _row(self, documents: int, *, chunks: int, left: bool) -> dict[str, Any]:
-        self._groups += 1
+        self._groups += len(groups)
         unsaved = int(self.engine.cache_stats(ask_tiers=False)["unsaved_chunks"])  # of all its groups so far
-        row = {"documents": documents, "new": chunks, "left": left}
-        own = {"actor": self._name, "groups": self._groups, "unsaved": unsaved}
-        return {name: [value] for name, value in {**row, **own}.items()}
+        return {
+            "documents": [len(new) for _, new in groups],
+            "new": [count or 0 for count in chunks],
+            "left": [count is None for count in chunks],
+            "actor": [self._name] * len(groups),
+            "groups": [self._groups] * len(groups),
+            "unsaved": [unsaved] * len(groups),
+        }
+
+    def _warm(self, context: Sequence[str], new: Sequence[str]) -> int | None:
+        """The number of new chunks; None if the time is up."""
+        if self._deadline is not None and time.time() >= self._deadline:
+            return None
+        documents = [document for path in (*context, *new) if (document := self.document(path)) is not None]
+        tokens, boundaries = join_group(documents, head=self.head)
+        return self.engine.warm(tokens, boundaries=boundaries)
