@@ -46,11 +46,17 @@ class RoutePrompt:
     @classmethod
     def of(cls, chunks: Sequence[Chunk], *, prompt_tokens: int) -> RoutePrompt:
         """Of the prompt's complete chunks; the tokens behind the last one are computed wherever it goes."""
-        ends = np.array([chunk.end for chunk in chunks], dtype=np.float64)
+        prefix_keys: list[bytes] = []
+        content_keys: list[bytes] = []
+        ends: list[int] = []
+        for chunk in chunks:  # once: thousands of them are in no cache of the processor
+            prefix_keys.append(chunk.prefix_key)
+            content_keys.append(chunk.content_key)
+            ends.append(chunk.end)
         return cls(
-            short_keys([chunk.prefix_key for chunk in chunks]),
-            short_keys([chunk.content_key for chunk in chunks]),
-            np.diff(ends, prepend=0.0),  # chunks tile the prompt from its beginning
+            short_keys(prefix_keys),
+            short_keys(content_keys),
+            np.diff(np.array(ends, dtype=np.float64), prepend=0.0),  # chunks tile the prompt from its beginning
             prompt_tokens,
         )
 
