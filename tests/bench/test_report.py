@@ -110,3 +110,7 @@ def test_progress_is_silent_at_first_and_speaks_on_stderr(
     out, err = capsys.readouterr()
     assert out == ""
     assert err == "things: 3 of 10, 2 s, about 5 s left\n"
+    progress.leave(4)
+    now += 2.1
+    progress.step()
+    assert capsys.readouterr().err == "things: 4 of 6, 4 s, about 2 s left\n"

@@ -23,13 +23,22 @@ def journal_of(options: Options, file: Path) -> Journal:
 
 
 @pytest.fixture(scope="module")
-def file(model: str, stand_in: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def said() -> list[str]:
+    """What the run below said on the way."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def file(model: str, stand_in: Path, tmp_path_factory: pytest.TempPathFactory, said: list[str]) -> Path:
     """Plain Transformers, a kept cache and a stand-in over a chat; one rival has no environment."""
     out = tmp_path_factory.mktemp("run") / "samples.jsonl"
     options = Options(model, tokens=700, new=3, cold=1, pythons={"vllm": str(stand_in)})
     with journal_of(options, out) as journal:
         rivals = ["llama-cpp", "plain", "kept-cache", "vllm", "kvboost-0.9"]  # the first one is not there
-        reasons = Bench(options, journal).run(["chat"], rivals, alone=True)
+        with pytest.MonkeyPatch.context() as patch:
+            for module in ("run", "report"):
+                patch.setattr(f"kvboost.bench.{module}.say", said.append)
+            reasons = Bench(options, journal).run(["chat"], rivals, alone=True)
     assert reasons == [
         "llama-cpp: in an environment of its own run pip install llama-cpp-python; then add "
         "--rival llama-cpp=PATH/TO/python --gguf FILE",
@@ -57,6 +66,14 @@ def test_ours_and_a_rival_get_the_same_prompts_and_reuse_the_same_turns(file: Pa
     assert plain.memory[0] > 50e6
     assert plain.share("approximate") == 0.0
     assert all(answer["cpu_ms"] > 0 and answer["total_ms"] >= answer["ttft_ms"] for answer in plain.ours)
+
+
+def test_what_each_part_shows_and_how_far_the_run_is_is_said_at_once(file: Path, said: list[str]) -> None:
+    shown = [number for number, line in enumerate(said) if line.startswith("chat against plain: first tokens ")]
+    assert len(shown) == 1
+    assert said[shown[0]].endswith("times as fast with quality exact")
+    # Of five rivals the first is not there; the last is found missing only when its turn comes.
+    assert any(line.startswith("whole run: 1 of 4, ") for line in said[shown[0] :])
 
 
 def test_a_rival_does_not_see_this_package(file: Path, monkeypatch: pytest.MonkeyPatch, stand_in: Path) -> None:

@@ -198,6 +198,10 @@ class Progress:
             left = max(0.0, took * (self._total - self._done) / self._done)
             say(f"{self._label}: {self._done} of {self._total}, {took:.0f} s, about {left:.0f} s left")
 
+    def leave(self, count: int) -> None:
+        """``count`` of the total will not be done."""
+        self._total -= count
+
 
 def say(text: str) -> None:
     """One line on stderr, where it does not mix with the tables."""

@@ -21,8 +21,8 @@ from kvboost import __version__
 from kvboost.bench.capacity import hit_rates
 from kvboost.bench.contestants import OURS, RIVALS, Contestant, Missing, how_to_add
 from kvboost.bench.journal import Journal, Kind, check_same
-from kvboost.bench.report import BenchError, Progress, say
-from kvboost.bench.summary import left_out
+from kvboost.bench.report import BenchError, Progress, Spread, say
+from kvboost.bench.summary import left_out, pairings
 from kvboost.bench.texts import Writer
 from kvboost.bench.workloads import RECIPES, Encoder, Request, build
 from kvboost.hf.breaks import break_table
@@ -124,10 +124,14 @@ class Bench:
     def run(self, workloads: Sequence[str], rivals: Sequence[str], *, alone: bool) -> list[str]:
         """Measure what is not in the file yet; ``alone`` adds the units without rivals. Returns who was left out."""
         reasons: list[str] = []
+        missing = {
+            rival: [unit for unit in self._units(workloads) if (unit[0], rival, unit[1]) not in self._journal]
+            for rival in rivals
+        }
+        progress = Progress("whole run", sum(map(len, missing.values())))
         with ExitStack() as stack:
             started: dict[str, Contestant] = {}
-            for rival in rivals:
-                units = [unit for unit in self._units(workloads) if (unit[0], rival, unit[1]) not in self._journal]
+            for rival, units in missing.items():
                 if not units:
                     continue
                 try:
@@ -144,7 +148,10 @@ class Bench:
                             sample = unit.run(self._requests(workload, repeat), RECIPES[workload].moves, label)
                             key = {"workload": workload, "rival": rival, "repeat": repeat}
                             self._journal.add({**key, "setup": setup, **sample})
+                            _say_ratios(self._journal.samples[-1])
+                            progress.step()
                 except Missing as error:
+                    progress.leave(sum((unit[0], rival, unit[1]) not in self._journal for unit in units))
                     reasons.append(str(error))
                     self._skip(rival, str(error))
         if alone:
@@ -245,6 +252,13 @@ class Bench:
                     found.append({**answer["quality"], "recomputed": answer["recomputed"] / answer["moved"]})
                 progress.step()
         return {"ratio": ratio, "requests": found}
+
+
+def _say_ratios(sample: Mapping[str, Any]) -> None:
+    """What a unit has shown, while others are still to come."""
+    for found in pairings([sample]):
+        faster = Spread.of(found.ratio()).text()
+        say(f"{found.workload} against {found.rival}: first tokens {faster} times as fast with quality {found.engine}")
 
 
 def quality_value(quality: str) -> float | str:

@@ -37,6 +37,7 @@ def calibrate(
     dtype: Annotated[str, typer.Option(help="The model's dtype; auto takes the checkpoint's own.")] = "auto",
 ) -> None:
     """Measure on your prompts which tokens non-prefix reuse must recompute."""
+    note(f"loading {model}")  # before torch is imported, which may take seconds
     from kvboost.approx.calibration import MIN_COMPARISONS
     from kvboost.approx.levels import tolerated_share
     from kvboost.config import EngineConfig
@@ -52,7 +53,6 @@ def calibrate(
             f"{prompts} has {len(texts)} prompts, and more than {MIN_COMPARISONS} are needed to show anything; "
             "give more of your traffic, in its order and with its repetitions"
         )
-    note(f"loading {model}")
     # Exact engines, the default, have nothing to calibrate.
     with KVBoost.from_pretrained(model, dtype=dtype, quality="high") as engine:
         result = engine.calibrate(texts, boundaries=boundaries, save_to=out.expanduser())

@@ -95,9 +95,9 @@ def _question() -> str | None:
 
 
 def _loaded(model: str, settings: Settings) -> KVBoost:
+    note(f"loading {model}")  # before torch is imported, which may take seconds
     from kvboost.engine import KVBoost
 
-    note(f"loading {model}")
     return KVBoost.from_pretrained(model, **settings.engine())
 
 

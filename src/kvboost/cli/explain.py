@@ -54,10 +54,10 @@ def explain(
     records = read_log(log)
     if html is not None and not html.expanduser().resolve().parent.is_dir():
         raise ConfigError(f"there is no folder to write {html} into; create it first")
+    note(f"loading the tokenizer of {model}")  # before Transformers is imported, which may take seconds
     from kvboost.hf.breaks import break_table
     from kvboost.hf.loading import ModelSource, load_tokenizer
 
-    note(f"loading the tokenizer of {model}")
     tokenizer = load_tokenizer(ModelSource(model))
     with ProgressBar("prompts", total=len(records)) as bar:
         explanation = explain_log(

@@ -86,9 +86,9 @@ def warm(
         _warm_pool(warming, hours=budget_hours, budget=budget_bytes)
         return
     documents = [(path, _text_of(path)) for path in paths]
+    note(f"loading {model}")  # before torch is imported, which may take seconds
     from kvboost.engine import KVBoost
 
-    note(f"loading {model}")
     with KVBoost.from_pretrained(model, **settings.engine()) as engine:
         first = engine.encode(beginning) if beginning is not None else []
         texts: list[str] = []

@@ -149,6 +149,15 @@ def test_a_parent_that_comes_back_is_held_by_its_successor(tmp_path: Path) -> No
 # Budgets
 
 
+def test_a_limit_that_no_chunk_fits_into_is_said_once(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path, room=1)
+    with pytest.warns(RuntimeWarning, match=r"limit of .* takes .*: it is not stored; raise .* cache limit") as told:
+        outcomes = [tier.store(block_of(prompt(word)[0], 3 * EACH)) for word in "ab"]
+    assert outcomes == [PutOutcome.REFUSED] * 2
+    assert len(told) == 1
+    tier.close()
+
+
 def test_a_tenant_pays_for_its_own_blocks(tmp_path: Path) -> None:
     greedy = open_tier(tmp_path, room=10, of=namespace(tenant="greedy"), tenant_quota_bytes=3 * EACH)
     modest = open_tier(tmp_path, room=10, of=namespace(tenant="modest"), tenant_quota_bytes=3 * EACH)

@@ -45,6 +45,7 @@ class Backend(ABC):
         self.capacity_bytes = default_bytes if wanted_bytes is None else wanted_bytes
         """The place's limit, as far as it is known."""
         self._told = False
+        self._is_small = False
         self.health = Health(tier)
         self._writing_lock = threading.Lock()
         self._being_written: set[Place] = set()
@@ -64,6 +65,18 @@ class Backend(ABC):
             warnings.warn(
                 f"{self._place} has a limit of {capacity:,} bytes for all who use it, so {self.wanted_bytes:,} is not "
                 f"used; change it for all with: kvboost cache limit {self._place} SIZE",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def is_too_small_for(self, size: int) -> None:
+        """A record does not fit, whatever is evicted. Said once: nothing else shows that nothing is stored."""
+        with self._writing_lock:
+            first, self._is_small = not self._is_small, True
+        if first:
+            warnings.warn(
+                f"{self._place} has a limit of {self.capacity_bytes:,} bytes, and a chunk takes {size:,}: it is "
+                f"not stored; raise the limit with: kvboost cache limit {self._place} SIZE",
                 RuntimeWarning,
                 stacklevel=3,
             )

@@ -167,6 +167,8 @@ class DiskTier(RecordTier[_DiskBackend]):
         index = self._index()
         limits = self._backend.limits(index)
         if size > limits.capacity:
+            if limits.capacity:  # 0 turns it off
+                self._backend.is_too_small_for(size)
             return PutOutcome.REFUSED
         path = self._layout.record(self._space, block.key)
         writer, temporary = self._directory.new_file()
