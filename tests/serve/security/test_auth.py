@@ -72,6 +72,10 @@ def test_admin_routes_need_the_admins_key(keyed: Running) -> None:
 def test_what_is_not_listed_is_not_there(keyed: Running) -> None:
     with keyed.http() as http:
         assert http.get("/docs").status_code == 404
+        missed = http.post("/chat/completions", json={})
+        assert missed.status_code == 404
+        assert missed.json()["error"]["message"].endswith("end the client's base URL with /v1")
+        assert "/v1" not in http.post("/nowhere").json()["error"]["message"]
         assert http.get("/v1/chat/completions/").status_code == 404
         assert http.get("/v1/chat/completions").status_code == 405
         assert http.delete("/v1/models").headers["allow"] == "GET"

@@ -264,7 +264,9 @@ class Gate:
         if access is Access.ADMIN and not caller.admin:
             raise ApiError(403, "this needs the server's admin key", code="admin_only")
         if not methods:
-            raise ApiError(404, "there is no such route", code="unknown_url")
+            meant = any(pattern.fullmatch(f"/v1{path}") for _, _, pattern, _ in self._routes)
+            hint = "; end the client's base URL with /v1" if meant else ""
+            raise ApiError(404, f"there is no such route{hint}", code="unknown_url")
         if access is None:
             allowed = ", ".join(sorted(methods))
             raise ApiError(405, f"use {allowed} here", code="method_not_allowed", headers={"Allow": allowed})
