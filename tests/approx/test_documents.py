@@ -12,6 +12,7 @@ from hypothesis import given
 from kvboost import ConfigError, GenerationMode, KVBoost
 from kvboost.approx.documents import Document, group_documents
 from kvboost.core.keys import token_array
+from kvboost.engine.documents import named_documents
 from kvboost.scheduler.jobs import Finished, Job
 from kvboost.scheduler.runner import BatchRunner
 from tests.approx.test_find import HEAD, QUESTION, engine_for, joined, text
@@ -94,6 +95,21 @@ def test_a_document_that_is_too_long_is_left_out_and_said(tiny: Callable[..., An
         assert engine.add_documents(documents, head=HEAD, progress=False) > 0
     cut = [(tokens, engine.parts.chunker.cut(token_array(tokens), [len(tokens)])) for tokens in documents]
     assert engine.session.prefiller.knows(cut) == [True, False, True]
+
+
+def test_documents_that_are_much_alike_are_prefilled_once() -> None:
+    """Each is cut as on its own, not as another one of the same words."""
+    model = tiny_model("llama", vocab_size=260, max_position_embeddings=2048)
+    engine = engine_for(model, chunk_size=16, tokenizer=byte_tokenizer())
+    words = ("river", "stone", "letter", "garden", "winter", "market", "engine", "island", "copper", "window")
+    texts = [
+        f"Document {number}: {' '.join(words[(number * 7 + place * (1 + number % 9)) % 10] for place in range(24))}.\n"
+        for number in range(60)
+    ]
+    assert engine.add_documents(texts, head=HEAD, progress=False) > 0
+    cut = named_documents(texts, engine.parts.encoder, engine.parts.chunker, ids=None, key=None)
+    known = engine.session.prefiller.knows((document.tokens, document.cuts) for document in cut)
+    assert known == [True] * len(texts)
 
 
 def test_what_is_known_is_not_loaded_to_find_out(tiny: Callable[..., Any], tmp_path: Path) -> None:

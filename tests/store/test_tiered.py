@@ -123,6 +123,26 @@ def test_what_was_written_behind_is_found_by_the_next_store() -> None:
     second.close()
 
 
+def test_which_content_is_stored_in_any_tier_is_answered_for_each_chunk() -> None:
+    near, far = ShelfTier("near"), ShelfTier("far")
+    kept, below, gone, new = (prompt(word)[0] for word in ("kept", "below", "gone", "new"))
+    for tier, chunk in ((near, gone), (far, below)):
+        tier.held[chunk.prefix_key] = block_of(chunk, _SIZE)
+    store = _store(near, far)
+    _fill(store, [kept])
+    store.flush()
+    asked = [kept, below, gone, new, below]
+    assert store.contains_content(asked) == [True, True, True, False, True]
+    near.contains = lambda keys: [False] * len(keys)  # type: ignore[method-assign]
+    assert store.contains_content(asked) == [True, True, False, False, True], "a list that outlived its chunk"
+    far.error = OSError("away")
+    with pytest.warns(RuntimeWarning, match="the far tier failed"):
+        assert store.contains_content(asked) == [True, False, False, False, False]
+    far.error = None
+    assert "load" not in near.asked + far.asked
+    store.close()
+
+
 def test_it_is_found_in_a_real_directory_to_the_bit(tmp_path: Path) -> None:
     chunks = prompt("a", "b", "c")
 

@@ -2,8 +2,8 @@
 
 Called by :meth:`KVBoost.add_documents`. The KV of a document prefilled behind the head and a few others is far
 closer to what a later prompt needs than that of one prefilled alone (docs/results/recompute.md). Each group of
-documents is one prompt. Its context documents are prefilled and stored again in it. Invariant: a document is
-registered before it is prefilled, so that it is cut in its own prompt as in every later one.
+documents is one prompt. Its context documents are prefilled and stored again in it. Invariant: a document has the same
+cuts in its own prompt, in the registry, and where it is asked whether it is stored.
 """
 
 from __future__ import annotations
@@ -53,17 +53,19 @@ def add_documents(
             f"{max_tokens} tokens this model accepts; they are skipped: split them",
             stacklevel=3,
         )
-    for document in known:
-        registry_of(session).add(document.name, document.tokens, document.cuts)
     missing = [not stored for stored in session.prefiller.knows((one.tokens, one.cuts) for one in known)]
     limit = MAX_GROUP_TOKENS if max_tokens is None else min(MAX_GROUP_TOKENS, max_tokens)
     new = 0
-    with tqdm(total=sum(missing), unit="doc", desc="prefilling", disable=not progress, delay=2) as bar:
-        for tokens, boundaries, count in group_documents(
-            known, missing, head=head, context_documents=context_documents, max_tokens=limit
-        ):
-            new += warm(tokens, boundaries)
-            bar.update(count)
+    try:
+        with tqdm(total=sum(missing), unit="doc", desc="prefilling", disable=not progress, delay=2) as bar:
+            for tokens, boundaries, count in group_documents(
+                known, missing, head=head, context_documents=context_documents, max_tokens=limit
+            ):
+                new += warm(tokens, boundaries)
+                bar.update(count)
+    finally:  # not before: a document is cut as on its own, not as another that is much like it
+        for document in known:
+            registry_of(session).add(document.name, document.tokens, document.cuts)
     return new
 
 

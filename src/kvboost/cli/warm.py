@@ -88,8 +88,12 @@ def warm(
     documents = [(path, _text_of(path)) for path in paths]
     note(f"loading {model}")  # before torch is imported, which may take seconds
     from kvboost.engine import KVBoost
+    from kvboost.store.tiers.mooncake_url import giving_nothing
 
-    with KVBoost.from_pretrained(model, **settings.engine()) as engine:
+    given = settings.engine()
+    if "remote_url" in given:
+        given["remote_url"] = giving_nothing(given["remote_url"])  # its memory would go with this process
+    with KVBoost.from_pretrained(model, **given) as engine:
         first = engine.encode(beginning) if beginning is not None else []
         texts: list[str] = []
         tokens = 0

@@ -213,7 +213,10 @@ class TieredStore:
             keys = list(missing)
             nothing: Sequence[Sequence[BlockInfo]] = [()] * len(keys)
             found = self._ask(tier, nothing, tier.variants, keys)
-            missing = {key for key, variants in zip(keys, found, strict=True) if not variants}
+            # A list of chunks may outlive them, where it lies elsewhere.
+            newest = {key: variants[-1].key for key, variants in zip(keys, found, strict=True) if variants}
+            there: Sequence[bool] = self._ask(tier, [False] * len(newest), tier.contains, list(newest.values()))
+            missing -= {key for key, is_there in zip(newest, there, strict=True) if is_there}
         return [chunk.content_key not in missing for chunk in chunks]
 
     def put(self, block: KVBlock) -> PutOutcome:

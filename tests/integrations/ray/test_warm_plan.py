@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvboost.integrations.ray.warm_plan import CorpusSurvey, SurveyedDocument
+from kvboost.integrations.ray.warm_plan import CorpusSurvey, SurveyedDocument, spread
 
 _HEAD, _BYTES = 7, 10
 
@@ -49,3 +49,11 @@ def test_a_budget_is_kept(documents: list[tuple[int, bool]], context: int, budge
     own = {index for _, new in plan.groups for index in new}
     left = [document for document in survey.documents if not document.known and document.number not in own]
     assert len(left) == plan.over_budget
+
+
+@given(st.integers(1, 5000), st.integers(1, 40), st.integers(1, 200))
+def test_every_actor_gets_some_of_the_rows(rows: int, actors: int, most: int) -> None:
+    batch, blocks = spread(rows, actors=actors, batch_size=most)
+    assert 1 <= batch <= most
+    assert 1 <= blocks <= rows
+    assert -(-rows // batch) >= min(actors, rows), "Ray merges blocks up to a batch"

@@ -31,14 +31,16 @@ from kvboost.engine import KVBoost
 from kvboost.engine.documents import named_documents
 from kvboost.errors import CapacityError, ConfigError, PlaceError
 from kvboost.integrations.ray.clusters import last_line
-from kvboost.integrations.ray.warm_plan import CorpusSurvey, SurveyedDocument, WarmPlan
+from kvboost.integrations.ray.warm_plan import CorpusSurvey, SurveyedDocument, WarmPlan, spread
+from kvboost.store.tiers.mooncake_url import giving_nothing
 from kvboost.types import GenerationMode
 
 _TIMED_TOKENS = 512  # prefilled by every actor, for the estimate of the time
 _SURVEY_BATCH = 128  # documents: one round trip, and one wait, for all of them
 _GROUPS_AT_ONCE = 4
+_UNWRITTEN_BYTES = 2**26  # of groups: far less than the queue of writes holds
+_OWN_PLACES = ("disk_cache_dir", "disk_cache_bytes")
 _PATIENCE_S = 10.0
-_MAX_BLOCKS = 1000  # of Ray Data: progress is seen by blocks
 _ASKED_AGAIN_S = 0.2
 
 
@@ -51,7 +53,7 @@ class WarmResult:
     new_chunks: int
     unsaved: int
     left: int
-    """Missing documents that the time did not suffice for."""
+    """Of the groups that the time did not suffice for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +120,7 @@ class Warming:
     ) -> Iterator[dict[str, Any]]:
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False  # there is one of ours
-        blocks = max(1, min(_MAX_BLOCKS, max(len(rows) // batch_size, min(self.actors, len(rows)))))
+        batch_size, blocks = spread(len(rows), actors=self.actors, batch_size=batch_size)
         made = {"model": self.model, "engine": dict(self.engine), "head": self.head, **more}
         results = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
             actor,
@@ -138,14 +140,20 @@ class _Encoder:
     """A model of its own, and documents as it reads them."""
 
     def __init__(self, *, model: str, engine: Mapping[str, Any], head: str | None) -> None:
-        # Nobody waits for an answer here, and a server that is taken for empty is filled again.
-        self.engine = KVBoost.from_pretrained(model, **{"remote_timeout_seconds": _PATIENCE_S, **engine})
+        # Nobody waits for an answer here, and a server that is taken for empty is filled again. What one machine has
+        # on its disk, or lends to a Mooncake Store while it runs, is not stored for the others.
+        shared = {name: value for name, value in engine.items() if name not in _OWN_PLACES}
+        if "remote_url" in shared:
+            shared["remote_url"] = giving_nothing(shared["remote_url"])
+        self.engine = KVBoost.from_pretrained(model, **{"remote_timeout_seconds": _PATIENCE_S, **shared})
         if self.engine.session is None:
             raise ConfigError(f"{model} allows no reuse; nothing can be warmed")
         self.session = self.engine.session
         self.head = self.engine.encode(head) if head is not None else []
         longest = max_document_tokens(self.session)
         self.max_tokens = longest if longest is not None else 2**62
+        assert self.engine.parts.layout is not None  # there is a session
+        self.bytes_per_token = self.engine.parts.layout.bytes_per_token
 
     def document(self, path: str) -> Document | None:
         """None for one that is empty or does not fit. Raises ConfigError for one that cannot be read."""
@@ -163,16 +171,22 @@ class _Encoder:
         return document if len(self.head) + len(document.tokens) <= self.max_tokens else None
 
     def known(self, documents: Sequence[Document]) -> list[bool]:
-        """Which of them the shared tier has wholly. Raises PlaceError if it does not answer."""
-        texts = [(document.tokens, document.cuts) for document in documents]
-        known = self.session.prefiller.knows(texts)
+        """Which of them a shared tier has wholly. Raises PlaceError if one does not answer."""
+        known, failed = self._asked(documents)
         if not all(known):
             time.sleep(_ASKED_AGAIN_S)  # a tier that was late once makes nobody compute a document again
-            known = self.session.prefiller.knows(texts)
-        silent = [name for name, tier in self.engine.tier_states().items() if not tier.available]
-        if silent:
-            raise PlaceError(f"{', '.join(silent)} does not answer; warm again when it does")
+            again, failed = self._asked(documents)
+            known = [one or other for one, other in zip(known, again, strict=True)]
+        if failed and not all(known):
+            raise PlaceError(f"{', '.join(failed)} does not answer; warm again when it does")
         return known
+
+    def _asked(self, documents: Sequence[Document]) -> tuple[list[bool], list[str]]:
+        """Which of them are stored, and the tiers that failed meanwhile."""
+        before = {name: tier.work.errors for name, tier in self.engine.tier_states().items()}
+        known = self.session.prefiller.knows([(document.tokens, document.cuts) for document in documents])
+        after = self.engine.tier_states().items()
+        return known, [name for name, tier in after if not tier.available or tier.work.errors > before.get(name, 0)]
 
 
 class _Survey(_Encoder):
@@ -196,13 +210,12 @@ class _Survey(_Encoder):
             known = iter(self.known([document for document in found if document is not None]))
         except (ConfigError, PlaceError) as error:
             failed = str(error)
-        layout, rows = self.engine.parts.layout, len(found)
-        assert layout is not None
+        rows = len(found)
         return {
             "index": batch["index"],
             "tokens": [len(document.tokens) if document is not None else 0 for document in found],
             "known": [document is not None and next(known, False) for document in found],
-            "bytes_per_token": [layout.bytes_per_token] * rows,
+            "bytes_per_token": [self.bytes_per_token] * rows,
             "head_tokens": [len(self.head)] * rows,
             "max_tokens": [min(MAX_GROUP_TOKENS, self.max_tokens)] * rows,
             "tokens_per_second": [self.per_second] * rows,
@@ -217,12 +230,13 @@ class _Prefill(_Encoder):
         super().__init__(**made)
         self._deadline = deadline
         self._name, self._groups = uuid.uuid4().hex, 0
+        self._unwritten_bytes = 0
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Some groups: one is written while the next is computed."""
+        """Some groups: one is written while the next is computed, where they are small."""
         groups = [json.loads(group) for group in batch["group"]]
         chunks = [self._warm(context, new) for context, new in groups]
-        self.engine.flush()
+        self._flush()
         self._groups += len(groups)
         unsaved = int(self.engine.cache_stats(ask_tiers=False)["unsaved_chunks"])  # of all its groups so far
         return {
@@ -240,4 +254,12 @@ class _Prefill(_Encoder):
             return None
         documents = [document for path in (*context, *new) if (document := self.document(path)) is not None]
         tokens, boundaries = join_group(documents, head=self.head)
-        return self.engine.warm(tokens, boundaries=boundaries)
+        chunks = self.engine.warm(tokens, boundaries=boundaries)
+        self._unwritten_bytes += len(tokens) * self.bytes_per_token
+        if self._unwritten_bytes > _UNWRITTEN_BYTES:
+            self._flush()
+        return chunks
+
+    def _flush(self) -> None:
+        self.engine.flush()
+        self._unwritten_bytes = 0

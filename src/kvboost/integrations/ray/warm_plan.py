@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from kvboost.approx.documents import plan_groups
 
+_MAX_BLOCKS = 1000  # of Ray Data: progress is seen by blocks
+
 
 @dataclass(frozen=True)
 class WarmPlan:
@@ -89,3 +91,12 @@ class CorpusSurvey:
 
     def _indexes(self, numbers: list[int]) -> tuple[int, ...]:
         return tuple(self.documents[number].number for number in numbers)
+
+
+def spread(rows: int, *, actors: int, batch_size: int) -> tuple[int, int]:
+    """The size of batches and the number of blocks with which every actor gets some of the rows.
+
+    Ray Data gives an actor no less than a batch, whatever its blocks are.
+    """
+    batch_size = max(1, min(batch_size, rows // actors))
+    return batch_size, max(1, min(_MAX_BLOCKS, rows // batch_size))
