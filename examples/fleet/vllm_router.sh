@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Two vLLM servers with KVBoost's tiers over one Redis, behind vllm-router:  examples/fleet/vllm_router.sh MODEL
 # Needs, in a checkout: pip install vllm vllm-router ".[redis]", and redis-server. Ends with Ctrl-C.
-# Not run as a whole in this repository's tests: they run vLLM with these tiers, and check that vllm-router knows the flags.
+# Not run as a whole in this repository's tests. They run vLLM with these tiers and, where vllm-router is installed, check its flags.
 set -euo pipefail
 MODEL="${1:?give a model: a folder or a hub name}"
 REDIS="${REDIS_PORT:-6390}"

@@ -90,6 +90,20 @@ def test_the_chosen_replica_is_there_and_none_is_better(
 
 
 @settings(deadline=None)
+@given(_FLEET, _QUEUES, st.lists(st.sampled_from(_NAMES), max_size=6))
+def test_the_wait_has_a_bound_whatever_memory_turns_over(
+    fleet: dict[str, Held], queues: dict[str, float], sent: list[str]
+) -> None:
+    choosing = router(fleet)
+    for name in sent:
+        choosing.choose(_PROMPT, queues={name: 0.0})
+    choice = choosing.choose(_PROMPT, queues=queues)
+    if choice.known:
+        # Computing all of it elsewhere, and what that evicts: a quarter of it, counted twice at most.
+        assert queues[choice.replica] - min(queues.values()) <= 1.5 * _COSTS.compute * 112
+
+
+@settings(deadline=None)
 @given(_FLEET, _QUEUES, _HELD, st.integers(0, 100))
 def test_a_chosen_replica_that_holds_more_or_waits_less_is_chosen_again(
     fleet: dict[str, Held], queues: dict[str, float], more: Held, less: int
