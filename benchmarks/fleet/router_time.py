@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from benchmarks.common.key_summary import KeySummary
 from benchmarks.common.measure import positive
 from benchmarks.internals import FixedChunker, chunk_keys, token_array
 from kvboost.bench.report import BenchError, Report, Spread
 from kvboost.fleet.index import FleetIndex
 from kvboost.fleet.route import RouteCosts, RoutePrompt, Router
-from kvboost.fleet.summary import KeySummary, KeyUpdate, ShortKeys, short_keys
+from kvboost.fleet.summary import KeyUpdate, ShortKeys, short_keys
 from kvboost.types import Chunk
 
 _T = TypeVar("_T")
