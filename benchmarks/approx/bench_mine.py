@@ -1,0 +1,91 @@
+"""`kvboost bench mine` on questions with passages, and the command that it names run again: is what it says confirmed?
+
+Each question comes three times, as in a session about one search: with its passages, again with them and another
+question, and with them in another order. The questions' turns come one after the other. Both commands run as a user
+runs them, in processes of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.measure import positive
+from benchmarks.common.rag import read_questions
+from kvboost.bench.questions import cut_at_sentence
+from kvboost.bench.report import BenchError, Report, say
+
+QUICK = {"questions": 2, "passages": 2, "new": 2, "dtype": "float32"}
+_CHARACTERS = 1000  # of a passage
+_FOLLOWING = "Which of the passages says so?"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a model's folder")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="questions with passages, such as MuSiQue's")
+    parser.add_argument("--questions", type=positive, default=24, help="each asked three times (default 24)")
+    parser.add_argument("--passages", type=positive, default=6, help="of a prompt (default 6)")
+    parser.add_argument("--new", type=positive, default=8, help="tokens of an answer (default 8)")
+    parser.add_argument("--dtype", default="bfloat16", help="default bfloat16")
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Ask for a recommendation, then for its confirmation."""
+    if args.model is None or args.data is None:
+        raise BenchError("this benchmark needs a model and questions with passages; give --model and --data")
+    report, model = Report("bench_mine"), args.model.expanduser().resolve()
+    with tempfile.TemporaryDirectory() as scratch:
+        records = read_questions(args.data.expanduser())
+        log = Path(scratch) / "my.jsonl"
+        prompts = _prompts(records[: args.questions], passages=args.passages)
+        log.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts) + "\n", encoding="utf-8")
+        asked = [*("bench", "mine", str(model), "--prompts", str(log), "--limit", str(len(prompts)))]
+        asked += ["--new", str(args.new), "--dtype", args.dtype]
+        first = _kvboost(asked)
+        named = [line.strip() for line in first.splitlines() if line.startswith("  kvboost bench mine ")]
+        second = _kvboost(shlex.split(named[0])[1:]) if named else ""
+        table = report.table(
+            f"What was said about {len(prompts)} prompts with {args.questions} questions",
+            ["run", "output"],
+            dtype=args.dtype,
+            model=model,
+        )
+        for title, said in (("first", first), ("as recommended", second)):
+            for line in said.splitlines():
+                kept = line.startswith(("| exact", "| high", "| fast", "Recommendation", "Confirmed", "Not confirmed"))
+                if kept or line.startswith("  kvboost serve"):
+                    table.add(title, line.strip(" |").replace("|", ";").replace(str(model), model.name))
+        table.notes.append(
+            "quality; plain ms; ours ms; plain / ours; all prompts; exact %; approx %; same answer: as `kvboost bench "
+            "mine` prints them."
+        )
+        report.raw |= {"first": first, "second": second}
+        report.failed = "\nNot confirmed" in second
+    return report
+
+
+def _prompts(records: list[dict[str, Any]], *, passages: int) -> list[str]:
+    rng, prompts = random.Random(0), []
+    for record in records:
+        texts = [cut_at_sentence(str(passage["text"]).strip(), _CHARACTERS) for passage in record["ctxs"][:passages]]
+        moved = rng.sample(texts, len(texts))
+        for shown, question in ((texts, record["question"]), (texts, _FOLLOWING), (moved, record["question"])):
+            together = "\n\n".join(shown)
+            prompts.append(f"Answer from these passages.\n\n{together}\n\nQuestion: {question}\nAnswer:")
+    return prompts
+
+
+def _kvboost(arguments: list[str]) -> str:
+    say(f"kvboost {shlex.join(arguments[:2])}")
+    done = subprocess.run([sys.executable, "-m", "kvboost", *arguments], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise BenchError(f"kvboost bench mine ended with {done.returncode}; see above")
+    return done.stdout
