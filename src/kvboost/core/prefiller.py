@@ -28,7 +28,7 @@ from kvboost.types import NOTHING_LOADED, Chunk, Fetched, KVBlock, ModelSnapshot
 if TYPE_CHECKING:
     import torch
 
-_ASKED_AT_ONCE = 1024  # chunks
+_ASKED_AT_ONCE = 256  # chunks
 
 
 class RequestCancelled(Exception):
@@ -188,7 +188,7 @@ class Prefiller:
         """For each text with its cuts whether all its chunks are stored somewhere."""
         chunks = [self._cut(tokens, cuts).chunks for tokens, cuts in texts]
         every = list(chain.from_iterable(chunks))
-        # One round trip for many, and none that keeps a server from its other clients.
+        # Many in one round trip, and not so many that a server keeps its other clients waiting.
         asked = (every[begin : begin + _ASKED_AT_ONCE] for begin in range(0, len(every), _ASKED_AT_ONCE))
         found = iter([there for some in asked for there in self.store.contains_content(some)])
         return [all(list(islice(found, len(own)))) for own in chunks]
