@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.common.fleet_load import Request
 from benchmarks.common.traces import Prompt, read
-from benchmarks.internals import break_table, chunk_keys, make_chunker, token_array
+from benchmarks.internals import break_table, make_chunker, token_array
 from kvboost.bench.report import BenchError
 from kvboost.fleet.route import RoutePrompt
 
@@ -92,6 +92,5 @@ def simulated_requests(
     made = []
     for number, tokens in enumerate(requests.prompts):
         ids = token_array(tokens)
-        chunks = chunk_keys(_ROOT, ids, chunker.cut(ids))
-        made.append(Request(number, arrivals[number], RoutePrompt.of(chunks, prompt_tokens=len(tokens))))
+        made.append(Request(number, arrivals[number], RoutePrompt.of(_ROOT, ids, chunker.cut(ids))))
     return sorted(made, key=lambda request: request.arrival)

@@ -1,4 +1,4 @@
-"""What non-prefix reuse asks of an accelerator, counted on pretended ones: nothing per layer, nothing per chunk."""
+"""What non-prefix reuse asks of an accelerator, counted on simulated ones: nothing per layer, nothing per chunk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _text(seed: int, tokens: int) -> list[int]:
 
 
 def _model(*, layers: int, devices: int, **options: Any) -> Any:
-    """A model on pretended devices, its layers spread evenly over them, as ``device_map`` would."""
+    """A model on simulated devices, its layers spread evenly over them, as ``device_map`` would."""
     model = tiny_model("llama", num_hidden_layers=layers, max_position_embeddings=4096, **options)
     places = {"model.embed_tokens": "cuda:0", "model.rotary_emb": "cuda:0"}
     places |= {f"model.layers.{index}": f"cuda:{index * devices // layers}" for index in range(layers)}
@@ -48,7 +48,7 @@ def _model(*, layers: int, devices: int, **options: Any) -> Any:
 
 def _engine(model: Any, **options: Any) -> KVBoost:
     settings: dict[str, Any] = {"chunk_size": _CHUNK, "chunking": "fixed", "quality": "high"}
-    settings |= {"host_cache_bytes": 0, **options}  # pretended devices have no pinned memory
+    settings |= {"host_cache_bytes": 0, **options}  # simulated devices have no pinned memory
     if settings["quality"] != "exact":
         settings |= {"force_approx": True, "recompute_ratio": 0.2}
     return KVBoost(model, None, **settings)

@@ -1,4 +1,4 @@
-"""What a prefill asks of an accelerator, counted on a pretended one."""
+"""What a prefill asks of an accelerator, counted on a simulated one."""
 
 from __future__ import annotations
 

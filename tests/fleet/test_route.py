@@ -15,7 +15,7 @@ from kvboost.core.keys import chunk_keys
 from kvboost.errors import ConfigError
 from kvboost.fleet.index import FleetIndex
 from kvboost.fleet.route import RouteCosts, RoutePrompt, Router
-from kvboost.fleet.summary import KeyUpdate
+from kvboost.fleet.summary import KeyUpdate, short_keys
 
 _NAMES = ("a", "b", "c")
 _CHUNKS = 5
@@ -186,15 +186,17 @@ def test_a_hot_document_spreads_over_the_replicas() -> None:
 
 
 def test_a_prompt_without_chunks_goes_anywhere() -> None:
-    short = RoutePrompt.of([], prompt_tokens=7)
+    short = RoutePrompt.of(b"root", np.arange(7, dtype=np.uint32), [])
     choice = router({"a": frozenset({("prefix", 0)})}).choose(short, queues={"a": 0.0, "b": 1.0})
     assert (choice.replica, choice.seconds, choice.known) == ("a", 7.0, False)
 
 
 def test_a_prompt_of_chunks_is_found_under_their_keys() -> None:
     tokens = np.arange(100, dtype=np.uint32)
+    prompt = RoutePrompt.of(b"root", tokens, [20, 50, 90])
     chunks = chunk_keys(b"root", tokens, [20, 50, 90])
-    prompt = RoutePrompt.of(chunks, prompt_tokens=100)
+    assert prompt.prefix_keys.tolist() == short_keys([chunk.prefix_key for chunk in chunks]).tolist()
+    assert prompt.content_keys.tolist() == short_keys([chunk.content_key for chunk in chunks]).tolist()
     assert prompt.chunk_tokens.tolist() == [20.0, 30.0, 40.0]
     choosing = router({})
     choosing.index.apply("a", KeyUpdate(prompt.prefix_keys[:2], np.empty(0, dtype=np.uint64), whole=True))

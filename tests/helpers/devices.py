@@ -47,7 +47,7 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {
 
 
 class PretendedTensor(torch.Tensor):
-    """A tensor on a pretended device; ``data_on_host`` is what it holds."""
+    """A tensor on a simulated device; ``data_on_host`` is what it holds."""
 
     data_on_host: torch.Tensor
 
@@ -67,7 +67,7 @@ class PretendedTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not Devices.active:
-            raise RuntimeError(f"{func} on a pretended device outside of `with Devices()`")
+            raise RuntimeError(f"{func} on a simulated device outside of `with Devices()`")
         return Devices.active[-1].run(func, args, kwargs)  # in another thread than the mode's
 
     @classmethod
@@ -118,7 +118,7 @@ class Event:
 
 
 class Devices(TorchDispatchMode):
-    """Runs and records the ops on pretended devices. Only the thread that entered it can make tensors there."""
+    """Runs and records the ops on simulated devices. Only the thread that entered it can make tensors there."""
 
     active: ClassVar[list[Devices]] = []
 
@@ -129,7 +129,7 @@ class Devices(TorchDispatchMode):
 
     def __enter__(self) -> Devices:
         self._patches.enter_context(mock.patch("torch.cuda._lazy_init"))  # there is no CUDA to initialise
-        properties = SimpleNamespace(name="pretended", major=9, minor=0, multi_processor_count=1, total_memory=2**34)
+        properties = SimpleNamespace(name="simulated", major=9, minor=0, multi_processor_count=1, total_memory=2**34)
         self._patches.enter_context(mock.patch("torch.cuda.get_device_properties", return_value=properties))
         self._patches.enter_context(mock.patch("torch.cuda.mem_get_info", return_value=(2**33, 2**34)))
         # No streams: copies are made at once, as on a device that has one queue for everything.
@@ -169,7 +169,7 @@ class Devices(TorchDispatchMode):
         return self.run(func, args, kwargs)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run one op on the host, and record it if it is on a pretended device."""
+        """Run one op on the host, and record it if it is on a simulated device."""
         kwargs = dict(kwargs or {})
         op = func.overloadpacket.__name__
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -270,7 +270,7 @@ def _common_device(op: str, tensors: list[torch.Tensor]) -> torch.device:
 
 
 def on_device(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-    """A copy of ``tensor`` on a pretended device."""
+    """A copy of ``tensor`` on a simulated device."""
     if torch.device(device).type == "cpu":
         return tensor.clone()
     with mock.patch("torch.cuda._lazy_init"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -61,6 +61,18 @@ def chunk_keys(root: bytes, tokens: TokenArray, ends: Sequence[int]) -> list[Chu
     return chunks
 
 
+def key_pairs(root: bytes, tokens: TokenArray, ends: Sequence[int]) -> Iterator[tuple[bytes, bytes]]:
+    """The prefix keys and the content keys of these chunks, for who needs nothing else of them."""
+    raw = tokens.astype(_LITTLE_ENDIAN_IDS, copy=False).tobytes()
+    keys = _Keys(root)
+    parent: bytes | None = None
+    start = 0
+    for end in ends:
+        parent, content = keys.pair(raw[start * TOKEN_BYTES : end * TOKEN_BYTES], parent=parent)
+        yield parent, content
+        start = end
+
+
 def tail_keys(root: bytes, tokens: TokenArray, behind: Chunk | None) -> list[Chunk]:
     """The chunks that ``tokens`` could begin with behind this chunk: of one token, of two, and so on."""
     raw = tokens.astype(_LITTLE_ENDIAN_IDS, copy=False).tobytes()
@@ -78,13 +90,17 @@ class _Keys:
         self._content = hashlib.sha256(b"kvboost.content.1" + root)
 
     def chunk(self, body: bytes, *, start: int, parent: bytes | None) -> Chunk:
+        key, content = self.pair(body, parent=parent)
+        return Chunk(start, start + len(body) // TOKEN_BYTES, body, key, parent, content)
+
+    def pair(self, body: bytes, *, parent: bytes | None) -> tuple[bytes, bytes]:
+        """The prefix key and the content key of these tokens."""
         # Both parents are 32 bytes and each domain has its own label, so only the tokens need a length.
         sized = _LENGTH.pack(len(body)) + body
         label = self._first if parent is None else b"kvboost.next.1" + parent
         content = self._content.copy()
         content.update(sized)
-        key = hashlib.sha256(label + sized).digest()
-        return Chunk(start, start + len(body) // TOKEN_BYTES, body, key, parent, content.digest())
+        return hashlib.sha256(label + sized).digest(), content.digest()
 
 
 def paged_key(prefix_key: bytes) -> bytes:

@@ -20,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvboost.core.costs import CostModel
+from kvboost.core.keys import key_pairs
 from kvboost.errors import ConfigError
+from kvboost.extend import TokenArray
 from kvboost.fleet.index import FleetIndex, Holders
-from kvboost.fleet.summary import ShortKeys, short_keys
-from kvboost.types import Chunk
+from kvboost.fleet.summary import SHORT_BYTES, ShortKeys, joined_short_keys
 
 _Floats = npt.NDArray[np.float64]
 _ALL = ~np.uint64(0)
@@ -44,21 +45,14 @@ class RoutePrompt:
     prompt_tokens: int
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], *, prompt_tokens: int) -> RoutePrompt:
-        """Of the prompt's complete chunks; the tokens behind the last one are computed wherever it goes."""
-        prefix_keys: list[bytes] = []
-        content_keys: list[bytes] = []
-        ends: list[int] = []
-        for chunk in chunks:  # once: thousands of them are in no cache of the processor
-            prefix_keys.append(chunk.prefix_key)
-            content_keys.append(chunk.content_key)
-            ends.append(chunk.end)
-        return cls(
-            short_keys(prefix_keys),
-            short_keys(content_keys),
-            np.diff(np.array(ends, dtype=np.float64), prepend=0.0),  # chunks tile the prompt from its beginning
-            prompt_tokens,
-        )
+    def of(cls, root: bytes, tokens: TokenArray, ends: Sequence[int]) -> RoutePrompt:
+        """Of a prompt that is cut at ``ends``; the tokens behind the last one are computed wherever it goes."""
+        prefix, content = bytearray(), bytearray()
+        for prefix_key, content_key in key_pairs(root, tokens, ends):
+            prefix += prefix_key[:SHORT_BYTES]
+            content += content_key[:SHORT_BYTES]
+        lengths = np.diff(np.array(ends, dtype=np.float64), prepend=0.0)
+        return cls(joined_short_keys(prefix), joined_short_keys(content), lengths, len(tokens))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from kvboost.errors import ConfigError, DamagedRecordError
 ShortKeys = npt.NDArray[np.uint64]
 """The first eight bytes of keys. Never 0, which marks an empty place in an index."""
 
+SHORT_BYTES = 8
 _KEY_BYTES = 32  # of SHA-256
 _MAGIC = b"KVS1"
 _HEADER = struct.Struct("<4s?QQ")
@@ -30,8 +31,12 @@ def short_keys(keys: Sequence[bytes]) -> ShortKeys:
     joined = b"".join(keys)
     if len(joined) != _KEY_BYTES * len(keys):
         raise ConfigError(f"keys must have {_KEY_BYTES} bytes each; give the keys that kvboost.core.keys makes")
-    first = np.frombuffer(joined, dtype=_LITTLE_ENDIAN)[:: _KEY_BYTES // 8]
-    return np.maximum(first, np.uint64(1))
+    return np.maximum(np.frombuffer(joined, dtype=_LITTLE_ENDIAN)[:: _KEY_BYTES // SHORT_BYTES], np.uint64(1))
+
+
+def joined_short_keys(joined: bytes | bytearray) -> ShortKeys:
+    """Of the first bytes of keys, one behind the other."""
+    return np.maximum(np.frombuffer(joined, dtype=_LITTLE_ENDIAN), np.uint64(1))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class ServerConfig:
     a folder or a hub name, as PEFT takes it."""
     api_key_file: str | Path | None = None
     """A file with one API key per line; each is a tenant of its own. Lines ``NAME: KEY`` with the same name are keys of
-    one tenant. SIGHUP reads the file again. Without one, everybody on this machine may do everything."""
+    one tenant. SIGHUP reads the file again. Without one, whoever reaches the server may do everything."""
     admin_key_file: str | Path | None = None
     """A file with the key for /metrics and /v1/cache, which API keys do not open."""
     secret_file: str | Path | None = None

@@ -14,7 +14,7 @@ import pytest
 
 from kvboost import KVBoost
 from kvboost.core.chunking import make_chunker
-from kvboost.core.keys import chunk_keys, token_array
+from kvboost.core.keys import token_array
 from kvboost.fleet.index import FleetIndex
 from kvboost.fleet.route import RouteCosts, RoutePrompt, Router
 from kvboost.hf.breaks import break_table
@@ -90,9 +90,9 @@ def test_the_keys_are_those_that_the_server_stores_under(
     asked = reader.read(_scope(path, key), json.dumps(body).encode())
     assert asked is not None
     ids = token_array(asked.token_ids)
-    chunks = chunk_keys(facts.root(asked.tenant), ids, chunker.cut(ids, asked.boundaries))
-    prompt = RoutePrompt.of(chunks, prompt_tokens=len(ids))
-    assert len(chunks) > 8
+    ends = chunker.cut(ids, asked.boundaries)
+    prompt = RoutePrompt.of(facts.root(asked.tenant), ids, ends)
+    assert len(ends) > 8
     assert np.isin(prompt.prefix_keys, held.added).mean() > 0.95
     assert np.isin(prompt.content_keys, held.added).mean() > 0.95
 
@@ -103,9 +103,7 @@ def test_the_keys_are_those_that_the_server_stores_under(
     choice = router.choose(prompt, queues={"has nothing": 0.0, "has it": 0.0})
     assert (choice.replica, choice.known) == ("has it", True)
     if key is not None:
-        other = RoutePrompt.of(
-            chunk_keys(facts.root("another tenant"), ids, chunker.cut(ids, asked.boundaries)), prompt_tokens=len(ids)
-        )
+        other = RoutePrompt.of(facts.root("another tenant"), ids, ends)
         assert not router.choose(other, queues={"has nothing": 0.0, "has it": 0.0}).known, "tenants share nothing"
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from kvboost.core.chunking import make_chunker
-from kvboost.core.keys import chunk_keys, token_array
+from kvboost.core.keys import token_array
 from kvboost.errors import ConfigError
 from kvboost.extend import Chunker
 from kvboost.fleet.index import FleetIndex
@@ -49,8 +49,7 @@ class _Kind:
     def prompt(self, asked: AskedPrompt) -> RoutePrompt:
         """The keys that these replicas would look for."""
         ids = token_array(asked.token_ids)
-        chunks = chunk_keys(self.facts.root(asked.tenant), ids, self.chunker.cut(ids, asked.boundaries))
-        return RoutePrompt.of(chunks, prompt_tokens=len(ids))
+        return RoutePrompt.of(self.facts.root(asked.tenant), ids, self.chunker.cut(ids, asked.boundaries))
 
 
 class ContentRouter(RequestRouter):  # type: ignore[misc]
