@@ -86,6 +86,13 @@ def _short(error: str) -> str:
     return textwrap.shorten(error, _LINE, placeholder=" ...")
 
 
+def _ending(code: int | None) -> str:
+    """How a process ended, in words: by a signal (SIGILL: built for another processor), or with a code."""
+    if code is None:
+        return ""
+    return f" by {signal.Signals(-code).name}" if code < 0 else f" with {code}"
+
+
 class Contestant:
     """One process. A context manager; stopped at once, and continued only while it answers."""
 
@@ -173,7 +180,7 @@ class Contestant:
             code = self._process.wait(_SILENT_S)
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().splitlines() if line.strip()]
-        return f"it ended{f' with {code}' if code is not None else ''}: {lines[-1] if lines else 'without a word'}"
+        return f"it ended{_ending(code)}: {lines[-1] if lines else 'without a word'}"
 
     def _signal(self, number: int) -> None:
         if self._process.poll() is None:
