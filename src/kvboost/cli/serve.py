@@ -135,7 +135,7 @@ def _serve_fleet(model: str, settings: Settings) -> None:
 
 
 def _serve(model: str, settings: Settings) -> None:
-    note(f"loading {model}")  # before torch is imported, which may take seconds
+    note("importing torch and Transformers")  # which may take seconds
     prepared = _prepare(model, settings)
     config, keys = prepared.config, prepared.keys
     from kvboost.engine import KVBoost
@@ -146,21 +146,22 @@ def _serve(model: str, settings: Settings) -> None:
 
     check_port(config)
     # In a thread: a handler interrupts code that may hold the lock of the log.
-    with (
-        _at_hangup(lambda *_: threading.Thread(target=read_keys_again, args=(keys,), daemon=True).start()),
-        KVBoost.from_pretrained(model, **prepared.engine) as engine,
-        BatchRunner(engine, **asdict(settings.of(RunnerConfig))) as runner,
-    ):
-        if (short := memory_shortfall(engine, kv_bytes=runner.kv_bytes)) is not None:
-            note(short)
-        serve_engine(
-            engine,
-            runner,
-            config,
-            keys=keys,
-            limits=prepared.limits,
-            ready=partial(_say_address, config),
-        )
+    with _at_hangup(lambda *_: threading.Thread(target=read_keys_again, args=(keys,), daemon=True).start()):
+        note(f"loading {model}")
+        with (
+            KVBoost.from_pretrained(model, **prepared.engine) as engine,
+            BatchRunner(engine, **asdict(settings.of(RunnerConfig))) as runner,
+        ):
+            if (short := memory_shortfall(engine, kv_bytes=runner.kv_bytes)) is not None:
+                note(short)
+            serve_engine(
+                engine,
+                runner,
+                config,
+                keys=keys,
+                limits=prepared.limits,
+                ready=partial(_say_address, config),
+            )
 
 
 def model_name(model: str) -> str:
