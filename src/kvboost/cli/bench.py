@@ -82,7 +82,7 @@ def run(
     report: Html = None,
 ) -> None:
     """Run workloads on your model and on rivals: first tokens, reuse, quality, memory."""
-    note("loading torch and Transformers")
+    note("importing torch and Transformers")
     from kvboost.bench.contestants import RIVALS
     from kvboost.bench.journal import Journal
     from kvboost.bench.page import html_report
@@ -161,7 +161,7 @@ def mine(
     dtype: Dtype = "auto",
 ) -> None:
     """Measure what your own prompts gain, at what quality, and which two flags to set."""
-    note("loading torch and Transformers")
+    note("importing torch and Transformers")
     from kvboost.bench.mine import QUALITIES, cache_bytes, confirm, measure, recommend, report_of
     from kvboost.bench.run import Options
     from kvboost.bench.workloads import Encoder

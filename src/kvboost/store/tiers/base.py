@@ -69,7 +69,7 @@ class Backend(ABC):
                 stacklevel=3,
             )
 
-    def is_too_small_for(self, size: int) -> None:
+    def warn_too_small(self, size: int) -> None:
         """A record does not fit, whatever is evicted. Said once: nothing else shows that nothing is stored."""
         with self._writing_lock:
             first, self._is_small = not self._is_small, True

@@ -168,7 +168,7 @@ class DiskTier(RecordTier[_DiskBackend]):
         limits = self._backend.limits(index)
         if size > limits.capacity:
             if limits.capacity:  # 0 turns it off
-                self._backend.is_too_small_for(size)
+                self._backend.warn_too_small(size)
             return PutOutcome.REFUSED
         path = self._layout.record(self._space, block.key)
         writer, temporary = self._directory.new_file()
