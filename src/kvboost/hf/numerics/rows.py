@@ -9,7 +9,7 @@ by calls of such sizes that overlap, or is padded. Invariant: only sizes that we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,14 +22,16 @@ RowsInto = Callable[[torch.Tensor, torch.Tensor], object]
 _CLASSES = (32, 48)
 """A class is named by one of its sizes. oneDNN splits no sum for up to 32 rows, and splits it in one way from about 48
 on; MKL changes its kernel at 4 or 16 rows and at about 128."""
-_LARGER = (64, 96, 128, 256, 512, 1024, 2048)
+_LARGER = (64, 80, 96, 128, 160, 192, 224, 256, 320, 384, 512, 640, 768, 1024, 2048)
 _TEST_ROWS = 192  # a multiple of each class' size; larger calls repeat them
 _TESTED_SINGLY, _MULTIPLE = 1024, 256
 """Sizes that are tested when they are wanted: every one up to the first, so that a short step is one call; above it
 multiples of the second, so that few are ever tested and a long step ends with a short call."""
 _ALIGNED = 64  # bytes; torch aligns new tensors so
-_USUAL = (20, 280, 2000)
-"""Lengths of steps that a class is judged by: a question, a short prompt, a long one."""
+_USUAL = (20, 80, 160, 320, 640, 2048)
+"""Lengths of steps that a class is judged by, from a question behind a known text to a long prompt: a class may be good
+at both ends and need many calls between them. All but the first are tested sizes."""
+CALL_COST = 64  # what a call of a layer costs beside its rows, as a number of rows
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,9 @@ class RowSizes:
 
     @property
     def overhead(self) -> float:
-        """The work for steps of usual lengths, divided by that of one call without padding each."""
+        """The work for steps of usual lengths, divided by that of the layer's own calls, one for each."""
         known = replace(self, test=None, tested={}, covers={})
-        return sum(known._work(known.cover(rows)) / (rows + self.call_cost) for rows in _USUAL) / len(_USUAL)
+        return sum(known._work(known.cover(rows)) / (rows + CALL_COST) for rows in _USUAL) / len(_USUAL)
 
     def allows(self, rows: int) -> bool:
         """Whether this many rows may be run as they are."""
@@ -104,23 +106,50 @@ def cancelling(inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, weights
 
 
-def find_classes(layer: Rows, rows: torch.Tensor, *, call_cost: int, test_later: bool) -> Iterator[RowSizes]:
+def find_classes(layer: Rows, rows: torch.Tensor, *, call_cost: int, test_later: bool) -> list[RowSizes]:
     """The classes of sizes that ``layer`` can be run with, tested on these rows.
 
     With ``test_later``, the layer and the rows are kept to test other sizes when they are wanted.
     """
-    return (_class_of(size, layer, rows, call_cost, test_later) for size in _CLASSES)
+    results: dict[int, torch.Tensor | None] = {}  # of the larger sizes: they take time, and all classes ask for them
+
+    def result(size: int) -> torch.Tensor | None:
+        if size not in _LARGER:
+            return _distinct(layer, rows, size)
+        if size not in results:
+            results[size] = _distinct(layer, rows, size)
+        return results[size]
+
+    classes = [_class_of(size, layer, rows, result, call_cost, test_later) for size in _CLASSES]
+    results.clear()  # tests that come later hold on to it
+    return classes
 
 
-def _class_of(size: int, layer: Rows, rows: torch.Tensor, call_cost: int, test_later: bool) -> RowSizes:
+def _distinct(layer: Rows, rows: torch.Tensor, size: int) -> torch.Tensor | None:
+    """What a call of ``size`` rows makes of these, repeated as needed; None if equal rows have other bits."""
+    # Every row: kernels treat the rows where two threads, or two blocks, meet in ways of their own.
+    times = -(-size // len(rows))
+    if times == 1:
+        return layer(rows[:size])
+    found = layer(rows.repeat(times, 1)[:size])
+    first = found[: len(rows)]
+    return first.clone() if torch.equal(found, first.repeat(times, 1)[:size]) else None
+
+
+def _class_of(
+    size: int,
+    layer: Rows,
+    rows: torch.Tensor,
+    result: Callable[[int], torch.Tensor | None],
+    call_cost: int,
+    test_later: bool,
+) -> RowSizes:
     """The sizes that give rows the same bits as calls of ``size``."""
     expected = torch.cat([layer(rows[start : start + size]) for start in range(0, len(rows), size)])
 
     def agrees(other: int) -> bool:
-        # Every row: kernels treat the rows where two threads, or two blocks, meet in ways of their own.
-        times = -(-other // len(rows))
-        found = layer(rows.repeat(times, 1)[:other] if times > 1 else rows[:other])
-        return torch.equal(found, expected.repeat(times, 1)[:other])
+        found = result(other)
+        return found is not None and torch.equal(found, expected[: len(found)])
 
     smallest = size
     while smallest > 1 and agrees(smallest - 1):

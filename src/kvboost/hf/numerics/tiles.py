@@ -25,16 +25,15 @@ from kvboost.hf.layers import walk
 from kvboost.hf.numerics.elementwise import functions_of, hook_function
 from kvboost.hf.numerics.hooks import in_this_thread
 from kvboost.hf.numerics.packed import PackedLinear, can_pack
-from kvboost.hf.numerics.rows import Rows, RowsInto, RowSizes, cancelling, find_classes, run_rows, writer_of
+from kvboost.hf.numerics.rows import CALL_COST, Rows, RowsInto, RowSizes, cancelling, find_classes, run_rows, writer_of
 from kvboost.hf.peft_layers import WeightNames
 
-# What a call costs beside its rows, as a number of rows: with packed weights less, as nothing is reordered.
-_CALL_COST, _PACKED_CALL_COST = 64, 24
+_PACKED_CALL_COST = 24  # less than CALL_COST, as nothing is reordered
 _SHARE_TO_PACK = 4  # packed weights take at most this part of the memory that is available
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _KNOWN = (torch.nn.Linear, Conv1D, torch.nn.Embedding)
 _MAX_TEST_BYTES = 1 << 26  # of a layer's weights, up to which it is kept to test the lengths of steps as they come
-_GOOD_ENOUGH = 1.25  # overhead of a class, above which packed weights may be worth their memory
+_GOOD_ENOUGH = 1.05  # overhead of a class, above which packed weights may be worth their memory
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Tiles:
         self._plans: dict[int, _Plan] = {}
         layers = self._plan().layers
         packed = sorted({_shape(layer.module) for layer in layers if layer.packed is not None})
-        self.spec = f"tiles:{granule}:{','.join(packed)}"
+        self.spec = f"tiles2:{granule}:{','.join(packed)}"
         """Names what the bits depend on, beside the machine: which sizes a layer runs in follows from that alone."""
 
     @property
@@ -207,15 +206,11 @@ def _choose(module: Any, device: torch.device, *, packable: bool) -> tuple[RowSi
     test, rows = _test_layer(module, device)
 
     def best(layer: Rows, call_cost: int) -> RowSizes:
-        classes = find_classes(layer, rows, call_cost=call_cost, test_later=module.weight.nbytes <= _MAX_TEST_BYTES)
-        found = []
-        for sizes in classes:  # the test of a class takes long, and the first one usually is as good as any
-            if sizes.overhead <= _GOOD_ENOUGH:
-                return sizes
-            found.append(sizes)
-        return min(found, key=lambda sizes: sizes.overhead)
+        test_later = module.weight.nbytes <= _MAX_TEST_BYTES
+        classes = find_classes(layer, rows, call_cost=call_cost, test_later=test_later)
+        return min(classes, key=lambda sizes: sizes.overhead)
 
-    plain = best(test.forward, _CALL_COST)
+    plain = best(test.forward, CALL_COST)
     if plain.overhead <= _GOOD_ENOUGH or not packable:
         return plain, False
     packed = best(PackedLinear(test), _PACKED_CALL_COST)
