@@ -61,9 +61,18 @@ def test_repairs_that_take_longer_are_expected_to() -> None:
     for _ in range(40):
         costs.observe_repair(expected=1.0, seconds=3.0)
     assert costs.repair_factor == pytest.approx(3.0, rel=0.05)
-    for _ in range(2000):
+    for _ in range(200):
         costs.repair_refused()
     assert costs.repair_factor == pytest.approx(first, rel=0.05), "bad luck must not put an end to moving"
+
+
+def test_one_slow_repair_changes_what_is_expected_by_a_fifth_at_most() -> None:
+    """A repair beside another busy process may take ten times as long; the next one does not."""
+    costs = CostModel()
+    for _ in range(40):
+        costs.observe_repair(expected=1.0, seconds=1.0)
+    costs.observe_repair(expected=1.0, seconds=10.0)
+    assert costs.repair_factor == pytest.approx(1.2, rel=0.01)
 
 
 def test_moving_costs_what_it_took_lately() -> None:

@@ -45,13 +45,15 @@ class CostModel:
     def observe_repair(self, *, expected: float, seconds: float) -> None:
         """A repair that was expected to take ``expected`` seconds took ``seconds``."""
         with self._lock:
-            times = min(max(seconds / max(expected, 1e-9), _REPAIR_FACTOR_RANGE[0]), _REPAIR_FACTOR_RANGE[1])
+            lowest, highest = _REPAIR_FACTOR_RANGE
+            # At most twice what was expected: one repair that something else delayed says little about the next.
+            times = min(max(seconds / max(expected, 1e-9), lowest), highest, 2.0 * self._repair)
             self._repair += 0.2 * (times - self._repair)
 
     def repair_refused(self) -> None:
         """A repair was too expensive. Decay its factor a little, so that it is tried again later."""
         with self._lock:
-            self._repair += 0.005 * (_DEFAULT_REPAIR_FACTOR - self._repair)
+            self._repair += 0.02 * (_DEFAULT_REPAIR_FACTOR - self._repair)
 
     def prefill_seconds(self, *, forwards: float, tokens: float) -> float:
         """Expected time of computing this; in units of one token before anything was observed."""
