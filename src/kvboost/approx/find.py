@@ -351,7 +351,7 @@ class ApproxReuse:
 
 def _remedy(ratio: float) -> str:
     """What to change where a repair that recomputes this share is too expensive."""
-    less = f"lower recompute_ratio (now {ratio:.2g}; quality='fast' has less), or " if ratio else ""
+    less = f"lower recompute_ratio (now {ratio:.2g}), or " if ratio else ""
     return f"{less}set force_approx to reposition at any cost"
 
 

@@ -28,7 +28,7 @@ from kvboost.bench.workloads import RECIPES, Encoder, Request, build
 from kvboost.hf.breaks import break_table
 from kvboost.hf.loading import ModelSource, load_tokenizer
 
-KIND = Kind("kvboost bench", 2, ("workload", "rival", "repeat"))
+KIND = Kind("kvboost bench", 3, ("workload", "rival", "repeat"))
 EXACT = "exact"
 CAPACITY, RECOMPUTE = "(capacity)", "(recompute)"
 """In place of a rival: units that measure our engine alone."""

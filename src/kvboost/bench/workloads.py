@@ -125,7 +125,7 @@ def _code(plan: Plan) -> list[tuple[Prompt, bool]]:
 
 
 def _rag(plan: Plan) -> list[tuple[Prompt, bool]]:
-    """Passages of a pool in ever new orders, as plain text without marks."""
+    """Passages of a pool in ever new orders, as plain text in one message: of a bare text a chat model ends at once."""
     pool = _passages(plan)
     rng, some, prompts = plan.writer.rng, len(pool) // 2, []
     chosen = [pool[:some], pool[some:]]  # the first two prompts show every passage once
@@ -133,7 +133,8 @@ def _rag(plan: Plan) -> list[tuple[Prompt, bool]]:
     for passages in chosen:
         texts = "\n\n".join(text for text, _ in passages)
         question = rng.choice(passages)[1]
-        prompts.append(f"Answer from these passages.\n\n{texts}\n\nQuestion: {question}\nAnswer:")
+        content = f"Answer from these passages.\n\n{texts}\n\nQuestion: {question}"
+        prompts.append([{"role": "user", "content": content}])
     return _numbered(prompts, fill=2)
 
 
