@@ -107,9 +107,9 @@ def loading_errors(source: ModelSource) -> Iterator[None]:
     except SafetensorError as error:
         raise ConfigError(f"the weights of {source.name!r} are damaged ({error}); download them again") from error
     except (OSError, ValueError) as error:
-        folder, where = Path(source.name).expanduser(), ""
+        folder, why = Path(source.name).expanduser(), str(error)
         if not folder.exists():
-            where = "there is no such folder here, and from the hub: "
+            why = f"there is no such folder here, and from the hub: {error}"
         elif not (folder / "config.json").is_file() and not source.model_kwargs.keys() & _ELSEWHERE:
-            where = "the folder has no config.json, so it is no model's: "
-        raise ConfigError(f"cannot load {source.name!r}: {where}{error}") from error
+            why = "the folder has no config.json, so it is no model's; check the path"  # Transformers would guess
+        raise ConfigError(f"cannot load {source.name!r}: {why}") from error
