@@ -16,11 +16,13 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.common.measure import positive
-from kvboost.bench.report import Progress, Report
+from benchmarks.common.parts import add_part_arguments, run_parts, total
+from kvboost.bench.report import Report
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.disk.recovery import charge
 from kvboost.store.tiers.disk.tier import DiskTier
@@ -28,8 +30,10 @@ from kvboost.types import KVBlock, Namespace, PutOutcome
 
 QUICK = {"kills": 50}
 _NAMESPACE = Namespace(hashlib.sha256(b"kills").digest(), hashlib.sha256(b"tenant").digest())
-_ROUNDS_PER_DIRECTORY = 25
+_KILLS_PER_DIRECTORY = 50
 _LARGE, _SMALL = 2**30, 2 * 2**20
+_CAPACITIES = {"hold everything": _LARGE, "evict": _SMALL}
+_BAD = ("lost", "wrong or damaged", "books wrong", "leftovers")
 _KEYS = 400
 
 
@@ -116,38 +120,43 @@ def kill_round(directory: Path, capacity: int, rng: random.Random) -> set[int]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.add_argument("--kills", type=positive, default=1000, help="default: 1000")
-    parser.add_argument("--seed", type=int, default=0)
+    add_part_arguments(parser)
+
+
+def kill_writers(kind: str, count: int, rng: random.Random) -> dict[str, Any]:
+    """Kill, reopen, look, over and over in one directory."""
+    capacity = _CAPACITIES[kind]
+    counts = Counter(dict.fromkeys(("kills", "acknowledged", "files read back", *_BAD), 0))
+    slowest = 0.0
+    said: set[int] = set()
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "cache"
+        # Not beyond what is wrong: the same kills may not show it again if the part is stopped before its end.
+        while counts["kills"] < count and not any(counts[name] for name in _BAD):
+            new = kill_round(directory, capacity, rng)
+            said |= new
+            counts.update(kills=2, acknowledged=len(new))
+            begin = time.perf_counter()
+            tier = open_tier(directory, capacity)
+            slowest = max(slowest, time.perf_counter() - begin)
+            counts.update(look(tier, directory, capacity, said))
+            tier.close()
+    return {**counts, "reopen_s": round(slowest, 4)}
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Kill, reopen, look."""
+    """One directory after another, half of them of each kind."""
     torch.set_num_threads(1)
-    rng = random.Random(args.seed)
-    counts: Counter[str] = Counter()
-    slowest = 0.0
-    progress = Progress("kills", args.kills)
-    while counts["kills"] < args.kills:
-        capacity = rng.choice((_LARGE, _SMALL))
-        with tempfile.TemporaryDirectory() as folder:
-            directory = Path(folder) / "cache"
-            said: set[int] = set()
-            for _ in range(_ROUNDS_PER_DIRECTORY):
-                if counts["kills"] >= args.kills:
-                    break
-                new = kill_round(directory, capacity, rng)
-                said |= new
-                counts.update(kills=2, acknowledged=len(new))
-                begin = time.perf_counter()
-                tier = open_tier(directory, capacity)
-                slowest = max(slowest, time.perf_counter() - begin)
-                counts.update(look(tier, directory, capacity, said))
-                tier.close()
-                progress.step(2)
-    bad = ("lost", "wrong or damaged", "books wrong", "leftovers")
-    report = Report("disk_kills", failed=any(counts[name] for name in bad), raw=dict(counts))
-    names = ("acknowledged", "lost", "files read back", *bad[1:])
-    table = report.table("Writers killed with SIGKILL", ["kill -9", *names, "reopen, s, at most"])
-    table.add(f"{counts['kills']:,}", *(f"{counts[name]:,}" for name in names), f"{slowest:.3f}")
+    wanted = dict.fromkeys(_CAPACITIES, -(-args.kills // len(_CAPACITIES)))
+    parts = run_parts(args, "disk_kills", "kills", wanted, _KILLS_PER_DIRECTORY, kill_writers)
+    failed = any("error" in part or any(part[name] for name in _BAD) for part in parts)
+    report = Report("disk_kills", failed=failed, raw={"parts": parts})
+    names = ("kills", "acknowledged", "lost", "files read back", *_BAD[1:])
+    columns = ["directories that", "kill -9", *names[1:], "reopen, s, at most"]
+    table = report.table("Writers killed with SIGKILL", columns)
+    for kind in _CAPACITIES:
+        slowest = max(part.get("reopen_s", 0.0) for part in parts if part["kind"] == kind)
+        table.add(kind, *(f"{total(parts, kind, name):,}" for name in names), f"{slowest:.3f}")
     return report
 
 

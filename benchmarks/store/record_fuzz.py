@@ -15,13 +15,15 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.common.measure import positive
-from kvboost.bench.report import Report, Table
+from benchmarks.common.parts import add_part_arguments, run_parts, total
+from kvboost.bench.report import Report
 from kvboost.errors import RecordError
 from kvboost.store.record.format import RecordFormat, inspect
 from kvboost.store.record.header import PAGE, seal_of
 from kvboost.types import KVBlock, Namespace
 
 QUICK = {"inputs": 5000, "corruptions": 2000}
+_PART = 100_000
 _FIELDS_END = 360  # where the header's fields end in the records made here; zeros follow
 _CAP = 2**20  # max_bytes of the formats: no input may make the decoder allocate more
 
@@ -161,6 +163,8 @@ CORRUPTIONS: dict[str, Kind] = {
     "swap between keys": other_key,
     **{kind: swapped(kind) for kind in FOREIGN},
 }
+_KINDS = INPUTS | CORRUPTIONS
+_WATCHED = "largest allocation"
 
 
 def feed(record: Written, data: bytes) -> str:
@@ -185,24 +189,17 @@ def feed(record: Written, data: bytes) -> str:
     return "accepted" if inside else "crashed"
 
 
-def feed_all(kinds: dict[str, Kind], count: int, rng: random.Random, table: Table) -> bool:
-    """Feed ``count`` inputs, one line per kind. Whether every wrong input was refused and none crashed."""
-    good = True
-    for kind, make in kinds.items():
-        counts: Counter[str] = Counter()
-        while counts.total() < -(-count // len(kinds)):
-            record = rng.choice(OWN)
-            data = make(rng, record)
-            if data != record.data:  # a change may hit what it writes
-                counts[feed(record, data)] += 1
-        # Under a right seal another start or shape over the same bytes is a record like any other.
-        allowed = kind == "changed fields under a right seal"
-        undetected = 0 if allowed else counts["accepted"]
-        note = f" ({counts['accepted']:,} other records, within their bytes)" if allowed else ""
-        numbers = (counts.total(), counts["refused"], undetected, counts["crashed"])
-        table.add(f"{kind}{note}", *(f"{number:,}" for number in numbers))
-        good = good and not undetected and not counts["crashed"]
-    return good
+def feed_many(kind: str, count: int, rng: random.Random) -> dict[str, int]:
+    """Feed ``count`` inputs of a kind, or watch what reading them takes."""
+    if kind == _WATCHED:
+        return {"inputs": count, "bytes": largest_allocation(count, rng)}
+    counts = Counter(inputs=0, refused=0, accepted=0, crashed=0)
+    while counts["inputs"] < count:
+        record = rng.choice(OWN)
+        data = _KINDS[kind](rng, record)
+        if data != record.data:  # a change may hit what it writes
+            counts.update(("inputs", feed(record, data)))
+    return dict(counts)
 
 
 def largest_allocation(count: int, rng: random.Random) -> int:
@@ -211,7 +208,7 @@ def largest_allocation(count: int, rng: random.Random) -> int:
     tracemalloc.start()
     for _ in range(count):
         record = rng.choice(OWN)
-        data = rng.choice(list((INPUTS | CORRUPTIONS).values()))(rng, record)
+        data = rng.choice(list(_KINDS.values()))(rng, record)
         before = tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
         feed(record, data)
@@ -224,21 +221,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.add_argument("--inputs", type=positive, default=2_000_000, help="default: 2000000")
     parser.add_argument("--corruptions", type=positive, default=100_000, help="default: 100000")
-    parser.add_argument("--seed", type=int, default=0)
+    add_part_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> Report:
     """Wrong inputs, corruptions, and the largest allocation."""
     torch.set_num_threads(1)
-    rng = random.Random(args.seed)
     for record in OWN:
         assert feed(record, record.data) == "accepted", "an honest record must be read"
-    report = Report("record_fuzz")
+    wanted = {
+        **dict.fromkeys(INPUTS, -(-args.inputs // len(INPUTS))),
+        **dict.fromkeys(CORRUPTIONS, -(-args.corruptions // len(CORRUPTIONS))),
+        _WATCHED: min(20_000, args.inputs),
+    }
+    parts = run_parts(args, "record_fuzz", "inputs", wanted, _PART, feed_many)
+    report = Report("record_fuzz", failed=any("error" in part for part in parts), raw={"parts": parts})
     table = report.table("Wrong records", ["input", "inputs", "refused", "undetected", "crashes"])
-    good = feed_all(INPUTS, args.inputs, rng, table)
-    good = feed_all(CORRUPTIONS, args.corruptions, rng, table) and good
-    watched = min(20_000, args.inputs)
-    largest = largest_allocation(watched, rng)
+    for kind in _KINDS:
+        names = ("inputs", "refused", "accepted", "crashed")
+        inputs, refused, accepted, crashed = (total(parts, kind, name) for name in names)
+        # Under a right seal another start or shape over the same bytes is a record like any other.
+        allowed = kind == "changed fields under a right seal"
+        undetected = 0 if allowed else accepted
+        note = f" ({accepted:,} other records, within their bytes)" if allowed else ""
+        table.add(f"{kind}{note}", *(f"{number:,}" for number in (inputs, refused, undetected, crashed)))
+        report.failed |= undetected + crashed > 0
+    watched, largest = total(parts, _WATCHED, "inputs"), max(part.get("bytes", 0) for part in parts)
     table.notes.append(f"Largest allocation for one input, of {watched:,}: {largest:,} bytes; the limit was {_CAP:,}.")
-    report.failed = not good or largest > _CAP
+    report.failed |= largest > _CAP
     return report
