@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
+import json
 import random
+import subprocess
 import sys
+import tempfile
 import tracemalloc
 import zlib
 from collections import Counter
@@ -16,7 +20,7 @@ import torch
 
 from benchmarks.common.measure import positive
 from benchmarks.common.parts import add_part_arguments, run_parts, total
-from kvboost.bench.report import Report
+from kvboost.bench.report import BenchError, Report
 from kvboost.errors import RecordError
 from kvboost.store.record.format import RecordFormat, inspect
 from kvboost.store.record.header import PAGE, seal_of
@@ -150,11 +154,12 @@ def swapped(kind: str) -> Kind:
     return swap
 
 
+_FORGED = "changed fields under a right seal"
 INPUTS: dict[str, Kind] = {
     "random bytes": random_bytes,
     "a right beginning, then random bytes": random_tail,
     "records with 1 to 8 changed bytes": mutated,
-    "changed fields under a right seal": forged,
+    _FORGED: forged,
 }
 CORRUPTIONS: dict[str, Kind] = {
     "one flipped bit": flipped,
@@ -164,6 +169,7 @@ CORRUPTIONS: dict[str, Kind] = {
     **{kind: swapped(kind) for kind in FOREIGN},
 }
 _KINDS = INPUTS | CORRUPTIONS
+_GUIDED = "found by coverage, some under a right seal"
 _WATCHED = "largest allocation"
 
 
@@ -191,6 +197,8 @@ def feed(record: Written, data: bytes) -> str:
 
 def feed_many(kind: str, count: int, rng: random.Random) -> dict[str, int]:
     """Feed ``count`` inputs of a kind, or watch what reading them takes."""
+    if kind == _GUIDED:
+        return guided(count, rng)
     if kind == _WATCHED:
         return {"inputs": count, "bytes": largest_allocation(count, rng)}
     counts = Counter(inputs=0, refused=0, accepted=0, crashed=0)
@@ -200,6 +208,17 @@ def feed_many(kind: str, count: int, rng: random.Random) -> dict[str, int]:
         if data != record.data:  # a change may hit what it writes
             counts.update(("inputs", feed(record, data)))
     return dict(counts)
+
+
+def guided(count: int, rng: random.Random) -> dict[str, int]:
+    """Inputs that atheris finds by coverage, in a process that it ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [str(count), str(rng.randrange(1, 2**31)), folder]
+        command = [sys.executable, "-m", "benchmarks.common.record_child", *words]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise AssertionError(ran.stderr[-2000:])
+    return {"crashed": 0, **json.loads(ran.stdout)}
 
 
 def largest_allocation(count: int, rng: random.Random) -> int:
@@ -221,29 +240,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of this benchmark."""
     parser.add_argument("--inputs", type=positive, default=2_000_000, help="default: 2000000")
     parser.add_argument("--corruptions", type=positive, default=100_000, help="default: 100000")
+    parser.add_argument("--guided", type=int, default=0, help="inputs that atheris finds by coverage (default: none)")
     add_part_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> Report:
     """Wrong inputs, corruptions, and the largest allocation."""
     torch.set_num_threads(1)
+    if args.guided and importlib.util.find_spec("atheris") is None:
+        raise BenchError("--guided needs atheris, which is not here; pip install atheris")
     for record in OWN:
         assert feed(record, record.data) == "accepted", "an honest record must be read"
     wanted = {
         **dict.fromkeys(INPUTS, -(-args.inputs // len(INPUTS))),
         **dict.fromkeys(CORRUPTIONS, -(-args.corruptions // len(CORRUPTIONS))),
+        _GUIDED: args.guided,
         _WATCHED: min(20_000, args.inputs),
     }
     parts = run_parts(args, "record_fuzz", "inputs", wanted, _PART, feed_many)
     report = Report("record_fuzz", failed=any("error" in part for part in parts), raw={"parts": parts})
     table = report.table("Wrong records", ["input", "inputs", "refused", "undetected", "crashes"])
-    for kind in _KINDS:
+    for kind in dict.fromkeys(part["kind"] for part in parts if part["kind"] != _WATCHED):
         names = ("inputs", "refused", "accepted", "crashed")
         inputs, refused, accepted, crashed = (total(parts, kind, name) for name in names)
         # Under a right seal another start or shape over the same bytes is a record like any other.
-        allowed = kind == "changed fields under a right seal"
+        allowed = kind in (_FORGED, _GUIDED)
         undetected = 0 if allowed else accepted
-        note = f" ({accepted:,} other records, within their bytes)" if allowed else ""
+        note = f" ({accepted:,} of them records, within their bytes)" if allowed else ""
         table.add(f"{kind}{note}", *(f"{number:,}" for number in (inputs, refused, undetected, crashed)))
         report.failed |= undetected + crashed > 0
     watched, largest = total(parts, _WATCHED, "inputs"), max(part.get("bytes", 0) for part in parts)
