@@ -217,7 +217,7 @@ def guided(count: int, rng: random.Random) -> dict[str, int]:
         command = [sys.executable, "-m", "benchmarks.common.record_child", *words]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode:
-        raise AssertionError(ran.stderr[-2000:])
+        raise AssertionError(ran.stdout[-2000:] or ran.stderr[-2000:])
     return {"crashed": 0, **json.loads(ran.stdout)}
 
 
