@@ -101,6 +101,8 @@ def test_every_part_has_random_numbers_of_its_own(proof: str, tmp_path: Path, mo
     kinds = {line["kind"] for line in lines(out)}
     ours = [seed for seed in drawn if any(kind in str(seed) for kind in kinds)]
     assert len(set(ours)) == len(ours) == len(lines(out)) > len(kinds)
+    if proof == "exactness_families":  # where they reach the work by another seed
+        assert len({(line["requests"], line["hits"]) for line in lines(out)}) > len(kinds)
 
 
 def test_a_run_for_more_continues_one_for_less(tmp_path: Path) -> None:
