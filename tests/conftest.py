@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, Phase, settings
 
 from benchmarks.common.servers import RedisServer, redis_server
 from kvboost.bench.report import BenchError
@@ -19,6 +19,16 @@ from tests.helpers.s3 import s3_environment, s3_server
 
 # How long an example takes is no property of the code on a machine that does other things as well.
 settings.register_profile("kvboost", deadline=None)
+# For thousands of runs of which most fail (tools/mutants.py): the same examples each time, and none made smaller.
+settings.register_profile(
+    "mutants",
+    deadline=None,
+    max_examples=20,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("kvboost")
 
 
