@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost import KVBoost
-from kvboost.core.prefill import PrefillState, tokens_by_tier
+from kvboost.core.guarded import EmptyLease, ReleasedLease
+from kvboost.core.prefill import ExactHits, PrefillState, tokens_by_tier
 from kvboost.core.prefiller import Prefiller
 from kvboost.core.spans import ApproxSpans, RepairOutcome
 from kvboost.core.verify import same_bits
 from kvboost.steps import StepRule
-from kvboost.types import KVBlock, LoadReport
+from kvboost.types import DeclinedLoad, KVBlock, LoadReport
 from tests.helpers.models import tiny_model
 
 _TEXT = torch.randint(3, 97, (100,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -181,3 +183,115 @@ def test_tokens_are_counted_by_tier_up_to_the_limit(limit: int | None, expected:
 
     loads = LoadReport({b"b": "disk"})
     assert tokens_by_tier([block(name) for name in (b"a", b"b", b"c")], loads, limit=limit) == expected
+
+
+def test_reasons_are_joined_and_none_clears_them() -> None:
+    with prefiller().open(_TEXT) as state:
+        state.explain("one")
+        state.explain("two")
+        assert state.report().reason == "one; two"
+        state.explain(None)
+        assert state.report().reason is None
+
+
+def test_a_prefill_is_observed_once() -> None:
+    with prefiller().open(_TEXT) as state:
+        assert [state.observe_once() for _ in range(3)] == [True, False, False]
+
+
+class Pool:
+    """Notes what comes back."""
+
+    def __init__(self) -> None:
+        self.returned: list[tuple[Any, list[bytes]]] = []
+
+    def give_back(self, cache: Any, *, held: list[bytes]) -> None:
+        self.returned.append((cache, held))
+
+
+@pytest.mark.parametrize("bitwise", [True, False])
+def test_a_cache_goes_back_once_with_the_chunks_that_are_stored(bitwise: bool) -> None:
+    run, pool = prefiller(), Pool()
+    with run.open(_TEXT) as state:
+        run.advance(state, to=40)
+        run.commit(state)
+        state.hits = replace(state.hits, bitwise=bitwise)
+        state._pool = pool  # type: ignore[assignment]
+        cache, keys = state.cache, [chunk.prefix_key for chunk in state.prompt.chunks]
+    state.close()
+    assert pool.returned == [(cache, keys[:2] if bitwise else [])], "without those that others may not take for bits"
+
+
+def test_a_cache_that_was_handed_over_does_not_go_back() -> None:
+    pool = Pool()
+    with prefiller().open(_TEXT) as state:
+        state._pool = pool  # type: ignore[assignment]
+        assert state.detach() is state.cache
+    assert pool.returned == []
+
+
+def test_a_prefill_goes_on_in_another_cache() -> None:
+    run, pool = prefiller(), Pool()
+    with run.open(_TEXT) as state:
+        run.advance(state, to=40)
+        state._pool = pool  # type: ignore[assignment]
+        before, other = state.cache, run.pool.make(tokens=200)
+        state.move_to(other)
+        assert [cache for cache, _ in pool.returned] == [before]
+        assert state.cache is other
+        holds(state)
+        expected, moved = before.extract(0, 40), other.extract(0, 40)
+        assert all(same_bits(one, two) for one, two in zip(expected, moved, strict=True))
+        run.finish(state)
+
+
+def test_closing_releases_every_lease() -> None:
+    released: list[str] = []
+
+    def lease(name: str) -> Any:
+        return SimpleNamespace(release=lambda: released.append(name), blocks=[])
+
+    block = KVBlock(b"k", None, b"c", b"", (), 0, bitwise=False)
+    with prefiller().open(_TEXT) as state:
+        state.hits = ExactHits(lease=lease("exact"))
+        state.reposition(ApproxSpans("none", {2: block}, lease=lease("moved")))
+        state.trial = ApproxSpans("none", {2: block}, lease=lease("trial"))
+    assert released == ["exact", "moved", "trial"]
+
+
+def test_only_what_was_repaired_is_checked_and_the_lease_stays() -> None:
+    released: list[int] = []
+    lease: Any = SimpleNamespace(release=lambda: released.append(1), blocks=[])
+    place: Any = SimpleNamespace(release=lambda: released.append(2))
+    block = KVBlock(b"k", None, b"c", b"", (), 0, bitwise=False)
+    run = prefiller()
+    with run.open(_TEXT) as state:
+        state.reposition(ApproxSpans("none", {2: block}, lease=lease, place=place, ratio=0.5))
+        assert state.repair_tokens == 8, "half of what is repositioned; nothing is missing before it"
+        assert state.take_checked() is None
+        run.advance(state, to=32)
+        run.runner.append(run.runner.upload(_TEXT[32:48]), state.cache, logits=False)
+        state.repaired(RepairOutcome(8, None))
+        assert (state.num_computed, state.num_exact) == (48, 32)
+        checked = state.take_checked()
+        assert checked is not None
+        assert (checked.place, type(checked.lease)) == (place, EmptyLease)
+        assert state.spans is not None
+        assert (state.spans.place, state.spans.lease) == (None, lease)
+    assert released == [1], "the place is the check's"
+
+
+def test_tiers_and_declined_loads_of_both_leases_are_reported() -> None:
+    disk, redis = DeclinedLoad("disk", 16, 2.0, 1.0), DeclinedLoad("redis", 32, 3.0, 1.0)
+    block = KVBlock(b"k", None, b"c", bytes(64), (), 0, bitwise=False)
+    with prefiller().open(_TEXT) as state:
+        exact = ReleasedLease(LoadReport({}, (disk,), {32: 16, 48: 16}))
+        state.hits = replace(state.hits, lease=exact, tiers={"disk": 5})
+        report = state.report()
+        assert (report.declined, report.declined_tokens, report.tiers) == ((disk,), 32, {"disk": 5})
+        moved = ReleasedLease(LoadReport({b"k": "disk"}, (redis,), {64: 16, 48: 16}))
+        state.reposition(ApproxSpans("none", {2: block}, lease=moved))
+        report = state.report()
+        assert report.declined == (disk, redis)
+        assert report.declined_tokens == 32, "the chunk at 32 was repositioned after all"
+        assert report.tiers == {"disk": 5 + 16}
