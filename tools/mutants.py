@@ -4,6 +4,8 @@
 Mutants that took too long are run a second time at its end. ``run NAME...`` runs some again (``*`` for any text), for
 example after a new test. ``report`` prints a table, ``survivors`` what was changed without a test noticing. What is
 mutated and which tests judge it stands in pyproject.toml, ``[tool.mutmut]``. Needs the extra ``mutation``.
+
+``run --sample 100`` runs a hundred mutants of each package: all of them take hours.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -19,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("core", "store.record", "store.tiers.disk", "serve.security")
+_FIRST = "kvboost.core.keys.x_paged_key__mutmut_1"
 COLUMNS = ("killed", "survived", "timed out", "no test", "not run")
 
 # As mutmut writes them: what pytest returned, a number of its own, or the signal by which a process ended.
@@ -75,9 +79,26 @@ def mutmut(*arguments: str) -> int:
     return subprocess.run([str(program), *arguments], cwd=ROOT, env=environment()).returncode
 
 
-def run(names: Sequence[str], workers: int) -> int:
+def sample(codes: dict[str, int | None], count: int) -> list[str]:
+    """So many mutants of each package, the same ones each time."""
+    return [
+        name
+        for package in PACKAGES
+        for own in [sorted(of_package(package, codes))]
+        for name in random.Random(package).sample(own, min(count, len(own)))
+    ]
+
+
+def run(names: Sequence[str], *, of_each: int | None, workers: int) -> int:
     """Run what has no result yet, or ``names``; then once more what took too long, as it may on a busy machine."""
     command = ["run", "--max-children", str(workers)]
+    if of_each is not None:
+        if not results(ROOT / "mutants"):
+            mutmut(*command, _FIRST)  # mutmut makes the mutants when it runs one
+        codes = results(ROOT / "mutants")
+        names = [name for name in sample(codes, of_each) if codes[name] is None]
+        if not names:
+            return 0
     code = mutmut(*command, *names)
     late = [name for name, result in results(ROOT / "mutants").items() if outcome(result) == "timed out"]
     if code == 0 and late:
@@ -99,12 +120,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run")
     running.add_argument("names", nargs="*", help="mutants to run again; all without a result if none is given")
+    running.add_argument("--sample", type=int, help="so many of each package, chosen at random, the same each time")
     running.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     commands.add_parser("report")
     commands.add_parser("survivors")
     asked = parser.parse_args(arguments)
     if asked.command == "run":
-        return run(asked.names, asked.workers)
+        return run(asked.names, of_each=asked.sample, workers=asked.workers)
     if asked.command == "survivors":
         return survivors()
     print(table(results(ROOT / "mutants")))

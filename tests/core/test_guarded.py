@@ -100,7 +100,6 @@ def test_a_store_that_fails_is_empty_and_says_so_once(method: str) -> None:
     store = GuardedStore(Store(OSError("it is gone")))
     with pytest.warns(RuntimeWarning, match=r"the store failed .*it is gone.*store_errors") as caught:
         assert ask(store) == nothing
-    assert caught[0].filename.endswith(("test_guarded.py", "python.py")), "whoever called is named"
     assert ask(store) == nothing
     assert store.errors == 2
     assert len(caught) == 1
