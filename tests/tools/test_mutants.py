@@ -4,7 +4,7 @@ import json
 import tomllib
 from pathlib import Path
 
-from tools.mutants import PACKAGES, ROOT, outcome, results, table
+from tools.mutants import PACKAGES, ROOT, outcome, results, sample, table
 
 _CODES = {
     "kvboost.core.keys.x_paged_key__mutmut_1": 1,
@@ -41,6 +41,14 @@ def test_the_table_counts_by_package_and_shares_by_what_was_run() -> None:
     assert lines[3] == "| `store.record` | 1 | 0 | 0 | 0 | 1 | 0 | 0.0% |"
     assert lines[4] == "| `store.tiers.disk` | 0 | 0 | 0 | 0 | 0 | 0 | - |"
     assert lines[-1] == "| all | 5 | 1 | 1 | 1 | 1 | 1 | 25.0% |"
+
+
+def test_a_sample_is_the_same_each_time_and_of_every_package() -> None:
+    codes = {f"kvboost.{package}.module.x_f__mutmut_{number}": None for package in PACKAGES for number in range(20)}
+    chosen = sample(codes, 5)
+    assert chosen == sample(dict(reversed(codes.items())), 5)
+    assert [sum(name.startswith(f"kvboost.{package}.") for name in chosen) for package in PACKAGES] == [5, 5, 5, 5]
+    assert sorted(sample(codes, 100)) == sorted(codes)
 
 
 def test_the_table_has_every_package_that_is_mutated_and_every_test_is_there() -> None:
