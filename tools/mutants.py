@@ -80,13 +80,13 @@ def mutmut(*arguments: str) -> int:
 
 
 def sample(codes: dict[str, int | None], count: int) -> list[str]:
-    """So many mutants of each package, the same ones each time."""
-    return [
-        name
-        for package in PACKAGES
-        for own in [sorted(of_package(package, codes))]
-        for name in random.Random(package).sample(own, min(count, len(own)))
-    ]
+    """So many mutants of each package: the same ones each time, and those of a smaller sample among them."""
+    chosen: list[str] = []
+    for package in PACKAGES:
+        own = sorted(of_package(package, codes))
+        random.Random(package).shuffle(own)
+        chosen += own[:count]
+    return chosen
 
 
 def run(names: Sequence[str], *, of_each: int | None, workers: int) -> int:

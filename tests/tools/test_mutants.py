@@ -48,6 +48,7 @@ def test_a_sample_is_the_same_each_time_and_of_every_package() -> None:
     chosen = sample(codes, 5)
     assert chosen == sample(dict(reversed(codes.items())), 5)
     assert [sum(name.startswith(f"kvboost.{package}.") for name in chosen) for package in PACKAGES] == [5, 5, 5, 5]
+    assert set(chosen) < set(sample(codes, 7))
     assert sorted(sample(codes, 100)) == sorted(codes)
 
 
