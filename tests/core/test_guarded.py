@@ -89,6 +89,7 @@ _ASKED: dict[str, tuple[Callable[[GuardedStore], Any], Any]] = {
     "fetch": (lambda store: store.fetch(_CHUNKS), (NOTHING_LOADED, 0)),
     "fetch_content": (lambda store: store.fetch_content(_CHUNKS, after=0), NOTHING_LOADED),
     "first_stored": (lambda store: store.first_stored(_CHUNKS), None),
+    "contains_content": (lambda store: store.contains_content(_CHUNKS), [False] * 3),
     "put": (lambda store: store.put(block_of(_CHUNKS[0])), PutOutcome.REFUSED),
     "used": (lambda store: store.used([b"key"]), None),
 }
@@ -165,6 +166,13 @@ def test_the_first_chunk_that_is_stored_is_found(in_memory: bool) -> None:
     keys = [chunk.prefix_key for chunk in _CHUNKS]
     assert inner.calls == [(keys, {"in_memory": True}) if in_memory else (keys,)]
     assert GuardedStore(Store([False] * 3)).first_stored(_CHUNKS) is None
+
+
+def test_a_store_that_answers_for_fewer_chunks_has_failed() -> None:
+    store = GuardedStore(Store([False]))
+    with pytest.warns(RuntimeWarning, match="the store failed"):
+        assert store.first_stored(_CHUNKS) is None
+    assert store.errors == 1
 
 
 def test_two_leases_are_one() -> None:

@@ -151,10 +151,10 @@ class GuardedStore:
             contains = partial(contains, in_memory=True)
         try:
             found = contains([chunk.prefix_key for chunk in chunks])
+            return next((chunk for chunk, there in zip(chunks, found, strict=True) if there), None)
         except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
             self._failed(error)
             return None
-        return next((chunk for chunk, there in zip(chunks, found, strict=True) if there), None)
 
     def lease_content(self, chunks: Sequence[Chunk], *, after: int, fetched: LoadReport | None = None) -> ContentLease:
         """As the store's own; nothing is held if it fails. ``fetched`` as :class:`LayeredStore` has it."""
@@ -201,7 +201,11 @@ class GuardedStore:
     def contains_content(self, chunks: Sequence[Chunk]) -> Sequence[bool]:
         """Which of these are probably stored somewhere. Queries slower tiers without loading."""
         if isinstance(self._store, LayeredStore):
-            return self._store.contains_content(chunks)
+            try:
+                return self._store.contains_content(chunks)
+            except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
+                self._failed(error)
+                return [False] * len(chunks)
         with self.lease_content(chunks, after=0) as lease:
             found = [block is not None for block in lease.blocks]
             return found + [False] * (len(chunks) - len(found))
