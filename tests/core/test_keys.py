@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost.core.keys import chunk_keys, fingerprint_root, token_array
+from kvboost.core.keys import chunk_keys, fingerprint_root, key_pairs, paged_key, tail_keys, token_array, variant_key
 from kvboost.errors import ConfigError
 from kvboost.types import Chunk, Fingerprint
 
@@ -203,3 +203,24 @@ def test_token_array_wants_one_flat_sequence() -> None:
     for nested in ([[1, 2]], 7):
         with pytest.raises(ConfigError, match="flat"):
             token_array(nested)  # type: ignore[arg-type]
+
+
+def test_pairs_of_keys_are_those_of_the_chunks() -> None:
+    root, tokens = fingerprint_root(FINGERPRINT), token_array(TOKENS)
+    chunks = chunk_keys(root, tokens, ENDS)
+    assert list(key_pairs(root, tokens, ENDS)) == [(chunk.prefix_key, chunk.content_key) for chunk in chunks]
+
+
+def test_a_tail_is_the_chunk_that_would_be_cut_there() -> None:
+    root, tokens = fingerprint_root(FINGERPRINT), token_array(TOKENS)
+    first, _, _ = chunk_keys(root, tokens, ENDS)
+    behind = [chunk_keys(root, tokens, [4, end])[1] for end in (5, 6, 7)]
+    assert tail_keys(root, tokens[4:7], first) == behind
+    assert tail_keys(root, tokens[:2], None) == [chunk_keys(root, tokens, [end])[0] for end in (1, 2)]
+
+
+def test_the_names_of_other_kinds_of_kv_stay_the_same() -> None:
+    assert paged_key(b"p" * 32).hex() == "32e00f7bfb5e355cb9847452cdecd56dfd2d3d4f8b22b8477c800b34f7ff7753"
+    assert (
+        variant_key(b"c" * 32, b"context").hex() == "24aac8058d2cf8886d61e8f1cf3d21932c8545b7ff855432d705241df76959d1"
+    )

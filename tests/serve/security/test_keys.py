@@ -10,6 +10,7 @@ from kvboost import ConfigError
 from kvboost.serve import Keys
 from kvboost.serve.app import make_app
 from kvboost.serve.security.auth import tenant_named, tenant_of
+from kvboost.serve.security.key_files import check_key
 from tests.serve.asgi import ask
 from tests.serve.conftest import KEY, OTHER_KEY, SECRET, Running
 
@@ -85,3 +86,16 @@ def test_tenants_keep_their_names_where_no_secret_can_be_kept(tmp_path: Path, mo
     tenant = _tenant(keys, KEY)
     keys.read_again()
     assert _tenant(keys, KEY) == tenant
+
+
+@pytest.mark.parametrize("key", ["1234567", "1234567é", "1234567\t8", "1234 5678", "12345678\n"])
+def test_a_key_that_can_be_guessed_or_not_be_sent_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="^a key needs 8 or more printable ASCII characters without spaces; make one"):
+        check_key(key)
+    check_key("12345678")
+
+
+def test_a_server_without_keys_makes_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    assert not Keys.from_files(None, None)
+    assert not (tmp_path / "home").exists()

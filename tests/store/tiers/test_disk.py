@@ -17,12 +17,14 @@ from kvboost.errors import ConfigError
 from kvboost.extend import Tier
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.disk import recovery
-from kvboost.store.tiers.disk.files import Files, Layout
+from kvboost.store.tiers.disk.files import Files, Layout, Presence
+from kvboost.store.tiers.disk.index import ChunkIndex, NewEntry
+from kvboost.store.tiers.disk.index import Limits as DiskLimits
 from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.testing import TierContract
 from kvboost.testing.blocks import assert_same, block_of, namespace
 from kvboost.testing.content import prompt
-from kvboost.types import Chunk, Namespace, PutOutcome
+from kvboost.types import BlockInfo, Chunk, Namespace, PutOutcome
 from tests.helpers.places import set_limit
 
 EACH = 2 * 4096 + 1024
@@ -355,3 +357,44 @@ def test_a_block_must_fit_the_format(tmp_path: Path) -> None:
     assert tier.store(odd) is PutOutcome.REFUSED
     assert tier.health() == {"a block cannot be written": 2}
     tier.close()
+
+
+def test_everything_is_removed_whosever_it_is(tmp_path: Path) -> None:
+    own, other = open_tier(tmp_path), open_tier(tmp_path, of=namespace(tenant="other"))
+    store_all(own, prompt("a", "b"))
+    store_all(other, prompt("a"))
+    own.purge_all()
+    assert record_files(tmp_path) == []
+    assert own.directory_bytes() == 0
+
+
+def test_a_writer_lives_until_it_closes(tmp_path: Path) -> None:
+    one, other = Presence(tmp_path), Presence(tmp_path)
+    assert one.is_alive(one.writer)
+    assert one.is_alive(other.writer)
+    one.reap()
+    assert one.is_alive(other.writer)
+    other.close()
+    assert not one.is_alive(other.writer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{one.writer}.lock"]
+
+
+def _entry(name: int, *, parent: int | None = None, size: int = 10, writer: str | None = None) -> NewEntry:
+    above = None if parent is None else b"%032d" % parent
+    return NewEntry(BlockInfo(b"%032d" % name, above, b"c" * 32, 10, True, 0, b"", 0), size, name, writer)
+
+
+def test_nothing_is_evicted_for_a_chunk_that_does_not_fit_with_those_before_it(tmp_path: Path) -> None:
+    index = ChunkIndex.open(tmp_path / "index", space=b"s" * 16, namespace=namespace())
+    others = [_entry(number) for number in range(100, 200)]
+    chain = [_entry(0), _entry(1, parent=0)]
+    index.adopt((b"s" * 16, namespace(), entry) for entry in [*chain, *others, *chain])  # those entered are left alone
+    assert (index.totals().chunks, index.totals().bytes) == (102, 1020)
+    removed: list[Any] = []
+    wide = _entry(2, parent=1, size=1001, writer="w")
+    assert index.reserve(wide, limits=DiskLimits(1020), remove=removed.append)[0].value == "none"
+    assert (removed, index.totals().bytes) == ([], 1020)
+    fits = _entry(2, parent=1, size=1000, writer="w")
+    assert index.reserve(fits, limits=DiskLimits(1020), remove=removed.append)[0].value == "not yet"
+    assert len(removed) == 64
+    index.close()
