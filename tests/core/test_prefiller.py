@@ -22,7 +22,7 @@ from kvboost.core.spans import ApproxSpans, RepairOutcome
 from kvboost.core.verify import same_bits, warm_equals_cold
 from kvboost.steps import StepRule
 from kvboost.store import MemoryStore
-from kvboost.types import KVBlock
+from kvboost.types import KVBlock, LoadReport
 from tests.core.test_prefill import _TEXT, prefiller
 
 _OTHER = [96 - token for token in _TEXT]
@@ -162,6 +162,21 @@ def test_the_costs_learn_from_what_was_computed(run: Prefiller, monkeypatch: pyt
     assert seen[1]["seconds"] == pytest.approx((stages["prefill"] + stages["first_token"]) / 1000.0)
     stepwise.commit(state)
     assert len(seen) == 2, "once"
+
+
+def test_the_tiers_of_reused_tokens_are_reported(run: Prefiller, monkeypatch: pytest.MonkeyPatch) -> None:
+    read(run, _TEXT)
+    right = GuardedStore.lease
+
+    def lease(self: GuardedStore, chunks: Any, **asked: Any) -> Any:
+        found: Any = right(self, chunks, **asked)
+        loads = LoadReport({chunk.prefix_key: "disk" for chunk in chunks[1:]})
+        return SimpleNamespace(blocks=found.blocks, release=found.release, loads=loads)
+
+    monkeypatch.setattr(GuardedStore, "lease", lease)
+    with run.open(_TEXT) as state:
+        assert state.report().tiers == {"memory": 16, "disk": 83}, "the last token is computed"
+    assert leased(run) == 0
 
 
 def test_the_stages_of_a_prefill_are_named(run: Prefiller) -> None:
