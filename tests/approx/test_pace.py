@@ -51,12 +51,22 @@ def _paced(seen: list[int], *, decided: int = 0, positions: int = 3) -> Paced:
     return Paced(lambda layer, *rest: seen.append(layer), SPANS, layers=20, positions=positions, decided=decided)
 
 
-def test_it_is_stopped_after_the_layer_that_shows_it_and_not_before(clock: Clock) -> None:
+def test_it_is_stopped_after_the_layers_that_show_it_and_not_before(clock: Clock) -> None:
     seen: list[int] = []
     with pytest.raises(RepairTooSlow, match=r"would have taken \d") as raised:
         clock.layers(_paced(seen), 20, seconds=0.03)
-    assert len(seen) == 1
-    assert raised.value.seconds > 0.5
+    assert len(seen) == 3
+    assert raised.value.seconds == pytest.approx(20 * 0.03)
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2])
+def test_one_slow_layer_says_nothing(clock: Clock, slow: int) -> None:
+    """Something else ran for a moment: the other layers are what the rest will be like."""
+    seen: list[int] = []
+    paced = _paced(seen)
+    for layer in range(20):
+        clock.layer(paced, layer, seconds=0.5 if layer == slow else 0.0005)
+    assert len(seen) == 20
 
 
 def test_one_that_is_fast_enough_runs_to_its_end(clock: Clock) -> None:

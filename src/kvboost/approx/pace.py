@@ -15,7 +15,7 @@ from kvboost.approx.recompute import MAX_POSITIONS, PositionSelector
 from kvboost.core.spans import ApproxSpans
 from kvboost.hf.cache import KVChanges
 
-_JUDGED_LAYERS = 2  # the first may have to warm up; later ones have cost too much to be thrown away
+_JUDGED_LAYERS = 3  # by the fastest of them: one may have to warm up, or wait for another process
 
 
 class RepairTooSlow(Exception):
@@ -38,20 +38,22 @@ class Paced:
         self._selector, self._spans, self._layers = selector, spans, layers
         self._forwards = -(-positions // MAX_POSITIONS)
         self._judged = range(decided + 1, min(decided + 1 + _JUDGED_LAYERS, layers))
+        self._fastest = float("inf")
         self._began = self._layer_began = perf_counter()
 
     def __call__(self, layer: int, positions: torch.Tensor, changes: KVChanges | None) -> torch.Tensor | None:
         """Called before each layer."""
         now = perf_counter()
         if layer in self._judged:
-            spent, left = now - self._began, (now - self._layer_began) * (self._forwards * self._layers - layer)
-            if left > self._spans.compute_seconds:
-                raise RepairTooSlow(
-                    seconds=spent + left,
-                    expected=self._spans.expected_seconds,
-                    compute=self._spans.compute_seconds,
-                )
+            self._fastest = min(self._fastest, now - self._layer_began)
             if layer == self._judged[-1]:
                 self._judged = range(0)  # also not in the forwards that follow
+                spent, left = now - self._began, self._fastest * (self._forwards * self._layers - layer)
+                if left > self._spans.compute_seconds:
+                    raise RepairTooSlow(
+                        seconds=spent + left,
+                        expected=self._spans.expected_seconds,
+                        compute=self._spans.compute_seconds,
+                    )
         self._layer_began = perf_counter()
         return self._selector(layer, positions, changes)
