@@ -31,6 +31,7 @@ def test_requests_come_back_evenly() -> None:
     with pytest.raises(ApiError, match="3 requests per minute") as refused:
         rates.enter("one")
     assert refused.value.status == 429
+    assert refused.value.code == "rate_limit_exceeded"
     assert refused.value.headers["Retry-After"] == "20"
     rates.enter("other")
     clock.now += 19.9
