@@ -24,7 +24,7 @@ from tests.helpers.exactness import ExactReuseMachine
 from tests.helpers.models import FAMILIES, tiny_model
 
 QUICK = {"requests": 50, "families": ["llama"]}
-_PART = 250
+_PART, _TRAINED_PART = 250, 60  # requests; one of a trained model takes a second and more
 _PER_EXAMPLE = 12  # about so many requests does one example of the state machine make
 _WIDE = {"hidden_size": 256, "intermediate_size": 512}
 _ON_GRID = ("qwen3_moe", "mixtral", "gemma2")  # resumed at multiples of 128 tokens: shorter prompts reuse nothing
@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> Report:
         return {"requests": machine.requests, "hits": machine.hits}
 
     wanted = dict.fromkeys(machines, -(-args.requests // len(machines)))
-    parts = run_parts(args, "exactness_families", "requests", wanted, _PART, ask)
+    size = _TRAINED_PART if args.model else _PART
+    parts = run_parts(args, "exactness_families", "requests", wanted, size, ask)
     differ = [part for part in parts if "error" in part]
     report = Report("exactness_families", failed=bool(differ), raw={"parts": parts})
     table = report.table("Exactness by family", ["model", "requests", "with a hit", "differ", "seconds"])
@@ -91,5 +92,5 @@ def _trained(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
         for dtype in ("float32", "bfloat16"):
             model = load_engine(argparse.Namespace(model=folder, device="cpu", numerics=None), dtype=dtype).model
             name = f"{folder.expanduser().resolve().name}, {dtype}"
-            machines[name] = {"model": model, "vocab": model.config.vocab_size, "scale": 4}
+            machines[name] = {"model": model, "vocab": model.config.vocab_size, "scale": 2}
     return machines
