@@ -26,7 +26,7 @@ _ANY_NAME = {"NAME", "all", "COMMAND", "..."}  # as in "python -m benchmarks NAM
 
 def commands_of(text: str) -> list[tuple[str, list[str]]]:
     """The program and its words, for each command of a page."""
-    lines = [line for block in _FENCED.findall(text) for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+    lines = [line for block in _FENCED.findall(text) for line in re.sub(r"\\\n\s*", " ", block).splitlines()]
     found = [_COMMAND.search(line.partition(" #")[0]) for line in (*lines, *_INLINE.findall(text))]
     return [(match[1], match[2].split()) for match in found if match is not None]
 

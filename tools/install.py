@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not wheel.is_file():
         parser.error(f"there is no {wheel.name} in dist; run python -m tools.package first")
     failed = []
+    print("installing what the core needs", flush=True)
     with tempfile.TemporaryDirectory(prefix="kvboost-install-") as folder:
         core = _environment(Path(folder) / "core")
         # torch first: a dependency asking for it on its own would bring another build along.

@@ -114,7 +114,7 @@ def test_a_store_with_tiers_is_given_everything_and_its_answers_are_returned() -
     assert store.lease_content(_CHUNKS, after=2, fetched=_LOADED) == "answer"
     assert store.fetch(_CHUNKS) == "answer"
     assert store.fetch_content(_CHUNKS, after=1) == "answer"
-    assert store.contains_content(_CHUNKS) == "answer"
+    assert store.contains_content(_CHUNKS[:1] * len("answer")) == "answer"
     assert store.put(block_of(_CHUNKS[0])) == "answer"
     store.used([b"key"])
     assert inner.calls[:5] == [
@@ -172,7 +172,8 @@ def test_a_store_that_answers_for_fewer_chunks_has_failed() -> None:
     store = GuardedStore(Store([False]))
     with pytest.warns(RuntimeWarning, match="the store failed"):
         assert store.first_stored(_CHUNKS) is None
-    assert store.errors == 1
+    assert store.contains_content(_CHUNKS) == [False] * 3
+    assert store.errors == 2
 
 
 def test_two_leases_are_one() -> None:

@@ -46,7 +46,7 @@ class CostModel:
         """A repair that was expected to take ``expected`` seconds took ``seconds``."""
         with self._lock:
             lowest, highest = _REPAIR_FACTOR_RANGE
-            # At most twice what was expected: one repair that something else delayed says little about the next.
+            # At most twice the factor: one repair that something else delayed says little about the next.
             times = min(max(seconds / max(expected, 1e-9), lowest), highest, 2.0 * self._repair)
             self._repair += 0.2 * (times - self._repair)
 

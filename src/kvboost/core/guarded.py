@@ -202,7 +202,10 @@ class GuardedStore:
         """Which of these are probably stored somewhere. Queries slower tiers without loading."""
         if isinstance(self._store, LayeredStore):
             try:
-                return self._store.contains_content(chunks)
+                found = self._store.contains_content(chunks)
+                if len(found) != len(chunks):
+                    raise ValueError(f"the store answered for {len(found)} of {len(chunks)} chunks")
+                return found
             except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
                 self._failed(error)
                 return [False] * len(chunks)

@@ -24,6 +24,7 @@ from kvboost.hf.loaded_weights import find_checkpoint, remember_loaded
 _log = logging.getLogger(__name__)
 
 _HUB_NAME = r"[\w.-]+(/[\w.-]+)?"
+_CONFIGS = ("config.json", "adapter_config.json")
 _ELSEWHERE = {"gguf_file", "subfolder"}  # arguments with which config.json is not in the folder itself
 # Arguments that mean the same to a tokenizer as to a model.
 _TOKENIZER = ("revision", "token", "cache_dir", "trust_remote_code", "local_files_only", "subfolder", "gguf_file")
@@ -110,6 +111,6 @@ def loading_errors(source: ModelSource) -> Iterator[None]:
         folder, why = Path(source.name).expanduser(), str(error)
         if not folder.exists():
             why = f"there is no such folder here, and from the hub: {error}"
-        elif not (folder / "config.json").is_file() and not source.model_kwargs.keys() & _ELSEWHERE:
+        elif not any((folder / name).is_file() for name in _CONFIGS) and not source.model_kwargs.keys() & _ELSEWHERE:
             why = "the folder has no config.json, so it is no model's; check the path"  # Transformers would guess
         raise ConfigError(f"cannot load {source.name!r}: {why}") from error

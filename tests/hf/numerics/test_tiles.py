@@ -106,12 +106,27 @@ def test_kernels_that_round_by_their_rows_are_given_the_same_rows(monkeypatch: p
     round_by_rows(monkeypatch)
     monkeypatch.setattr(tiles_module, "_GOOD_ENOUGH", 2.0)  # or packed weights take their place
     of = made_tiles(tiny_model("llama", **_WIDE))
-    cuts = [1, 20, 421]  # 401 rows take two calls
+    assert not differs(of, [1, 20, *_CUTS])
+    cuts = [1, 20, 421]
+    assert any(len(layer.sizes.cover(401)) > 1 for layer in of[2]._plan().layers)
     assert not differs(of, cuts)
     # A call that begins one row early puts each row behind its border into the place of the next.
     wrong = mutated(run_rows, "x[start : start + size]", "x[max(start - 1, 0) :][:size]")
     monkeypatch.setattr(tiles_module, "run_rows", wrong)
     assert differs(of, cuts)
+
+
+def test_what_is_packed_stays_packed_whatever_a_later_plan_would_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for another number of threads, with other memory free: the key names what was packed at first."""
+    for first, later in ((0.0, 2.0), (2.0, 0.0)):
+        monkeypatch.setattr(tiles_module, "_GOOD_ENOUGH", first)
+        _, _, tiles = made_tiles(tiny_model("llama", **_WIDE))
+        packed, spec = tiles.packed_bytes, tiles.spec
+        assert (":packed" in spec) == (packed > 0)
+        monkeypatch.setattr(tiles_module, "_GOOD_ENOUGH", later)
+        tiles.weights_changed()
+        tiles._plan()
+        assert tiles.packed_bytes == packed
 
 
 def test_packed_and_unpacked_weights_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +224,7 @@ def test_weights_written_without_a_trace_are_packed_again_when_told(monkeypatch:
     """Writes through ``.data`` leave a tensor's version alone; ``weights_changed`` is how a user says so."""
     monkeypatch.setattr(tiles_module, "_GOOD_ENOUGH", 0.0)
     packed = RowSizes(1, 32, (), 24)
-    monkeypatch.setattr(tiles_module, "_choose", lambda *_, packable: (packed, packable))
+    monkeypatch.setattr(tiles_module, "_choose", lambda *_, packable, wanted: (packed, packable))
     model = tiny_model("llama", **_WIDE)
     with KVBoost(model, chunk_size=16) as engine:
         tiles = engine.parts.runner.tiles

@@ -121,7 +121,7 @@ def find_classes(layer: Rows, rows: torch.Tensor, *, call_cost: int, test_later:
         return results[size]
 
     classes = [_class_of(size, layer, rows, result, call_cost, test_later) for size in _CLASSES]
-    results.clear()  # tests that come later hold on to it
+    results.clear()  # a class that tests later holds on to it, and asks for none of these sizes again
     return classes
 
 
@@ -155,7 +155,8 @@ def _class_of(
     while smallest > 1 and agrees(smallest - 1):
         smallest -= 1
     larger = tuple(other for other in _LARGER if agrees(other))
-    return RowSizes(smallest, size, larger, call_cost, agrees if test_later else None)
+    others = {other: False for other in _LARGER if other not in larger}
+    return RowSizes(smallest, size, larger, call_cost, agrees if test_later else None, others)
 
 
 def writer_of(module: torch.nn.Module) -> RowsInto | None:

@@ -86,10 +86,14 @@ class Tiles:
         self._lock = threading.Lock()
         self._modules: list[Any] = []
         self._plans: dict[int, _Plan] = {}
+        self._packed: frozenset[str] | None = None
         layers = self._plan().layers
-        packed = sorted({_shape(layer.module) for layer in layers if layer.packed is not None})
-        self.spec = f"tiles2:{granule}:{','.join(packed)}"
-        """Names what the bits depend on, beside the machine: which sizes a layer runs in follows from that alone."""
+        # For other numbers of threads too: what is packed is in the key, and free memory must not decide it again.
+        self._packed = frozenset(_shape(layer.module) for layer in layers if layer.packed is not None)
+        added = _adapters_of(model)
+        kinds = sorted({_kind(layer) for layer in layers if layer.module not in added})
+        self.spec = f"tiles2:{granule}:{','.join(kinds)}"
+        """Names what the bits depend on, beside the machine: the sizes of each shape, and whether it is packed."""
 
     @property
     def packed_bytes(self) -> int:
@@ -160,11 +164,15 @@ class Tiles:
             return self._plans[threads]
 
     def _make_plan(self) -> _Plan:
-        # Adapters come and go, and are small: they do not decide what is packed.
-        names = WeightNames(self._model)
-        added = {module for path, module in self._model.named_modules() if names.owner_and_name(f"{path}.weight")[0]}
-        linear = _linear_modules(self._model)
-        return _Plan(_linear_layers(linear, added, self._device, self._budget), functions_of(self._model))
+        added, linear = _adapters_of(self._model), _linear_modules(self._model)
+        layers = _linear_layers(linear, added, self._device, self._budget, self._packed)
+        return _Plan(layers, functions_of(self._model))
+
+
+def _adapters_of(model: Any) -> set[Any]:
+    """The modules of adapters. They come and go, and are small: they do not decide what is packed."""
+    names = WeightNames(model)
+    return {module for path, module in model.named_modules() if names.owner_and_name(f"{path}.weight")[0]}
 
 
 def _linear_modules(model: Any) -> list[Any]:
@@ -180,19 +188,27 @@ def _shape(module: Any) -> str:
     return f"{type(module).__name__}:{size}:{weight.dtype}:{'bias' if module.bias is not None else 'plain'}"
 
 
-def _linear_layers(linear: list[Any], added: set[Any], device: torch.device, budget: int) -> list[_Layer]:
+def _kind(layer: _Layer) -> str:
+    """How a shape of layer is run."""
+    return f"{_shape(layer.module)}:{layer.sizes.dense}{':packed' if layer.packed is not None else ''}"
+
+
+def _linear_layers(
+    linear: list[Any], added: set[Any], device: torch.device, budget: int, packed_shapes: frozenset[str] | None
+) -> list[_Layer]:
     """How these layers are run, each tested once per shape; packed weights take at most ``budget`` bytes.
 
-    ``added`` are those of adapters, which are not packed.
+    ``added`` are those of adapters, which are not packed. With ``packed_shapes``, exactly those are.
     """
     by_shape: dict[tuple[str, bool], list[Any]] = {}
     for module in linear:
         by_shape.setdefault((_shape(module), module in added), []).append(module)
     layers = []
-    for (_, is_added), modules in by_shape.items():
+    for (shape, is_added), modules in by_shape.items():
         nbytes = sum(module.weight.nbytes for module in modules)
         packable = not is_added and nbytes <= budget and all(map(can_pack, modules))
-        sizes, pack = _choose(modules[0], device, packable=packable)
+        wanted = None if packed_shapes is None else not is_added and shape in packed_shapes
+        sizes, pack = _choose(modules[0], device, packable=packable, wanted=wanted)
         budget -= nbytes if pack else 0
         for module in modules:
             packed = PackedLinear(module) if pack else None
@@ -201,8 +217,8 @@ def _linear_layers(linear: list[Any], added: set[Any], device: torch.device, bud
     return layers
 
 
-def _choose(module: Any, device: torch.device, *, packable: bool) -> tuple[RowSizes, bool]:
-    """The best class of a layer's shape, and whether weights are packed for it. The same on every machine of a kind."""
+def _choose(module: Any, device: torch.device, *, packable: bool, wanted: bool | None) -> tuple[RowSizes, bool]:
+    """The best class of a layer's shape, and whether weights are packed for it: if it pays, or as ``wanted``."""
     test, rows = _test_layer(module, device)
 
     def best(layer: Rows, call_cost: int) -> RowSizes:
@@ -210,8 +226,10 @@ def _choose(module: Any, device: torch.device, *, packable: bool) -> tuple[RowSi
         classes = find_classes(layer, rows, call_cost=call_cost, test_later=test_later)
         return min(classes, key=lambda sizes: sizes.overhead)
 
+    if wanted:
+        return best(PackedLinear(test), _PACKED_CALL_COST), True
     plain = best(test.forward, CALL_COST)
-    if plain.overhead <= _GOOD_ENOUGH or not packable:
+    if plain.overhead <= _GOOD_ENOUGH or not packable or wanted is not None:
         return plain, False
     packed = best(PackedLinear(test), _PACKED_CALL_COST)
     return (packed, True) if packed.overhead < plain.overhead else (plain, False)
