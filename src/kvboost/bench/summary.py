@@ -203,8 +203,9 @@ def notes(found: Sequence[Pairing], samples: Sequence[Sample]) -> list[str]:
         "median [lowest highest]; CPU: the same in processor time; cold: whole calls for one token with empty caches, "
         "storing included; below one, ours took longer.",
         "exact and approx: prompt tokens that were not computed, by trust. same answer: greedy answers equal to the "
-        "rival's. KL: from plain Transformers, of answers, asked once more without a clock, that used approximate KV; so are regret (nats that the other "
-        "tokens cost) and flips (changed tokens of those that plain Transformers was sure of).",
+        "rival's. KL: from plain Transformers, of answers, asked once more without a clock, that used approximate KV; "
+        "so are regret (nats that the other tokens cost) and flips (changed tokens of those that plain Transformers "
+        "was sure of).",
     ]
     for pairing in found:
         if pairing.workload == "document" and pairing.engine == "exact":
