@@ -34,6 +34,9 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _KNOWN = (torch.nn.Linear, Conv1D, torch.nn.Embedding)
 _MAX_TEST_BYTES = 1 << 26  # of a layer's weights, up to which it is kept to test the lengths of steps as they come
 _GOOD_ENOUGH = 1.05  # overhead of a class, above which packed weights may be worth their memory
+_MORE_IN_FLOAT32 = (
+    0.2  # packed calls are hardly faster there, and a streamed model, which is not packed, has other bits
+)
 
 
 @dataclass(frozen=True)
@@ -229,7 +232,8 @@ def _choose(module: Any, device: torch.device, *, packable: bool, wanted: bool |
     if wanted:
         return best(PackedLinear(test), _PACKED_CALL_COST), True
     plain = best(test.forward, CALL_COST)
-    if plain.overhead <= _GOOD_ENOUGH or not packable or wanted is not None:
+    limit = _GOOD_ENOUGH + (_MORE_IN_FLOAT32 if module.weight.dtype == torch.float32 else 0.0)
+    if plain.overhead <= limit or not packable or wanted is not None:
         return plain, False
     packed = best(PackedLinear(test), _PACKED_CALL_COST)
     return (packed, True) if packed.overhead < plain.overhead else (plain, False)
