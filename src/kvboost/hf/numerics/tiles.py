@@ -34,9 +34,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _KNOWN = (torch.nn.Linear, Conv1D, torch.nn.Embedding)
 _MAX_TEST_BYTES = 1 << 26  # of a layer's weights, up to which it is kept to test the lengths of steps as they come
 _GOOD_ENOUGH = 1.05  # overhead of a class, above which packed weights may be worth their memory
-_MORE_IN_FLOAT32 = (
-    0.2  # packed calls are hardly faster there, and a streamed model, which is not packed, has other bits
-)
+_MORE_IN_FLOAT32 = 0.2  # packed calls are hardly faster there; and a streamed model, never packed, rounds otherwise
 
 
 @dataclass(frozen=True)
