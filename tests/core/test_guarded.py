@@ -107,15 +107,15 @@ def test_a_store_that_fails_is_empty_and_says_so_once(method: str) -> None:
 
 
 def test_a_store_with_tiers_is_given_everything_and_its_answers_are_returned() -> None:
-    inner = Store("ans")  # one for each chunk
+    inner = Store("abc")  # one for each chunk
     assert isinstance(inner, LayeredStore)
     store, arrived = GuardedStore(inner), print
-    assert store.lease(_CHUNKS, arrived=arrived, fetched=_LOADED) == "ans"
-    assert store.lease_content(_CHUNKS, after=2, fetched=_LOADED) == "ans"
-    assert store.fetch(_CHUNKS) == "ans"
-    assert store.fetch_content(_CHUNKS, after=1) == "ans"
-    assert store.contains_content(_CHUNKS) == "ans"
-    assert store.put(block_of(_CHUNKS[0])) == "ans"
+    assert store.lease(_CHUNKS, arrived=arrived, fetched=_LOADED) == "abc"
+    assert store.lease_content(_CHUNKS, after=2, fetched=_LOADED) == "abc"
+    assert store.fetch(_CHUNKS) == "abc"
+    assert store.fetch_content(_CHUNKS, after=1) == "abc"
+    assert store.contains_content(_CHUNKS) == "abc"
+    assert store.put(block_of(_CHUNKS[0])) == "abc"
     store.used([b"key"])
     assert inner.calls[:5] == [
         (_CHUNKS, {"arrived": arrived, "fetched": _LOADED}),
