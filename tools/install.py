@@ -44,10 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("installing what the core needs", flush=True)
     with tempfile.TemporaryDirectory(prefix="kvboost-install-") as folder:
         core = _environment(Path(folder) / "core")
-        # torch first: a dependency asking for it on its own would bring another build along.
-        _pip(core, f"torch=={metadata.version('torch').partition('+')[0]}")
-        _pip(core, str(wheel))
-        subprocess.run([core, "-m", "pip", "uninstall", "-q", "-y", "kvboost"], check=True)
+        try:
+            # torch first: a dependency asking for it on its own would bring another build along.
+            _pip(core, f"torch=={metadata.version('torch').partition('+')[0]}")
+            _pip(core, str(wheel))
+            subprocess.run([core, "-m", "pip", "uninstall", "-q", "-y", "kvboost"], check=True)
+        except subprocess.CalledProcessError as error:
+            print(f"pip could not install what the core needs: {_last_line(error)}", file=sys.stderr)
+            return 1
         for extra in wanted:
             begin = time.monotonic()
             fault = _try(Path(folder), core, wheel, extra)
@@ -65,10 +69,13 @@ def _try(folder: Path, core: Path, wheel: Path, extra: str) -> str | None:
         found = subprocess.run(look, check=True, capture_output=True, text=True, cwd=folder)
         subprocess.run([python.parent / "kvboost", "--version"], check=True, capture_output=True, text=True, cwd=folder)
     except subprocess.CalledProcessError as error:
-        said = str(error.stderr or error.stdout or error).strip().splitlines()
-        return f"FAILED: {said[-1]}"
+        return f"FAILED: {_last_line(error)}"
     there = found.stdout.splitlines()[-1]
     return None if there == version() else f"FAILED: version {there} instead of {version()}"
+
+
+def _last_line(error: subprocess.CalledProcessError) -> str:
+    return str(error.stderr or error.stdout or error).strip().splitlines()[-1]
 
 
 def _environment(folder: Path, *, seen: Path | None = None) -> Path:

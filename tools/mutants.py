@@ -22,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("core", "store.record", "store.tiers.disk", "serve.security")
+_PROGRAM = Path(sys.executable).with_name("mutmut")
 _FIRST = "kvboost.core.keys.x_paged_key__mutmut_1"
 COLUMNS = ("killed", "survived", "timed out", "no test", "not run")
 
@@ -75,8 +76,7 @@ def environment() -> dict[str, str]:
 
 def mutmut(*arguments: str) -> int:
     """Run it in the repository."""
-    program = Path(sys.executable).with_name("mutmut")
-    return subprocess.run([str(program), *arguments], cwd=ROOT, env=environment()).returncode
+    return subprocess.run([str(_PROGRAM), *arguments], cwd=ROOT, env=environment()).returncode
 
 
 def sample(codes: dict[str, int | None], count: int) -> list[str]:
@@ -125,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("report")
     commands.add_parser("survivors")
     asked = parser.parse_args(arguments)
+    if asked.command != "report" and not _PROGRAM.is_file():
+        parser.error('mutmut is missing; run pip install -e ".[dev,mutation]"')
     if asked.command == "run":
         return run(asked.names, of_each=asked.sample, workers=asked.workers)
     if asked.command == "survivors":

@@ -4,6 +4,9 @@ import json
 import tomllib
 from pathlib import Path
 
+import pytest
+
+from tools import mutants
 from tools.mutants import PACKAGES, ROOT, outcome, results, sample, table
 
 _CODES = {
@@ -57,3 +60,12 @@ def test_the_table_has_every_package_that_is_mutated_and_every_test_is_there() -
     assert settings["only_mutate"] == [f"src/kvboost/{package.replace('.', '/')}/*" for package in PACKAGES]
     for path in settings["pytest_add_cli_args_test_selection"]:
         assert (ROOT / path).exists()
+
+
+def test_without_mutmut_it_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mutants, "_PROGRAM", tmp_path / "mutmut")
+    with pytest.raises(SystemExit):
+        mutants.main(["run"])
+    assert 'pip install -e ".[dev,mutation]"' in capsys.readouterr().err

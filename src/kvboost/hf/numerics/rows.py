@@ -9,7 +9,7 @@ by calls of such sizes that overlap, or is padded. Invariant: only sizes that we
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -111,18 +111,8 @@ def find_classes(layer: Rows, rows: torch.Tensor, *, call_cost: int, test_later:
 
     With ``test_later``, the layer and the rows are kept to test other sizes when they are wanted.
     """
-    results: dict[int, torch.Tensor | None] = {}  # of the larger sizes: they take time, and all classes ask for them
-
-    def result(size: int) -> torch.Tensor | None:
-        if size not in _LARGER:
-            return _distinct(layer, rows, size)
-        if size not in results:
-            results[size] = _distinct(layer, rows, size)
-        return results[size]
-
-    classes = [_class_of(size, layer, rows, result, call_cost, test_later) for size in _CLASSES]
-    results.clear()  # a class that tests later holds on to it, and asks for none of these sizes again
-    return classes
+    larger = {size: _distinct(layer, rows, size) for size in _LARGER}  # once for all classes: they take time
+    return [_class_of(size, layer, rows, larger, call_cost, test_later) for size in _CLASSES]
 
 
 def _distinct(layer: Rows, rows: torch.Tensor, size: int) -> torch.Tensor | None:
@@ -140,23 +130,25 @@ def _class_of(
     size: int,
     layer: Rows,
     rows: torch.Tensor,
-    result: Callable[[int], torch.Tensor | None],
+    larger: Mapping[int, torch.Tensor | None],
     call_cost: int,
     test_later: bool,
 ) -> RowSizes:
-    """The sizes that give rows the same bits as calls of ``size``."""
+    """The sizes that give rows the same bits as calls of ``size``; ``larger`` are the results of some."""
     expected = torch.cat([layer(rows[start : start + size]) for start in range(0, len(rows), size)])
 
-    def agrees(other: int) -> bool:
-        found = result(other)
+    def is_same(found: torch.Tensor | None) -> bool:
         return found is not None and torch.equal(found, expected[: len(found)])
 
+    def test(other: int) -> bool:
+        return is_same(_distinct(layer, rows, other))
+
     smallest = size
-    while smallest > 1 and agrees(smallest - 1):
+    while smallest > 1 and test(smallest - 1):
         smallest -= 1
-    larger = tuple(other for other in _LARGER if agrees(other))
-    others = {other: False for other in _LARGER if other not in larger}
-    return RowSizes(smallest, size, larger, call_cost, agrees if test_later else None, others)
+    tested = {other: is_same(found) for other, found in larger.items()}
+    members = tuple(other for other, same in tested.items() if same)
+    return RowSizes(smallest, size, members, call_cost, test if test_later else None, tested)
 
 
 def writer_of(module: torch.nn.Module) -> RowsInto | None:
