@@ -9,10 +9,9 @@ import pytest
 from kvboost.cli import doctor as cli
 from kvboost.cli import main
 from kvboost.engine import forecast as engine_memory
-from kvboost.hf.numerics import tiles as tiles_module
-from kvboost.hf.numerics.rows import RowSizes
 from tests.helpers.awq import save_awq
 from tests.helpers.models import tiny_model
+from tests.helpers.packing import pack_all
 from tests.helpers.tokenizer import byte_tokenizer
 
 
@@ -54,7 +53,7 @@ def test_a_model_is_tried_and_estimated(folder: Path, capsys: pytest.CaptureFixt
 def test_packed_weights_are_in_the_estimate(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles_module, "_choose", lambda *_, packable: (RowSizes(1, 32, (), 24), packable))
+    pack_all(monkeypatch)
     assert main(["doctor", str(folder), "--no-load"]) == 0
     assert "packed" not in capsys.readouterr().out
     assert main(["doctor", str(folder)]) == 0

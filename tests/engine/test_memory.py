@@ -15,12 +15,11 @@ from kvboost.engine.forecast import Forecast, forecast
 from kvboost.engine.memory import memory_shortfall
 from kvboost.errors import ConfigError
 from kvboost.hf.loading import ModelSource
-from kvboost.hf.numerics import tiles as tiles_module
-from kvboost.hf.numerics.rows import RowSizes
 from kvboost.offload import rates
 from kvboost.offload.rates import measure_rates
 from kvboost.scheduler.runner import BatchRunner
 from tests.helpers.models import tiny_model
+from tests.helpers.packing import pack_all
 from tests.helpers.tokenizer import byte_tokenizer
 
 
@@ -181,7 +180,7 @@ def test_packed_weights_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> Non
     model = tiny_model("llama")
     with KVBoost(model) as plain:
         before = plain.estimate_memory(context=100)
-    monkeypatch.setattr(tiles_module, "_choose", lambda *_, packable: (RowSizes(1, 32, (), 24), packable))
+    pack_all(monkeypatch)
     with KVBoost(model) as packed:
         tiles = packed.parts.runner.tiles
         assert tiles is not None

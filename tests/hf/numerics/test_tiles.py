@@ -20,7 +20,7 @@ from kvboost.hf.numerics import choose as choose_module
 from kvboost.hf.numerics import choose_numerics
 from kvboost.hf.numerics import tiles as tiles_module
 from kvboost.hf.numerics.packed import PackedLinear
-from kvboost.hf.numerics.rows import RowSizes, run_rows
+from kvboost.hf.numerics.rows import run_rows
 from kvboost.hf.numerics.tiles import Tiles
 from kvboost.hf.probe import probe_model
 from kvboost.hf.shape import shape_of
@@ -28,6 +28,7 @@ from kvboost.steps import StepRule
 from tests.helpers.kernels import round_by_rows
 from tests.helpers.models import tiny_model
 from tests.helpers.mutations import mutated
+from tests.helpers.packing import pack_all
 
 _WIDE = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 1024}
 _TOKENS = 640  # beyond a block of 512 keys
@@ -222,9 +223,7 @@ def test_a_changed_weight_is_packed_again(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_weights_written_without_a_trace_are_packed_again_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes through ``.data`` leave a tensor's version alone; ``weights_changed`` is how a user says so."""
-    monkeypatch.setattr(tiles_module, "_GOOD_ENOUGH", 0.0)
-    packed = RowSizes(1, 32, (), 24)
-    monkeypatch.setattr(tiles_module, "_choose", lambda *_, packable, wanted: (packed, packable))
+    pack_all(monkeypatch)
     model = tiny_model("llama", **_WIDE)
     with KVBoost(model, chunk_size=16) as engine:
         tiles = engine.parts.runner.tiles
