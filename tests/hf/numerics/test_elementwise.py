@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -15,7 +14,8 @@ from hypothesis import strategies as st
 
 from kvboost.core.verify import same_bits
 from kvboost.hf.cache import SlabCache
-from kvboost.hf.numerics.elementwise import functions_of, hook_function, missing
+from kvboost.hf.numerics.elementwise import functions_of, missing
+from kvboost.hf.numerics.forwards import replaced
 from kvboost.hf.numerics.tiles import Tiles
 from kvboost.hf.probe import probe_model
 from tests.helpers.models import tiny_model
@@ -77,43 +77,29 @@ class Function(torch.nn.Module):
 @pytest.mark.parametrize("shape", [(5, 7), (1, 5, 7), (2, 5, 7), (0, 7)])
 def test_rows_are_padded_and_cut(shape: tuple[int, ...]) -> None:
     module, x = Function(), torch.randn(shape)
-    hooks = hook_function(module)
-    assert same_bits(module(x, "more"), x * 2)
+    with replaced(functions_of(module)):
+        assert same_bits(module(x, "more"), x * 2)
     given, more = module.given.pop()
     assert more == "more"
     assert given.shape == (*shape[:-2], 64 if shape[-2] else 0, 7)
     assert given.is_contiguous()
     assert same_bits(given[..., : shape[-2], :], x)
-    for hook in hooks:
-        hook.remove()
     assert same_bits(module(x), x * 2)
     assert module.given.pop()[0] is x
 
 
 def test_what_is_no_matrix_is_left_alone() -> None:
     module, rows = Function(), [torch.randn(7) for _ in range(9)]
-    hook_function(module)
-    for _ in range(2):
-        assert same_bits(module(rows), torch.stack(rows) * 2)
-        assert same_bits(module(x=rows[0]), rows[0] * 2)
-        assert same_bits(module(x=torch.stack(rows)), torch.stack(rows) * 2)
-        assert same_bits(module(rows[0]), rows[0] * 2)
-        assert module(3) == 6
-        assert module.given[0][0] is rows
-        module(torch.randn(5, 7))  # and what was padded before changes nothing
-        module.given.clear()
-
-
-def test_hooks_act_in_their_own_thread_alone() -> None:
-    module, x = Function(), torch.randn(5, 7)
-    results: list[torch.Tensor] = []
-    hook_function(module)
-    module(torch.randn(3, 7))
-    thread = threading.Thread(target=lambda: results.append(module(x)))
-    thread.start()
-    thread.join()
-    assert [len(given) for (given,) in module.given] == [64, 5]
-    assert same_bits(results[0], x * 2)
+    with replaced(functions_of(module)):
+        for _ in range(2):
+            assert same_bits(module(rows), torch.stack(rows) * 2)
+            assert same_bits(module(x=rows[0]), rows[0] * 2)
+            assert same_bits(module(x=torch.stack(rows)), torch.stack(rows) * 2)
+            assert same_bits(module(rows[0]), rows[0] * 2)
+            assert module(3) == 6
+            assert module.given[0][0] is rows
+            module(torch.randn(5, 7))  # and what was padded before changes nothing
+            module.given.clear()
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -122,7 +108,7 @@ def test_after_a_step_no_function_is_padded(fails: bool, monkeypatch: pytest.Mon
     layout = probe_model(model).layout
     tiles, ids = Tiles(model, layout, granule=256), torch.arange(5).view(1, -1)
     seen: list[int] = []
-    for function in functions_of(model):
+    for function, _ in functions_of(model):
         own = function.forward
 
         def forward(x: torch.Tensor, *args: Any, own: Any = own, **kwargs: Any) -> Any:
@@ -156,20 +142,30 @@ def run(function: torch.nn.Module, start: int, end: int) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2", "gemma3_text"])
-def test_rows_have_the_same_bits_alone_and_among_others(family: str, threads: int) -> None:
+def test_rows_have_the_same_bits_alone_and_among_others(
+    family: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SiLU, three kinds of GELU, and rotary angles with one table of frequencies and with several."""
     model = tiny_model(family, intermediate_size=120)
-    functions = {type(function): function for function in functions_of(model)}
+    functions = {type(function): (function, forward) for function, forward in functions_of(model)}
     assert len(functions) == (1 if family == "gpt2" else 2)
-    for kind, function in functions.items():
+    for kind, (function, forward) in functions.items():
         counts: list[int] = []
-        function.register_forward_hook(lambda *given, seen=counts: seen.extend(part.numel() for part in given[2]))
-        hook_function(function)
-        together = run(function, 0, _LONG)
-        for rows in range(1, 71):
-            start = 8 * rows - 7
-            alone = run(function, start, start + rows)
-            for one, other in zip(alone, together, strict=True):
-                assert same_bits(one, other[:, start : start + rows]), (kind, rows)
+        own = function.forward
+
+        def counted(*args: Any, own: Any = own, counts: list[int] = counts, **kwargs: Any) -> Any:
+            output = own(*args, **kwargs)
+            counts += [part.numel() for part in output]
+            return output
+
+        monkeypatch.setattr(function, "forward", counted)
+        with replaced([(function, forward)]):
+            together = run(function, 0, _LONG)
+            for rows in range(1, 71):
+                start = 8 * rows - 7
+                alone = run(function, start, start + rows)
+                for one, other in zip(alone, together, strict=True):
+                    assert same_bits(one, other[:, start : start + rows]), (kind, rows)
         # The bits do not show this where both implementations of a function happen to agree.
+        assert counts
         assert all(whole(count, threads) for count in counts), kind

@@ -99,7 +99,7 @@ def test_seeded_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(attention, "_behind", wrong)
     else:
         round_by_rows(monkeypatch)
-        monkeypatch.setattr(tiles_module._Layer, "needs_hook", lambda *_: False)
+        monkeypatch.setattr(tiles_module._Layer, "runs_as_it_is", lambda *_: True)
     assert differs(of, _CUTS)
 
 
@@ -141,7 +141,7 @@ def test_packed_and_unpacked_weights_are_not_mixed(monkeypatch: pytest.MonkeyPat
         pytest.skip("no layer is better packed on this machine")
     cuts = [1, 20, *_CUTS]
     assert not differs(of, cuts)
-    monkeypatch.setattr(tiles_module._Layer, "needs_hook", lambda self, rows: not 20 < rows < 64)
+    monkeypatch.setattr(tiles_module._Layer, "runs_as_it_is", lambda self, rows: 20 < rows < 64)
     assert differs(of, cuts)
 
 

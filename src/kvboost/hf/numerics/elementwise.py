@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from kvboost.hf.numerics.hooks import in_this_thread
+from kvboost.hf.numerics.forwards import Forward
 
 _GRAIN = 32768  # numbers for which torch starts another thread
 _GELU_GRAIN = 24576  # numbers from which GELU uses all threads
@@ -22,19 +22,14 @@ _MAX_EXTRA = 1 << 16
 _NO_FUNCTION = (torch.nn.Dropout, torch.nn.Identity, torch.nn.Embedding)
 
 
-def functions_of(model: Any) -> list[torch.nn.Module]:
-    """The activation functions and rotary embeddings of a model."""
+def functions_of(model: Any) -> list[tuple[torch.nn.Module, Forward]]:
+    """The activation functions and rotary embeddings of a model, and for each a forward that pads what it is given."""
     return [
-        module
+        (module, _rotary(module) if _frequencies(module) else _activation(module))
         for module in model.modules()
         if _frequencies(module)
         or (not isinstance(module, _NO_FUNCTION) and not any(module.children()) and not [*module.parameters()])
     ]
-
-
-def hook_function(module: torch.nn.Module) -> list[Any]:
-    """Pad what this module is given for as long as the hooks stay."""
-    return _hook_rotary(module) if _frequencies(module) else _hook_activation(module)
 
 
 def _frequencies(module: torch.nn.Module) -> set[int]:
@@ -42,53 +37,35 @@ def _frequencies(module: torch.nn.Module) -> set[int]:
     return {table.numel() for name, table in module.named_buffers(recurse=False) if name.endswith("inv_freq")}
 
 
-def _hook_activation(module: torch.nn.Module) -> list[Any]:
-    rows: int | None = None
-
-    def before(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        nonlocal rows
+def _activation(module: torch.nn.Module) -> Forward:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else None
         if not isinstance(x, torch.Tensor) or x.dim() < 2:
-            rows = None
-            return None
-        extra = missing(x.shape[-2], (x.shape[-1],), torch.get_num_threads())
-        if extra == 0 and x.is_contiguous():  # most steps: padding by nothing would copy all the same
-            rows = None
-            return None
+            return module.forward(*args, **kwargs)
         rows = x.shape[-2]
-        return (pad(x, (0, 0, 0, extra)).contiguous(), *args[1:])
+        extra = missing(rows, (x.shape[-1],), torch.get_num_threads())
+        if extra == 0 and x.is_contiguous():  # most steps: padding by nothing would copy all the same
+            return module.forward(*args, **kwargs)
+        output = module.forward(pad(x, (0, 0, 0, extra)).contiguous(), *args[1:], **kwargs)
+        return output[..., :rows, :] if isinstance(output, torch.Tensor) and output.dim() >= 2 else output
 
-    def after(_: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        if rows is None or not isinstance(output, torch.Tensor) or output.dim() < 2:
-            return output
-        return output[..., :rows, :]
-
-    return [
-        module.register_forward_pre_hook(in_this_thread(before)),
-        module.register_forward_hook(in_this_thread(after)),
-    ]
+    return forward
 
 
-def _hook_rotary(module: torch.nn.Module) -> list[Any]:
-    rows = 0
+def _rotary(module: torch.nn.Module) -> Forward:
     widths = tuple(sorted({width for count in _frequencies(module) for width in (count, 2 * count)}))
 
-    def before(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        nonlocal rows
+    def forward(*args: Any, **kwargs: Any) -> Any:
         positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
         rows = positions.shape[-1]
         padded = pad(positions, (0, missing(rows, widths, torch.get_num_threads())))
         if "position_ids" in kwargs:
-            return args, {**kwargs, "position_ids": padded}
-        return (args[0], padded, *args[2:]), kwargs
+            kwargs["position_ids"] = padded
+        else:
+            args = (args[0], padded, *args[2:])
+        return tuple(angles[..., :rows, :] for angles in module.forward(*args, **kwargs))
 
-    def after(_: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return tuple(angles[..., :rows, :] for angles in output)
-
-    return [
-        module.register_forward_pre_hook(in_this_thread(before), with_kwargs=True),
-        module.register_forward_hook(in_this_thread(after)),
-    ]
+    return forward
 
 
 @lru_cache(maxsize=4096)

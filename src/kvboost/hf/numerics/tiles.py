@@ -3,14 +3,14 @@
 Used by the runner around every forward that fills a cache. Linear layers run in tested sizes
 (:mod:`kvboost.hf.numerics.rows`), activation functions on whole vectors (:mod:`kvboost.hf.numerics.elementwise`),
 attention over padded keys (:mod:`kvboost.hf.attention`); everything else in a decoder works on each row alone. No layer
-is replaced: those that need it get hooks for the length of a step.
+is replaced: those that need it have another forward for the length of a step (:mod:`kvboost.hf.numerics.forwards`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from kvboost.hf.attention import NAME, JointStep, Step, attending
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.device_memory import memory_available
 from kvboost.hf.layers import walk
-from kvboost.hf.numerics.elementwise import functions_of, hook_function
-from kvboost.hf.numerics.hooks import in_this_thread
+from kvboost.hf.numerics.elementwise import functions_of
+from kvboost.hf.numerics.forwards import Forward, replaced
 from kvboost.hf.numerics.packed import PackedLinear, can_pack
 from kvboost.hf.numerics.rows import CALL_COST, Rows, RowsInto, RowSizes, cancelling, find_classes, run_rows, writer_of
 from kvboost.hf.peft_layers import WeightNames
@@ -47,10 +47,14 @@ class _Layer:
     packed: PackedLinear | None
     into: RowsInto | None
 
-    def needs_hook(self, rows: int) -> bool:
+    def runs_as_it_is(self, rows: int) -> bool:
         if self.packed is not None:
             self.packed.refresh()
-        return self.packed is not None or not self.sizes.allows(rows)
+        return self.packed is None and self.sizes.allows(rows)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = run_rows(self.rows, x.reshape(-1, x.shape[-1]), self.sizes, into=self.into)
+        return result.view(*x.shape[:-1], -1)
 
 
 def why_no_tiles(model: Any) -> str | None:
@@ -72,7 +76,7 @@ class _Plan:
     """How a step is run with one number of threads."""
 
     layers: list[_Layer]
-    functions: list[torch.nn.Module]
+    functions: list[tuple[torch.nn.Module, Forward]]
 
 
 class Tiles:
@@ -107,14 +111,14 @@ class Tiles:
     def step(self, cache: Any, rows: int) -> Iterator[Step]:
         """Within this block a forward of ``rows`` tokens over ``cache`` has the bits of any other that covers them."""
         step = self._over(cache, rows)
-        with self._hooked(rows), attending(step):
+        with self._in_sizes(rows), attending(step):
             yield step
 
     @contextmanager
     def joint_step(self, caches: Sequence[Any], rows: Sequence[int]) -> Iterator[JointStep]:
         """The same for a forward of several sequences: ``rows`` tokens of each, one behind the other."""
         step = JointStep([self._over(*each) for each in zip(caches, rows, strict=True)], list(rows))
-        with self._hooked(sum(rows)), attending(step):
+        with self._in_sizes(sum(rows)), attending(step):
             yield step
 
     def _over(self, cache: Any, rows: int) -> Step:
@@ -126,21 +130,11 @@ class Tiles:
         cache.wipe(end, padded)
         return Step(cache, start, padded, self.granule)
 
-    @contextmanager
-    def _hooked(self, rows: int) -> Iterator[None]:
+    def _in_sizes(self, rows: int) -> AbstractContextManager[None]:
         """Within this block the layers compute ``rows`` rows in the sizes that were tested."""
         plan = self._plan()
-        hooks = []
-        try:
-            for layer in plan.layers:
-                if layer.needs_hook(rows):
-                    hooks += _hook(layer)
-            for function in plan.functions:
-                hooks += hook_function(function)
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        layers = [(layer.module, layer.forward) for layer in plan.layers if not layer.runs_as_it_is(rows)]
+        return replaced([*layers, *plan.functions])
 
     def weights_changed(self) -> None:
         """Pack again: weights may have changed without a trace."""
@@ -253,22 +247,3 @@ def _test_layer(module: Any, device: torch.device) -> tuple[Any, torch.Tensor]:
     if module.bias is not None:
         test.bias = torch.nn.Parameter(torch.zeros_like(module.bias, device=device), requires_grad=False)
     return test, rows.to(device, weight.dtype)
-
-
-def _hook(layer: _Layer) -> list[Any]:
-    """Make a layer run in its sizes: its own forward gets no rows, and the hook after it computes them all."""
-    given: list[torch.Tensor] = []
-
-    def before(module: torch.nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        given.append(args[0])
-        return (args[0][..., :0, :],)
-
-    def after(module: torch.nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-        x = given.pop()
-        result = run_rows(layer.rows, x.reshape(-1, x.shape[-1]), layer.sizes, into=layer.into)
-        return result.view(*x.shape[:-1], -1)
-
-    return [
-        layer.module.register_forward_pre_hook(in_this_thread(before)),
-        layer.module.register_forward_hook(in_this_thread(after)),
-    ]
