@@ -181,9 +181,7 @@ def run_rows(layer: Rows, x: torch.Tensor, sizes: RowSizes, *, into: RowsInto | 
         return layer(x)
     calls = sizes.cover(count)
     if len(calls) == 1:
-        padded = x.new_zeros(calls[0], x.shape[1])
-        padded[:count] = x
-        return layer(padded)[:count]
+        return layer(torch.cat((x, x.new_zeros(calls[0] - count, x.shape[1]))))[:count]
     result: torch.Tensor | None = None
     start = 0
     for size in sorted(calls):  # of the first, the rows are copied: let it be the smallest
