@@ -239,6 +239,16 @@ def test_weights_written_without_a_trace_are_packed_again_when_told(monkeypatch:
     assert (found - plain).abs().max() <= 1e-4 * plain.abs().max()
 
 
+def test_weights_made_in_inference_mode_are_packed_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    pack_all(monkeypatch)
+    with torch.inference_mode():
+        model = tiny_model("llama", **_WIDE)
+    with KVBoost(model, chunk_size=16) as engine:
+        tiles = engine.parts.runner.tiles
+        assert tiles is not None
+        assert tiles.packed_bytes
+
+
 def test_a_model_gets_its_attention_back_with_the_last_engine() -> None:
     model = tiny_model("llama")
     one, other = KVBoost(model), KVBoost(model)

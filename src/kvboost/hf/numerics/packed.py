@@ -43,7 +43,8 @@ class PackedLinear:
     def refresh(self) -> None:
         """Pack again if the layer got other weights."""
         weight = self._module.weight
-        source = (weight.data_ptr(), weight._version)
+        # Inference tensors count no versions: a write to one of those goes unnoticed.
+        source = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
         if source != self._source:
             ops: Any = torch.ops.mkldnn
             self._weight = ops._reorder_linear_weight(weight.detach(), _ROWS)
