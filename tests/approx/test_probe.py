@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 from kvboost import UnsupportedModelError
 from kvboost.approx.probe import probe_reposition
+from kvboost.hf.numerics.elementwise import functions_of
+from kvboost.hf.numerics.forwards import replaced
 from tests.approx.test_reposition import _layout
 from tests.helpers.models import tiny_model
 
@@ -27,6 +30,16 @@ def test_refuses_with_a_reason(family: str, overrides: dict[str, Any], reason: s
     model = tiny(family, **overrides)
     with pytest.raises(UnsupportedModelError, match=reason):
         probe_reposition(model, _layout(model))
+
+
+def test_a_model_is_probed_while_another_thread_is_in_a_step() -> None:
+    """Which has another forward for its rotary module then, and keeps it."""
+    model = tiny_model("llama")
+    layout = _layout(model)
+    with replaced([(module, lambda *_, **__: None) for module, _ in functions_of(model)]):
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(probe_reposition, model, layout).result() is not None
+        assert model.model.rotary_emb(torch.ones(1), torch.arange(3)[None]) is None
 
 
 def test_weights_decide_not_the_family() -> None:

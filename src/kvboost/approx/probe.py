@@ -160,15 +160,20 @@ def _columns(cos: torch.Tensor, sin: torch.Tensor) -> slice:
     return slice(None)
 
 
+def _without_forward(module: torch.nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name != "forward"}
+
+
 @contextmanager
 def _state_kept(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Length-dependent rotary modules change when the model runs; restore them afterwards."""
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+    # But their forward, which another thread may have replaced for a step (hf/numerics/forwards.py).
+    before = [(module, _without_forward(module), dict(module._buffers)) for module in modules]
     try:
         yield
     finally:
         for module, attributes, buffers in before:
             for current, earlier in ((vars(module), attributes), (module._buffers, buffers)):
-                for name in current.keys() - earlier.keys():
+                for name in current.keys() - earlier.keys() - {"forward"}:
                     del current[name]
                 current.update(earlier)

@@ -102,6 +102,15 @@ def test_what_is_no_matrix_is_left_alone() -> None:
             module.given.clear()
 
 
+def test_no_list_of_modules_and_no_linear_layer_is_a_function() -> None:
+    """Adapters bring hundreds of empty lists, and quantized layers keep their weights elsewhere."""
+    bare = torch.nn.Linear(4, 4, bias=False)
+    del bare.weight
+    model = torch.nn.Sequential(torch.nn.ModuleDict(), torch.nn.ParameterDict(), torch.nn.ModuleList(), bare)
+    model.append(torch.nn.SiLU())
+    assert [type(function) for function, _ in functions_of(model)] == [torch.nn.SiLU]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_after_a_step_no_function_is_padded(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", num_hidden_layers=1)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvboost.core.verify import same_bits
 from kvboost.hf.numerics import rows as rows_module
+from kvboost.hf.numerics.forwards import replaced
 from kvboost.hf.numerics.rows import RowSizes, cancelling, find_classes, run_rows, writer_of
 
 _INPUTS = 3
@@ -256,6 +257,28 @@ def test_a_writer_has_the_bits_of_the_layers_own_forward(bias: bool, dtype: torc
 
 
 @torch.no_grad()
+def test_a_writer_heeds_a_forward_that_somebody_sets_but_not_that_of_a_step() -> None:
+    layer, calls = torch.nn.Linear(64, 64), []
+    into, own = writer_of(layer), layer.forward
+    assert into is not None
+
+    def patched(x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(x))
+        return 2 * own(x)
+
+    x, out = torch.randn(3, 64), torch.empty(3, 64)
+    with replaced([(layer, lambda x: into(x, out))]):
+        layer(x)
+        assert same_bits(out, own(x))
+    assert not calls
+    layer.forward = patched
+    with replaced([(layer, lambda x: into(x, out))]):
+        layer(x)
+    assert same_bits(out, 2 * own(x))
+    assert calls == [3]
+
+
+@torch.no_grad()
 def test_a_writer_rounds_as_autocast_does() -> None:
     torch.manual_seed(3)
     layer, x, out = torch.nn.Linear(64, 32), torch.randn(40, 64), torch.empty(40, 32, dtype=torch.bfloat16)
@@ -266,11 +289,8 @@ def test_a_writer_rounds_as_autocast_does() -> None:
         assert same_bits(out, layer(x))
 
 
-def test_a_layer_with_a_forward_of_its_own_has_no_writer() -> None:
+def test_another_kind_of_linear_layer_has_no_writer() -> None:
     class Other(torch.nn.Linear):
         pass
 
     assert writer_of(Other(4, 4)) is None
-    patched = torch.nn.Linear(4, 4)
-    patched.forward = lambda x: x  # type: ignore[method-assign]
-    assert writer_of(patched) is None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from transformers.pytorch_utils import Conv1D
 
 from kvboost.hf.numerics.forwards import Forward
 
@@ -19,7 +20,7 @@ _GRAIN = 32768  # numbers for which torch starts another thread
 _GELU_GRAIN = 24576  # numbers from which GELU uses all threads
 _VECTORS = 64  # numbers computed at a time, at most
 _MAX_EXTRA = 1 << 16
-_NO_FUNCTION = (torch.nn.Dropout, torch.nn.Identity, torch.nn.Embedding)
+_NO_FUNCTION = (torch.nn.Dropout, torch.nn.Identity, torch.nn.Embedding, torch.nn.Linear, Conv1D)
 
 
 def functions_of(model: Any) -> list[tuple[torch.nn.Module, Forward]]:
@@ -27,9 +28,13 @@ def functions_of(model: Any) -> list[tuple[torch.nn.Module, Forward]]:
     return [
         (module, _rotary(module) if _frequencies(module) else _activation(module))
         for module in model.modules()
-        if _frequencies(module)
-        or (not isinstance(module, _NO_FUNCTION) and not any(module.children()) and not [*module.parameters()])
+        if _frequencies(module) or (_is_called(module) and not any(module.children()) and not [*module.parameters()])
     ]
+
+
+def _is_called(module: torch.nn.Module) -> bool:
+    """Not a list of modules, of which adapters bring many, and nothing that computes no function."""
+    return type(module).forward is not torch.nn.Module.forward and not isinstance(module, _NO_FUNCTION)
 
 
 def _frequencies(module: torch.nn.Module) -> set[int]:

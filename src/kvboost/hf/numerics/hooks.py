@@ -1,6 +1,6 @@
-"""Hooks on the layers of a model that several threads run at once.
+"""Hooks on a model that several threads run at once.
 
-Used by whoever hooks layers for the length of a step. Invariant: a step's hooks act in the thread of the step alone.
+Used by the runner, which hooks the decoder for a request. Invariant: its hooks act in the thread of the request alone.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from kvboost.hf.numerics.forwards import set_on
+
 Rows = Callable[[torch.Tensor], torch.Tensor]
 """A layer applied to [rows, inputs]."""
 RowsInto = Callable[[torch.Tensor, torch.Tensor], object]
@@ -154,17 +156,17 @@ def _class_of(
 def writer_of(module: torch.nn.Module) -> RowsInto | None:
     """Computes a plain linear layer's rows where they belong, by the kernel that its forward calls; None for others.
 
-    For calls without gradients. Where that kernel may be another (autocast, weights of their own kind, a place that is
-    not aligned as a new tensor is) the rows are computed by the forward and copied.
+    For calls without gradients. Where that kernel may be another (autocast, weights or a forward of their own kind, a
+    place that is not aligned as a new tensor is) the rows are computed by the forward and copied.
     """
-    if type(module) is not torch.nn.Linear or "forward" in vars(module):
+    if type(module) is not torch.nn.Linear:
         return None
 
     def into(x: torch.Tensor, out: torch.Tensor) -> None:
         weight, bias = module.weight, getattr(module, "bias", None)
         plain = all(type(one) in (torch.nn.Parameter, torch.Tensor) for one in (weight, bias) if one is not None)
         same = x.device.type == "cpu" and x.dtype == weight.dtype == out.dtype and not torch.is_autocast_enabled("cpu")
-        if not plain or not same or out.data_ptr() % _ALIGNED:
+        if not plain or not same or set_on(module) is not None or out.data_ptr() % _ALIGNED:
             out.copy_(module.forward(x))
         elif bias is None:
             torch.mm(x, weight.t(), out=out)

@@ -42,7 +42,6 @@ class _Layer:
     """How one linear layer is run."""
 
     module: torch.nn.Module
-    rows: Rows
     sizes: RowSizes
     packed: PackedLinear | None
     into: RowsInto | None
@@ -53,7 +52,7 @@ class _Layer:
         return self.packed is None and self.sizes.allows(rows)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result = run_rows(self.rows, x.reshape(-1, x.shape[-1]), self.sizes, into=self.into)
+        result = run_rows(self.packed or self.module.forward, x.reshape(-1, x.shape[-1]), self.sizes, into=self.into)
         return result.view(*x.shape[:-1], -1)
 
 
@@ -208,7 +207,7 @@ def _linear_layers(
         for module in modules:
             packed = PackedLinear(module) if pack else None
             into = writer_of(module) if packed is None else None
-            layers.append(_Layer(module, packed or module.forward, sizes, packed, into))
+            layers.append(_Layer(module, sizes, packed, into))
     return layers
 
 
