@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from benchmarks.common.faults import Fault, FaultyProxy
@@ -20,10 +21,10 @@ _FAULTS = (Fault.REFUSED, Fault.BLACK_HOLE, Fault.SLOW, Fault.RESET, Fault.GARBA
 class FlappingRedis:
     """A redis-server behind a proxy; every other period something is wrong with one of them."""
 
-    def __init__(self, stack: ExitStack) -> None:
-        self._port = free_port()
+    def __init__(self, stack: ExitStack, options: Sequence[str] = ()) -> None:
+        self._port, self._options = free_port(), options
         self._server = ExitStack()
-        self._server.enter_context(redis_server(port=self._port))
+        self._server.enter_context(redis_server(options, port=self._port))
         stack.callback(self._server.close)
         self._proxy = stack.enter_context(FaultyProxy(self._port))
         self._steady = threading.Event()
@@ -65,5 +66,5 @@ class FlappingRedis:
                 self._server.close()
             self._steady.wait(_FAULT_SECONDS)
             if fault is Fault.REFUSED:
-                self._server.enter_context(redis_server(port=self._port))
+                self._server.enter_context(redis_server(self._options, port=self._port))
             self._proxy.fault = Fault.NONE

@@ -53,6 +53,7 @@ def redis_server(options: Sequence[str] = (), *, port: int | None = None) -> Ite
     port = port or free_port()
     with tempfile.TemporaryDirectory() as folder:
         fixed = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", folder]
+        fixed += ["--maxmemory", "4gb", "--maxmemory-policy", "allkeys-lru"]
         process = subprocess.Popen([program, *fixed, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             if "--port" not in options:
@@ -93,9 +94,10 @@ class MooncakeStore:
     memory: subprocess.Popen[bytes]
     """The process that gives it memory."""
 
-    def url(self, ledger: str) -> str:
-        """As a tier has it whose ledger lies there."""
-        return f"mooncake://{self.address}?ledger={ledger}"
+    @property
+    def url(self) -> str:
+        """As a tier has it."""
+        return f"mooncake://{self.address}"
 
 
 _GIVER = """

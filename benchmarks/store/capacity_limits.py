@@ -1,7 +1,8 @@
 """Capacity limits under load: eight threads and three tenants at random; no ledger is ever over its limit.
 
-One memory, one directory and one redis-server of its own, each with a limit for all tenants and one for each, and small
-enough that most of what is put evicts something. What is done and looked at: ``tests/helpers/workload.py``.
+One memory and one directory, each with a limit for all tenants and one for each, and small enough that most of what is
+put evicts something; below them a redis-server of its own, whose limit is its own. What is done and looked at:
+``tests/helpers/workload.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Flipped bits in a Redis: every one must be a miss, and nothing else may be one.
 
-Starts a redis-server of its own. Blocks are small, of one value, and large, of several; a flip goes anywhere into the
-values of one block. After each, the damaged block must be a miss and gone, and another, whole one must be found.
+Starts a redis-server of its own. A flip goes anywhere into the value of
+a small or a large block. After each, the damaged block must be a miss and gone, and another, whole one must be found.
 """
 
 from __future__ import annotations

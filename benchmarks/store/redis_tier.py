@@ -30,7 +30,7 @@ from kvboost.types import KVBlock, Namespace, PutOutcome
 QUICK = {"repeat": 2, "blocks": 2, "small": 100, "faults": ["refused", "garbage"]}
 
 _LAYERS = 30
-_UNLIMITED = 2**40
+_ROW = 256  # bytes of one token's key of one head: 64 numbers of float32
 _FAULTS = [fault.value for fault in Fault if fault is not Fault.NONE]
 _REQUESTS_WHILE_OPEN = 200
 _RECOVERY_S = 10.0
@@ -43,19 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="a server to use instead of one of its own")
     parser.add_argument("--repeat", type=positive, default=15, help="rounds per size (default 15)")
     parser.add_argument("--blocks", type=positive, default=8, help="blocks per round (default 8)")
-    parser.add_argument("--small", type=positive, default=2000, help="blocks for the ledger's cost (default 2000)")
+    parser.add_argument("--small", type=positive, default=2000, help="small blocks (default 2000)")
     parser.add_argument("--faults", nargs="+", choices=_FAULTS, default=_FAULTS, help="default: all")
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Speed, the ledger's cost, faults."""
+    """Speed, the cost of a small block, faults."""
     report = Report("redis_tier")
     with _server(args.url) as url:
         address = urlsplit(url)
         if address.hostname not in ("127.0.0.1", "localhost"):
             raise BenchError("faults are made on this machine only; give a --url with 127.0.0.1")
         report.tables.append(_speed(url, args, report.raw))
-        report.tables.append(_ledger(url, args, report.raw))
+        report.tables.append(_small(url, args, report.raw))
         report.tables.append(_faults(address.port or 6379, [Fault(name) for name in args.faults], report))
     return report
 
@@ -77,7 +77,7 @@ def namespace() -> Namespace:
 def make_block(number: int, nbytes: int) -> KVBlock:
     """A block of about so many bytes in keys and values of some layers."""
     digest = hashlib.sha512(b"%d.%d" % (number, nbytes)).digest()
-    each = max(1, nbytes // (2 * _LAYERS))
+    each = max(_ROW, nbytes // (2 * _LAYERS) // _ROW * _ROW)
     whole = torch.frombuffer(bytearray(os.urandom(each * 2 * _LAYERS)), dtype=torch.uint8).view(2 * _LAYERS, each)
     return KVBlock(
         key=digest[:32],
@@ -94,7 +94,6 @@ def open_tier(url: str, **options: Any) -> RedisTier:
     """A tier under a prefix of its own."""
     return RedisTier(
         url,
-        capacity_bytes=_UNLIMITED,
         records=RecordFormat(namespace()),
         prefix=f"kvboost-bench-{os.getpid()}",
         **options,
@@ -113,7 +112,7 @@ def _speed(url: str, args: argparse.Namespace, raw: dict[str, Any]) -> Table:
     )
     columns: list[dict[str, list[float]]] = []
     for megabytes in (1, 6):
-        nbytes = megabytes * 2**20 - 2**15  # the record of the smaller one fits one value
+        nbytes = megabytes * 2**20 - 2**15
         blocks = [make_block(number, nbytes) for number in range(args.blocks)]
         with closing(open_tier(url, timeout_s=5.0)) as tier:
             stores, loads = _contestants(blocks, clients, tier)
@@ -130,7 +129,7 @@ def _speed(url: str, args: argparse.Namespace, raw: dict[str, Any]) -> Table:
     table.notes.append(
         f"{args.blocks} blocks per round, {args.repeat} rounds, in turn. redis-py sets and gets "
         "one ready value per block and does nothing else; the tier makes and checks the record with its checksum and "
-        "keeps the ledger. Server, client and other work share the cores."
+        "notes a pointer to it. Server, client and other work share the cores."
     )
     raw["speed"] = columns
     return table
@@ -213,10 +212,10 @@ def _must(holds: bool) -> None:
         raise BenchError("a block was not stored or not found: the machine is too busy, or a defect of the tier")
 
 
-# The ledger
+# Small blocks
 
 
-def _ledger(url: str, args: argparse.Namespace, raw: dict[str, Any]) -> Table:
+def _small(url: str, args: argparse.Namespace, raw: dict[str, Any]) -> Table:
     """What storing costs beside moving the bytes: blocks of a page, as a plain value and as a block."""
     import redis
 
@@ -225,19 +224,19 @@ def _ledger(url: str, args: argparse.Namespace, raw: dict[str, Any]) -> Table:
     records = RecordFormat(namespace())
     values = [(b"kvboost-bench:" + block.key, records.encode(block).join()) for block in blocks]
     table = Table(
-        "Redis tier: what the ledger costs, per block",
+        "Redis tier: what a small block costs",
         describe_machine(),
         ["", "ms per block", "server's CPU, ms", "server's memory beside the value, bytes"],
     )
     figures: dict[str, list[float]] = {}
 
     def measured(name: str, work: Callable[[], None]) -> None:
-        before, memory = _server_cpu(client), _memory(client)
+        before, memory = server_cpu(client), _memory(client)
         begin = time.perf_counter()
         work()
         took = time.perf_counter() - begin
         beside = (_memory(client) - memory) / len(blocks) - len(values[0][1])
-        figures[name] = [1e3 * took / len(blocks), 1e3 * (_server_cpu(client) - before) / len(blocks), beside]
+        figures[name] = [1e3 * took / len(blocks), 1e3 * (server_cpu(client) - before) / len(blocks), beside]
 
     def plain() -> None:
         for key, value in values:
@@ -254,17 +253,18 @@ def _ledger(url: str, args: argparse.Namespace, raw: dict[str, Any]) -> Table:
         begin = time.perf_counter()
         tier.used(keys)
         tier.flush()
-        figures["used, written down in batches"] = [1e3 * (time.perf_counter() - begin) / len(keys)]
+        figures["used, touched in one round trip"] = [1e3 * (time.perf_counter() - begin) / len(keys)]
         tier.clear()
     for name, (ms, *others) in figures.items():
         cells = [f"{others[0]:.3f}", f"{others[1]:.0f}"] if others else ["", ""]
         table.add(name, f"{ms:.4f}", *cells)
     table.notes.append(f"{len(blocks)} blocks with records of {len(values[0][1]):,} bytes, one after the other.")
-    raw["ledger"] = figures
+    raw["small"] = figures
     return table
 
 
-def _server_cpu(client: Any) -> float:
+def server_cpu(client: Any) -> float:
+    """Seconds that the server has computed."""
     info = client.info("cpu")
     return float(info["used_cpu_sys"]) + float(info["used_cpu_user"])
 

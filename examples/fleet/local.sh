@@ -5,6 +5,6 @@ set -euo pipefail
 MODEL="${1:?give a model: a folder or a hub name}"
 shift
 PORT="${REDIS_PORT:-6390}"
-redis-server --port "$PORT" --bind 127.0.0.1 --save "" --appendonly no >/dev/null &
+redis-server --port "$PORT" --bind 127.0.0.1 --save "" --appendonly no --maxmemory 4gb --maxmemory-policy allkeys-lru >/dev/null &
 trap 'kill %1' EXIT
 kvboost serve "$MODEL" --ray --replicas 3 --remote-url "redis://127.0.0.1:$PORT/0" "$@"

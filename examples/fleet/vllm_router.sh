@@ -6,7 +6,7 @@ set -euo pipefail
 MODEL="${1:?give a model: a folder or a hub name}"
 REDIS="${REDIS_PORT:-6390}"
 trap 'kill $(jobs -p)' EXIT
-redis-server --port "$REDIS" --bind 127.0.0.1 --save "" --appendonly no >/dev/null &
+redis-server --port "$REDIS" --bind 127.0.0.1 --save "" --appendonly no --maxmemory 4gb --maxmemory-policy allkeys-lru >/dev/null &
 TIERS='{"kv_connector": "KVBoostConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
   "kv_connector_extra_config": {"remote_url": "redis://127.0.0.1:'"$REDIS"'/0"}}'
 for port in 8101 8102; do

@@ -17,25 +17,26 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "m
 QUALITIES = ("exact", "auto", "high", "fast")
 PROTECTIONS = ("none", "mac", "encrypt")
 AUTO = "auto"
-"""A size that follows from the memory that is free when an engine is made."""
+"""A size that follows from the machine's memory when an engine is made."""
 DEFAULT_CHUNK = 32
 DEFAULT_PLACE_BYTES = 20 * 2**30
-"""Limit of a cache directory or a server whose first writer gives none."""
+"""Limit of a cache directory whose first writer gives none."""
+DEFAULT_TTL_S = 7 * 24 * 3600.0
+"""How long a shared server keeps a chunk at most: what no model uses any more goes, also where nothing is evicted."""
 _CHECKED_BY_DEFAULT = 0.02
 _SIZES = (
     "cache_bytes",
     "workspace_bytes",
+    "packed_bytes",
     "kv_bytes",
     "tenant_bytes",
     "host_cache_bytes",
     "disk_cache_bytes",
-    "remote_cache_bytes",
     "object_cache_bytes",
 )
 
 _LIMITS = {
     "disk_cache_bytes": "disk_cache_dir",
-    "remote_cache_bytes": "remote_url",
     "object_cache_bytes": "object_url",
 }
 _NON_PREFIX = (
@@ -46,7 +47,7 @@ _NON_PREFIX = (
     "calibration",
     "shadow_share",
 )
-_AUTOMATIC = ("cache_bytes", "workspace_bytes", "host_cache_bytes")
+_AUTOMATIC = ("cache_bytes", "workspace_bytes", "packed_bytes", "host_cache_bytes")
 
 
 def parse_bytes(value: int | str, *, name: str) -> int:
@@ -94,6 +95,10 @@ class EngineConfig:
     workspace_bytes: int | str = AUTO
     """Memory for caches kept between requests, so that a repeated prefix needs no copy. ``"auto"`` is a fifth of an
     accelerator's free memory, on the CPU 1 GiB."""
+    packed_bytes: int | str = AUTO
+    """Memory for copies of weights that are packed for a CPU's kernels. ``"auto"`` is a quarter of the memory beside
+    the weights: of all there is, or of the container's limit, not of what is free. What is packed rounds otherwise, so
+    machines of different sizes share KV only if they pack the same layers: give all of them the same number."""
     kv_bytes: int | str | None = None
     """KV that running requests may hold in memory, prompt and new tokens, such as ``"512MB"``. A request of
     ``generate`` that needs more is paged: pages that do not fit are kept on disk (with an accelerator, in host memory).
@@ -106,7 +111,9 @@ class EngineConfig:
     tenant: str = ""
     """Chunks of different tenants are never shared. One engine serves many: see :meth:`kvboost.KVBoost.for_tenant`."""
     tenant_bytes: int | str | None = None
-    """Limit for one tenant, in memory and in each tier below. None sets no limit."""
+    """Limit for one tenant, in memory, on disk and in a bucket; a shared server has its own limit only. Without one, a
+    tenant uses what others leave free; in a full memory or disk tier it evicts its own chunks, or those of tenants that
+    have more than it has and more than an even share."""
     numerics: Any = None
     """How exact reuse rounds: ``"bitwise"`` has the bits of a cold run, ``"fast"`` is exact up to rounding. By default
     bitwise on CPUs and fast on accelerators, where bitwise recomputes up to 1,023 tokens behind a hit."""
@@ -151,17 +158,16 @@ class EngineConfig:
     """Also keep chunks in this directory. They outlive the process, and several processes may share it."""
     disk_cache_bytes: int | str | None = None
     """Limit for a new directory, over all models and tenants in it; 20 GiB if left out. The directory keeps the limit
-    of its first writer; ``kvboost cache limit`` changes it."""
+    of its first writer; ``kvboost cache limit`` changes it. 1 GiB of the file system, or a twentieth of a small one, is
+    left free."""
     remote_url: str | None = None
     """Also keep chunks in this Redis or Valkey server: ``redis://host:port``, or ``rediss://`` for TLS. Several
     machines may share it; ``rediss://user:password@host:port`` logs in, ``redis+cluster://host:port`` is a cluster,
     ``redis+sentinel://host:port/service`` the master of Sentinels. Needs ``kvboost[redis]``. A Mooncake
-    Store is ``mooncake://master:port?ledger=redis://host:port``; it needs ``kvboost[mooncake]``."""
-    remote_cache_bytes: int | str | None = None
-    """Limit for what all engines together keep in a new server; 20 GiB if left out. The server keeps the limit of its
-    first writer; ``kvboost cache limit`` changes it."""
-    remote_ttl_seconds: float | None = None
-    """Chunks leave the server this long after they were stored. None keeps them until they are evicted."""
+    Store is ``mooncake://master:port``; it needs ``kvboost[mooncake]``. The server's own limit holds: give it
+    ``maxmemory`` and ``maxmemory-policy allkeys-lru``."""
+    remote_ttl_seconds: float | None = DEFAULT_TTL_S
+    """Chunks leave a Redis server this long after they were stored: 7 days. None keeps them until it evicts them."""
     remote_timeout_seconds: float = 0.03
     """How long a request waits for the server beyond what its bytes take, before it computes instead. Give more for a
     server across a slow network, or a busy machine."""
@@ -306,5 +312,8 @@ class RunnerConfig:
     """Requests computed concurrently."""
     max_waiting: int = 256
     """Requests that may wait; further ones are refused with a 429."""
+    max_step_seconds: float = 600.0
+    """A prefill or decode step that takes longer hangs: the server says so and ends, with an exit code that is not 0.
+    Raise it where one pass over the weights takes minutes."""
     deterministic: bool = False
     """Give the same bytes for the same request (with a seed or temperature 0), alone or among others. Slower."""

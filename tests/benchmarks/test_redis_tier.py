@@ -42,5 +42,8 @@ def test_shared_tiers_are_compared_with_their_bare_clients(tmp_path: Path) -> No
     file = tmp_path / "out.json"
     assert main(["--quick", "shared_tiers", "--json", str(file)]) == 0
     raw = json.loads(file.read_text())["raw"]
+    full = [raw.pop("before"), raw.pop("full")]
+    assert min(put for put, *_ in full) > 0.0
+    assert full[1][-1] > 0, "the server that is to be full evicted nothing"
     assert set(raw) == {f"{kind} {what}" for kind in ("redis", "cluster") for what in ("put", "get")}
     assert all(min(rates) > 0.0 for column in raw.values() for rates in column.values())

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.servers import free_port
+from benchmarks.common.servers import RedisServer, free_port
 from kvboost.cli import main
 from kvboost.store.record.format import RecordFormat
 from kvboost.types import tenant_digest
@@ -199,6 +199,7 @@ def test_an_import_stays_within_the_budget(kvboost: Said, tmp_path: Path) -> Non
     assert "--budget 0 would keep nothing" in kvboost.err
 
 
+@pytest.mark.parametrize("place", ["disk", "s3"], indirect=True)
 def test_the_limit_is_shown_and_changed(place: Place, kvboost: Said, tmp_path: Path) -> None:
     assert kvboost("limit", place.url, "1GiB") == 0
     assert kvboost.out.endswith(" may hold 1.0 GiB\n")
@@ -211,6 +212,21 @@ def test_the_limit_is_shown_and_changed(place: Place, kvboost: Said, tmp_path: P
     assert kvboost("limit", place.url, "0") == 2
     assert "SIZE 0 would keep nothing" in kvboost.err
     assert kvboost("limit", tmp_path / "absent") == 2
+
+
+def test_what_earlier_versions_left_in_a_server_is_removed(kvboost: Said, redis_at: RedisServer) -> None:
+    import redis
+
+    place = Place("redis", redis_at.url)
+    place.fill(ACME, blocks_of("a"))
+    with redis.Redis.from_url(redis_at.url) as client:
+        client.mset({"kvboost:ledger": "x", f"kvboost:{tenant_digest('acme').hex()}:ab:cd": "x"})
+        assert kvboost.json("purge", place.url, "--outdated", "--yes") == {"removed": 2}
+        assert client.dbsize() == 2, "a record and its pointer"
+    assert kvboost("purge", place.url, "--outdated", "--all", "--yes") == 2
+    assert kvboost("limit", place.url, "1GiB") == 2
+    assert "maxmemory" in kvboost.err
+    assert kvboost.json("limit", place.url)["limit"] == 4 * 2**30
 
 
 def test_records_with_a_secret(kvboost: Said, tmp_path: Path) -> None:
@@ -255,7 +271,7 @@ def test_records_with_a_secret(kvboost: Said, tmp_path: Path) -> None:
         (["import", "{tmp}/file", "{tmp}/file"], "is no directory"),
         (["rm", "{cache}", "abc"], "4 hexadecimal digits"),
         (["ls", "{cache}", "--space", "ffff"], "no space begins with ffff"),
-        (["purge", "{cache}"], "say what to remove: --tenant NAME, or --all"),
+        (["purge", "{cache}"], "say what to remove: --tenant NAME, --all, or --outdated"),
     ],
 )
 def test_a_mistake_is_one_line(kvboost: Said, tmp_path: Path, arguments: list[str], message: str) -> None:

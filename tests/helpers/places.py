@@ -51,7 +51,7 @@ class Place:
         if self.kind == "disk":
             return DiskTier(self.url, capacity_bytes=2**30, records=records)
         if self.kind == "redis":
-            return RedisTier(self.url, capacity_bytes=2**30, records=records, timeout_s=30.0)
+            return RedisTier(self.url, records=records, timeout_s=30.0)
         return ObjectTier(self.url, records=records, timeout_s=30.0)
 
     def fill(self, records: RecordFormat, blocks: Sequence[KVBlock]) -> None:
@@ -76,7 +76,7 @@ class Place:
             import redis
 
             with redis.Redis.from_url(self.url) as client:
-                client.set(f"kvboost:{tenant}:{space}:{key.hex()}", raw)
+                client.set(f"kvboost:2:{tenant}:{space}:{key.hex()}", raw)
         else:
             from obstore.store import from_url
 

@@ -36,7 +36,7 @@ def main() -> None:
             os.waitpid(pid, 0)
             print("ended", flush=True)
             continue
-        tier = RedisTier(url, capacity_bytes=2**40, records=RecordFormat(namespace()), timeout_s=60.0)
+        tier = RedisTier(url, records=RecordFormat(namespace()), timeout_s=60.0)
         for number in range(int(line), int(line) + 1000):
             if tier.store(numbered(number)) is PutOutcome.STORED:
                 os.write(1, b"stored %d\n" % number)

@@ -201,16 +201,20 @@ def purge(
         str | None, typer.Option("--tenant", metavar="NAME", help="Whose; an engine's tenant setting.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Of every tenant, also of those that are no more.")] = False,
+    outdated: Annotated[bool, typer.Option("--outdated", help="What earlier versions left in a Redis.")] = False,
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove everything of a tenant, or of all, of every model. Engines that run keep what they have in memory."""
-    if everything == (tenant is not None):
-        raise ConfigError("say what to remove: --tenant NAME, or --all")
+    if everything + outdated + (tenant is not None) != 1:
+        raise ConfigError("say what to remove: --tenant NAME, --all, or --outdated")
     with records.open_location(place) as catalogue:
-        whose = f"of tenant {tenant!r} " if tenant is not None else ""
+        whose = f"of tenant {tenant!r} " if tenant is not None else "of earlier versions " if outdated else ""
         records.confirm(f"Remove everything {whose}from {catalogue.place}?", yes)
-        removed = catalogue.purge(tenant_digest(tenant)) if tenant is not None else catalogue.purge_all()
+        if outdated:
+            removed = catalogue.purge_outdated()
+        else:
+            removed = catalogue.purge(tenant_digest(tenant)) if tenant is not None else catalogue.purge_all()
     if tenant is not None and not removed:
         note(f"nothing of a tenant {tenant!r} is here; tenants of a server have the names that GET /v1/cache lists")
     print(json.dumps({"removed": removed}) if as_json else f"{removed} records removed")
@@ -226,6 +230,8 @@ def limit(
     as_json: AsJson = False,
 ) -> None:
     """Show or change how much a place may hold, whoever writes there. In a bucket: of one model and tenant.
+
+    A Redis server's limit is its own: it is shown, and set with its maxmemory.
 
     What is beyond a smaller limit is evicted now, the least recently used first; a bucket only refuses more.
     """
@@ -322,7 +328,7 @@ def export(
         raise typer.Exit(_DAMAGE)
 
 
-@app.command("import", epilog="Example:  kvboost cache import redis://127.0.0.1:6379/0 chunks.tar --budget 8GiB")
+@app.command("import", epilog="Example:  kvboost cache import redis://127.0.0.1:6379/0 chunks.tar")
 def import_records(
     place: Place,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What export wrote; - for the input.")],

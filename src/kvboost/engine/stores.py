@@ -1,8 +1,8 @@
 """Opens the configured stores for each tenant: memory, and the tiers below it.
 
 Made once when an engine is assembled. Invariants: a tier returns only blocks written for this model, this tenant and
-these settings; all tenants together stay within the limits of the places (an object store's is per tenant), and share
-connections and threads.
+these settings; all tenants together stay within the limits of the places (an object store's is per tenant, a shared
+server's is its own), and share connections and threads.
 """
 
 from __future__ import annotations
@@ -169,10 +169,8 @@ class Stores:
             tiers.append(
                 RedisTier(
                     config.remote_url,
-                    capacity_bytes=_limit(config.remote_cache_bytes),
                     records=records,
                     ttl_seconds=config.remote_ttl_seconds,
-                    tenant_quota_bytes=quota,
                     timeout_s=config.remote_timeout_seconds,
                 )
             )

@@ -4,7 +4,7 @@ from kvboost.store.eviction import LeafFirstLRU, LeastExpected
 from kvboost.store.lookup import LoadRules
 from kvboost.store.memory import MemoryStore
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.record.protection import read_key, record_format
+from kvboost.store.record.protection import key_salt, read_key, record_format
 from kvboost.store.tiered import TieredStore
 from kvboost.store.tiers.disk.directory import check_directory
 from kvboost.store.tiers.disk.tier import DiskTier
@@ -24,6 +24,7 @@ __all__ = [
     "RedisTier",
     "TieredStore",
     "check_directory",
+    "key_salt",
     "read_key",
     "record_format",
 ]

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvboost.store import DiskTier, RedisTier
+from benchmarks.common.servers import RedisServer
+from kvboost.errors import ConfigError
+from kvboost.store import DiskTier
 from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.base import info_of
@@ -27,8 +29,6 @@ LARGE, SMALL = 2**30, 40_000
 def tier_of(place: Place, capacity: int | None) -> Any:
     if place.kind == "disk":
         return DiskTier(place.url, capacity_bytes=capacity, records=RECORDS)
-    if place.kind == "redis":
-        return RedisTier(place.url, capacity_bytes=capacity, records=RECORDS, timeout_s=30.0)
     return ObjectTier(place.url, capacity_bytes=capacity, records=RECORDS, timeout_s=30.0)
 
 
@@ -47,6 +47,7 @@ def _stored_with(place: Place, capacity: int, word: str) -> Any:
     return tier
 
 
+@pytest.mark.parametrize("place", ["disk", "s3"], indirect=True)
 def test_a_later_writer_keeps_the_limit_of_the_first_and_is_told(place: Place) -> None:
     words = [f"chunk {number}" for number in range(12)]
     first = tier_of(place, LARGE)
@@ -66,7 +67,7 @@ def test_a_later_writer_keeps_the_limit_of_the_first_and_is_told(place: Place) -
         tier.close()
 
 
-@pytest.mark.parametrize("place", ["disk", "redis"], indirect=True)
+@pytest.mark.parametrize("place", ["disk"], indirect=True)
 def test_the_command_changes_the_limit_for_those_who_run(place: Place) -> None:
     words = [f"chunk {number}" for number in range(100)]
     tier = tier_of(place, None)
@@ -142,18 +143,16 @@ def test_a_chain_that_cannot_fit_evicts_nobody(tmp_path: Path) -> None:
     index.close()
 
 
-@pytest.mark.parametrize("place", ["disk", "redis"], indirect=True)
+@pytest.mark.parametrize("place", ["disk"], indirect=True)
 def test_a_store_evicts_so_many_at_most_and_later_ones_go_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvboost.store.tiers.disk import tier as disk_tier
-    from kvboost.store.tiers.redis import tier as redis_tier
 
     tier = tier_of(place, None)
     store(tier, *map(str, range(150)))
     catalogue = open_catalogue(place.url)
     catalogue.set_limit(SMALL)
     catalogue.close()
-    for module in (disk_tier, redis_tier):
-        monkeypatch.setattr(module, "_MAX_STEPS", 1)
+    monkeypatch.setattr(disk_tier, "_MAX_STEPS", 1)
     outcomes = []
     for left in (150 - 64, 150 - 128):
         outcomes += store(tier, "new")
@@ -162,3 +161,13 @@ def test_a_store_evicts_so_many_at_most_and_later_ones_go_on(place: Place, monke
     assert store(tier, "new") == [PutOutcome.STORED]
     assert tier.stats().bytes <= SMALL
     tier.close()
+
+
+def test_the_limit_of_a_server_is_its_own(redis_at: RedisServer) -> None:
+    catalogue = open_catalogue(redis_at.url)
+    assert catalogue.limit() == 4 * 2**30, "its maxmemory"
+    with pytest.raises(ConfigError, match="maxmemory"):
+        catalogue.set_limit(SMALL)
+    with pytest.raises(ConfigError, match="maxmemory"):
+        catalogue.tier(RECORDS, capacity_bytes=SMALL)
+    catalogue.close()

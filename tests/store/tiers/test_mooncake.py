@@ -1,4 +1,4 @@
-"""A real Mooncake Store over TCP, where its package is installed: the contract, who counts, what dies, URLs."""
+"""A real Mooncake Store over TCP, where its package is installed: the contract, purges, what dies, URLs."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
-from urllib.parse import quote
 
 import pytest
 
-from benchmarks.common.servers import MooncakeStore, RedisServer, mooncake_store
+from benchmarks.common.servers import MooncakeStore, mooncake_store
 from kvboost.config import EngineConfig
-from kvboost.errors import ConfigError
+from kvboost.errors import ConfigError, PlaceError
 from kvboost.extend import Tier
 from kvboost.store import RedisTier
 from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.tiers.mooncake_url import parse_mooncake
+from kvboost.store.tiers.mooncake import parse_mooncake
 from kvboost.testing import TierContract
 from kvboost.testing.blocks import SIZE, assert_same, block_of, namespace
 from kvboost.testing.content import prompt
 from kvboost.types import KVBlock, Namespace, PutOutcome, tenant_digest
-from tests.helpers.places import set_limit
 
 RECORDS = RecordFormat(namespace())
 
@@ -41,12 +39,6 @@ def _is_installed() -> bool:
 real = pytest.mark.skipif(not _is_installed(), reason="mooncake-transfer-engine-non-cuda is not installed")
 
 
-@pytest.fixture(autouse=True)
-def _no_sweeper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread of its own, that the servers of a test would not wait for."""
-    monkeypatch.setattr(RedisTier, "_sweep", lambda self: None)
-
-
 @pytest.fixture(scope="module")
 def store() -> Iterator[MooncakeStore]:
     with mooncake_store() as running:
@@ -54,8 +46,8 @@ def store() -> Iterator[MooncakeStore]:
 
 
 @pytest.fixture
-def url(store: MooncakeStore, redis_at: RedisServer) -> str:
-    return store.url(redis_at.url)
+def url(store: MooncakeStore) -> str:
+    return store.url
 
 
 def until(holds: Callable[[], bool], *, seconds: float = 20.0) -> None:
@@ -66,7 +58,7 @@ def until(holds: Callable[[], bool], *, seconds: float = 20.0) -> None:
 
 
 def open_tier(url: str, **options: Any) -> closing[RedisTier]:
-    return closing(RedisTier(url, **{"capacity_bytes": 2**30, "records": RECORDS, "timeout_s": 10.0, **options}))
+    return closing(RedisTier(url, **{"records": RECORDS, "timeout_s": 10.0, **options}))
 
 
 def some_blocks(name: str, count: int, nbytes: int = SIZE) -> list[KVBlock]:
@@ -79,6 +71,8 @@ def keys(blocks: Sequence[KVBlock]) -> list[bytes]:
 
 @real
 class TestMooncakeContract(TierContract):
+    has_limit = counts = False
+
     @pytest.fixture(autouse=True)
     def _place(self, url: str) -> Iterator[None]:
         self.url = url
@@ -87,64 +81,44 @@ class TestMooncakeContract(TierContract):
             catalogue.purge_all()
 
     def make_tier(self, *, capacity_bytes: int, namespace: Namespace) -> Tier:
-        set_limit(self.url, capacity_bytes)
-        records = RecordFormat(namespace)
-        tier = RedisTier(self.url, capacity_bytes=capacity_bytes, records=records, timeout_s=30.0)
+        tier = RedisTier(self.url, records=RecordFormat(namespace), timeout_s=30.0)
         until(lambda: tier.is_available)  # a busy machine takes its time to set the store up
         return tier
 
 
 @real
-def test_large_blocks_come_back_whole_and_lie_in_mooncake(url: str, redis_at: RedisServer) -> None:
-    import redis
-
+def test_large_blocks_come_back_whole(url: str) -> None:
     blocks = some_blocks("large", 4, nbytes=5 * 10**6)
-    with open_tier(url) as tier, redis.Redis.from_url(redis_at.url) as client:
+    with open_tier(url) as tier:
         assert tier.name == "mooncake"
         assert {tier.store(block) for block in blocks} == {PutOutcome.STORED}
         for found, block in zip(tier.load(keys(blocks)), blocks, strict=True):
             assert_same(found, block)
-        assert client.info("memory")["used_memory_dataset"] < 4 * 10**6, "values lie in the Redis"
         tier.clear()
         assert tier.contains(keys(blocks)) == [False] * 4
 
 
 @real
-def test_what_mooncake_dropped_is_a_miss_and_stored_again(url: str) -> None:
-    (block,) = some_blocks("dropped", 1)
-    with open_tier(url) as tier:
-        assert tier.store(block) is PutOutcome.STORED
-        values = tier._elsewhere
-        assert values is not None
-        assert values.unlink([tier._ledger.value(block.key)])
-        assert list(tier.load([block.key])) == [None]
-        assert tier.store(block) is PutOutcome.STORED
-        assert_same(next(iter(tier.load([block.key]))), block)
-
-
-@real
-def test_a_purge_removes_what_a_lost_ledger_knew(url: str, redis_at: RedisServer) -> None:
-    import redis
-
+def test_a_purge_removes_a_tenants_values_and_no_others(url: str) -> None:
     records = [RecordFormat(Namespace(namespace().root, tenant_digest(tenant))) for tenant in ("a", "b")]
     (block,) = some_blocks("forgotten", 1)
     with open_tier(url, records=records[0]) as first, open_tier(url, records=records[1]) as second:
         assert first.store(block) is second.store(block) is PutOutcome.STORED
-        with redis.Redis.from_url(redis_at.url) as client:
-            client.flushall()
         first.purge(records[0].namespace.tenant)
         assert first.contains([block.key]) == [False]
         assert second.contains([block.key]) == [True], "another tenant's"
         assert not any(first.health().values())
         with closing(open_catalogue(url)) as catalogue:
+            with pytest.raises(PlaceError, match="does not tell"):
+                list(catalogue.entries())
             catalogue.purge_all()
         assert second.contains([block.key]) == [False]
 
 
 @real
-def test_a_master_that_dies_is_a_miss_and_is_found_again(redis_at: RedisServer) -> None:
+def test_a_master_that_dies_is_a_miss_and_is_found_again() -> None:
     blocks = some_blocks("master", 3)
-    with mooncake_store() as store, open_tier(store.url(redis_at.url), timeout_s=0.2) as tier:
+    with mooncake_store() as store, open_tier(store.url, timeout_s=0.2) as tier:
         until(lambda: {tier.store(block) for block in blocks} <= {PutOutcome.STORED, PutOutcome.PRESENT})
         store.master.kill()
         store.master.wait()
@@ -163,9 +137,9 @@ def test_a_master_that_dies_is_a_miss_and_is_found_again(redis_at: RedisServer) 
 
 
 @real
-def test_memory_that_hangs_holds_up_no_request_for_long(redis_at: RedisServer) -> None:
+def test_memory_that_hangs_holds_up_no_request_for_long() -> None:
     blocks = some_blocks("hang", 6)
-    with mooncake_store() as store, open_tier(store.url(redis_at.url), timeout_s=0.2) as tier:
+    with mooncake_store() as store, open_tier(store.url, timeout_s=0.2) as tier:
         until(lambda: {tier.store(block) for block in blocks} <= {PutOutcome.STORED, PutOutcome.PRESENT})
         store.memory.send_signal(signal.SIGSTOP)
         try:
@@ -183,44 +157,36 @@ def test_memory_that_hangs_holds_up_no_request_for_long(redis_at: RedisServer) -
 
 
 @real
-def test_a_store_that_is_not_there_is_a_miss(redis_at: RedisServer) -> None:
+def test_a_store_that_is_not_there_is_a_miss() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with open_tier(f"mooncake://127.0.0.1:1?ledger={redis_at.url}") as tier:
+        with open_tier("mooncake://127.0.0.1:1") as tier:
             (block,) = some_blocks("nowhere", 1)
             assert tier.store(block) is PutOutcome.REFUSED
             assert list(tier.load([block.key])) == [None]
 
 
-def test_an_url_says_who_counts() -> None:
-    url = "mooncake://m:1?ledger=redis://:secret@h:2/0&segment=1GiB&protocol=rdma&device=mlx5_0"
+def test_an_url_says_what_is_given() -> None:
+    url = "mooncake://m:1?segment=1GiB&protocol=rdma&device=mlx5_0"
     parsed = parse_mooncake(url)
-    assert (parsed.master, parsed.ledger) == ("m:1", "redis://:secret@h:2/0")
-    assert (parsed.segment_bytes, parsed.protocol, parsed.device) == (2**30, "rdma", "mlx5_0")
-    assert parse_mooncake("mooncake://m?ledger=redis://h").master == "m:50051"
+    assert (parsed.master, parsed.segment_bytes, parsed.protocol, parsed.device) == ("m:1", 2**30, "rdma", "mlx5_0")
+    assert parse_mooncake("mooncake://m").master == "m:50051"
     assert EngineConfig(remote_url=url).remote_url == url
 
 
-@pytest.mark.parametrize(
-    ("given", "ledger"),
-    [
-        ("redis://u:a+b%2Fc%40d@h:2/0", "redis://u:a+b%2Fc%40d@h:2/0"),
-        ("redis://:a%2Fb@h%3Fprotocol%3D3%26db%3D1", "redis://:a%2Fb@h?protocol=3&db=1"),
-        (quote("redis://:a%2Fb@h?db=1", safe=""), "redis://:a%2Fb@h?db=1"),
-    ],
-)
-def test_a_ledgers_password_is_left_as_it_is(given: str, ledger: str) -> None:
-    assert parse_mooncake(f"mooncake://m?ledger={given}&segment=1GiB").ledger == ledger
+def test_a_ledger_is_needed_no_more() -> None:
+    with pytest.raises(ConfigError, match="leave ledger= out") as error:
+        parse_mooncake("mooncake://m?ledger=redis://:secret@h")
+    assert "secret" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     "url",
     [
-        "mooncake://m:1",
-        "mooncake://?ledger=redis://h",
-        "mooncake://m?ledger=redis://h&x=1",
-        "mooncake://m:port?ledger=redis://:secret@h",
-        "mooncake://m:99999?ledger=redis://:secret@h",
+        "mooncake://",
+        "mooncake://m?x=1",
+        "mooncake://:secret@m:port",
+        "mooncake://:secret@m:99999",
     ],
 )
 def test_urls_that_cannot_work(url: str) -> None:
@@ -231,4 +197,4 @@ def test_urls_that_cannot_work(url: str) -> None:
 
 def test_a_time_limit_is_refused() -> None:
     with pytest.raises(ConfigError, match="do not expire"):
-        RedisTier("mooncake://m?ledger=redis://h", records=RECORDS, ttl_seconds=5.0)
+        RedisTier("mooncake://m", records=RECORDS, ttl_seconds=5.0)

@@ -16,22 +16,18 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.servers import RedisServer
 from kvboost.store import RedisTier
 from kvboost.store.admin import open_catalogue
-from kvboost.store.record.format import RecordFormat
+from kvboost.store.record.format import EncodedRecord, RecordFormat
 from kvboost.store.tiers import mooncake
-from kvboost.store.tiers.mooncake import Mooncake, MooncakeRecords
-from kvboost.store.tiers.mooncake_url import own_address, parse_mooncake
-from kvboost.store.tiers.redis.ledger import Ledger
-from kvboost.store.tiers.redis.resp import ServerError
-from kvboost.store.tiers.redis.server import Patience, UnavailableError
+from kvboost.store.tiers.mooncake import MooncakeValues, own_address
+from kvboost.store.tiers.remote import Patience, RefusedError, UnavailableError
 from kvboost.testing.blocks import SIZE, block_of, namespace
 from kvboost.testing.content import prompt
 from kvboost.types import PutOutcome
 
 RECORDS = RecordFormat(namespace())
-URL = "mooncake://127.0.0.1:1?ledger=redis://h"
+URL = "mooncake://127.0.0.1:1"
 MAX_BYTES = 10**6
 
 
@@ -41,7 +37,6 @@ class Library:
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
         self.unreadable: set[str] = set()
-        self.being_written: set[str] = set()
         self.seconds = 0.0
         """Of each transfer."""
         self.held = threading.Event()
@@ -83,9 +78,14 @@ class Library:
         self.values[name] = b"".join(parts)
         return 0
 
+    def get_batch(self, names: list[str]) -> list[bytes]:
+        return [self.values.get(name, b"") for name in names]
+
+    def upsert(self, name: str, value: bytes) -> int:
+        self.values[name] = value
+        return 0
+
     def remove(self, name: str, force: bool) -> int:
-        if name in self.being_written:
-            return -703
         return 0 if self.values.pop(name, None) is not None else -704
 
     def batch_remove(self, names: list[str], force: bool) -> list[int]:
@@ -112,7 +112,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     module.MooncakeDistributedStore = lambda: made  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mooncake", ModuleType("mooncake"))
     monkeypatch.setitem(sys.modules, "mooncake.store", module)
-    monkeypatch.setattr(mooncake, "own_address", lambda master, timeout_s: "127.0.0.1")
+    monkeypatch.setattr(mooncake, "own_address", lambda master: "127.0.0.1")
     yield made
     made.held.set()
     made.may_set_up.set()
@@ -124,24 +124,22 @@ class Opened:
     def __init__(self, library: Library, *, timeout_s: float, url: str = URL) -> None:
         self.reported: list[UnavailableError] = []
         patience = Patience(timeout_s, min_bytes_per_s=1e9)
-        self.values = Mooncake(parse_mooncake(url), patience=patience, report=self.reported.append)
-        self.ledger = Ledger("p", tenant=b"", space=b"", elsewhere=self.values)
+        self.values = MooncakeValues(url, prefix="p", patience=patience, report=self.reported.append)
+        self.values.open()
         self._library = library
 
-    def keys(self, count: int, *, nbytes: int = 100) -> list[bytes]:
+    def names(self, count: int, *, nbytes: int = 100) -> list[str]:
         """Of so many values that are there."""
-        keys = [b"%d" % number for number in range(count)]
-        self._library.values |= {self.name(key): key.ljust(nbytes) for key in keys}
-        return keys
+        names = [f"p:{number}" for number in range(count)]
+        self._library.values |= {name: name.encode().ljust(nbytes) for name in names}
+        return names
 
-    def name(self, key: bytes) -> str:
-        return self.ledger.value(key).decode()
+    def load(self, names: list[str]) -> Iterator[memoryview | None]:
+        return self.values.load(names, max_bytes=MAX_BYTES)
 
-    def load(self, keys: list[bytes]) -> MooncakeRecords:
-        return self.values.load(keys, ledger=self.ledger, max_bytes=MAX_BYTES)
-
-    def put(self, key: bytes) -> bool:
-        return self.values.put([self.ledger.value(key)], [(memoryview(b"value"),)], until_kept_ms=1)
+    def put(self, name: str) -> PutOutcome:
+        record = EncodedRecord((memoryview(b"value"),), 5)
+        return self.values.put(name, lambda: record, pointer=(f"{name}:content", b"pointer"))
 
     def close(self) -> None:
         self._library.held.set()
@@ -152,8 +150,8 @@ def opened(library: Library, *, timeout_s: float, url: str = URL) -> closing[Ope
     return closing(Opened(library, timeout_s=timeout_s, url=url))
 
 
-def open_tier(ledger: str, **options: Any) -> RedisTier:
-    return RedisTier(f"mooncake://127.0.0.1:1?ledger={ledger}", records=RECORDS, timeout_s=10.0, **options)
+def open_tier(url: str = URL) -> RedisTier:
+    return RedisTier(url, records=RECORDS, timeout_s=10.0)
 
 
 def until(holds: Callable[[], bool], *, seconds: float = 10.0) -> None:
@@ -165,32 +163,32 @@ def until(holds: Callable[[], bool], *, seconds: float = 10.0) -> None:
 
 def test_values_come_in_order_and_what_is_not_there_is_a_miss(library: Library) -> None:
     with opened(library, timeout_s=10.0) as store:
-        keys = store.keys(9)
-        wanted = [*keys[:5], b"other", *keys[5:]]
-        found = list(store.load(wanted))
-        assert [None if record is None else bytes(record).strip() for record in found] == [*keys[:5], None, *keys[5:]]
+        names = store.names(9)
+        wanted = [*names[:5], "other", *names[5:]]
+        found = [None if value is None else bytes(value).decode().strip() for value in store.load(wanted)]
+        assert found == [*names[:5], None, *names[5:]]
         assert not store.reported
 
 
 def test_requests_that_wait_for_each_other_are_not_held_against_the_store(library: Library) -> None:
     with opened(library, timeout_s=0.5) as store:
-        keys = store.keys(4)
+        names = store.names(4)
         library.seconds = 0.4
-        first, second = store.load(keys), store.load(keys)
+        first, second = store.load(names), store.load(names)
         assert list(second) == [None] * 4, "nobody had to wait, so this test tests nothing"
         assert None not in list(first)
         assert store.values.is_available
-        assert not store.reported
+        assert [error.cause for error in store.reported] == [None], "somebody is blamed"
 
 
 def test_asking_what_is_there_does_not_wait_for_values(library: Library) -> None:
     with opened(library, timeout_s=10.0) as store:
-        keys = store.keys(8)
+        names = store.names(8)
         library.held.clear()
-        loading = store.load(keys)
+        loading = store.load(names)
         until(lambda: library.under_way == 4 * 100)
         begin = time.monotonic()
-        assert store.values.exist([store.ledger.value(key) for key in keys]) == [True] * 8
+        assert store.values.exist(names) == [True] * 8
         assert time.monotonic() - begin < 5.0
         library.held.set()
         assert None not in list(loading)
@@ -198,36 +196,34 @@ def test_asking_what_is_there_does_not_wait_for_values(library: Library) -> None
 
 def test_a_value_that_hangs_closes_the_store_until_it_comes(library: Library) -> None:
     with opened(library, timeout_s=0.1) as store:
-        keys = store.keys(3)
+        names = store.names(3)
         library.held.clear()
-        loading = store.load(keys)
-        assert list(loading) == [None] * 3
-        assert loading.unavailable is not None
-        list(store.load(keys))  # where the first one found it busy, as its call had begun late
+        assert list(store.load(names)) == [None] * 3
+        list(store.load(names))  # where the first one found it busy, as its call had begun late
         time.sleep(0.3)
         assert not store.values.is_available, "used again while it hangs"
         library.held.set()
         until(lambda: store.values.is_available)
-        assert None not in list(store.load(keys))
+        assert None not in list(store.load(names))
 
 
 def test_a_value_that_hangs_is_seen_though_nobody_waited_for_it(library: Library) -> None:
     with opened(library, timeout_s=0.1) as store:
-        keys = store.keys(2)
+        names = store.names(2)
         library.held.clear()
-        store.load(keys).close()
+        store.load(names).close()
         until(lambda: library.under_way > 0)
         time.sleep(0.2)
-        assert list(store.load(keys)) == [None] * 2
+        assert list(store.load(names)) == [None] * 2
         assert not store.values.is_available
 
 
 def test_one_lookup_has_one_budget(library: Library) -> None:
     with opened(library, timeout_s=0.2) as store:
-        keys = store.keys(40)
+        names = store.names(40)
         library.seconds = 0.1
         begin = time.monotonic()
-        found = list(store.load(keys))
+        found = list(store.load(names))
         assert time.monotonic() - begin < 0.6, "every record had a budget of its own"
         assert found[0] is not None
         assert found[-1] is None
@@ -236,48 +232,24 @@ def test_one_lookup_has_one_budget(library: Library) -> None:
 
 def test_a_value_that_cannot_be_read_is_told_and_costs_no_other(library: Library) -> None:
     with opened(library, timeout_s=10.0) as store:
-        keys = store.keys(3)
-        library.unreadable.add(store.name(keys[1]))
-        loading = store.load(keys)
-        assert next(loading) is not None
-        assert next(loading) is None
-        assert loading.unavailable is not None
-        assert isinstance(loading.unavailable.cause, ServerError)
-        assert next(loading) is not None
-        assert loading.unavailable is None
+        names = store.names(3)
+        library.unreadable.add(names[1])
+        assert [value is not None for value in store.load(names)] == [True, False, True]
+        assert [type(error.cause) for error in store.reported] == [RefusedError]
         assert store.values.is_available
 
 
-def test_no_more_bytes_are_under_way_than_the_buffer_has(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake, "_BUFFER_BYTES", 1000)
+def test_what_can_be_under_way_at_once_fits_into_the_buffer(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "_LARGEST", 400)
     with opened(library, timeout_s=10.0) as store:
         library.seconds = 0.02
-        assert None not in list(store.load(store.keys(8, nbytes=400)))
-        assert library.most_under_way == 800
-
-
-def test_a_value_written_too_late_is_taken_back(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake, "_BEHIND_S", 0.1)
-    with opened(library, timeout_s=0.1) as store:
-        library.held.clear()
-        assert not store.put(b"late")
-        assert store.name(b"late") not in library.values
-        removed: list[str] = []
-        monkeypatch.setattr(library, "remove", lambda name, force: removed.append(name) or 0)
-        library.held.set()
-        until(lambda: removed == [store.name(b"late")])
-
-
-def test_a_value_that_is_being_written_is_removed_later_and_no_failure(library: Library) -> None:
-    with opened(library, timeout_s=10.0) as store:
-        names = [store.ledger.value(key) for key in store.keys(3)]
-        library.being_written.add(names[1].decode())
-        assert store.values.unlink([*names, b"absent"]) == [names[0], names[2], b"absent"]
-        assert not store.reported
+        assert None not in list(store.load(store.names(8, nbytes=400)))
+        assert library.most_under_way <= mooncake._BUFFER_BYTES // mooncake._LARGEST * 400
+        assert [bytes(value or b"?") for value in store.load(store.names(1, nbytes=401))] == [b"?"], "too large a part"
 
 
 def test_a_store_set_up_after_it_was_closed_is_left(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake, "_BEHIND_S", 0.05)
+    monkeypatch.setattr(mooncake, "BEHIND_S", 0.05)
     library.may_set_up.clear()
     store = Opened(library, timeout_s=0.05)
     store.close()
@@ -290,7 +262,7 @@ def test_the_library_is_not_set_up_while_nobody_is_there(library: Library, monke
     """It would hold up every thread of the process."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        url = f"mooncake://127.0.0.1:{listener.getsockname()[1]}?ledger=redis://h"
+        url = f"mooncake://127.0.0.1:{listener.getsockname()[1]}"
         monkeypatch.setattr(mooncake, "own_address", own_address)
         with opened(library, timeout_s=1.0, url=url) as store:
             assert [type(error.cause) for error in store.reported] == [ConnectionRefusedError]
@@ -309,58 +281,61 @@ def test_a_library_that_raises_at_the_start_is_tried_again(library: Library) -> 
         until(lambda: store.values.is_available)
 
 
-def test_values_are_forgotten_by_the_beginning_of_their_names(
-    library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_are_purged_by_the_beginning_of_their_names(library: Library) -> None:
     with opened(library, timeout_s=10.0) as store:
-        library.values = {"p:{ab:1:x}": b"", "p:{abc:1:x}": b"", "q:p:{ab:1:x}": b"", "p:{ab:2:x}": b""}
-        store.values.forget(store.ledger.values_of(b"ab"))
-        assert set(library.values) == {"p:{abc:1:x}", "q:p:{ab:1:x}"}
-        store.values.forget(store.ledger.values_of(b"*"))
-        assert set(library.values) == {"q:p:{ab:1:x}"}
+        old, others = "p-mooncake:{ab:1:x}", {"q:p:2:ab:1:x", "of another program"}
+        library.values = dict.fromkeys([old, "p:2:ab:1:x", "p:2:ab:2:x", "p:2:cd:1:x", *others], b"")
+        assert store.values.purge("ab:2") == 1
+        assert store.values.purge("ab") == 2, "in the format of earlier versions, too"
+        assert set(library.values) == {"p:2:cd:1:x", *others}
+        assert store.values.purge("") == 1
+        assert set(library.values) == others
         assert not store.reported
-        monkeypatch.delattr(Library, "remove_by_regex")
-        store.values.forget(b"p")
-        assert "too old" in str(store.reported[-1].cause)
 
 
-def test_a_failure_while_a_tier_is_opened_is_counted(library: Library, redis_at: RedisServer) -> None:
+def test_a_few_pointers_are_noted_under_a_name(library: Library) -> None:
+    with opened(library, timeout_s=10.0) as store:
+        for number in range(12):
+            record = EncodedRecord((memoryview(b"value"),), 5)
+            pointer = f"{number}".encode()
+            assert (
+                store.values.put(f"{number}", lambda record=record: record, pointer=("c", pointer)) is PutOutcome.STORED
+            )
+        assert store.values.pointers(["c", "absent"]) == [[f"{number}".encode() for number in range(4, 12)], []]
+        assert store.put("3") is PutOutcome.PRESENT
+
+
+def test_a_failure_while_a_tier_is_opened_is_counted(library: Library) -> None:
     library.setup_error = RuntimeError("no device")
-    with pytest.warns(RuntimeWarning, match="no device"), closing(open_tier(redis_at.url)) as tier:
+    with pytest.warns(RuntimeWarning, match="no device"), closing(open_tier()) as tier:
         assert sum(tier.health().values()) == 1
 
 
-def test_a_record_that_is_too_long_evicts_nothing(
-    library: Library, redis_at: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blocks = [block_of(prompt(f"text {number}")[0]) for number in range(3)]
+def test_a_record_that_is_too_long_is_refused(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     large = block_of(prompt("large")[0], 3 * SIZE)
-    each = RECORDS.size_of(blocks[0]) + 4096
-    monkeypatch.setattr(Mooncake, "max_record_bytes", RECORDS.size_of(large) - 1)
-    with closing(open_tier(redis_at.url, capacity_bytes=3 * each)) as tier:
-        assert {tier.store(block) for block in blocks} == {PutOutcome.STORED}
+    monkeypatch.setattr(mooncake, "_LARGEST", RECORDS.size_of(large) - 1)
+    with closing(open_tier()) as tier:
         with pytest.warns(RuntimeWarning, match="smaller chunks"):
             assert tier.store(large) is PutOutcome.REFUSED
-        assert tier.stats().evictions == 0
-        assert tier.contains([block.key for block in blocks]) == [True] * 3
+        assert tier.store(block_of(prompt("a")[0])) is PutOutcome.STORED
 
 
-def test_memory_is_given_by_who_stores_and_not_by_who_looks(library: Library, redis_at: RedisServer) -> None:
-    ledger = f"{redis_at.url}&segment=16MiB"
-    with closing(open_tier(ledger)):
+def test_memory_is_given_by_who_stores_and_not_by_who_looks(library: Library) -> None:
+    url = f"{URL}?segment=16MiB"
+    with closing(open_tier(url)):
         assert library.segment_bytes == 2**24
-    with closing(open_catalogue(f"mooncake://127.0.0.1:1?ledger={ledger}")) as catalogue:
+    with closing(open_catalogue(url)) as catalogue:
         assert library.segment_bytes == 0
         library.segment_bytes = 1
         with closing(catalogue.tier(RECORDS, capacity_bytes=None)):
             assert library.segment_bytes == 0
 
 
-def test_every_failure_of_a_load_is_counted(library: Library, redis_at: RedisServer) -> None:
+def test_every_failure_of_a_load_is_counted(library: Library) -> None:
     blocks = [block_of(prompt(f"text {number}")[0]) for number in range(4)]
-    with closing(open_tier(redis_at.url)) as tier:
+    with closing(open_tier()) as tier:
         assert {tier.store(block) for block in blocks} == {PutOutcome.STORED}
-        library.unreadable |= {tier._ledger.value(block.key).decode() for block in blocks[:3]}
+        library.unreadable |= {tier._name(block.key) for block in blocks[:3]}
         with pytest.warns(RuntimeWarning, match="cannot be read"):
             found = list(tier.load([block.key for block in blocks]))
         assert [block is None for block in found] == [True, True, True, False]
@@ -376,11 +351,11 @@ module = types.ModuleType("mooncake.store")
 module.MooncakeDistributedStore = lambda: library
 sys.modules["mooncake"] = types.ModuleType("mooncake")
 sys.modules["mooncake.store"] = module
-mooncake.own_address = lambda master, timeout_s: "127.0.0.1"
+mooncake.own_address = lambda master: "127.0.0.1"
 store = Opened(library, timeout_s=0.1)
-keys = store.keys(4)
+names = store.names(4)
 library.held.clear()
-print(list(store.load(keys)), flush=True)
+print(list(store.load(names)), flush=True)
 """
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,27 +17,14 @@ from kvboost.extend import Tier
 from kvboost.store import RedisTier
 from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.tiers.redis.cluster import Cluster
-from kvboost.store.tiers.redis.connecting import connector
-from kvboost.store.tiers.redis.ledger import Ledger
-from kvboost.store.tiers.redis.resp import ServerError
-from kvboost.store.tiers.redis.scripts import FINISH
-from kvboost.store.tiers.redis.server import Server, UnavailableError
 from kvboost.testing import TierContract
 from kvboost.testing.blocks import SIZE, assert_same, block_of, namespace
 from kvboost.testing.content import prompt
 from kvboost.types import KVBlock, Namespace, PutOutcome
-from tests.helpers.places import set_limit
 
 pytestmark = pytest.mark.skipif(shutil.which("redis-cli") is None, reason="redis-server or redis-cli is not installed")
 
 RECORDS = RecordFormat(namespace())
-
-
-@pytest.fixture(autouse=True)
-def _no_sweeper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread of its own, that the servers of a test would not wait for."""
-    monkeypatch.setattr(RedisTier, "_sweep", lambda self: None)
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +57,11 @@ def clients(cluster: RedisCluster) -> Iterator[list[Any]]:
 
 
 def values(client: Any) -> list[bytes]:
-    return list(client.scan_iter("kvboost:{*", count=1000))
-
-
-def has_ledger(client: Any) -> bool:
-    return any(True for _ in client.scan_iter("{kvboost}:ledger*", count=1000))
+    return list(client.scan_iter("kvboost:2:*", count=1000, _type="string"))
 
 
 def open_tier(cluster: RedisCluster, **options: Any) -> closing[RedisTier]:
-    options = {"capacity_bytes": 2**30, "records": RECORDS, "timeout_s": 10.0, **options}
+    options = {"records": RECORDS, "timeout_s": 10.0, **options}
     return closing(RedisTier(cluster.url, **options))
 
 
@@ -92,183 +74,28 @@ def keys(blocks: Sequence[KVBlock]) -> list[bytes]:
 
 
 class TestClusterContract(TierContract):
+    has_limit = counts = False
+
     @pytest.fixture(autouse=True)
     def _cluster(self, cluster: RedisCluster) -> None:
         self.cluster = cluster
 
     def make_tier(self, *, capacity_bytes: int, namespace: Namespace) -> Tier:
-        set_limit(self.cluster.url, capacity_bytes)
-        records = RecordFormat(namespace)
-        return RedisTier(self.cluster.url, capacity_bytes=capacity_bytes, records=records, timeout_s=30.0)
+        return RedisTier(self.cluster.url, records=RecordFormat(namespace), timeout_s=30.0)
 
 
-def test_values_lie_on_every_node_and_all_pieces_of_one_together(cluster: RedisCluster) -> None:
+def test_values_lie_on_every_node_and_two_processes_share_them(cluster: RedisCluster) -> None:
     blocks = some_blocks(24, nbytes=1_500_000)
-    with open_tier(cluster) as tier, clients(cluster) as nodes:
+    with open_tier(cluster) as tier, open_tier(cluster) as other, clients(cluster) as nodes:
         assert {tier.store(block) for block in blocks} == {PutOutcome.STORED}
         held = [values(node) for node in nodes]
         assert all(len(names) >= 3 for names in held), "a node has hardly anything"
-        chunks = [{name.partition(b"}")[0] for name in names} for names in held]
-        assert sum(map(len, chunks)) == len(set().union(*chunks)) == 24, "a chunk's pieces lie on several nodes"
-        assert sorted(has_ledger(node) for node in nodes) == [False, False, True], "the ledger lies on one node"
-        for found, block in zip(tier.load(keys(blocks)), blocks, strict=True):
+        assert sum(map(len, held)) == 24
+        for found, block in zip(other.load(keys(blocks)), blocks, strict=True):
             assert_same(found, block)
-
-
-def test_what_the_ledger_drops_is_removed_from_its_node(cluster: RedisCluster) -> None:
-    blocks = some_blocks(30)
-    each = RECORDS.size_of(blocks[0]) + 4096
-    with open_tier(cluster, capacity_bytes=10 * each) as tier, clients(cluster) as nodes:
-        for block in blocks:
-            assert tier.store(block) is PutOutcome.STORED
-        assert tier.stats().chunks == 10
-        assert sum(len(values(node)) for node in nodes) == 10, "evicted values lie there still"
+        assert [len(found) for found in other.variants([block.content_key for block in blocks])] == [1] * 24
         tier.clear()
-        assert sum(node.dbsize() for node in nodes) <= 2, "more is left than the limit and the clock"
-
-
-def test_values_of_a_writer_that_died_are_removed_by_the_next(
-    cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blocks = some_blocks(3)
-    with open_tier(cluster) as tier, clients(cluster) as nodes:
-        assert {tier.store(block) for block in blocks} == {PutOutcome.STORED}
-        with monkeypatch.context() as patched:
-            patched.setattr("kvboost.store.tiers.redis.cluster.Cluster.unlink", lambda self, names: [])
-            tier.remove(keys(blocks[:1]))
-        assert tier.contains(keys(blocks[:1])) == [True], "nothing was left over, so this test tests nothing"
-        assert tier.store(blocks[0]) is PutOutcome.REFUSED, "written while somebody may still remove it"
-        node = next(node for node in nodes if has_ledger(node))
-        assert node.zcard("{kvboost}:ledger:garbage") == 1
-        for name in node.zrange("{kvboost}:ledger:garbage", 0, -1):
-            node.zadd("{kvboost}:ledger:garbage", {name: 1})  # its claim is over
-        tier.stats()
-        assert tier.contains(keys(blocks)) == [False, True, True]
-        assert tier.store(blocks[0]) is PutOutcome.STORED
-
-
-def test_what_a_lost_ledger_knew_is_swept_from_all_nodes(
-    cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()  # the sweeper runs
-    with open_tier(cluster) as tier, clients(cluster) as nodes:
-        for block in some_blocks(12):
-            tier.store(block)
-        _lose_the_ledger(nodes)
-        assert sum(len(values(node)) for node in nodes) == 12
-        new = block_of(prompt("new")[0])
-        assert tier.store(new) is PutOutcome.STORED
-        until(lambda: sum(len(values(node)) for node in nodes) == 1)
-        ledger = next(node for node in nodes if has_ledger(node))
-        until(lambda: not ledger.hexists("{kvboost}:ledger:place", "lost"))
-        assert_same(next(iter(tier.load([new.key]))), new)
-
-
-def test_what_is_written_ends_by_itself_until_the_ledger_has_it(
-    cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept, given_up = some_blocks(2, nbytes=1_500_000)
-    with open_tier(cluster) as tier, clients(cluster) as nodes:
-
-        def limits() -> list[int]:
-            return [node.pttl(name) for node in nodes for name in values(node)]
-
-        assert tier.store(kept) is PutOutcome.STORED
-        assert set(limits()) == {-1}, "what the ledger has ends"
-        tier.remove([kept.key])
-        with monkeypatch.context() as patched:  # its writer dies when all of it is written
-            patched.setattr(Ledger, "_run", _dies_before_it_finishes(Ledger._run))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                assert tier.store(given_up) is PutOutcome.REFUSED
-        left = limits()
-        assert len(left) > 1, "it did not write, so this test tests nothing"
-        assert 0 < min(left) <= max(left) <= 15_000
-
-
-def _dies_before_it_finishes(run: Callable[..., Any]) -> Callable[..., Any]:
-    def dies(self: Ledger, link: Any, script: str, *arguments: bytes) -> Any:
-        if script is FINISH:
-            raise ServerError("died")
-        return run(self, link, script, *arguments)
-
-    return dies
-
-
-def test_what_could_not_be_kept_is_not_stored(cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = some_blocks(1)
-    with open_tier(cluster) as tier:
-        with monkeypatch.context() as patched:
-            patched.setattr(Cluster, "keep", lambda self, names, ttl_ms: False)
-            assert tier.store(block) is PutOutcome.REFUSED
-        assert tier.stats().chunks == 0
-        assert tier.store(block) is PutOutcome.STORED
-
-
-def _lose_the_ledger(nodes: Sequence[Any]) -> None:
-    for node in nodes:
-        for name in node.scan_iter("{kvboost}:*"):
-            node.delete(name)
-
-
-@pytest.mark.parametrize("part", ["scan", "strays"])
-def test_a_sweep_that_broke_off_is_begun_again(
-    cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
-    monkeypatch.undo()  # the sweeper runs
-    with open_tier(cluster) as tier, clients(cluster) as nodes:
-        for block in some_blocks(12):
-            tier.store(block)
-        _lose_the_ledger(nodes)
-        ended = threading.Event()
-
-        def silent(self: Cluster, prefix: bytes) -> Iterator[list[bytes] | None]:
-            yield None
-            ended.set()
-
-        def refused(self: Ledger, link: Any, *, names: Sequence[bytes]) -> bool:
-            ended.set()
-            raise ServerError("busy")
-
-        with monkeypatch.context() as patched, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a command was refused
-            if part == "scan":
-                patched.setattr(Cluster, "scan", silent)
-            else:
-                patched.setattr(Ledger, "strays", refused)
-            assert tier.store(block_of(prompt("new")[0])) is PutOutcome.STORED
-            assert ended.wait(15.0)
-            until(lambda: not any(thread.name == "kvboost-redis-sweep" for thread in threading.enumerate()))
-        ledger = next(node for node in nodes if has_ledger(node))
-        assert ledger.hexists("{kvboost}:ledger:place", "lost"), "a sweep that broke off was taken for a whole one"
-        assert tier.store(block_of(prompt("newer")[0])) is PutOutcome.STORED
-        assert sum(len(values(node)) for node in nodes) == 14, "begun again at once, whoever sweeps"
-        ledger.hset("{kvboost}:ledger:place", "sweeping", 1)  # long ago
-        assert tier.store(block_of(prompt("newest")[0])) is PutOutcome.STORED
-        until(lambda: sum(len(values(node)) for node in nodes) == 3)
-        until(lambda: ledger.hkeys("{kvboost}:ledger:place") == [b"capacity"])
-
-
-def test_a_purge_that_could_not_look_everywhere_says_so(cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_tier(cluster) as tier, clients(cluster) as nodes, closing(open_catalogue(cluster.url)) as catalogue:
-        for block in some_blocks(12):
-            tier.store(block)
-        _lose_the_ledger(nodes)
-        assert tier.store(block_of(prompt("new")[0])) is PutOutcome.STORED
-        link = Server.link
-
-        def silent(self: Server, deadline: Any) -> Any:
-            if not self._connector.may_move:  # a node, not the ledger
-                raise UnavailableError(ConnectionError("gone"))
-            return link(self, deadline)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(Cluster, "unlink", lambda self, names: list(names))
-            patched.setattr(Server, "link", silent)
-            with pytest.raises(PlaceError, match="gone"):
-                catalogue.purge_all()
-        assert catalogue.purge_all() == 0
-        assert sum(len(values(node)) for node in nodes) <= 1, "what was unlinked above in name only"
+        assert sum(node.dbsize() for node in nodes) == 0, "a pointer is left, or a value"
 
 
 def test_blocks_with_a_time_limit_end(cluster: RedisCluster) -> None:
@@ -277,7 +104,6 @@ def test_blocks_with_a_time_limit_end(cluster: RedisCluster) -> None:
         assert {tier.store(block) for block in blocks} == {PutOutcome.STORED}
         time.sleep(0.4)
         assert tier.contains(keys(blocks)) == [False] * 6
-        assert tier.stats().chunks == 0
 
 
 def test_the_catalogue_sees_and_removes_all(cluster: RedisCluster) -> None:
@@ -322,17 +148,12 @@ def test_a_slot_that_moves_is_followed(cluster: RedisCluster) -> None:
 # A node that dies
 
 
-def _holder_of_the_ledger(cluster: RedisCluster) -> RedisServer:
-    with clients(cluster) as nodes:
-        return next(server for server, node in zip(cluster.nodes, nodes, strict=True) if has_ledger(node))
-
-
 def _owners(cluster: RedisCluster, tier: RedisTier, blocks: Sequence[KVBlock]) -> dict[int, list[KVBlock]]:
     """The blocks by the port of their node."""
     owned: dict[int, list[KVBlock]] = {}
     with clients(cluster) as nodes:
         for server, node in zip(cluster.nodes, nodes, strict=True):
-            held = {name.partition(b"{")[2].partition(b"}")[0].rpartition(b":")[2] for name in values(node)}
+            held = {name.rpartition(b":")[2] for name in values(node)}
             owned[server.port] = [block for block in blocks if block.key.hex().encode() in held]
     return owned
 
@@ -346,71 +167,56 @@ def _restarted(server: RedisServer) -> Any:
     return redis_server([*options, "--dir", folder], port=server.port)
 
 
-@pytest.mark.parametrize("with_ledger", [False, True])
-def test_a_node_that_dies_costs_its_own_values_only(with_ledger: bool) -> None:
+def test_a_node_that_dies_costs_hits_until_it_is_back_and_nothing_else() -> None:
     blocks = some_blocks(30)
-    new = [block_of(prompt(f"new {number}")[0]) for number in range(30)]
-    capacity = 30 * (RECORDS.size_of(blocks[0]) + 4096)
-    with redis_cluster() as cluster, open_tier(cluster, capacity_bytes=capacity) as tier:
+    with redis_cluster() as cluster, open_tier(cluster, timeout_s=0.5) as tier:
         assert {tier.store(block) for block in blocks} == {PutOutcome.STORED}
         owned = _owners(cluster, tier, blocks)
-        ledger = _holder_of_the_ledger(cluster)
-        victim = ledger if with_ledger else next(node for node in cluster.nodes if node is not ledger)
+        victim = cluster.nodes[0]
         lost, kept = owned[victim.port], [b for port, held in owned.items() if port != victim.port for b in held]
         assert lost
         assert len(lost) + len(kept) == 30
         victim.process.kill()
         victim.process.wait()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a node cannot be used
-            for _ in range(3):
-                assert tier.contains(keys(kept)) == [True] * len(kept)
+            warnings.simplefilter("ignore")  # that the cluster cannot be used
+            for turn in range(4):
+                begin = time.monotonic()
+                for found, block in zip(tier.load(keys(blocks)), blocks, strict=True):
+                    if found is not None:
+                        assert_same(found, block)
                 assert tier.contains(keys(lost)) == [False] * len(lost)
-                found = dict(zip(keys(blocks), tier.load(keys(blocks)), strict=True))
-                for block in kept:
-                    assert_same(found[block.key], block)
-                assert all(found[block.key] is None for block in lost)
+                assert {tier.store(block) for block in lost} == {PutOutcome.REFUSED}
+                assert turn == 0 or time.monotonic() - begin < 0.5, "requests wait for a node that is gone"
             assert not tier.is_available
-            nodes = connector(cluster.url, prefix="kvboost").nodes
-            assert nodes is not None
-            assert len(nodes.slots()) == 16384, "the others are not asked"
-            outcomes = [tier.store(block) for block in new]
-            if with_ledger:
-                assert set(outcomes) == {PutOutcome.REFUSED}
-                assert tier.variants([blocks[0].content_key]) == [[]]
-            else:
-                assert set(outcomes) == {PutOutcome.STORED, PutOutcome.REFUSED}
-                stored = outcomes.count(PutOutcome.STORED)
-                assert tier.stats().evictions == stored, "others were evicted for what could not be written"
-                before = dict(tier.health())
-                tier.purge(RECORDS.namespace.tenant)
-                assert tier.health() != before, "a purge that left values behind said nothing"
             with _restarted(victim):
                 until(lambda: tier.is_available)
-                if with_ledger:  # it is empty; what others have is not counted any more, and swept
-                    until(lambda: tier.store(blocks[0]) is not PutOutcome.REFUSED)
-                else:
-                    until(lambda: all(tier.store(block) is not PutOutcome.REFUSED for block in blocks))
-                    for found_again, block in zip(tier.load(keys(blocks)), blocks, strict=True):
-                        assert_same(found_again, block)
+                assert tier.contains(keys(kept)) == [True] * len(kept), "what other nodes hold is gone"
+                until(lambda: all(tier.store(block) is not PutOutcome.REFUSED for block in blocks))
+                for found_again, block in zip(tier.load(keys(blocks)), blocks, strict=True):
+                    assert_same(found_again, block)
 
 
-def test_limits_in_the_url_do_not_replace_ours(cluster: RedisCluster) -> None:
-    nodes = connector(cluster.url + "?socket_timeout=5&socket_connect_timeout=5", prefix="kvboost").nodes
-    assert nodes is not None
-    assert len(nodes.slots()) == 16384
+def test_a_purge_that_could_not_look_everywhere_says_so() -> None:
+    with redis_cluster() as cluster, closing(open_catalogue(cluster.url)) as catalogue, open_tier(cluster) as tier:
+        assert {tier.store(block) for block in some_blocks(12)} == {PutOutcome.STORED}
+        cluster.nodes[2].process.kill()
+        cluster.nodes[2].process.wait()
+        with pytest.raises(PlaceError, match="check that it runs"):
+            catalogue.purge_all()
+        with pytest.warns(RuntimeWarning, match="cannot be used"):
+            tier.purge_all()
+        assert sum(tier.health().values()) == 1
 
 
 def test_a_node_that_has_not_joined_is_not_believed(cluster: RedisCluster) -> None:
+    (block,) = some_blocks(1)
     with redis_server(["--cluster-enabled", "yes"], port=_port_of_a_node()) as lonely:
         hosts = [f"127.0.0.1:{server.port}" for server in (lonely, *cluster.nodes)]
-        nodes = connector(f"redis+cluster://{','.join(hosts)}", prefix="kvboost").nodes
-        assert nodes is not None
-        assert len(nodes.slots()) == 16384
-        alone = connector(f"redis+cluster://{hosts[0]}", prefix="kvboost").nodes
-        assert alone is not None
-        with pytest.raises(ConnectionError, match="knows no slots"):
-            alone.slots()
+        with closing(RedisTier(f"redis+cluster://{','.join(hosts)}", records=RECORDS, timeout_s=10.0)) as tier:
+            assert tier.store(block) is PutOutcome.STORED
+        with pytest.raises(PlaceError, match="knows no slots"):
+            open_catalogue(f"redis+cluster://{hosts[0]}")
 
 
 def _port_of_a_node() -> int:

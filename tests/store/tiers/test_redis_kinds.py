@@ -16,7 +16,7 @@ from kvboost.config import EngineConfig
 from kvboost.errors import ConfigError
 from kvboost.store import RedisTier
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.tiers.redis.connecting import connector, place_of
+from kvboost.store.tiers.redis.client import client_maker, place_of
 from kvboost.testing.blocks import block_of, namespace
 from kvboost.testing.content import prompt
 from kvboost.types import PutOutcome
@@ -24,13 +24,6 @@ from kvboost.types import PutOutcome
 pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
 
 RECORDS = RecordFormat(namespace())
-SLOTS = 16384
-
-
-@pytest.fixture(autouse=True)
-def _no_sweeper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread of its own, that the servers of a test would not wait for."""
-    monkeypatch.setattr(RedisTier, "_sweep", lambda self: None)
 
 
 def until(holds: Callable[[], bool], *, seconds: float = 8.0) -> None:
@@ -52,7 +45,7 @@ def test_the_master_that_sentinels_name_is_used(redis_at: RedisServer, tmp_path:
             with redis.Redis(port=port) as client:
                 until(lambda: _answers(client))
             url = f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{port}/cache/1"
-            tier = RedisTier(url, capacity_bytes=2**30, records=RECORDS, timeout_s=10.0)
+            tier = RedisTier(url, records=RECORDS, timeout_s=10.0)
             block = block_of(prompt("a")[0])
             assert tier.store(block) is PutOutcome.STORED
             tier.close()
@@ -76,14 +69,14 @@ def _answers(client: Any) -> bool:
 )
 def test_urls_that_are_known(url: str) -> None:
     assert EngineConfig(remote_url=url).remote_url == url
-    connector(url, prefix="kvboost")
+    client_maker(url, timeout_s=1.0)
     assert "p@" not in place_of(url)
 
 
 @pytest.mark.parametrize("url", ["redis+sentinel://h:1", "redis+ring://h:1/x", "redis+cluster://h:1/x:y?db=z"])
 def test_urls_that_cannot_work(url: str) -> None:
     with pytest.raises(ConfigError, match="redis"):
-        connector(url, prefix="kvboost")
+        client_maker(url, timeout_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +85,6 @@ def test_urls_that_cannot_work(url: str) -> None:
 )
 def test_no_part_of_a_password_is_told(url: str) -> None:
     with pytest.raises(ConfigError, match="percent-encoded") as error:
-        connector(url, prefix="kvboost")
+        client_maker(url, timeout_s=1.0)
     assert "'se" not in str(error.value)
     assert ":se" not in str(error.value)

@@ -74,6 +74,9 @@ class Catalogue(Protocol):
     def purge_all(self) -> int:
         """Remove everything of every tenant; how many records there were."""
 
+    def purge_outdated(self) -> int:
+        """Remove what earlier versions left under names that are read no more; how many there were."""
+
     def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
         """A tier of this place to import into. ``capacity_bytes`` is the limit of a place that has none yet."""
 

@@ -153,6 +153,10 @@ class DiskCatalogue:
         """Remove every file with a record's name."""
         return self.remove(list(self.entries()))
 
+    def purge_outdated(self) -> int:
+        """Nothing: the names are as they were."""
+        return 0
+
     def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
         """A disk tier in this directory."""
         return DiskTier(self._layout.directory, capacity_bytes=capacity_bytes, records=records)

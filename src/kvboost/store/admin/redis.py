@@ -1,34 +1,28 @@
-"""The records of a Redis or Valkey server, by the ledger that its tiers keep there.
+"""The records of a Redis or Valkey server, or of a cluster, by a scan of their names.
 
 Used by ``kvboost cache``. Invariant: no length that the server or a record names is believed beyond the largest
-record's. What the ledger has lost sight of is not listed; the tiers sweep it away.
+record's. A Mooncake Store tells no names: it can be imported into and purged, and nothing of it is listed.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from kvboost.errors import PlaceError
+from kvboost.errors import ConfigError, PlaceError
 from kvboost.store.admin.base import MAX_RECORD_BYTES, Entry, ImportTier, head_of
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.record.header import PAGE
-from kvboost.store.tiers.mooncake_url import giving_nothing
-from kvboost.store.tiers.redis.ledger import Ledger
-from kvboost.store.tiers.redis.loading import OversizedValueError, received
-from kvboost.store.tiers.redis.places import open_place
-from kvboost.store.tiers.redis.purging import remove_ids, remove_owned
-from kvboost.store.tiers.redis.resp import Link, ServerError
-from kvboost.store.tiers.redis.server import PREFIX, Patience, UnavailableError
-from kvboost.store.tiers.redis.tier import RedisTier
+from kvboost.store.tiers.mooncake import giving_nothing
+from kvboost.store.tiers.redis.tier import PREFIX, RedisTier, open_values
+from kvboost.store.tiers.redis.values import FORMAT, RedisValues
+from kvboost.store.tiers.remote import Patience, RefusedError, UnavailableError
 
 _TIMEOUT_S = 30.0
-_PATIENCE = Patience(_TIMEOUT_S, min_bytes_per_s=1e6)
-_AT_ONCE = 64  # chunks in one script: others must get their turn
-_LOADED_AT_ONCE = 64
+_AT_ONCE = 64
 
 T = TypeVar("T")
 
@@ -38,142 +32,119 @@ class RedisCatalogue:
 
     def __init__(self, url: str) -> None:
         """Raises ConfigError for an URL that cannot work, PlaceError if nobody answers there."""
-        self._url = url = giving_nothing(url)
-        self._failures: list[UnavailableError] = []  # of values that lie elsewhere
-        self._place = open_place(url, prefix=PREFIX, patience=_PATIENCE, report=self._failures.append)
-        self._server, self._elsewhere = self._place.server, self._place.elsewhere
-        self._whole = self._ledger_of(b"", b"")
-        try:
-            self._with_link(lambda link: link.call([(b"PING",)]))
-        except PlaceError:
+        self._url = giving_nothing(url)
+        self._failures: list[UnavailableError] = []
+        patience = Patience(_TIMEOUT_S, min_bytes_per_s=1e6)
+        report = self._failures.append
+        self._values = open_values(self._url, prefix=PREFIX, patience=patience, ttl_ms=None, report=report, warns=False)
+        self.place = self._values.place
+        self._values.open()
+        if self._failures or not self._values.is_available:
             self.close()
-            raise
-
-    @property
-    def place(self) -> str:
-        """Its URL without user and password."""
-        return self._place.url
+            raise self._failed(self._failures[-1] if self._failures else UnavailableError(None))
 
     def entries(self) -> Iterator[Entry]:
-        """Every chunk in the ledger that is written."""
-        cursor = b"0"
-        while True:
-            cursor, ids = self._with_link(partial(self._whole.ids, owner=b"*", cursor=cursor))
-            for begin in range(0, len(ids), _AT_ONCE):
-                names = ids[begin : begin + _AT_ONCE]
-                described = self._with_link(partial(self._whole.described, ids=names))
-                for name, found in zip(names, described, strict=True):
-                    entry = _entry(name, found)
-                    if entry is not None:
-                        yield entry
-            if cursor == b"0":
-                return
+        """Every record. When one was last used is not known where the server evicts by how often, not when."""
+        seen: set[bytes] = set()  # a scan may name one twice
+        values = self._listed()
+        for names in self._paged(values.records()):
+            new = [name for name in names if name not in seen]
+            seen.update(new)
+            commands = [command for name in new for command in (("OBJECT", "IDLETIME", name), ("STRLEN", name))]
+            replies = self._done(partial(values.run, commands))
+            for name, size, idle in zip(new, replies[1::2], replies[::2], strict=True):
+                with suppress(ValueError):  # another program's name
+                    tenant, space, key = (bytes.fromhex(part.decode()) for part in name.split(b":")[2:])
+                    if isinstance(size, int) and size:
+                        yield Entry(space, key, tenant, size, time.time() - idle if isinstance(idle, int) else None)
 
     def heads(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, bytes | None]]:
         """The first bytes of each value."""
-        for batch in _batches(entries, _AT_ONCE):
-            for entry, first in zip(batch, self._first_bytes(batch, PAGE), strict=True):
-                yield entry, self._head(entry, first) or None
+        for entry in entries:
+            yield entry, head_of(partial(self._first_bytes, entry)) or None
 
-    def _head(self, entry: Entry, first: bytes) -> bytes:
-        return head_of(lambda length: first if length <= PAGE else self._first_bytes([entry], length)[0])
-
-    def _first_bytes(self, entries: Sequence[Entry], length: int) -> list[bytes]:
-        last = b"%d" % (length - 1)
-        if self._elsewhere is not None:
-            return [bytes(record or b"")[:length] for _, record in self.records(entries)]
-        commands = [(b"GETRANGE", self._ledger(entry).value(entry.key), b"0", last) for entry in entries]
-        replies = self._with_link(lambda link: link.call(commands))
-        return [reply if isinstance(reply, bytes) else b"" for reply in replies]
+    def _first_bytes(self, entry: Entry, length: int) -> bytes:
+        command = ("GETRANGE", _name(entry), 0, length - 1)
+        (reply,) = self._done(lambda: self._listed().run([command]))
+        return reply if isinstance(reply, bytes) else b""
 
     def records(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, memoryview | None]]:
-        """The pieces of each record, put together."""
-        for _, group in itertools.groupby(entries, key=lambda entry: (entry.tenant, entry.space)):
-            for batch in _batches(group, _LOADED_AT_ONCE):
-                yield from self._loaded(batch)
-
-    def _loaded(self, batch: Sequence[Entry]) -> Iterator[tuple[Entry, memoryview | None]]:
-        done = 0
-        keys = [entry.key for entry in batch]
-        ledger = self._ledger(batch[0])
-        if self._elsewhere is not None:
-            found = self._elsewhere.load(keys, ledger=ledger, max_bytes=MAX_RECORD_BYTES)
-            with closing(found):
-                for entry, record in zip(batch, found, strict=True):
-                    if found.unavailable is not None:
-                        raise self._failed(found.unavailable)
-                    yield entry, record
-            return
-        try:
-            with self._server.link(self._server.deadline()) as link:
-                for record in received(link, keys, ledger=ledger, max_bytes=MAX_RECORD_BYTES):
-                    done += 1
-                    yield batch[done - 1], record
-        except UnavailableError as error:
-            if not isinstance(error.cause, OversizedValueError):
-                raise self._failed(error) from error
-            if len(batch) == 1:
-                yield batch[0], memoryview(b"")
-                return
-            for entry in batch[done:]:  # one of them is too long; which one, shows alone
-                yield from self._loaded([entry])
+        """Each value."""
+        left = iter(entries)
+        while batch := list(itertools.islice(left, _AT_ONCE)):
+            names = [_name(entry) for entry in batch]
+            for entry, value in zip(batch, self._values.load(names, max_bytes=MAX_RECORD_BYTES), strict=True):
+                self._raise_failures()
+                yield entry, value
 
     def remove(self, entries: Sequence[Entry]) -> int:
-        """Remove these chunks and their entries."""
-        ids = [self._ledger(entry).id(entry.key) for entry in entries]
-        remove_ids(self._with_link, self._whole, ids)
-        return len(ids)
+        """Remove these values."""
+        self._done(lambda: self._values.remove([_name(entry) for entry in entries]))
+        return len(entries)
 
     def purge(self, tenant: bytes) -> int:
-        """Remove every chunk of a tenant, and what the ledger has lost sight of."""
-        return self._purged(tenant.hex().encode())
+        """Remove every record of a tenant, also in the formats of earlier versions."""
+        return self._done(lambda: self._values.purge(tenant.hex()))
 
     def purge_all(self) -> int:
-        """Remove every chunk, and what the ledger has lost sight of."""
-        return self._purged(b"*")
+        """Remove every record, also in the formats of earlier versions."""
+        return self._done(lambda: self._values.purge(""))
 
-    def _purged(self, owner: bytes) -> int:
-        removed = remove_owned(self._with_link, self._whole, owner)
-        self._raise_failures()  # also of what came behind the last script
-        return removed
+    def purge_outdated(self) -> int:
+        """Remove what earlier versions left: their values, and the ledger that counted them."""
+        return self._done(lambda: self._listed().purge("", outdated=True))
 
     def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
         """A Redis tier on this server."""
-        return RedisTier(self._url, capacity_bytes=capacity_bytes, records=records, timeout_s=_TIMEOUT_S)
+        if capacity_bytes is not None:
+            raise self._own_limit()
+        return RedisTier(self._url, records=records, timeout_s=_TIMEOUT_S)
 
     def limit(self) -> int | None:
-        """The ledger's."""
-        return self._with_link(self._whole.capacity)
+        """The server's own."""
+        return self._values.capacity_bytes
 
     def set_limit(self, capacity: int) -> None:
-        """Set the ledger's."""
-        self._with_link(partial(self._whole.set_capacity, capacity=capacity))
+        """Raises ConfigError: the limit is the server's own."""
+        raise self._own_limit()
+
+    def _own_limit(self) -> ConfigError:
+        return ConfigError(
+            f"the limit of {self.place} is its own; set it there (Redis: maxmemory, maxmemory-policy allkeys-lru)"
+        )
 
     def trim(self) -> Iterator[int]:
-        """Evict some chunks in each script."""
-        more = True
-        while more:
-            more, evicted = self._with_link(self._whole.trim)
-            yield evicted
+        """Nothing: the server evicts by itself."""
+        return iter(())
 
     def check_writable(self) -> None:
         """Write a value that ends at once: a replica, or a server that is full, refuses it."""
-        (reply,) = self._with_link(lambda link: link.call([(b"SET", self._whole.prefix + b":probe", b"", b"PX", b"1")]))
-        if isinstance(reply, ServerError):
-            raise self._failed(UnavailableError(reply))
+        if isinstance(self._values, RedisValues):
+            values, command = self._values, ("SET", f"{PREFIX}:probe", "", "PX", 1)
+            self._done(lambda: values.change([command]))
 
     def close(self) -> None:
         """Close the connections."""
-        self._place.close()
+        self._values.close()
 
-    def _with_link(self, work: Callable[[Link], T]) -> T:
+    def _listed(self) -> RedisValues:
+        if not isinstance(self._values, RedisValues):
+            raise PlaceError(f"{self.place} does not tell what it holds; it can be purged, and imported into")
+        return self._values
+
+    def _done(self, work: Callable[[], T]) -> T:
         try:
-            with self._server.link(self._server.deadline()) as link:
-                done = work(link)
+            done = work()
         except UnavailableError as error:
             raise self._failed(error) from error
         self._raise_failures()
         return done
+
+    def _paged(self, pages: Iterator[T]) -> Iterator[T]:
+        try:
+            yield from pages
+        except UnavailableError as error:
+            raise self._failed(error) from error
 
     def _raise_failures(self) -> None:
         if self._failures:
@@ -181,29 +152,12 @@ class RedisCatalogue:
             self._failures.clear()
             raise self._failed(last)
 
-    def _ledger(self, entry: Entry) -> Ledger:
-        assert entry.tenant is not None  # it is in the entry's name
-        return self._ledger_of(entry.tenant, entry.space)
-
-    def _ledger_of(self, tenant: bytes, space: bytes) -> Ledger:
-        return Ledger(self._server.prefix, tenant=tenant, space=space, elsewhere=self._elsewhere)
-
     def _failed(self, error: UnavailableError) -> PlaceError:
         cause = error.cause or "it did not answer before"
-        remedy = "look at its rights and limits" if isinstance(cause, ServerError) else "check that it runs"
-        return PlaceError(f"{self._place.url} cannot be used ({cause}); {remedy}")
+        remedy = "look at its rights and limits" if isinstance(cause, RefusedError) else "check that it runs"
+        return PlaceError(f"{self.place} cannot be used ({cause}); {remedy}")
 
 
-def _batches(entries: Iterable[Entry], size: int) -> Iterator[list[Entry]]:
-    left = iter(entries)
-    while batch := list(itertools.islice(left, size)):
-        yield batch
-
-
-def _entry(name: bytes, found: tuple[int, int] | None) -> Entry | None:
-    """What the ledger says about a chunk; None for one that is being written, or for another program's."""
-    try:
-        tenant, space, key = (bytes.fromhex(part.decode("ascii")) for part in name.split(b":"))
-    except ValueError:
-        return None
-    return None if found is None else Entry(space, key, tenant, found[0], float(found[1]))
+def _name(entry: Entry) -> str:
+    assert entry.tenant is not None  # it is in the record's name
+    return f"{PREFIX}:{FORMAT}:{entry.tenant.hex()}:{entry.space.hex()}:{entry.key.hex()}"

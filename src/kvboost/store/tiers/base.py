@@ -228,6 +228,12 @@ class Unwritten:
         self._clock = max(time.time_ns(), self._clock) + count
         return self._clock
 
+    def follow(self, newest: int) -> None:
+        """This stamp is written down already. If it is ahead of the clock, which was set back, ours come after it."""
+        if newest > max(time.time_ns(), self._clock):
+            self._clock = newest
+            self._uses = {key: self.stamp() for key in self._uses}
+
     def used(self, chain: Sequence[bytes]) -> bool:
         """Note the keys of one prompt, each more recent than its successors; whether it is time to write down."""
         last = self.stamp(len(chain))

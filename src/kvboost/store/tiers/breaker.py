@@ -38,10 +38,10 @@ class Breaker:
         with self._lock:
             if self._open or self._ended.is_set():
                 return
-            self._open = True
             if time.monotonic() - self._closed_at > _HEALTHY_AFTER_S:
                 self._delay = _FIRST_DELAY_S
             threading.Thread(target=self._look, name=self._name, daemon=True).start()
+            self._open = True  # only now: without the thread it would stay open
 
     def close(self) -> None:
         """Look no more; it stays open."""
@@ -54,7 +54,7 @@ class Breaker:
             self._delay = min(2 * self._delay, _MAX_DELAY_S)
             try:
                 is_healthy = self._probe()
-            except Exception:  # noqa: BLE001 - whatever it is, it is not healthy, and is probed again
+            except BaseException:  # noqa: BLE001 - whatever it is (a panic of obstore too), it is probed again
                 is_healthy = False
             if is_healthy:
                 with self._lock:

@@ -1,24 +1,21 @@
-"""Calls of a library that has no time limits, in a few threads of their own.
+"""Calls of a library that has no time limits of ours, in a few threads of their own.
 
-Used by the Mooncake tier. Invariants: a caller waits as long as it wants to and no longer; a call that hangs keeps
+Used by tiers behind a network. Invariants: a caller waits as long as it wants to and no longer; a call that hangs keeps
 neither its caller nor the end of the process waiting, as the threads are daemons; what was given up before it began is
 not done; time in a queue of ours is never held against the library.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 _NEARLY = 0.9  # of its time: who waits for a call began to a little before the call did
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
 
 
 class Call(Generic[T]):
@@ -27,8 +24,8 @@ class Call(Generic[T]):
     nbytes = 0
     """What it transfers, as soon as that is known."""
 
-    def __init__(self, work: Callable[[Call[T]], T], *, seconds: float, late: Callable[[T], object] | None) -> None:
-        self._work, self._late = work, late
+    def __init__(self, work: Callable[[Call[T]], T], *, seconds: float) -> None:
+        self._work = work
         self._seconds = seconds
         self._begun: float | None = None
         self._lock = threading.Lock()
@@ -43,14 +40,10 @@ class Call(Generic[T]):
         begun = self._begun
         return begun is not None and time.monotonic() - begun > _NEARLY * self._seconds
 
-    def begins(self, seconds: float | None = None) -> None:
-        """Its time begins now, anew; it may take so long."""
-        self._seconds = self._seconds if seconds is None else seconds
+    def begins(self, nbytes: int, seconds: float) -> None:
+        """Its transfer of so many bytes begins now, and may take so long."""
+        self.nbytes, self._seconds = nbytes, seconds
         self._begun = time.monotonic()
-
-    def pauses(self) -> None:
-        """It waits for something of ours."""
-        self._begun = None
 
     def wait(self, seconds: float) -> bool:
         """Whether it is done within this time."""
@@ -62,10 +55,6 @@ class Call(Generic[T]):
             self._given_up = not self._done.is_set()
             return self._given_up
 
-    def is_given_up(self) -> bool:
-        """Whether nobody wants it any more."""
-        return self._given_up
-
     def result(self) -> T:
         """Of a call that is done. Raises what the work raised."""
         if self._error is not None:
@@ -74,23 +63,16 @@ class Call(Generic[T]):
 
     def run(self) -> None:
         """In a thread of the library's calls."""
-        if self.is_given_up():
+        if self._given_up:
             return
-        self.begins()
+        self._begun = time.monotonic()
         try:
             self._result = self._work(self)
         except Exception as error:  # noqa: BLE001 - the caller gets it
             self._error = error
         with self._lock:
-            self.pauses()
+            self._begun = None
             self._done.set()
-        if self.is_given_up() and self._late is not None and self._error is None:
-            self.begins()
-            try:
-                self._late(self._result)
-            except Exception:  # noqa: BLE001 - nobody waits for it, and the thread must live on
-                _log.warning("what came too late could not be taken back", exc_info=True)
-            self.pauses()
 
 
 class Calls:
@@ -108,21 +90,23 @@ class Calls:
         """Whether a call hangs."""
         return any(call.is_overdue for call in list(self._running.values()))
 
-    def submit(
-        self, work: Callable[[Call[T]], T], *, seconds: float, late: Callable[[T], object] | None = None
-    ) -> Call[T]:
-        """Have some work done in its turn, which may take ``seconds`` from then on.
-
-        ``late`` is told what came of it if it was given up meanwhile.
-        """
-        call = Call(work, seconds=seconds, late=late)
-        self._waiting.put(call)
+    def submit(self, work: Callable[[Call[T]], T], *, seconds: float) -> Call[T]:
+        """Have some work done in its turn, which may take ``seconds`` from then on. Raises RuntimeError if no thread
+        can be started and there is none."""
+        call = Call(work, seconds=seconds)
         with self._lock:
             if len(self._threads) < self._limit:
                 arguments = (self._waiting, self._running)  # not self: a thread must not keep it alive
                 name = f"{self._name}-{len(self._threads)}"
-                self._threads.append(threading.Thread(target=_serve, args=arguments, name=name, daemon=True))
-                self._threads[-1].start()
+                thread = threading.Thread(target=_serve, args=arguments, name=name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    if not self._threads:
+                        raise
+                else:
+                    self._threads.append(thread)
+        self._waiting.put(call)
         return call
 
     def close(self) -> None:
@@ -153,24 +137,3 @@ def _serve(waiting: SimpleQueue[Call[Any] | None], running: dict[int, Call[Any]]
         finally:
             del running[own]
         del call  # with its bytes
-
-
-class Room:
-    """So many bytes may be under way at once. Thread-safe."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._free = nbytes
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def taken(self, nbytes: int) -> Iterator[None]:
-        """Wait until so many are free, and take them."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._free >= nbytes)
-            self._free -= nbytes
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._free += nbytes
-                self._changed.notify_all()

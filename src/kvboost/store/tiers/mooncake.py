@@ -1,56 +1,91 @@
 """Values in a Mooncake Store: the memory that the machines of a fleet give to it, over TCP or RDMA.
 
-Used by the Redis tier for ``mooncake://``: the ledger lies in a Redis, and a record is one value of Mooncake's.
-Invariants: no request waits longer than its patience for Mooncake's library, which has no time limits, as its calls run
-in a few threads of their own (:mod:`kvboost.store.tiers.calls`); while those hang, nothing is asked; a request that
-found them busy is a miss, and no reason to leave the store alone.
+Used by the Redis tier for ``mooncake://``. A record is one value; its master evicts. Invariants: no request waits
+longer than its patience for Mooncake's library, which has no time limits, as its calls run in a few threads of their
+own; while those hang, nothing is asked; a request that found them busy is a miss, and no reason to leave it alone.
 
-Mooncake evicts by itself when it is nearly full: such values are misses, and their entries go. It cannot list its
-values, so what a lost ledger knew stays until it does that, or until its tenant is purged.
+It cannot list its values, so they are not counted; a purge has the master remove them by the beginning of their names.
 """
 
 from __future__ import annotations
 
 import re
+import socket
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import unquote, urlsplit
 
+from kvboost.config import parse_bytes
 from kvboost.direct_io import page_aligned
 from kvboost.errors import ConfigError, with_extra
+from kvboost.store.record.format import EncodedRecord
+from kvboost.store.tiers.base import MAX_VARIANTS
 from kvboost.store.tiers.breaker import Breaker
-from kvboost.store.tiers.calls import Call, Calls, Room
-from kvboost.store.tiers.mooncake_url import MooncakeURL, own_address
-from kvboost.store.tiers.redis.ledger import Ledger
-from kvboost.store.tiers.redis.resp import Deadline, ServerError
-from kvboost.store.tiers.redis.server import Patience, UnavailableError
+from kvboost.store.tiers.calls import Call
+from kvboost.store.tiers.remote import BEHIND_S, Deadline, Guard, Patience, RefusedError, Report, UnavailableError
+from kvboost.types import PutOutcome
 
 _READERS = 4
-_WRITERS = 2
-_BUFFER_BYTES = 128 * 2**20  # what is under way at once, and the largest record
-_BEHIND_S = 1.0  # patience with what no request waits for
+_BUFFER_BYTES = 256 * 2**20  # each transfer under way has its part of it
+_LARGEST = _BUFFER_BYTES // (_READERS + 1)
 _ALL_S = 30.0  # the master looks at every name
-_BEING_WRITTEN = -703
-_ABSENT = -704
 _UNREACHABLE = -900
+_OPTIONS = {"segment", "protocol", "device"}
 
 T = TypeVar("T")
 
 
-class Mooncake:
+class MooncakeURL(NamedTuple):
+    """``mooncake://MASTER:PORT``."""
+
+    master: str
+    segment_bytes: int
+    """Of this process's memory, given to the store; 0 where other processes do that."""
+    protocol: str
+    device: str
+    """Names of RDMA devices; empty for TCP."""
+
+
+def parse_mooncake(url: str) -> MooncakeURL:
+    """What an URL says. Raises ConfigError for one that cannot work."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or 50051
+    except ValueError:  # its text may hold a password
+        host, port, parts = None, 0, urlsplit("")
+    given = (option.partition("=") for option in parts.query.split("&"))
+    options = {name: unquote(value) for name, _, value in given if name}
+    if "ledger" in options:
+        raise ConfigError("a Mooncake Store needs no ledger any more: its master evicts; leave ledger= out of the URL")
+    if not host or not set(options) <= _OPTIONS:
+        raise ConfigError(
+            "this is no URL of a Mooncake Store; give mooncake://MASTER:PORT, and if needed ?segment=SIZE (memory that "
+            "this process gives to the store), &protocol=rdma and &device=NAME"
+        )
+    segment = parse_bytes(options.get("segment", "0"), name="segment")
+    return MooncakeURL(f"{host}:{port}", segment, options.get("protocol", "tcp"), options.get("device", ""))
+
+
+def giving_nothing(url: str) -> str:
+    """The same URL for who only looks: memory that such a process gave would take others' values along when it ends."""
+    if not url.startswith("mooncake://"):
+        return url
+    place, _, query = url.partition("?")
+    kept = "&".join(option for option in query.split("&") if not option.startswith("segment="))
+    return f"{place}?{kept}" if kept else place
+
+
+class MooncakeValues:
     """Values in a Mooncake Store. Thread-safe."""
 
-    piece_bytes = _BUFFER_BYTES
-    max_record_bytes: int | None = _BUFFER_BYTES
+    kind = "mooncake"
+    capacity_bytes: int | None = None
 
-    def __init__(self, url: MooncakeURL, *, patience: Patience, report: Callable[[UnavailableError], None]) -> None:
-        """``report`` is told of every failure. Raises ConfigError if the package is missing or cannot be loaded.
-
-        A store that cannot be reached now is used as soon as it can.
-        """
+    def __init__(self, url: str, *, prefix: str, patience: Patience, report: Report) -> None:
+        """``report`` is told of every failure. Raises ConfigError if the package is missing or cannot be loaded."""
+        self._url = parse_mooncake(url)
         try:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
@@ -59,310 +94,207 @@ class Mooncake:
                 "and on Debian apt-get install libibverbs1"
             ) from error
         self._make: Callable[[], Any] = MooncakeDistributedStore
-        self._url, self._patience, self._report = url, patience, report
+        self.place = f"mooncake://{self._url.master}"
+        self._prefix, self._patience, self._report = prefix, patience, report
         self._lock = threading.Lock()
         self._store: Any = None
         self._closed = False
-        self._asking = Calls(1, name="kvboost-mooncake-ask")  # apart: it takes no time, and values do
-        self._reading = Calls(_READERS, name="kvboost-mooncake-read")
-        self._writing = Calls(_WRITERS, name="kvboost-mooncake-write")
-        self._room = Room(_BUFFER_BYTES)
         self._breaker = Breaker(self._probe, name="kvboost-mooncake-probe")
-        first = threading.Thread(target=self._begin, name="kvboost-mooncake-setup", daemon=True)
-        first.start()
-        first.join(max(_BEHIND_S, patience.timeout_s))
+        # Asking what is there takes no time, and values do.
+        self._asking, self._reading, self._writing = self._guards = [
+            Guard(number, name=f"kvboost-mooncake-{name}", patience=patience, breaker=self._breaker)
+            for name, number in (("ask", 1), ("read", _READERS), ("write", 1))
+        ]
+
+    def open(self) -> None:
+        """Set the store up. One that cannot be reached now is used as soon as it can."""
+        try:
+            self._asking.done(self._set_up, seconds=max(BEHIND_S, self._patience.timeout_s))
+        except UnavailableError as error:
+            self._report(error)
 
     @property
     def is_available(self) -> bool:
         """Whether the master and the machines answered when they were last used."""
         return self._store is not None and not self._breaker.is_open
 
-    def takes(self, name: bytes) -> bool:
-        """Whether the store is in use."""
-        return self.is_available
+    # Finding
 
-    def exist(self, names: Sequence[bytes]) -> list[bool | None]:
-        """Which values are there, by the master."""
-        if not names:
-            return []
-        codes = self._ask(
-            self._asking, lambda store, _: store.batch_is_exist(_texts(names)), seconds=self._patience.timeout_s
-        )
-        return [None if code < 0 else code == 1 for code in codes] if codes else [None] * len(names)
+    def exist(self, names: Sequence[str]) -> list[bool]:
+        """Which of these are there, by the master."""
+        codes = self._ask(self._asking, lambda store: store.batch_is_exist(list(names)))
+        return [code == 1 for code in codes] if codes else [False] * len(names)
 
-    def load(self, keys: Sequence[bytes], *, ledger: Ledger, max_bytes: int) -> MooncakeRecords:
-        """The records under these keys; several come at the same time."""
-        return MooncakeRecords(self, [ledger.value(key) for key in keys], max_bytes=max_bytes)
+    def pointers(self, names: Sequence[str]) -> list[list[bytes]]:
+        """What was noted under each of these names, newest last."""
+        values = self._ask(self._asking, lambda store: store.get_batch(list(names)))
+        return [_unpacked(value) for value in values] if values else [[] for _ in names]
 
-    def put(self, names: Sequence[bytes], pieces: Sequence[tuple[memoryview, ...]], *, until_kept_ms: int) -> bool:
-        """Write one record."""
-        name, (parts,) = names[0].decode(), pieces
-        nbytes = sum(map(len, parts))
+    def load(self, names: Sequence[str], *, max_bytes: int) -> Iterator[memoryview | None]:
+        """These values in order; several come at the same time."""
+        if not self.is_available:
+            return iter([None] * len(names))
+        works = ((partial(self._fetch, name=name, max_bytes=max_bytes), 0) for name in names)
+        deadline = Deadline(self._patience)
+        values = self._reading.each(works, ahead=_READERS, deadline=deadline, report=self._report)
+        return (next(values, None) for _ in names)
 
-        def write(store: Any, call: Call[int]) -> int:
-            call.pauses()
-            with self._room.taken(nbytes):
-                if call.is_given_up():
-                    return _UNREACHABLE
-                call.begins()
-                code: int = store.put_parts(name, *parts)
-                return code
-
-        def take_back(store: Any, code: int) -> None:
-            if code == 0:  # its entry is gone
-                store.remove(name, True)
-
-        seconds = _BEHIND_S + nbytes / self._patience.min_bytes_per_s
-        code = self._ask(self._writing, write, seconds=seconds, late=take_back)
-        if code is not None and code != 0:
-            self._report(UnavailableError(ServerError(f"put failed with {code}; the store may be full")))
-        return code == 0
-
-    def keep(self, names: Sequence[bytes], *, ttl_ms: int) -> bool:
-        """Values do not end by themselves; one that comes too late is taken back."""
-        return True
-
-    def unlink(self, names: Sequence[bytes]) -> list[bytes]:
-        """Remove values, also while others read them."""
-        codes = self._ask(self._writing, lambda store, _: store.batch_remove(_texts(names), True), seconds=_BEHIND_S)
-        codes = codes or [_UNREACHABLE] * len(names)
-        left = sum(code not in (0, _ABSENT, _BEING_WRITTEN) for code in codes)
-        if left:
-            self._report(UnavailableError(ConnectionError(f"{left} values are removed later")))
-        # One that is being written stays in the ledger's garbage; its writer will find its entry gone, too.
-        return [name for name, code in zip(names, codes, strict=True) if code in (0, _ABSENT)]
-
-    def scan(self, prefix: bytes) -> Iterator[list[bytes] | None]:
-        """Nothing: the store does not tell."""
-        return iter(())
-
-    def forget(self, beginning: bytes) -> None:
-        """Have the master remove all values whose names begin with this."""
-        pattern = "^" + re.escape(beginning.decode()) + ".*"
+    def _fetch(self, call: Call[memoryview | None], name: str, max_bytes: int) -> memoryview | None:
+        """In a thread: a value; None if it is not there."""
         store = self._store
-        if store is not None and not hasattr(store, "remove_by_regex"):
-            why = "its package is too old to remove that"
-        else:
-            removed = self._ask(
-                self._writing, lambda store, _: int(store.remove_by_regex(pattern, True)), seconds=_ALL_S
-            )
-            if removed is not None and removed >= 0:
-                return
-            why = "it did not answer" if removed is None else f"error {removed}"
-        self._report(UnavailableError(ServerError(f"what a lost ledger knew may be left there: {why}")))
+        if not self.is_available:
+            raise UnavailableError(None)
+        size = _checked(store.get_size(name))
+        if size < 0:
+            return None
+        if size > min(max_bytes, _LARGEST):
+            return memoryview(b"")  # none of ours: it will be found damaged
+        call.begins(size, self._patience.timeout_s + self._patience.seconds(size))
+        buffer = store.get_buffer(name)
+        if buffer is None:
+            if _checked(store.is_exist(name)) == 1:  # its machine may be gone
+                raise RefusedError("a value that is there cannot be read")
+            return None
+        data = page_aligned(size)
+        data[:] = memoryview(buffer).cast("B")[:size]
+        return data
+
+    # Keeping
+
+    def put(self, name: str, record: Callable[[], EncodedRecord], *, pointer: tuple[str, bytes]) -> PutOutcome:
+        """Write a record unless it is there, and note a pointer to it."""
+        there = self._ask(self._asking, lambda store: store.is_exist(name), seconds=BEHIND_S)
+        if there is None or there == 1:
+            return PutOutcome.REFUSED if there is None else PutOutcome.PRESENT
+        encoded = record()
+        if encoded.nbytes > _LARGEST:
+            too_long = f"a record of more than {_LARGEST:,} bytes; use smaller chunks"
+            self._report(UnavailableError(RefusedError(too_long)))
+            return PutOutcome.REFUSED
+        code = self._ask(
+            self._writing,
+            lambda store: store.put_parts(name, *encoded.parts),
+            seconds=BEHIND_S,
+            nbytes=encoded.nbytes,
+        )
+        if code:
+            self._report(UnavailableError(RefusedError(f"put failed with {code}; the store may be full")))
+        if code != 0:
+            return PutOutcome.REFUSED
+        self._ask(self._writing, lambda store: _note(store, *pointer), seconds=BEHIND_S)
+        return PutOutcome.STORED
+
+    def touch(self, names: Sequence[str]) -> None:
+        """Nothing: the master sees what is read."""
+
+    # Forgetting
+
+    def remove(self, names: Sequence[str], *, is_waited_for: bool = False) -> None:
+        """Remove these, also while others read them."""
+        seconds = self._patience.timeout_s if is_waited_for else BEHIND_S
+        self._ask(self._writing, lambda store: store.batch_remove(list(names), True), seconds=seconds)
+
+    def purge(self, owner: str) -> int:
+        """Have the master remove all of an owner, of earlier versions too. Raises UnavailableError."""
+        own = rf"{re.escape(self._prefix)}(:2|-mooncake):\{{?{owner}"  # earlier versions had a brace there
+        removed = self._ask(self._writing, lambda store: int(store.remove_by_regex(f"^{own}.*", True)), seconds=_ALL_S)
+        if removed is None or removed < 0:
+            raise UnavailableError(ConnectionError(f"the master did not remove it: {removed}"))
+        return removed
 
     def close(self) -> None:
         """Leave the store, with the memory that was given to it. Does not wait for a master that is gone."""
-        self._breaker.close()
         with self._lock:
             self._closed = True
             store, self._store = self._store, None
-        kinds = self._asking, self._reading, self._writing
-        for calls in kinds:
-            calls.close()
+        for guard in self._guards:
+            guard.close()
 
         def leave() -> None:
-            for calls in kinds:
-                calls.join()  # a call that is under way would not survive the end of the store
+            for guard in self._guards:
+                guard.join()  # a call that is under way would not survive the end of the store
             if store is not None:
                 store.close()
 
         leaving = threading.Thread(target=leave, name="kvboost-mooncake-close", daemon=True)
         leaving.start()
-        leaving.join(_BEHIND_S)
-
-    # Records
-
-    def deadline(self) -> Deadline:
-        """For one lookup."""
-        return Deadline(self._patience.timeout_s, min_bytes_per_s=self._patience.min_bytes_per_s)
-
-    def fetch(self, name: bytes, *, max_bytes: int) -> Call[memoryview | None]:
-        """Ask for a record."""
-        return self._reading.submit(
-            lambda call: self._fetch(call, name.decode(), max_bytes), seconds=self._patience.timeout_s
-        )
-
-    def _fetch(self, call: Call[memoryview | None], name: str, max_bytes: int) -> memoryview | None:
-        """In a thread: a record; None if it is not there. Raises OSError, or ServerError for this one alone."""
-        store = self._store
-        if store is None or self._breaker.is_open:
-            raise ConnectionError("the store is not in use")
-        size = store.get_size(name)
-        if size < 0:
-            _check(size)
-            return None
-        if size > min(max_bytes, self.piece_bytes):
-            return memoryview(b"")  # none of ours: it will be found damaged
-        call.pauses()
-        with self._room.taken(size):
-            if call.is_given_up():
-                return None
-            call.nbytes = size
-            call.begins(self._patience.timeout_s + size / self._patience.min_bytes_per_s)
-            buffer = store.get_buffer(name)
-            if buffer is None:
-                there = store.is_exist(name)
-                _check(there)
-                if there == 1:  # its machine may be gone, or this process's buffer full of others' values
-                    raise ServerError("a value that is there cannot be read")
-                return None
-            data = page_aligned(size)
-            data[:] = memoryview(buffer).cast("B")[:size]
-            del buffer  # before others take its room
-        return data
-
-    def fetched(self, call: Call[memoryview | None], deadline: Deadline) -> memoryview | UnavailableError | None:
-        """What came of a fetch, as long as that may take."""
-        begin = time.monotonic()
-        in_time = call.wait(deadline.left) or call.wait(call.nbytes / self._patience.min_bytes_per_s)
-        if not in_time and call.give_up():
-            return self._late()
-        deadline.transferred(call.nbytes)
-        deadline.waited(time.monotonic() - begin)
-        try:
-            return call.result()
-        except ServerError as error:
-            return UnavailableError(error)
-        except (OSError, RuntimeError) as error:
-            return self._failed(error)
+        leaving.join(BEHIND_S)
 
     # Calls
 
     def _ask(
-        self,
-        calls: Calls,
-        work: Callable[[Any, Call[Any]], T],
-        *,
-        seconds: float,
-        late: Callable[[Any, T], None] | None = None,
+        self, guard: Guard, work: Callable[[Any], T], *, seconds: float | None = None, nbytes: int = 0
     ) -> T | None:
-        """The answer of a call; None if there was none in time or it could not be reached.
-
-        ``late`` is told what came after that.
-        """
+        """The answer of a call; None if there was none in time or the store is not in use."""
         store = self._store
         if store is None or self._breaker.is_open:
             return None
 
-        def take_late(result: T) -> None:
-            if late is not None:
-                late(store, result)
+        def checked() -> T:
+            answer = work(store)
+            for code in answer if isinstance(answer, list) else [answer]:
+                _checked(code)
+            return answer
 
-        answer = calls.submit(lambda call: work(store, call), seconds=seconds, late=take_late)
-        if not answer.wait(seconds) and answer.give_up():
-            self._report(self._late())
-            return None
         try:
-            result: T = answer.result()
-        except (OSError, RuntimeError) as error:
-            self._report(self._failed(error))
+            return guard.done(checked, seconds=self._patience.timeout_s if seconds is None else seconds, nbytes=nbytes)
+        except UnavailableError as error:
+            self._report(error)
             return None
-        if _UNREACHABLE in (result if isinstance(result, list) else [result]):
-            self._report(self._failed(ConnectionError("the master does not answer")))
-            return None
-        return result
-
-    @property
-    def _is_stuck(self) -> bool:
-        return any(calls.is_stuck for calls in (self._asking, self._reading, self._writing))
-
-    def _late(self) -> UnavailableError:
-        """Something did not come in time: the store hangs, or our threads are busy, which is not the store's fault."""
-        return self._failed(TimeoutError("the store does not answer")) if self._is_stuck else UnavailableError(None)
-
-    def _failed(self, error: Exception) -> UnavailableError:
-        was_known = self._breaker.is_open
-        self._breaker.failed()
-        return UnavailableError(None if was_known else error)
 
     def _probe(self) -> bool:
         """Set the store up if it is not yet; whether no call hangs and the master answers."""
         if self._store is None:
             self._set_up()
         store = self._store
-        if store is None or self._is_stuck:
+        if store is None or any(guard.is_stuck for guard in self._guards):
             return False
-        answer = self._asking.submit(lambda _: int(store.is_exist("kvboost:probe")), seconds=_BEHIND_S)
-        if not answer.wait(_BEHIND_S) and answer.give_up():
-            return False
-        return answer.result() >= 0
-
-    def _begin(self) -> None:
-        try:
-            self._set_up()
-        except Exception as error:  # noqa: BLE001 - whatever its library raises, it is tried again
-            self._breaker.failed()
-            with suppress(Warning):  # a thread of its own: who turns warnings into errors has them counted instead
-                self._report(UnavailableError(error))
+        return self._asking.done(lambda: int(store.is_exist(f"{self._prefix}:probe")), seconds=BEHIND_S) >= 0
 
     def _set_up(self) -> None:
         """Raises OSError, and whatever the library raises."""
         url = self._url
         # First whether anybody is there: setup() would look for a minute and a half, and hold all threads of Python up.
-        own = own_address(url.master, timeout_s=_BEHIND_S)
+        own = own_address(url.master)
         store = self._make()
         code = store.setup(own, "P2PHANDSHAKE", url.segment_bytes, _BUFFER_BYTES, url.protocol, url.device, url.master)
         if code != 0:
             raise ConnectionError(f"the store cannot be set up: error {code}")
         with self._lock:
-            if not self._closed:
+            if not self._closed and self._store is None:
                 self._store = store
                 return
         store.close()  # nobody else will
 
 
-class MooncakeRecords:
-    """Records on their way, in the order asked for."""
-
-    def __init__(self, store: Mooncake, names: Sequence[bytes], *, max_bytes: int) -> None:
-        self._store, self._max_bytes = store, max_bytes
-        self._deadline = store.deadline()
-        self._left = len(names)
-        self._names = iter(names)
-        self._coming: deque[Call[memoryview | None]] = deque()
-        self.unavailable: UnavailableError | None = None if store.is_available else UnavailableError(None)
-        self._is_over = self.unavailable is not None
-        for _ in range(0 if self._is_over else _READERS):
-            self._ask_for_next()
-
-    def _ask_for_next(self) -> None:
-        for name in self._names:
-            self._coming.append(self._store.fetch(name, max_bytes=self._max_bytes))
-            return
-
-    def __iter__(self) -> MooncakeRecords:
-        return self
-
-    def __next__(self) -> memoryview | None:
-        if not self._left:
-            raise StopIteration
-        self._left -= 1
-        if self._is_over:
-            return None
-        coming = self._coming.popleft()
-        self._ask_for_next()
-        found = self._store.fetched(coming, self._deadline)
-        if not isinstance(found, UnavailableError):
-            self.unavailable = None
-            return found
-        self.unavailable = found
-        if not isinstance(found.cause, ServerError):  # the next ones would fare no better
-            self.close()
-        return None
-
-    def close(self) -> None:
-        """Give up what has not begun."""
-        self._is_over = True
-        while self._coming:
-            self._coming.popleft().give_up()
+def own_address(master: str) -> str:
+    """The address of this machine as the master sees it. Raises OSError if nobody answers there."""
+    host, _, port = master.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=BEHIND_S) as probe:
+        own: str = probe.getsockname()[0]
+        return own
 
 
-def _check(code: int) -> None:
-    """Raises ConnectionError if a call failed because nobody answered."""
-    if code == _UNREACHABLE:
+def _checked(code: Any) -> Any:
+    """What the library answered. Raises ConnectionError if nobody answered it."""
+    if isinstance(code, int) and code == _UNREACHABLE:
         raise ConnectionError("the master does not answer")
+    return code
 
 
-def _texts(names: Sequence[bytes]) -> list[str]:
-    return [name.decode() for name in names]
+def _note(store: Any, name: str, pointer: bytes) -> int:
+    """Add a pointer to those under a name. Of two who do that at once, one is lost: it is only a hint."""
+    (value,) = store.get_batch([name])
+    kept = [other for other in _unpacked(value) if other != pointer]
+    packed = b"".join(len(one).to_bytes(4, "little") + one for one in [*kept, pointer][-MAX_VARIANTS:])
+    code: int = store.upsert(name, packed)
+    return code
+
+
+def _unpacked(value: bytes) -> list[bytes]:
+    found, at = [], 0
+    while at + 4 <= len(value):
+        end = at + 4 + int.from_bytes(value[at : at + 4], "little")
+        found.append(bytes(value[at + 4 : end]))
+        at = end
+    return found

@@ -1,1 +1,1 @@
-"""Blocks in a Redis or Valkey server."""
+"""Blocks in a Redis or Valkey server, a cluster of them, or a Mooncake Store."""

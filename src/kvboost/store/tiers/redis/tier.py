@@ -1,98 +1,75 @@
-"""Blocks in a Redis or Valkey server, shared by every process and machine that uses it.
+"""Blocks in a Redis or Valkey server, a cluster, or a Mooncake Store, shared by every process and machine that uses it.
 
-Made by the engine for a namespace; used as a :class:`kvboost.extend.Tier`. The value is the record as on disk
-(:mod:`kvboost.store.record.format`), in pieces of at most a megabyte. Invariants: only whole records that passed
-their checks are handed out; the ledger of all processes with one prefix never counts more than the limit that lies
-there; no lookup waits longer than ``timeout_s`` beyond what its bytes take at ``min_bytes_per_s``, and
-none at all while the breaker is open.
-
-What survives is what the server keeps: its own eviction or a restart without persistence is a miss. One server, the
-master that Sentinels name, or a Redis Cluster: there the ledger lies on one node, and the values on all of them
-(:mod:`kvboost.store.tiers.redis.cluster`). Without the ledger's node nothing is stored, but what others have is found.
+Made by the engine for a namespace; used as a :class:`kvboost.extend.Tier`. Each record (as on disk,
+:mod:`kvboost.store.record.format`) is one value under ``PREFIX:2:TENANT:SPACE:KEY``; under
+``PREFIX:2:TENANT:SPACE:content:CONTENT`` a few pointers say where a content is. The server keeps itself: it has the
+limit, and evicts what was used least recently. Invariants: only whole records that passed their checks are handed out;
+no lookup waits longer than ``timeout_s`` beyond what its bytes take at ``min_bytes_per_s``, and none at all while the
+server's breaker is open.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import TypeVar
+import struct
+from collections.abc import Iterator, Sequence
 
-from kvboost.config import DEFAULT_PLACE_BYTES
+from kvboost.config import DEFAULT_TTL_S
 from kvboost.errors import ConfigError
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.record.header import read_header
-from kvboost.store.tiers.base import MAX_VARIANTS, Backend, RecordTier, Unwritten, info_of
-from kvboost.store.tiers.redis.elsewhere import Records
-from kvboost.store.tiers.redis.ledger import Ledger, Reservation, Writing
-from kvboost.store.tiers.redis.loading import PIECE_BYTES, Loading, OversizedValueError, seal_name, split
-from kvboost.store.tiers.redis.places import open_place
-from kvboost.store.tiers.redis.purging import remove_ids, remove_owned, sweep
-from kvboost.store.tiers.redis.resp import Deadline, Link, ProtocolError, ServerError
-from kvboost.store.tiers.redis.server import PREFIX, Patience, UnavailableError
+from kvboost.store.tiers.base import Backend, RecordTier, info_of
+from kvboost.store.tiers.mooncake import MooncakeValues
+from kvboost.store.tiers.redis.values import FORMAT, RedisValues
+from kvboost.store.tiers.remote import Patience, RefusedError, Report, UnavailableError
 from kvboost.types import BlockInfo, KVBlock, PutOutcome
 
-_MAX_STEPS = 8  # of eviction for one block; what does not fit then is tried again later
-_BEHIND_S = 1.0  # deadline of what no request waits for
-_ENTRY_BYTES = 4096  # what a chunk takes in Redis beside its record: names, entries, the ends of pages (measured)
+PREFIX = "kvboost"
+"""Of all names, as the tiers of engines have it."""
+_UNLIMITED = 2**63 - 1
 _REMEDY = "check that the server runs, that remote_url is right and that the network is fast enough"
+_POINTER = struct.Struct("<32s?QQIB32s")  # key, bitwise, nbytes, start, approx_depth, whether there is a parent, parent
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    tenant_quota_bytes: int | None
-    ttl_ms: int
-    """0: what is stored does not expire."""
+def open_values(
+    url: str, *, prefix: str, patience: Patience, ttl_ms: int | None, report: Report, warns: bool = True
+) -> RedisValues | MooncakeValues:
+    """What an URL names, to be opened. Raises ConfigError for one that cannot work, or if a package is missing."""
+    if url.startswith("mooncake://"):
+        return MooncakeValues(url, prefix=prefix, patience=patience, report=report)
+    return RedisValues(url, prefix=prefix, patience=patience, ttl_ms=ttl_ms, report=report, warns=warns)
 
 
 class _RedisBackend(Backend):
-    """The ledger's server, where values lie if not there, and what may be stored."""
+    """The values of all namespaces, and their health."""
 
-    def __init__(self, url: str, *, prefix: str, patience: Patience, wanted_bytes: int | None, limits: _Limits) -> None:
-        self._early_lock = threading.Lock()
-        self._early: list[UnavailableError] | None = []  # reported before there is anything to count them with
-        self.place = open_place(url, prefix=prefix, patience=patience, report=self.report)
-        self.limits = limits
-        super().__init__(
-            self.place.kind, place=self.place.url, wanted_bytes=wanted_bytes, default_bytes=DEFAULT_PLACE_BYTES
-        )
-        with self._early_lock:
-            early, self._early = self._early, None
-        for error in early or ():
-            self.report(error)
+    def __init__(self, url: str, *, prefix: str, patience: Patience, ttl_ms: int | None) -> None:
+        self.prefix = prefix
+        self.values = open_values(url, prefix=prefix, patience=patience, ttl_ms=ttl_ms, report=self.report)
+        super().__init__(self.values.kind, place=self.values.place, wanted_bytes=None, default_bytes=_UNLIMITED)
+        try:
+            self.values.open()
+        except Warning:  # who turns warnings into errors gets no tier
+            self.values.close()
+            raise
 
     @property
     def is_available(self) -> bool:
-        return self.place.is_available
+        return self.values.is_available
 
     def report(self, error: UnavailableError) -> None:
         """Count a failure, and log the first of its kind. What was known before is not counted again."""
-        with self._early_lock:
-            if self._early is not None:
-                self._early.append(error)
-                return
-        cause = error.cause
-        if isinstance(cause, ServerError):
-            self.health.failed("the server refused a command", cause, remedy="look at the server's limits and rights")
-        elif isinstance(cause, ProtocolError):
-            self.health.failed("what answers is no Redis server", cause, remedy=_REMEDY)
-        elif cause is not None:
-            self.health.failed("the server cannot be used", cause, remedy=_REMEDY)
+        if isinstance(error.cause, RefusedError):
+            remedy = "look at the server's memory limit, its maxmemory-policy and its rights"
+            self.health.failed("the server refused a command", error.cause, remedy=remedy)
+        elif error.cause is not None:
+            self.health.failed("the server cannot be used", error.cause, remedy=_REMEDY)
 
     def close(self) -> None:
-        self.place.close()
+        self.values.close()
 
 
 class RedisTier(RecordTier[_RedisBackend]):
-    """Records in a server under one ``prefix``, as many as its limit allows.
-
-    Leaves are evicted first, and of them the least recently used.
-    """
+    """Records in a server under one ``prefix``. What is evicted for new ones is the server's choice."""
 
     damage_remedy = "look for others who write under this prefix, and at the server if it goes on"
 
@@ -100,237 +77,122 @@ class RedisTier(RecordTier[_RedisBackend]):
         self,
         url: str,
         *,
-        capacity_bytes: int | None = None,
         records: RecordFormat,
-        ttl_seconds: float | None = None,
-        tenant_quota_bytes: int | None = None,
+        ttl_seconds: float | None = DEFAULT_TTL_S,
         prefix: str = PREFIX,
         timeout_s: float = 0.03,
         min_bytes_per_s: float = 64e6,
     ) -> None:
         """``url`` is ``redis://`` or ``rediss://`` (TLS), with password and database if there are any; or
-        ``redis+cluster://HOST:PORT``, ``redis+sentinel://HOST:PORT,HOST:PORT/SERVICE``, or
-        ``mooncake://MASTER:PORT?ledger=redis://HOST:PORT``: the values in a Mooncake Store.
+        ``redis+cluster://HOST:PORT``, ``redis+sentinel://HOST:PORT,HOST:PORT/SERVICE``, or ``mooncake://MASTER:PORT``.
 
-        ``records`` says whose blocks these are and how they are written. ``capacity_bytes`` is the limit of a server
-        that has none yet; None takes the default, or what lies there. A block is gone ``ttl_seconds`` after it was
-        stored. A server that cannot be reached now is a warning, and is used as soon as it can.
+        ``records`` says whose blocks these are and how they are written. A block is gone ``ttl_seconds`` after it was
+        stored, or before, if the server evicts it. A server that cannot be reached now is a warning, and is used as
+        soon as it can.
         """
         if ttl_seconds is not None and ttl_seconds < 0.001:
             raise ConfigError(f"ttl_seconds={ttl_seconds} keeps nothing; give a positive time, or None to keep blocks")
-        if ttl_seconds is not None and url.startswith("mooncake://"):
-            raise ConfigError("values of a Mooncake Store do not expire; leave ttl_seconds out, or use redis://")
+        if url.startswith("mooncake://") and ttl_seconds not in (None, DEFAULT_TTL_S):
+            raise ConfigError("values of a Mooncake Store do not expire; leave the time out, or use redis://")
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", prefix):
             raise ConfigError(f"prefix={prefix!r} must be letters, digits, '_', '.' or '-'")
-        ttl_ms = 0 if ttl_seconds is None else int(ttl_seconds * 1000)
-        backend = _RedisBackend(
-            url,
-            prefix=prefix,
-            patience=Patience(timeout_s, min_bytes_per_s),
-            wanted_bytes=capacity_bytes,
-            limits=_Limits(tenant_quota_bytes, ttl_ms),
-        )
+        ttl_ms = None if ttl_seconds is None else int(ttl_seconds * 1000)
+        backend = _RedisBackend(url, prefix=prefix, patience=Patience(timeout_s, min_bytes_per_s), ttl_ms=ttl_ms)
         self._open(backend, records, owns_backend=True)
-        limit = self._behind(self._ledger.capacity, None)  # connects
-        if limit is not None:
-            backend.limited_to(limit)
 
     def _open(self, backend: _RedisBackend, records: RecordFormat, *, owns_backend: bool) -> None:
         super()._open(backend, records, owns_backend=owns_backend)
-        self._server, self._elsewhere, self._limits = backend.place.server, backend.place.elsewhere, backend.limits
-        self.name = backend.place.kind
-        self._ledger = Ledger(
-            self._server.prefix, tenant=records.namespace.tenant, space=records.space, elsewhere=self._elsewhere
-        )
-        self._unwritten = Unwritten()
+        self._values = backend.values
+        self.name = backend.values.kind
+        self._space = f"{records.namespace.tenant.hex()}:{records.space.hex()}"
+        self._names = f"{backend.prefix}:{FORMAT}:{self._space}:"
+
+    def _name(self, key: bytes) -> str:
+        return self._names + key.hex()
 
     # Finding
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these have a value, in one round trip."""
-        if self._elsewhere is not None:
-            return [there is True for there in self._elsewhere.exist([self._ledger.value(key) for key in keys])]
-
-        def exist(link: Link) -> list[bool]:
-            replies = link.call([(b"EXISTS", self._ledger.value(key)) for key in keys])
-            for reply in replies:
-                if isinstance(reply, ServerError):
-                    raise reply
-            return [reply == 1 for reply in replies]
-
-        return self._before(exist, [False] * len(keys)) if keys else []
+        return self._values.exist([self._name(key) for key in keys]) if keys else []
 
     def variants(self, content_keys: Sequence[bytes]) -> list[list[BlockInfo]]:
-        """For each content, the most recently used blocks that hold it, newest last."""
-        nothing: list[list[BlockInfo]] = [[] for _ in content_keys]
+        """For each content, the newest blocks that hold it, newest last, without those that are gone."""
         if not content_keys:
-            return nothing
-        return self._before(lambda link: self._ledger.variants(link, content_keys, MAX_VARIANTS), nothing)
+            return []
+        noted = self._values.pointers([self._content(content) for content in content_keys])
+        found = [_read_pointers(some, content) for some, content in zip(noted, content_keys, strict=True)]
+        keys = list({info.key for infos in found for info in infos})
+        there = {key for key, is_there in zip(keys, self.contains(keys), strict=True) if is_there}
+        return [[info for info in infos if info.key in there] for infos in found]
+
+    def _content(self, content: bytes) -> str:
+        return f"{self._names}content:{content.hex()}"
 
     def load(self, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
         """The blocks under these keys, in this order; receiving begins at once and runs a little ahead."""
-        ledger, max_bytes = self._ledger, self._records.max_bytes
-        records: Records
-        if self._elsewhere is not None:
-            records = self._elsewhere.load(keys, ledger=ledger, max_bytes=max_bytes)
-        else:
-            records = Loading(keys, server=self._server, ledger=ledger, max_bytes=max_bytes)
-        return self._counted(self._checked(records, keys))
-
-    def _checked(self, records: Records, keys: Sequence[bytes]) -> Iterator[KVBlock | None]:
-        reported: set[UnavailableError] = set()  # of several nodes each may have its own
-        try:
-            for key, record in zip(keys, records, strict=True):
-                why = records.unavailable
-                if why is not None and why not in reported:
-                    reported.add(why)
-                    self._report(why)
-                if record is None and why is None:
-                    with self._lock:
-                        self._unwritten.missed(key)
-                yield self._decoded(key, record)
-        finally:
-            records.close()
-
-    def _discard(self, key: bytes) -> None:
-        self._before(lambda link: self._ledger.remove(link, [self._ledger.id(key)]), None)
+        values = self._values.load([self._name(key) for key in keys], max_bytes=self._records.max_bytes)
+        return self._counted(self._decoded(key, value) for key, value in zip(keys, values, strict=True))
 
     # Keeping
 
     def _store(self, block: KVBlock) -> PutOutcome:
-        return self._behind(lambda link: self._stored(link, block), PutOutcome.REFUSED)
-
-    def _stored(self, link: Link, block: KVBlock) -> PutOutcome:
-        elsewhere = self._elsewhere
-        if elsewhere is not None and not elsewhere.takes(self._ledger.value(block.key)):
-            return PutOutcome.REFUSED  # nothing is evicted in vain
-        limit = None if elsewhere is None else elsewhere.max_record_bytes
-        if limit is not None and self._records.size_of(block) > limit:
-            self._report(UnavailableError(ServerError(f"a record of more than {limit:,} bytes; use smaller chunks")))
-            return PutOutcome.REFUSED
-        self._write_uses(link)  # so that the right ones are evicted
-        if self._ledger.has(link, block.key):
-            return PutOutcome.PRESENT
-        record = self._records.encode(block)
-        pieces = split(record.parts, record.nbytes, PIECE_BYTES if elsewhere is None else elsewhere.piece_bytes)
-        writing = Writing(
-            key=block.key,
-            seal=seal_name(read_header(record.parts[0], record.nbytes).seal),
-            writer=os.urandom(8).hex().encode(),
-            pieces=len(pieces),
-        )
-        reserved = self._reserved(link, writing, block)
-        if reserved.was_broken:
-            remedy = "set maxmemory-policy to noeviction or volatile-lru, and maxmemory well above capacity_bytes"
-            self._backend.health.failed(
-                "the server dropped a part of the ledger", "all blocks are dropped", remedy=remedy
-            )
-        if reserved.must_sweep:
-            threading.Thread(target=self._sweep, name="kvboost-redis-sweep", daemon=True).start()
-        if reserved.outcome is not None or reserved.is_partial:
-            return reserved.outcome or PutOutcome.REFUSED
-        written = self._ledger.write(link, writing, pieces, ttl_ms=self._limits.ttl_ms)
-        return PutOutcome.STORED if written else PutOutcome.REFUSED
-
-    def _reserved(self, link: Link, writing: Writing, block: KVBlock) -> Reservation:
-        """Enter the block in the ledger, evicting others for it, some at a time."""
-        must_sweep = was_broken = False
-        for _ in range(_MAX_STEPS):
-            reserved = self._ledger.reserve(
-                link,
-                writing,
-                info_of(block),
-                size=self._records.size_of(block) + _ENTRY_BYTES,
-                wanted=self._backend.wanted_bytes,
-                quota=self._limits.tenant_quota_bytes,
-            )
-            self._backend.limited_to(reserved.capacity)
-            with self._lock:
-                self._counters.evictions += reserved.evicted
-            must_sweep, was_broken = must_sweep or reserved.must_sweep, was_broken or reserved.was_broken
-            if not reserved.is_partial:
-                break
-        return replace(reserved, must_sweep=must_sweep, was_broken=was_broken)
+        pointer = self._content(block.content_key), _pointer(info_of(block))
+        return self._values.put(self._name(block.key), lambda: self._records.encode(block), pointer=pointer)
 
     def used(self, chain: Sequence[bytes]) -> None:
-        """The keys of one prompt were used: each becomes more recent than its successors."""
-        with self._lock:
-            is_due = self._unwritten.used(chain)
-        if is_due:
-            self._behind(self._write_uses, None)
-
-    def _write_uses(self, link: Link) -> None:
-        with self._lock:
-            uses, missing = self._unwritten.take()
-        if uses:
-            self._ledger.touch(link, list(uses))
-        if missing:
-            self._ledger.delete_missing(link, missing)
+        """The keys of one prompt were used: each is touched after its successors, so that these go first."""
+        self._values.touch([self._name(key) for key in reversed(chain)])
 
     def flush(self) -> None:
-        """Write down recency. What was stored lies in the server already."""
-        self._behind(self._write_uses, None)
+        """Nothing: what was stored lies in the server already."""
 
     # Forgetting
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Remove these blocks and their entries."""
-        remove_ids(self._ask, self._ledger, [self._ledger.id(key) for key in keys])
+        """Remove these blocks."""
+        self._values.remove([self._name(key) for key in keys])
+
+    def _discard(self, key: bytes) -> None:
+        self._values.remove([self._name(key)], is_waited_for=True)
 
     def clear(self) -> None:
-        """Remove every block of this namespace."""
-        remove_owned(self._ask, self._ledger, self._ledger.space)
+        """Remove every block of this namespace, by a scan of the server."""
+        self._purge(self._space)
 
     def purge(self, tenant: bytes) -> None:
         """Remove every block of a tenant, of whatever model or codec. ``tenant`` is the digest in its namespace."""
-        remove_owned(self._ask, self._ledger, tenant.hex().encode())
+        self._purge(tenant.hex())
 
     def purge_all(self) -> None:
         """Remove every block under the prefix, of whatever tenant."""
-        remove_owned(self._ask, self._ledger, b"*")
-
-    def _sweep(self) -> None:
-        # In a thread of its own, which may outlive the server: who turns warnings into errors has them counted instead.
-        with suppress(Warning):
-            sweep(self._ask, self._ledger)
-
-    def _ask(self, work: Callable[[Link], T]) -> T | None:
-        return self._behind(work, None)
-
-    # The rest
+        self._purge("")
 
     def _totals(self) -> tuple[int, int]:
-        chunks, nbytes, _ = self._behind(self._ledger.totals, (0, 0, 0))
-        return chunks, nbytes
+        """Nothing: only a scan of the whole server would tell, and every process that shares it would make one."""
+        self._backend.capacity_bytes = self._values.capacity_bytes or _UNLIMITED
+        return 0, 0
 
-    def prefix_bytes(self) -> int:
-        """What all namespaces under the prefix take of the budget, by the ledger."""
-        return self._behind(self._ledger.totals, (0, 0, 0))[2]
-
-    def close(self) -> None:
-        """Write down recency, and close the connections if they were made for this tier. What was stored stays."""
-        self._behind(self._write_uses, None)
-        super().close()
-
-    def _before(self, work: Callable[[Link], T], otherwise: T) -> T:
-        """For what a request waits for."""
-        return self._with_link(work, otherwise, self._server.deadline())
-
-    def _behind(self, work: Callable[[Link], T], otherwise: T) -> T:
-        """For what no request waits for."""
-        return self._with_link(work, otherwise, self._server.deadline(_BEHIND_S))
-
-    def _with_link(self, work: Callable[[Link], T], otherwise: T, deadline: Deadline) -> T:
-        """The server's answer, or ``otherwise`` if it has none: the cache may only help."""
+    def _purge(self, owner: str) -> None:
         try:
-            with self._server.link(deadline) as link:
-                return work(link)
+            self._values.purge(owner)
         except UnavailableError as error:
-            self._report(error)
-            return otherwise
-
-    def _report(self, error: UnavailableError) -> None:
-        if isinstance(error.cause, OversizedValueError):
-            self._reject(error.cause.key, error.cause)
-        else:
             self._backend.report(error)
+
+
+def _pointer(info: BlockInfo) -> bytes:
+    parent = info.parent_key
+    fixed = (info.key, info.bitwise, info.nbytes, info.start, info.approx_depth, parent is not None, parent or b"")
+    return _POINTER.pack(*fixed) + info.context
+
+
+def _read_pointers(noted: Sequence[bytes], content: bytes) -> list[BlockInfo]:
+    """What can be read of it: it is only a hint."""
+    infos = []
+    for packed in noted:
+        if len(packed) >= _POINTER.size:
+            key, bitwise, nbytes, start, approx_depth, has_parent, parent = _POINTER.unpack_from(packed)
+            context = packed[_POINTER.size :]
+            parent_key = parent if has_parent else None
+            infos.append(BlockInfo(key, parent_key, content, nbytes, bitwise, start, context, approx_depth))
+    return infos
