@@ -6,7 +6,7 @@ Benchmarks import such names from here only, so that a change inside the package
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import cycle
@@ -41,13 +41,12 @@ from kvboost.extend import RepairStrategy
 from kvboost.hf.breaks import break_table
 from kvboost.hf.cache import KVLayout, SlabCache, SlabLayer, TensorSpec, stock_cache
 from kvboost.hf.codec import KVCodec, codec_for
-from kvboost.hf.few_rows import exchanged, shapes_to_exchange
 from kvboost.hf.joint import JointPrefill, probe_joint
 from kvboost.hf.light_tokenizer import light_tokenizer
 from kvboost.hf.loading import ModelSource
 from kvboost.hf.probe import probe_model
 from kvboost.hf.prompt import PromptEncoder
-from kvboost.hf.ragged import RaggedRunner, SharedPrefix
+from kvboost.hf.ragged import RaggedRunner, SharedPrefix, exchanged, gains_exchanged
 from kvboost.hf.rows import RowBatch
 from kvboost.hf.runner import ModelRunner
 from kvboost.offload.rates import measure_rates
@@ -55,8 +54,6 @@ from kvboost.offload.weights import model_on_disk
 from kvboost.scheduler.jobs import Finished, Job, NewToken
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.store import MemoryStore, RedisTier
-from kvboost.store.tiers.redis import places as redis_places
-from kvboost.store.tiers.redis.connecting import Connector
 from kvboost.types import Chunk, KVBlock
 
 __all__ = [
@@ -95,6 +92,7 @@ __all__ = [
     "chunk_keys",
     "codec_for",
     "exchanged",
+    "gains_exchanged",
     "light_tokenizer",
     "loads_of",
     "make_chunker",
@@ -106,7 +104,6 @@ __all__ = [
     "probe_reposition",
     "reusable_chunks",
     "same_bits",
-    "shapes_to_exchange",
     "stock_cache",
     "token_array",
     "tokens_by_tier",
@@ -255,17 +252,10 @@ def prefill_reuse(engine: KVBoost, tokens: Sequence[int], boundaries: Sequence[i
     return exact, moved
 
 
-def redis_links(connector: Callable[[str], Any]) -> AbstractContextManager[Any]:
-    """While this lasts, a new Redis tier makes its links with ``connector``."""
-    return patch.object(
-        redis_places, "connector", lambda url, *, prefix: Connector(connector(url), prefix, may_move=False)
-    )
-
-
 def without_deadlines(engine: KVBoost) -> None:
     """Load whatever the tiers have, however long that takes and however fast computing would be."""
     store: Any = _session(engine).store
     store._rules = replace(store._rules, compute_seconds=None)
     for tier in store._tiers:
         if isinstance(tier, RedisTier):
-            tier._server._patience = replace(tier._server._patience, timeout_s=10.0)
+            tier._values._patience = replace(tier._values._patience, timeout_s=10.0)

@@ -48,10 +48,12 @@ class Fingerprint:
     codec: str
     numerics: str
     tenant: str
+    salt: str = field(default="", kw_only=True, repr=False)
+    """A secret, if records are protected: without it nobody can tell a key from a text. Only routers are told."""
 
     def items(self) -> list[tuple[str, str]]:
-        """Field names and values in declaration order."""
-        return [(f.name, getattr(self, f.name)) for f in fields(self)]
+        """Field names and values in declaration order, without the salt."""
+        return [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "salt"]
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class Namespace:
     """The model and tenant that blocks belong to. Records of another namespace are foreign."""
 
     root: bytes
-    """32 bytes: the digest of the fingerprint, which every key is derived from."""
+    """32 bytes: the digest of the fingerprint without its adapter. No key can be derived from it."""
     tenant: bytes
     """32 bytes: a digest of the tenant's name, so that all of a tenant's blocks can be counted and purged."""
 

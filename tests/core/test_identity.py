@@ -20,7 +20,7 @@ class _Model:
 
     def snapshot(self) -> ModelSnapshot:
         self.snapshots += 1
-        names = [f.name for f in fields(Fingerprint) if f.name not in ("chunker", "codec", "tenant")]
+        names = [f.name for f in fields(Fingerprint) if f.name not in ("chunker", "codec", "tenant", "salt")]
         return ModelSnapshot(self.state, {name: f"{name} of {self.state}" for name in names})
 
     def is_current(self, snapshot: ModelSnapshot) -> bool:
@@ -64,6 +64,26 @@ def test_the_root_is_that_of_the_fingerprint(given: dict[str, object]) -> None:
     assert fingerprint_root(keys.fingerprint()) == keys.snapshot().root
 
 
+def test_a_namespace_is_the_root_of_no_request() -> None:
+    """It lies in every header: from a root, keys of guessed texts could be computed."""
+    model = _Model()
+    keys = _keys(model)
+    assert keys.namespace() not in (keys.snapshot().root, fingerprint_root(keys.fingerprint(adapter="")))
+
+
 def test_a_tenant_differs_in_nothing_but_its_name() -> None:
     model = _Model()
+    salted = PromptKeys(
+        model, chunker=make_chunker("fixed", size=8), tenant="", codec="raw", keeps_decoded=False, salt="s"
+    )
+    assert salted.for_tenant("b").snapshot().root not in (
+        salted.snapshot().root,
+        _keys(model).for_tenant("b").snapshot().root,
+    )
     assert _keys(model).for_tenant("b").snapshot().root == _keys(model, tenant="b").snapshot().root
+
+
+def test_the_salt_is_in_no_log() -> None:
+    """What prints a fingerprint would tell the secret that protects its records."""
+    names = [f.name for f in fields(Fingerprint) if f.name != "salt"]
+    assert "secret" not in repr(Fingerprint(**dict.fromkeys(names, ""), salt="secret"))

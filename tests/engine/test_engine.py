@@ -334,7 +334,7 @@ def test_a_path_is_no_model() -> None:
     ("settings", "missing", "extra"),
     [
         ({"remote_url": "redis://localhost"}, "redis", "redis"),
-        ({"remote_url": "mooncake://localhost:1?ledger=redis://localhost"}, "mooncake", "mooncake"),
+        ({"remote_url": "mooncake://localhost:1"}, "mooncake", "mooncake"),
         ({"object_url": "s3://bucket/folder"}, "obstore", "s3"),
         ({"record_protection": "encrypt"}, "cryptography", "crypto"),
     ],

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from kvboost import ConfigError, KVBoost
 from kvboost.errors import StoreError
 from kvboost.store import MemoryStore
 from kvboost.store.record.format import inspect
+from kvboost.store.record.header import MAGIC
+from kvboost.store.tiers.buckets import open_objects
+from kvboost.types import context_mark
 from tests.approx.test_find import HEAD, ONE, QUESTION, THREE, TWO, engine_for, read, text, warm
 from tests.engine.test_tiers import _same_bits, patient
 from tests.store.record.test_protection import KEY, key_file
@@ -119,10 +122,8 @@ def test_a_purge_that_cannot_be_done_says_so(tiny: Tiny, redis_at: RedisServer) 
             engine.purge_tenant("one")
 
 
-def test_a_tenant_stays_within_its_quota_in_every_tier(tiny: Tiny, tmp_path: Path, redis_at: RedisServer) -> None:
-    with engine_for(
-        tiny("llama"), tenant_bytes="200kB", disk_cache_dir=tmp_path / "cache", **patient(redis_at.url)
-    ) as engine:
+def test_a_tenant_stays_within_its_quota_on_this_machine(tiny: Tiny, tmp_path: Path) -> None:
+    with engine_for(tiny("llama"), tenant_bytes="200kB", disk_cache_dir=tmp_path / "cache") as engine:
         quiet, loud = engine.for_tenant("quiet"), engine.for_tenant("loud")
         quiet.prefill(_LONG)
         for seed in range(20):
@@ -131,10 +132,23 @@ def test_a_tenant_stays_within_its_quota_in_every_tier(tiny: Tiny, tmp_path: Pat
         engine.flush()
         stats = loud._store.stats()
         assert stats.evictions > 0
-        assert [below.tier for below in stats.below] == ["disk", "redis"]
+        assert [below.tier for below in stats.below] == ["disk"]
         for below in stats.below:
             assert 100_000 < below.bytes <= 200_000
         assert quiet.prefill(_LONG).reuse.cached_tokens > 0, "the quiet tenant paid for the loud one"
+
+
+def test_a_flood_of_one_tenant_leaves_the_others_their_cache(tiny: Tiny) -> None:
+    with engine_for(tiny("llama"), cache_bytes="600kB") as engine:
+        quiet, loud = engine.for_tenant("quiet"), engine.for_tenant("loud")
+        cold = found(quiet, _LONG), found(quiet, _LONG)
+        assert cold[1] > 0.9 * len(_LONG) > cold[0] == 0
+        for seed in range(30):
+            loud.prefill(text(100 + seed, 400))
+        stats = loud._store.stats()
+        assert stats.evictions > 0, "it was no flood"
+        assert found(quiet, _LONG) == cold[1], "another tenant's unique prompts took its place"
+        assert stats.bytes > 300_000, "what the others leave free is for whoever needs it"
 
 
 def test_the_object_store_has_the_quota_too(
@@ -172,6 +186,57 @@ def test_protected_records_need_the_key(protection: str, tiny: Tiny, tmp_path: P
         assert engine.for_tenant("one").prefill(_LONG).reuse.cached_tokens == 0
     with engine_for(tiny("llama"), disk_cache_dir=tmp_path / "cache") as engine:
         assert engine.for_tenant("one").prefill(_LONG).reuse.cached_tokens == 0
+
+
+def _names_of(engine: KVBoost, prompt: list[int], roots: Iterable[bytes] = ()) -> set[bytes]:
+    """What an attacker who knows the model, the settings and the prompt can compute, from these roots as well."""
+    assert engine.session is not None
+    keys = engine.session.prefiller.keys
+    own = {keys.snapshot().root, keys.namespace()}
+    names = set(own)
+    for root in own.union(roots):
+        chunks, tail = keys.chunks_and_tail(root, prompt, [])
+        for chunk in [*chunks, *([tail] if tail is not None else [])]:
+            names |= {chunk.prefix_key, chunk.content_key, context_mark(chunk.content_key)}
+    return names
+
+
+def _found_in(seen: Iterable[bytes], names: set[bytes]) -> int:
+    """How many of these names are somewhere in what was seen, as they are or in hex."""
+    everything = b"\0".join(seen)
+    return sum(name in everything or name.hex().encode() in everything for name in names)
+
+
+def _readable(settings: Tier) -> list[bytes]:
+    """Every name and every byte that lies in a directory or under an URL."""
+    if "disk_cache_dir" in settings:
+        folder: Path = settings["disk_cache_dir"]
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        return [str(path.relative_to(folder)).replace("/", "").encode() for path in files] + [
+            path.read_bytes() for path in files
+        ]
+    objects, _ = open_objects(settings["object_url"], timeout_s=30.0)
+    paths = [entry["path"] for page in objects.list() for entry in page]
+    return [path.encode() for path in paths] + [bytes(objects.get(path).bytes()) for path in paths]
+
+
+@pytest.mark.parametrize("tier", ["disk", "objects"], indirect=True)
+@pytest.mark.parametrize("protection", ["none", "mac", "encrypt"])
+def test_no_guess_of_a_text_can_be_confirmed_without_the_key(
+    protection: str, tier: Tier, tiny: Tiny, tmp_path: Path
+) -> None:
+    settings: Tier = {} if protection == "none" else {"record_key_file": key_file(tmp_path, KEY)}
+    with engine_for(tiny("llama"), **tier, record_protection=protection, **settings) as engine:
+        engine.prefill(_LONG)
+        engine.flush()
+        seen = _readable(tier)
+    headers = [inspect(record) for record in seen if record.startswith(MAGIC)]
+    assert headers
+    with engine_for(tiny("llama")) as attacker:
+        names = _names_of(attacker, _LONG, {header.namespace.root for header in headers})
+    assert len(names) > 20
+    # Without protection they are all there, so that the search is known to find what is.
+    assert _found_in(seen, names) == 0 if protection != "none" else _found_in(seen, names) > 20
 
 
 def test_a_bad_key_costs_no_model_load(tmp_path: Path) -> None:

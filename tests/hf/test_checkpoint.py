@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from kvboost.direct_io import PAGE
 from kvboost.errors import ConfigError
 from kvboost.hf import checkpoint as module
 from kvboost.hf.checkpoint import Shards
@@ -48,6 +49,54 @@ def test_the_key_follows_the_files(tmp_path: Path) -> None:
     save_file({"b": torch.ones(3)}, tmp_path / "two")
     os.utime(tmp_path / "two", (1, 1))  # the clock of file systems is coarse
     assert Shards([tmp_path / "one", tmp_path / "two"]).key != both.key
+
+
+@given(st.integers(0, 4 * PAGE), st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_byte_of_a_small_tensor_is_in_the_sample(
+    tmp_path_factory: pytest.TempPathFactory, size: int, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("sample")
+    files = {"a.safetensors": torch.zeros(size, dtype=torch.uint8), "b.safetensors": torch.zeros(9)}
+    for name, tensor in files.items():
+        save_file({name: tensor}, folder / name)
+    shards = Shards([folder / name for name in files])
+    before = shards.sample()
+    assert shards.sample() == before
+    if size:
+        stored = shards.tensors["a.safetensors"]
+        with stored.file.open("r+b") as file:
+            file.seek(stored.begin + data.draw(st.integers(0, size - 1)))
+            file.write(b"b")
+        assert shards.sample() != before
+
+
+def test_a_large_tensor_costs_four_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, size = tmp_path / "a", 100 * PAGE
+    file.write_bytes(bytes(3 * size))
+    read: list[int] = []
+    right = os.pread
+    monkeypatch.setattr(os, "pread", lambda *call: read.append(call[2]) or right(*call))
+    before = module.sample_pages(file, [(0, size), (size + 5, 2 * size)])
+    assert len(read) == 8
+    assert {0, size - PAGE, size + 5, 2 * size - PAGE} <= set(read)
+    seen = {}
+    for place in (0, 33 * PAGE, 50 * PAGE, size - 1):
+        with file.open("r+b") as opened:
+            opened.seek(place)
+            opened.write(b"b")
+        seen[place] = module.sample_pages(file, [(0, size), (size + 5, 2 * size)]) != before
+        file.write_bytes(bytes(3 * size))
+    assert seen == {0: True, 33 * PAGE: True, 50 * PAGE: False, size - 1: True}, "what a sample cannot see"
+
+
+def test_a_small_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").write_bytes(bytes(PAGE))
+    read: list[int] = []
+    right = os.pread
+    monkeypatch.setattr(os, "pread", lambda *call: read.append(call[2]) or right(*call))
+    module.sample_pages(tmp_path / "a", [(0, 9), (9, PAGE)])
+    assert sorted(read) == [0, 9]
 
 
 @pytest.mark.parametrize("spoil", ["empty", "text", "cut", "long"])

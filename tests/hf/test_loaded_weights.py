@@ -19,6 +19,7 @@ from kvboost.hf.loaded_weights import LoadedWeights, find_checkpoint
 from kvboost.hf.loading import ModelSource
 from kvboost.hf.probe import probe_model
 from kvboost.offload.weights import load_model
+from tests.helpers.files import same_times
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 
@@ -165,6 +166,15 @@ def test_a_changed_file_is_hashed_even_with_its_old_inode_time_and_size(folder: 
     assert _weights(model) == _truth(model) != before
 
 
+def test_another_checkpoint_with_the_same_times_is_hashed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images and FUSE mounts may give every file the same times and inodes."""
+    same_times(monkeypatch)
+    before = _weights(_load(folder))
+    tiny_model("llama", seed=1).save_pretrained(folder, max_shard_size="20KB")
+    model = _load(folder)
+    assert _weights(model) == _truth(model) != before
+
+
 def test_a_file_written_in_place_is_hashed(folder: Path) -> None:
     before = _weights(_load(folder))
     file = sorted(folder.glob("*.safetensors"))[0]
@@ -177,12 +187,18 @@ def test_a_file_written_in_place_is_hashed(folder: Path) -> None:
     assert _weights(model) == _truth(model) != before
 
 
-def test_another_type_is_hashed(folder: Path, hashed: list[str]) -> None:
+def test_another_type_is_hashed_once(folder: Path, hashed: list[str]) -> None:
     _weights(_load(folder))
     hashed.clear()
     model = _load(folder, dtype=torch.bfloat16)
-    assert _weights(model) == _truth(model)
+    first = _weights(model)
+    assert first == _truth(model)
     assert set(hashed) == {name for name, _ in model.named_parameters()}
+    hashed.clear()
+    again = _load(folder, dtype=torch.bfloat16)
+    assert _weights(again) == first
+    assert hashed == [], "a type that the files do not hold is hashed at every start"
+    assert _truth(again) == first
 
 
 def test_weights_from_elsewhere_are_hashed(folder: Path) -> None:

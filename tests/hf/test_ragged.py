@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvboost.errors import UnsupportedModelError
-from kvboost.hf import few_rows
+from kvboost.hf import ragged as ragged_module
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.probe import probe_model
-from kvboost.hf.ragged import RaggedRunner, SharedPrefix, probe_ragged
+from kvboost.hf.ragged import RaggedRunner, SharedPrefix, exchanged, gains_exchanged, probe_ragged
 from kvboost.hf.rows import Row, RowBatch
 from kvboost.hf.runner import ModelRunner
 from kvboost.scheduler.jobs import Job
@@ -31,8 +32,11 @@ def filled(runner: ModelRunner, tokens: list[int]) -> SlabCache:
     return cache
 
 
-def all_shapes(model: Any) -> set[torch.Size]:
-    return {module.weight.shape for module in model.modules() if type(module) is torch.nn.Linear}
+def exchange_all(patch: pytest.MonkeyPatch, exchange: bool) -> None:
+    """Whatever this machine is and however small the weights of a tiny model are."""
+    patch.setattr(ragged_module, "_EXCHANGED_OUTPUTS", 1 if exchange else 10**9)
+    patch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
+    patch.setattr("torch.backends.mkl.is_available", lambda: True)
 
 
 def joined(caches: list[SlabCache], *, tokens: int = 4) -> tuple[RowBatch, list[Row]]:
@@ -139,7 +143,7 @@ class Waits(TorchFunctionMode):
 def test_the_calls_of_a_step_do_not_grow_with_its_sequences(
     family: str, exchange: bool, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvboost.hf.ragged.shapes_to_exchange", all_shapes if exchange else lambda model: ())
+    exchange_all(monkeypatch, exchange)
     runner = ModelRunner(tiny(family))
     layers = runner.model.config.num_hidden_layers
     ragged = RaggedRunner(runner)
@@ -174,17 +178,16 @@ def test_a_sequence_has_the_bits_it_has_alone_where_the_kernels_allow_it(tiny: C
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
-def test_linear_layers_over_few_rows_are_exchanged_where_that_is_faster(
+def test_linear_layers_over_few_rows_are_exchanged(
     family: str, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = ModelRunner(tiny(family))
     caches = [filled(runner, _TEXT[i : i + 9]) for i in range(12)]
     found: list[torch.Tensor] = []
     calls: list[int] = []
-    right = few_rows.exchanged
-    monkeypatch.setattr("kvboost.hf.ragged.exchanged", lambda *given: (calls.append(len(given[0])), right(*given))[1])
+    monkeypatch.setattr(ragged_module, "exchanged", lambda *given: (calls.append(len(given[0])), exchanged(*given))[1])
     for pays in (False, True):
-        monkeypatch.setattr("kvboost.hf.ragged.shapes_to_exchange", all_shapes if pays else lambda model: ())
+        exchange_all(monkeypatch, pays)
         ragged = RaggedRunner(runner)
         for count in (2, 12):
             batch, _ = joined(caches[:count])
@@ -195,13 +198,46 @@ def test_linear_layers_over_few_rows_are_exchanged_where_that_is_faster(
     assert torch.equal(found[2], found[0])
 
 
+def test_the_shape_decides_what_is_exchanged_and_no_stopwatch(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two starts, beside a busy process and alone, must round alike."""
+    assert [gains_exchanged(torch.empty(size, 64)) for size in (128, 192, 49152)] == [False, True, True]
+    assert not gains_exchanged(torch.empty(192, 64, dtype=torch.bfloat16))
+    exchange_all(monkeypatch, True)
+    runner = ModelRunner(tiny("llama"))
+    caches = [filled(runner, _TEXT[i : i + 9]) for i in range(12)]
+    found: list[list[torch.Size]] = []
+    monkeypatch.setattr(
+        ragged_module, "exchanged", lambda *given: (found[-1].append(given[1].shape), exchanged(*given))[1]
+    )
+    for pause in (0.0, 1.0):  # by this clock every other of two ways takes a second more
+        now = itertools.accumulate(itertools.cycle([0.1, 0.1 + pause, 0.1, 0.1]))
+        monkeypatch.setattr("time.perf_counter", lambda now=now: next(now))
+        found.append([])
+        RaggedRunner(runner).decode(_TEXT[:12], joined(caches)[0])
+    assert found[0]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("shape", [(5, 7), (16, 1, 7), (2, 3, 7), (1, 7)])
+def test_an_exchanged_product_is_that_of_linear(shape: tuple[int, ...], biased: bool) -> None:
+    made = torch.Generator().manual_seed(1)
+    rows, weight, bias = (torch.randn(size, generator=made) for size in (shape, (11, 7), (11,)))
+    given = bias if biased else None
+    found = exchanged(rows, weight, given)
+    torch.testing.assert_close(found, torch.nn.functional.linear(rows, weight, given))
+    assert found.is_contiguous()
+    assert found.shape == (*shape[:-1], 11)
+
+
 def test_the_way_for_few_rows_is_probed(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     runner = ModelRunner(tiny("llama"))
     layout = probe_model(runner.model).layout
-    monkeypatch.setattr("kvboost.hf.ragged.shapes_to_exchange", all_shapes)
+    exchange_all(monkeypatch, True)
     probe_ragged(runner, layout)
-    right = few_rows.exchanged
-    monkeypatch.setattr("kvboost.hf.ragged.exchanged", lambda rows, weight, bias: right(rows, weight, bias) + 0.1)
+    monkeypatch.setattr(ragged_module, "exchanged", lambda rows, weight, bias: exchanged(rows, weight, bias) + 0.1)
     with pytest.raises(UnsupportedModelError, match="decoded together"):
         probe_ragged(runner, layout)
 

@@ -36,17 +36,23 @@ class PromptKeys:
     """The chunks of prompts for one model, one chunker and one tenant. Safe to call from any thread."""
 
     def __init__(
-        self, identity: ModelIdentity, *, chunker: Chunker, tenant: str, codec: str, keeps_decoded: bool
+        self, identity: ModelIdentity, *, chunker: Chunker, tenant: str, codec: str, keeps_decoded: bool, salt: str = ""
     ) -> None:
+        """``salt`` is the secret of :func:`kvboost.store.record.protection.key_salt`."""
         self._identity, self._chunker, self._tenant = identity, chunker, tenant
-        self._codec = codec
+        self._codec, self._salt = codec, salt
         self._keeps_decoded = keeps_decoded
         self._last: KeySnapshot | None = None
 
     def for_tenant(self, tenant: str) -> PromptKeys:
         """The same for another tenant."""
         return PromptKeys(
-            self._identity, chunker=self._chunker, tenant=tenant, codec=self._codec, keeps_decoded=self._keeps_decoded
+            self._identity,
+            chunker=self._chunker,
+            tenant=tenant,
+            codec=self._codec,
+            keeps_decoded=self._keeps_decoded,
+            salt=self._salt,
         )
 
     @property
@@ -63,8 +69,11 @@ class PromptKeys:
         return last
 
     def namespace(self) -> bytes:
-        """The model without its adapter: the namespace of tiers, whichever adapter is in use."""
-        return self._root(self._identity.snapshot(), adapter="")
+        """The model without its adapter: the namespace of tiers, whichever adapter is in use.
+
+        It is written in the clear, so it must be the root of no request: keys could be derived from that.
+        """
+        return self._root(self._identity.snapshot(), adapter="any")
 
     def is_current(self, snapshot: KeySnapshot) -> bool:
         """Whether KV that the model computes now may be stored under ``snapshot``'s keys."""
@@ -102,7 +111,9 @@ class PromptKeys:
         if self._keeps_decoded:
             # KV of decoded tokens rounds differently: what follows it may not mix with exact chunks.
             fields["numerics"] += "|decoded-rows"
-        return Fingerprint(**fields, chunker=self._chunker.spec, codec=self._codec, tenant=self._tenant)
+        return Fingerprint(
+            **fields, chunker=self._chunker.spec, codec=self._codec, tenant=self._tenant, salt=self._salt
+        )
 
     def _root(self, model: ModelSnapshot, **instead: str) -> bytes:
         return fingerprint_root(self.fingerprint(model, **instead))

@@ -2,11 +2,13 @@
 
 SHA-256 over typed, length-prefixed fields, so that no two different inputs share an encoding and keys
 are the same in every process. Equal prefix keys mean: same model, same settings, same tokens, same cuts.
+With a salt the root is an HMAC: who knows a text, but not the salt, cannot tell whether a key is that text's.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
@@ -23,7 +25,8 @@ _LITTLE_ENDIAN_IDS = np.dtype("<u4")
 
 def fingerprint_root(fingerprint: Fingerprint) -> bytes:
     """The key every other key of this fingerprint descends from."""
-    hasher = hashlib.sha256(b"kvboost.root.1")
+    label, salt = b"kvboost.root.1", fingerprint.salt.encode()
+    hasher = hmac.new(salt, label, "sha256") if salt else hashlib.sha256(label)
     for name, value in fingerprint.items():
         for part in (name.encode(), value.encode()):
             hasher.update(_LENGTH.pack(len(part)))

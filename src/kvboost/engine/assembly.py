@@ -32,7 +32,7 @@ from kvboost.hf.fingerprint import ModelIdentity
 from kvboost.hf.probe import ModelFacts
 from kvboost.hf.runner import ModelRunner
 from kvboost.hf.study import study_model
-from kvboost.store import check_directory, read_key
+from kvboost.store import check_directory, key_salt
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,7 @@ def split_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, 
             raise ConfigError(f"{name} is not a setting; did you mean {near[0]}?")
     config = EngineConfig(**settings)
     make_chunker(config.chunking, size=config.chunk_tokens)
-    if config.record_key_file is not None:
-        read_key(config.record_key_file)
+    key_salt(config.record_key_file)
     if config.disk_cache_dir is not None:
         check_directory(config.disk_cache_dir)
     need_packages(config)
@@ -115,7 +114,8 @@ def assemble(runner: ModelRunner, tokenizer: Any, *, config: EngineConfig, store
     """Probe the model and build what it supports; with the engine's own store if none is given."""
     if store is not None:
         _check_given(store, config)
-    facts, numerics, identity = study_model(runner.model, numerics=config.numerics)
+    packed = None if config.packed_bytes == AUTO else int(config.packed_bytes)
+    facts, numerics, identity = study_model(runner.model, numerics=config.numerics, packed_bytes=packed)
     runner.tiles = numerics.tiles
     budgets = default_budgets(facts.layout)
     if store is not None:
@@ -133,7 +133,12 @@ def assemble(runner: ModelRunner, tokenizer: Any, *, config: EngineConfig, store
     budget = _budget(runner, config, pool, jobs_bytes=budgets.jobs_kv_bytes)
     codec = codec_for(config.kv_cache_bits, facts.layout)
     keys = PromptKeys(
-        identity, chunker=chunker, tenant=config.tenant, codec=codec.name, keeps_decoded=config.reuse_generated
+        identity,
+        chunker=chunker,
+        tenant=config.tenant,
+        codec=codec.name,
+        keeps_decoded=config.reuse_generated,
+        salt=key_salt(config.record_key_file),
     )
     approx = optional.approx_settings(
         config,

@@ -313,7 +313,7 @@ class KVBoost(PromptView):
     def weights_changed(self) -> None:
         """Invalidate cached digests after a change of weights that the engine cannot detect, and start trust again.
 
-        PEFT's ``hotswap_adapter``, writes through ``.data`` and undone merges leave no trace in a tensor.
+        PEFT's ``hotswap_adapter`` and writes through ``.data`` leave no trace in a tensor. Merges are detected.
         """
         self.parts.owned_adapters().weights_changed()
         if self.parts.runner.tiles is not None:

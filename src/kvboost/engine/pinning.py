@@ -78,10 +78,11 @@ class Pins:
         found[1].release()
         return True
 
-    def clear(self) -> None:
-        """Let all go."""
+    def clear(self, *, tenant: str | None = None) -> None:
+        """Let all go, or all of one tenant."""
         for pin in self.listed():
-            self.remove(pin.id)
+            if tenant in (None, pin.tenant):
+                self.remove(pin.id)
 
     def listed(self) -> list[Pin]:
         """All pins, oldest first."""

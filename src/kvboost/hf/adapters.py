@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 
 from kvboost.errors import ConfigError, with_extra
 from kvboost.hf.fingerprint import ModelIdentity
-from kvboost.hf.peft_layers import AdapterChoice, active_adapters, choose_adapter, refuse_merged
+from kvboost.hf.peft_layers import AdapterChoice, active_adapters, choose_adapter, refuse_merged, watch_merges
 
 
 class AsSet(enum.Enum):
@@ -201,6 +201,7 @@ class Adapters:
                 self._changed.notify_all()
 
     def _load(self, name: str, source: str, *, replace: bool, load_kwargs: dict[str, Any]) -> None:
+        watch_merges()  # before anybody else imports PEFT: if merges may have been missed, all weights are hashed again
         from peft import PeftModel
         from peft.utils.hotswap import hotswap_adapter
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,8 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_SAMPLES = 4  # pages of each tensor: two fine-tunes differ all over, and more reads would delay every start
+_READERS = 8  # at once: over a network each read waits
 _PIECE = 8 * 2**20  # bytes
 _MAX_HEADER = 100 * 10**6  # what the safetensors library allows
 
@@ -54,15 +59,27 @@ class Shards:
 
     def __init__(self, files: Sequence[Path]) -> None:
         """Read the files' headers. Raises ConfigError if a file is not a safetensors file."""
+        self._files = files
         self.tensors: dict[str, ShardTensor] = {}
         for file in files:
             self.tensors |= _tensors_of(file)
-        parts = [
-            *(str((file.name, (stat := file.stat()).st_size, stat.st_mtime_ns)) for file in files),
-            *(f"{name}:{tensor.dtype}:{tensor.shape}" for name, tensor in sorted(self.tensors.items())),
-        ]
-        self.key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    @cached_property
+    def key(self) -> str:
         """Changes when the checkpoint does: names, sizes and times of its files, and what they hold."""
+        parts = [
+            *(str((file.name, (stat := file.stat()).st_size, stat.st_mtime_ns)) for file in self._files),
+            *(f"{name}:{tensor.dtype}:{tensor.shape}" for name, tensor in sorted(self.tensors.items())),
+            self.sample(),
+        ]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def sample(self) -> str:
+        """A digest over a few pages of every tensor, read now: the files' times may say nothing."""
+        spans: dict[Path, list[tuple[int, int]]] = {file: [] for file in self._files}
+        for _, tensor in sorted(self.tensors.items()):
+            spans[tensor.file].append((tensor.begin, tensor.end))
+        return "|".join(sample_pages(file, of_file) for file, of_file in spans.items())
 
     def pieces(self, name: str, dtype: torch.dtype) -> Iterator[memoryview]:
         """A tensor's bytes as ``dtype``, piece by piece; each piece is overwritten by the next."""
@@ -76,6 +93,27 @@ class Shards:
                     raise ConfigError(f"{tensor.file} ends too early; download the checkpoint again")
                 piece = buffer[start - page : end - page]
                 yield piece if dtype == tensor.dtype else _as(piece, tensor.dtype, dtype)
+
+
+def sample_pages(file: Path, spans: Iterable[tuple[int, int]]) -> str:
+    """A digest over the first page of each span, the last one and some between them. Spans of a few pages are whole."""
+    pages: list[tuple[int, int]] = []
+    for begin, end in spans:
+        last = max(end - PAGE, begin)
+        starts = {begin + (last - begin) * number // (_SAMPLES - 1) for number in range(_SAMPLES)}
+        pages += ((start, min(PAGE, end - start)) for start in sorted(starts))
+    with file.open("rb", buffering=0) as opened, ThreadPoolExecutor(_READERS) as pool:
+        if hasattr(os, "posix_fadvise"):  # nothing is to be read ahead
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+
+        def read(part: list[tuple[int, int]]) -> bytes:
+            hasher = hashlib.sha256()
+            for start, size in part:
+                hasher.update(os.pread(opened.fileno(), size, start))
+            return hasher.digest()
+
+        parts = [pages[reader::_READERS] for reader in range(_READERS)]
+        return hashlib.sha256(b"".join(pool.map(read, parts))).hexdigest()
 
 
 def _as(piece: memoryview, found: torch.dtype, wanted: torch.dtype) -> memoryview:

@@ -7,10 +7,23 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+
+_GROUPS = (
+    ("/sys/fs/cgroup", r"^0::(/.*)$", "memory.max", "memory.current", r"^inactive_file (\d+)$"),
+    (
+        "/sys/fs/cgroup/memory",
+        r"^\d+:(?:[^:]*,)?memory(?:,[^:]*)?:(/.*)$",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        r"^total_inactive_file (\d+)$",
+    ),
+)
+"""Control groups of version 2 and 1: where they are, which one this process is in, what it may take and has taken."""
 
 
 def memory_available(device: str = "cpu") -> int:
@@ -19,12 +32,24 @@ def memory_available(device: str = "cpu") -> int:
         return _accelerator_free(torch.device(device))
     found = _number("/proc/meminfo", r"^MemAvailable:\s+(\d+) kB")
     system = found * 1024 if found is not None else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _number("/sys/fs/cgroup/memory.max", r"^(\d+)$")
-    if limit is None:
-        return system
-    used = _number("/sys/fs/cgroup/memory.current", r"^(\d+)$") or 0
-    cached = _number("/sys/fs/cgroup/memory.stat", r"^inactive_file (\d+)$") or 0
-    return max(0, min(system, limit - used + cached))
+    return max(0, min([system, *(free for _, free in _limits())]))
+
+
+def memory_total() -> int:
+    """Bytes of the system's memory, or the container's limit of them: the same at every start, whatever else runs."""
+    system = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([system, *(limit for limit, _ in _limits())])
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """What each control group around this process may take, and what it has left."""
+    for root, line, limit_file, used_file, cached_line in _GROUPS:
+        # In a container the path may be the host's: then nothing is there, but for the root.
+        group = PurePosixPath(root + (_find("/proc/self/cgroup", line) or "/"))
+        for folder in (group, *group.parents[: len(group.parts) - len(PurePosixPath(root).parts)]):
+            if (limit := _number(f"{folder}/{limit_file}", r"^(\d+)$")) is not None:
+                used = _number(f"{folder}/{used_file}", r"^(\d+)$") or 0
+                yield limit, limit - used + (_number(f"{folder}/memory.stat", cached_line) or 0)
 
 
 def allocated_bytes(device: torch.device) -> int:
@@ -51,8 +76,13 @@ def resident_bytes() -> int:
 
 
 def _number(file: str, pattern: str) -> int | None:
+    found = _find(file, pattern)
+    return None if found is None else int(found)
+
+
+def _find(file: str, pattern: str) -> str | None:
     try:
         found = re.search(pattern, Path(file).read_text(), re.MULTILINE)
     except OSError:
         return None  # another system, or no such limit
-    return int(found[1]) if found else None
+    return found[1] if found else None

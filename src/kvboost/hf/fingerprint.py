@@ -3,32 +3,35 @@
 Called by the engine before keys are made. A snapshot is taken once per request. Invariant: a snapshot's fields
 describe exactly the state it carries, whatever other threads do to the model meanwhile.
 
-Not detected: a write through ``tensor.data`` (as PEFT's ``hotswap_adapter`` does) or to an inference tensor, and an
-adapter that another thread switches off and on again between two checks. After such a change call
-:meth:`ModelIdentity.weights_changed`; let the engine switch adapters.
+Not detected: a write through ``tensor.data`` (as PEFT's ``hotswap_adapter`` does, but see
+:mod:`~kvboost.hf.peft_layers`) or to an inference tensor, and an adapter that another thread switches off
+and on again between two checks. After such a change call :meth:`ModelIdentity.weights_changed`; let the engine switch
+adapters.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import threading
 import uuid
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from torch.autograd.graph import increment_version
+
 from kvboost.errors import ConfigError
 from kvboost.hf.cache import KVLayout
+from kvboost.hf.code_digest import attention_code_digest, code_digest, model_code_digest
 from kvboost.hf.environment import NumericEnvironment
 from kvboost.hf.layers import walk
 from kvboost.hf.loaded_weights import claim_loaded
-from kvboost.hf.peft_layers import AdapterLayer, adapter_layers, plain_path
+from kvboost.hf.peft_layers import AdapterLayer, adapter_layers, merges_missed, plain_path
 from kvboost.hf.weight_digests import TensorState, TensorWatch, Weight, digest_weights, is_streamed, weights_by_owner
 from kvboost.hf.weights import streamed_weights_of
 from kvboost.types import ModelSnapshot
 
-# Raise when a change to this package changes how KV is computed.
-_NUMERICS_VERSION = 2
 # Do not affect the numbers: where the files are, and what wrote them.
 _CONFIG_NOISE = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype")
 _MAX_ATTEMPTS = 3
@@ -53,21 +56,33 @@ _FIELDS = ("weights", "config", "rope", "dtype", "attention", "adapter", "numeri
 class ModelIdentity:
     """Tracks one model and identifies its current state. Thread-safe."""
 
-    def __init__(self, model: Any, layout: KVLayout, *, steps: str = "") -> None:
-        """``steps`` names how the model is stepped through a prompt."""
-        self._model, self._steps = model, steps
-        self._layout = layout
+    def __init__(self, model: Any, layout: KVLayout | None = None, *, steps: str = "") -> None:
+        """``steps`` names how the model is stepped through a prompt. Without a ``layout`` its weights stand in."""
+        self._model = model
         self._lock = threading.Lock()
-        self._environment = NumericEnvironment(spec.device for spec in layout.slots)
+        self._studied(layout, steps)
         self._watch = TensorWatch()
         self._changes = 0
         self._loaded = claim_loaded(model)
+        self._merges_missed = merges_missed()
         self._experts = _experts(model)
         self._digests: dict[str | None, tuple[tuple[TensorState | None, ...], str]] = {}
         """The digests of the base model (None) and of each adapter, with the states they were made from."""
         self._config_and_rope = (_config_digest(model), _rope_digest(model))
-        self._last: ModelSnapshot | None = None
+        self._code = f"code={code_digest()},{model_code_digest(model)}"
         self._made_for = _place_and_type(model)
+
+    def studied(self, layout: KVLayout, *, steps: str) -> None:
+        """Call once it is known how the model's KV looks and how it is stepped; digests of its weights stay."""
+        with self._lock:
+            self._studied(layout, steps)
+
+    def _studied(self, layout: KVLayout | None, steps: str) -> None:
+        placed = [weight for weight in self._model.parameters() if weight.device.type != "meta"]
+        specs = layout.slots if layout is not None else placed
+        self._environment = NumericEnvironment(spec.device for spec in specs)
+        self._dtypes, self._steps = sorted({str(spec.dtype) for spec in specs}), steps
+        self._last: ModelSnapshot | None = None
 
     def snapshot(self) -> ModelSnapshot:
         """The model's current state and its fingerprint fields; the same object while nothing changes.
@@ -128,6 +143,10 @@ class ModelIdentity:
     def _state(self) -> ModelState:
         """One pass over the modules; it runs several times per request."""
         model, streamer = self._model, streamed_weights_of(self._model)
+        if merges_missed() != self._merges_missed:
+            increment_version(list(model.parameters()))
+            self._merges_missed = merges_missed()
+        adapters = adapter_layers(model)
         weights: list[TensorState] = []
         for module in walk(model):
             for tensors in (module._parameters, module._buffers):
@@ -140,7 +159,7 @@ class ModelIdentity:
         return ModelState(
             self._changes,
             tuple(weights),
-            adapter_layers(model),
+            adapters,
             str(model.config._attn_implementation),
             self._experts_to_prefill(),
             bool(model.training),
@@ -159,24 +178,27 @@ class ModelIdentity:
             "weights": self._digest(None, owned[None]),
             "config": config,
             "rope": rope,
-            "dtype": ",".join(sorted({str(spec.dtype) for spec in self._layout.slots})),
-            "attention": state.attention,
+            "dtype": ",".join(self._dtypes),
+            "attention": f"{state.attention}|code={attention_code_digest(state.attention)}",
             "adapter": self._adapter_field(state, owned),
-            "numerics": f"kvboost-numerics={_NUMERICS_VERSION}|training={state.training}|{state.numerics}"
+            "numerics": f"{self._code}|training={state.training}|{state.numerics}"
             f"|experts={state.experts}|steps={self._steps}",
         }
 
     def _adapter_field(self, state: ModelState, owned: dict[str | None, list[Weight]]) -> str:
         """What the layers' adapters add to the base model: their tensors and how strongly, layer by layer."""
         hasher = hashlib.sha256()
-        layers = [layer for layer in state.adapters if layer.active and not layer.disabled]
-        names = {name for layer in layers for name in layer.active}
+        layers = [layer for layer in state.adapters if layer.merged or (layer.active and not layer.disabled)]
+        names = {name for layer in layers for name in (*layer.merged, *layer.active)}
         digests = {name: self._digest(name, owned.get(name, [])) for name in names}
         for layer in layers:
             scaling = dict(layer.scaling)
-            added = [(digests[name], scaling.get(name)) for name in layer.active]
-            hasher.update(json.dumps([plain_path(layer.path), layer.kind, bool(layer.merged), added]).encode())
-        return hasher.hexdigest() if layers else "none"
+            added = [[(digests[name], scaling.get(name)) for name in used] for used in (layer.merged, layer.active)]
+            hasher.update(json.dumps([plain_path(layer.path), layer.kind, layer.disabled, *added]).encode())
+        if not layers:
+            return "none"
+        hasher.update(sys.modules["peft"].__version__.encode())
+        return hasher.hexdigest()
 
     def _digest(self, owner: str | None, weights: list[Weight]) -> str:
         states = tuple(

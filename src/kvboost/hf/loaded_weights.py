@@ -2,9 +2,10 @@
 
 ``load_model`` remembers what it loaded from safetensors files; the fingerprint claims it, once, for its first digest.
 What is kept is the digest of each tensor as it was in memory, never of the file. What is trusted: that the same
-versions of torch and Transformers make the same tensors again from files of the same path, inode, size, times and
-header, for weights that the files hold under the same name, type and shape. A weight that was written to or exchanged
-after loading is hashed, and so is everything the user says may have changed.
+versions of torch and Transformers make the same tensors again from files of the same path, inode, size, times, header
+and sampled pages, for weights that the files hold under the same name and shape. A weight that was written to or
+exchanged after loading is hashed, and so is everything the user says may have changed. A weight may have been loaded
+as another type of float: they are rounded to it one by one.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,8 @@ import transformers
 
 from kvboost.errors import ConfigError
 from kvboost.hf.checkpoint import Shards, checkpoint_files
+from kvboost.hf.kept_files import cache_directory, write_whole
+from kvboost.hf.peft_layers import merges_missed
 from kvboost.hf.weight_digests import TensorState, TensorWatch, Weight, weights_by_owner
 
 _log = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ class Checkpoint:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = [file.resolve() for file in files]
-        self.tensors = Shards(self._files).tensors
+        self._shards = Shards(self._files)
+        self.tensors = self._shards.tensors
         self._identities = self._identify()
 
     @property
@@ -46,14 +48,15 @@ class Checkpoint:
         """Whether the files still are what they were."""
         return self._identify() == self._identities
 
-    def key(self, model: Any) -> str:
+    def key(self, model: Any, weights: Sequence[Weight]) -> str:
         """Names everything that decides which tensors this model gets from these files."""
         parts = [_VERSION, self._identities, torch.__version__, transformers.__version__]
         made = f"{type(model).__module__}.{type(model).__qualname__}"
-        return hashlib.sha256(json.dumps([*parts, made, str(model.config)]).encode()).hexdigest()
+        types = [(weight.name, str(weight.tensor.dtype)) for weight in weights]
+        return hashlib.sha256(json.dumps([*parts, made, str(model.config), types]).encode()).hexdigest()
 
-    def _identify(self) -> list[list[Any]]:
-        return [_identify(file) for file in self._files]
+    def _identify(self) -> list[Any]:
+        return [*map(_identify, self._files), self._shards.sample()]
 
 
 class LoadedWeights:
@@ -62,12 +65,15 @@ class LoadedWeights:
     def __init__(self, path: Path, states: dict[str, TensorState]) -> None:
         self._path, self._states = path, states
         self._watch = TensorWatch()
+        self._merges_missed = merges_missed()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LoadedWeights, (self._path, {})  # a copy of the model was not loaded from anywhere
 
     def unchanged(self, weight: Weight) -> bool:
         """Whether this weight is as it was loaded."""
+        if merges_missed() != self._merges_missed:
+            return False
         return self._states.get(weight.name) == self._watch.state(weight.tensor)
 
     def read(self) -> dict[str, bytes]:
@@ -88,12 +94,7 @@ class LoadedWeights:
         """Keep these for the next start."""
         content = json.dumps({"digests": {name: digest.hex() for name, digest in digests.items()}})
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self._path.parent, prefix=self._path.name, delete=False, encoding="utf-8"
-            ) as file:
-                file.write(content)
-            os.replace(file.name, self._path)  # whole or not at all: other processes read it
+            write_whole(self._path, content)
         except OSError as error:
             _log.debug("the weights' digests cannot be kept, the next start hashes again: %r", error)
 
@@ -119,11 +120,16 @@ def remember_loaded(model: Any, checkpoint: Checkpoint) -> None:
         return
     watch = TensorWatch()
     states: dict[str, TensorState] = {}
-    for weight in weights_by_owner(model)[None]:
+    weights = weights_by_owner(model)[None]
+    for weight in weights:
         stored = checkpoint.tensors.get(weight.path)
-        if stored is not None and (stored.dtype, stored.shape) == (weight.tensor.dtype, tuple(weight.tensor.shape)):
+        if stored is None or stored.shape != tuple(weight.tensor.shape):
+            continue
+        if stored.dtype == weight.tensor.dtype or (
+            stored.dtype.is_floating_point and weight.tensor.is_floating_point()
+        ):
             states[weight.name] = watch.state(weight.tensor)
-    path = _cache_directory() / "weight-digests" / f"{checkpoint.key(model)}.json"
+    path = cache_directory() / "weight-digests" / f"{checkpoint.key(model, weights)}.json"
     setattr(model, _ATTRIBUTE, LoadedWeights(path, states))
 
 
@@ -140,12 +146,7 @@ def _identify(file: Path) -> list[Any]:
     with file.open("rb") as stream:
         header = stream.read(8)
         header += stream.read(int.from_bytes(header, "little"))
-    # The time of change too: nobody can set it back, and a deleted file's inode may come back at once.
+    # The time of change too: nobody can set it back, and a deleted file's inode may come back at once. In an image or
+    # on a FUSE mount none of these need say anything, hence the sampled pages.
     times = stat.st_mtime_ns, stat.st_ctime_ns
     return [str(file), stat.st_ino, stat.st_size, *times, hashlib.sha256(header).hexdigest()]
-
-
-def _cache_directory() -> Path:
-    if own := os.environ.get("KVBOOST_CACHE_HOME"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvboost"

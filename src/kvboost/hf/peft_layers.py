@@ -1,14 +1,19 @@
 """Reads what PEFT put into a model: which layers carry adapters, and which tensors belong to which adapter.
 
-Called by the fingerprint and by :class:`~kvboost.hf.adapters.Adapters`. Invariant: every weight belongs to the base
-model or to exactly one adapter; what PEFT keeps elsewhere than in its layers counts as the base model's.
+Called by the fingerprint and by :class:`~kvboost.hf.adapters.Adapters`. Invariants: every weight belongs to the base
+model or to exactly one adapter; what PEFT keeps elsewhere than in its layers counts as the base model's. Every merge
+into a layer's weights and out of them raises their versions, as any other write does.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
+
+from torch.autograd.graph import increment_version
 
 from kvboost.errors import ConfigError
 from kvboost.hf.layers import walk
@@ -31,12 +36,91 @@ class AdapterLayer(NamedTuple):
     scaling: tuple[tuple[str, float], ...]
 
 
+def _noted(method: Callable[..., Any]) -> Any:
+    def change(merged: _MergedAdapters, *arguments: Any) -> Any:
+        result = method(merged, *arguments)
+        merged.note()
+        return result
+
+    return change
+
+
+class _MergedAdapters(list[str]):
+    """The list in which PEFT's layer keeps what is merged into it; here its changes show in the layer's weights.
+
+    PEFT writes with ``weight.data += delta``, which leaves no trace in a tensor. What it takes out again is not, to
+    the last bit, what it put in: a merge that was undone is a change too. PEFT changes this list at each of them.
+    """
+
+    def __init__(self, layer: Any, merged: Sequence[str]) -> None:
+        super().__init__(merged)
+        self._layer = weakref.ref(layer)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)  # in a copy of the model, or in a file: a list as any other
+
+    def note(self) -> None:
+        """Tell whoever watches the weights that they were written to."""
+        if (layer := self._layer()) is not None:
+            increment_version(list(layer.get_base_layer().parameters()))
+
+    append, extend = _noted(list.append), _noted(list.extend)
+    remove, clear = _noted(list.remove), _noted(list.clear)
+
+    def pop(self, *index: Any) -> str:
+        """Noted twice: PEFT writes after it, and another thread may look in between."""
+        self.note()
+        popped = _Popped(super().pop(*index))
+        popped.merged = self
+        return popped
+
+
+class _Popped(str):
+    """What PEFT's ``unmerge`` takes out and holds until it has written to the weights."""
+
+    merged: _MergedAdapters
+
+    def __del__(self) -> None:
+        self.merged.note()
+
+
+class _Watched:
+    """The attribute ``merged_adapters`` of PEFT's class of layers: a layer may come and go between two looks."""
+
+    def __get__(self, layer: Any, kind: type | None = None) -> Any:
+        if layer is None:
+            return self
+        merged = layer.__dict__.get("merged_adapters", ())
+        if not isinstance(merged, _MergedAdapters):  # older than this, or in a copy of a layer
+            merged = layer.__dict__["merged_adapters"] = _MergedAdapters(layer, merged)
+        return merged
+
+    def __set__(self, layer: Any, merged: Sequence[str]) -> None:
+        known = "merged_adapters" in layer.__dict__
+        layer.__dict__["merged_adapters"] = watched = _MergedAdapters(layer, merged)
+        if known:
+            watched.note()
+
+
+def watch_merges() -> None:
+    """Import PEFT if nobody has, and see every later merge."""
+    _peft()
+
+
+def merges_missed() -> bool:
+    """Whether there may have been merges that nobody saw: PEFT was there first. See every later one.
+
+    Where the answer has changed, weights may have changed too.
+    """
+    return "peft" in sys.modules and _peft().missed
+
+
 def adapter_layer(path: str, module: Any) -> AdapterLayer | None:
     """What ``module`` does with adapters; None if it is not a PEFT layer."""
-    if "peft" not in sys.modules or not isinstance(module, _layer_types()):
+    if "peft" not in sys.modules or not isinstance(module, _peft()[:2]):
         return None
     # PEFT's wrappers forward unknown attributes to the layer inside, so only tuner layers are queried.
-    tuner = isinstance(module, _layer_types()[0])
+    tuner = isinstance(module, _peft().tuner)
     scaling = getattr(module, "scaling", None) if tuner else None
     return AdapterLayer(
         path,
@@ -50,18 +134,28 @@ def adapter_layer(path: str, module: Any) -> AdapterLayer | None:
 
 def adapter_layers(model: Any) -> tuple[AdapterLayer, ...]:
     """What the layers of ``model`` do with adapters. Called several times in every request."""
-    if "peft" not in sys.modules or not any(isinstance(module, _layer_types()) for module in walk(model)):
+    kinds = _peft()[:2] if "peft" in sys.modules else ()
+    found = {module for module in walk(model) if isinstance(module, kinds)} if kinds else None
+    if not found:
         return ()  # almost always: without the names of all modules, which take longer
-    layers = (adapter_layer(path, module) for path, module in model.named_modules())
+    layers = (adapter_layer(path, module) for path, module in model.named_modules() if module in found)
     return tuple(layer for layer in layers if layer is not None)
 
 
+class _Peft(NamedTuple):
+    tuner: Any
+    auxiliary: Any
+    missed: bool
+
+
 @cache
-def _layer_types() -> tuple[Any, Any]:
+def _peft() -> _Peft:
+    missed = "peft" in sys.modules
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    return BaseTunerLayer, AuxiliaryTrainingWrapper
+    BaseTunerLayer.merged_adapters = _Watched()
+    return _Peft(BaseTunerLayer, AuxiliaryTrainingWrapper, missed)
 
 
 class WeightNames:

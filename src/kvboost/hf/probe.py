@@ -37,13 +37,16 @@ class ModelFacts:
     exact_limit_reason: str | None
 
 
-def probe_model(model: Any) -> ModelFacts:
-    """Check that reuse cannot change this model's output; raise UnsupportedModelError with the reason if it can."""
+def probe_model(model: Any, *, layout: KVLayout | None = None) -> ModelFacts:
+    """Check that reuse cannot change this model's output; raise UnsupportedModelError with the reason if it can.
+
+    With the ``layout`` that an earlier probe of this model found, it is not run.
+    """
     config = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError("encoder-decoder models encode their prompt differently; use a decoder-only model")
     _check_layers(config)
-    layout = _check_forward(model, config)
+    layout = layout or _check_forward(model, config)
     limit, reason = exact_limit_of(config)
     # Dynamic NTK is made for prompts beyond the configured length, so that length is no limit to it.
     longest = None if reason and reason.startswith("dynamic") else max_positions_of(config)

@@ -1,15 +1,15 @@
 """Decodes several sequences of any lengths in one forward: a padded call for each group of similar lengths.
 
-Called by the batch runner. Projections run over the whole batch, in the faster way for few rows
-(:mod:`kvboost.hf.few_rows`). Attention is one call of torch's kernel per layer and group, so the number of calls does
-not grow with the number of sequences; nothing is copied to or from the device but the tokens and lengths of a step,
-once. Invariants: every sequence gets the result it would get alone, up to rounding; after a failed step every row has
-its previous length.
+Called by the batch runner. Projections run over the whole batch, as weights times rows where that is faster. Attention
+is one call of torch's kernel per layer and group, so the number of calls does not grow with the number of sequences;
+nothing is copied to or from the device but the tokens and lengths of a step, once. Invariants: every sequence gets the
+result it would get alone, up to rounding; two starts on one machine round alike; after a failed step every row has its
+previous length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from transformers.cache_utils import Cache
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.hf.cache import KVLayout, SlabCache, StepLayer
-from kvboost.hf.few_rows import ROWS, exchanged, is_eligible, shapes_to_exchange
 from kvboost.hf.layers import windows_by_layer
 from kvboost.hf.probe import compare_logits
 from kvboost.hf.rows import RowBatch, RowGroup
@@ -29,6 +28,10 @@ _PROBE_LENGTHS = (7, 12, 12)
 _ONE_BY_ONE = "Its sequences are decoded one after another."
 _MIN_SAVED = 2048  # tokens; below that merging two attentions costs more than it saves
 _PAD_TO = 128  # positions; the kernel's sums then do not depend on how much of a row is masked
+_EXCHANGED_ROWS = range(12, 49)
+_EXCHANGED_OUTPUTS = 192
+"""For so many rows, and weights of at least so many outputs, MKL multiplies faster with the two sides exchanged, in
+float32 with AVX512 (docs/results/batched_decoding.md). Chosen by shape, never timed: two starts must round alike."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +136,8 @@ class _GroupStep:
 class _Step(TorchFunctionMode):
     """One decode step: writes every sequence's KV, layer by layer, and takes over the attention over it."""
 
-    def __init__(
-        self, groups: Sequence[_GroupStep], windows: Sequence[int | None], exchange: Collection[torch.Size]
-    ) -> None:
-        """Linear layers of the shapes in ``exchange`` multiply their weights with the rows."""
+    def __init__(self, groups: Sequence[_GroupStep], windows: Sequence[int | None], *, exchange: bool) -> None:
+        """With ``exchange``, linear layers that gain by it multiply their weights with the rows."""
         super().__init__()
         self._groups, self._windows, self._exchange = groups, windows, exchange
         self._layer: int | None = None
@@ -152,10 +153,8 @@ class _Step(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.nn.functional.linear and self._exchange and len(args) == 3:
-            if args[1].shape in self._exchange and is_eligible(args[1]):
-                return exchanged(*args)
-            return func(*args, **kwargs)
+        if func is torch.nn.functional.linear and self._exchange and len(args) == 3 and gains_exchanged(args[1]):
+            return exchanged(*args)
         if func is not torch.nn.functional.scaled_dot_product_attention or self._layer is None:
             return func(*args, **kwargs)
         if kwargs.get("attn_mask") is not None or kwargs.get("dropout_p") or len(args) != 3:
@@ -177,13 +176,27 @@ def _attend_with_lse(
     return out, weight.view(query.shape[:3])
 
 
+def gains_exchanged(weight: torch.Tensor) -> bool:
+    """Whether few rows are multiplied faster by :func:`exchanged` with weights of this shape and type."""
+    plain = weight.dtype is torch.float32 and weight.device.type == "cpu" and weight.dim() == 2
+    return plain and weight.shape[0] >= _EXCHANGED_OUTPUTS
+
+
+def exchanged(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``linear(rows, weight, bias)`` of [..., inputs] as weights times rows: the same up to rounding."""
+    flat = rows.reshape(-1, rows.shape[-1]).t()
+    product = torch.mm(weight, flat) if bias is None else torch.addmm(bias[:, None], weight, flat)
+    return product.t().contiguous().view(*rows.shape[:-1], -1)
+
+
 class RaggedRunner:
     """Joint decode steps of one model. Make it with :func:`probe_ragged`, which tests that the model supports them."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._windows = windows_by_layer(runner.model)
-        self._exchange = shapes_to_exchange(runner.model)
+        mkl: Any = torch.backends.mkl
+        self._exchange = mkl.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
     @torch.no_grad()
     def decode(
@@ -192,13 +205,13 @@ class RaggedRunner:
         batch: RowBatch,
         *,
         shared: Sequence[SharedPrefix] = (),
-        few_rows: bool | None = None,
+        exchange: bool | None = None,
     ) -> torch.Tensor:
         """Compute one more token of every sequence. Returns their logits [sequences, vocab].
 
         ``tokens`` are in the order of the batch: group by group, row by row. Every row needs capacity for one more
-        token. A prefix in ``shared`` is attended to once where all rows of a group have it. ``few_rows`` is whether
-        linear layers run as for few rows; by default the number of sequences decides.
+        token. A prefix in ``shared`` is attended to once where all rows of a group have it. ``exchange`` is whether
+        weights may be multiplied with rows; by default the machine and the number of sequences decide.
         """
         rows = [row for group in batch.groups for row in group.rows]
         lengths = [row.get_seq_length() for row in rows]
@@ -211,8 +224,9 @@ class RaggedRunner:
             members = range(begin, begin + len(group.rows))
             common = self._shared_by_all(members, shared)
             steps.append(_GroupStep(group, begin, inputs[1, begin : members.stop], shared_tokens=common))
-        few_rows = len(rows) in ROWS if few_rows is None else few_rows
-        step = _Step(steps, self._windows, self._exchange if few_rows else ())
+        if exchange is None:
+            exchange = self._exchange and len(rows) in _EXCHANGED_ROWS
+        step = _Step(steps, self._windows, exchange=exchange)
         cache = Cache(layers=[_RaggedLayer(index, step) for index in range(len(self._windows))])
         with step:
             logits = self._runner.run_batch(inputs[0].view(-1, 1), cache, position_ids=inputs[1].view(-1, 1))
@@ -251,9 +265,9 @@ def probe_ragged(runner: ModelRunner, layout: KVLayout) -> RaggedRunner:
         assert single is not None
         alone.append(single)
         tokens.append(ids[length])
-    for few_rows in (False, True):
+    for exchange in (False, True):
         try:
-            together = ragged.decode(tokens, batch, few_rows=few_rows)
+            together = ragged.decode(tokens, batch, exchange=exchange)
         except UnsupportedModelError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:

@@ -115,7 +115,7 @@ def test_no_list_of_modules_and_no_linear_layer_is_a_function() -> None:
 def test_after_a_step_no_function_is_padded(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     layout = probe_model(model).layout
-    tiles, ids = Tiles(model, layout, granule=256), torch.arange(5).view(1, -1)
+    tiles, ids = Tiles(model, layout, granule=256, budget=2**30), torch.arange(5).view(1, -1)
     seen: list[int] = []
     for function, _ in functions_of(model):
         own = function.forward

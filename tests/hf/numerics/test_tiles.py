@@ -216,7 +216,7 @@ def test_a_changed_weight_is_packed_again(monkeypatch: pytest.MonkeyPatch) -> No
             if parameter.dim() == 2:
                 parameter.mul_(1.5)
     after = prefill(model, layout, chosen.tiles, [40])
-    fresh = prefill(model, layout, Tiles(model, layout, granule=chosen.tiles.granule), [40])
+    fresh = prefill(model, layout, Tiles(model, layout, granule=chosen.tiles.granule, budget=2**30), [40])
     assert not same_bits(before[0], after[0])
     assert all(same_bits(one, other) for one, other in zip(after, fresh, strict=True))
 
@@ -310,3 +310,11 @@ def test_flash_gets_no_dense_mask() -> None:
         assert "takes no mask of chosen positions" in (again.reuse.reason or "")
         assert engine.generate([*text, 9], max_new_tokens=2, temperature=0).reuse.exact_tokens == 128
     assert seen
+
+
+def test_a_quarter_of_the_memory_beside_the_weights_may_be_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    weights = sum(tensor.nbytes for tensor in {id(one): one for one in model.parameters()}.values())
+    for memory, allowed in ((weights + 4000, 1000), (weights - 4000, 0)):
+        monkeypatch.setattr(choose_module, "memory_total", lambda memory=memory: memory)
+        assert choose_module.budget_to_pack(model) == allowed

@@ -26,6 +26,7 @@ from kvboost.serve.app import make_app
 from kvboost.serve.security.auth import Keys
 from tests.integrations.ray.fleets import text
 from tests.serve.asgi import ask
+from tests.store.record.test_protection import KEY, key_file
 
 _KEYS = ("first-key", "second-key")
 _CHATS = "/v1/chat/completions"
@@ -33,8 +34,10 @@ _TEMPLATE = b'{"model": "tiny", "messages": [{"role": "user", "content": "x"}], 
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path) -> Iterator[KVBoost]:
-    with KVBoost.from_pretrained(str(model), cache_bytes=4 * 10**7) as made:
+def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KVBoost]:
+    """Its keys are derived with a secret, which routers must know, too."""
+    protected = {"record_protection": "mac", "record_key_file": key_file(tmp_path_factory.mktemp("key"), KEY)}
+    with KVBoost.from_pretrained(str(model), cache_bytes=4 * 10**7, **protected) as made:
         yield made
 
 

@@ -43,7 +43,7 @@ def test_who_only_looks_gives_no_memory_to_a_fleet(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(place, "Stores", stores)
     nothing: Any = SimpleNamespace(namespace=lambda: b"")
-    url = "mooncake://host:1?ledger=redis://host:2"
+    url = "mooncake://host:1?protocol=rdma"
     config = connector_config({"remote_url": f"{url}&segment=1GiB"})
     Place(config, [], 16, nothing, nothing, nothing, nothing).open(memory=memory)
     assert given == [f"{url}&segment=1GiB" if memory else url]

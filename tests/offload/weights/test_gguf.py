@@ -10,8 +10,19 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from kvboost.offload.weights import streamer_of
+from kvboost.offload.weights import load, streamer_of
+from tests.helpers.files import same_times
 from tests.helpers.models import smollm2_gguf
+
+
+def test_another_file_with_the_same_times_has_slabs_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    same_times(monkeypatch)
+    keys = []
+    for number in (1, 2):
+        file = tmp_path / "model.gguf"
+        file.write_bytes(b"GGUF" + bytes([number]) * 3_000_000)
+        keys.append(load._key([file], None))
+    assert keys[0] != keys[1] == load._key([file], None)
 
 
 @pytest.mark.real

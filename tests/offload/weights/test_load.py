@@ -22,6 +22,7 @@ from kvboost.offload.weights.load import put_together
 from kvboost.offload.weights.skeleton import build_skeleton
 from kvboost.offload.weights.slabs import make_slabs
 from kvboost.testing import SimulatedLink
+from tests.helpers.files import same_times
 from tests.helpers.models import FAMILIES, tiny_model
 
 _IDS = torch.tensor([[(i * 37) % 90 + 3 for i in range(40)]])
@@ -117,6 +118,17 @@ def test_the_second_start_takes_the_slabs_and_a_new_checkpoint_other_ones(tmp_pa
     again = _load(tmp_path / "model", 500_000, weight_dir=tmp_path / "slabs")
     assert torch.equal(_logits(again), _logits(other))
     assert not torch.equal(_logits(again), _logits(first))
+
+
+def test_another_checkpoint_with_the_same_times_has_slabs_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same_times(monkeypatch)
+    first = _logits(_saved(tmp_path / "one"))
+    other = _logits(_saved(tmp_path / "two", seed=1))
+    for folder, expected in (("one", first), ("two", other), ("one", first)):
+        assert torch.equal(_logits(_load(tmp_path / folder, 500_000, weight_dir=tmp_path / "slabs")), expected)
+    assert len(list((tmp_path / "slabs").glob("kvboost-weights-*"))) == 2
 
 
 def test_a_checkpoint_with_other_names_is_made_from_the_loaded_model(

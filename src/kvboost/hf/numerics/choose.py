@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,18 +17,27 @@ from kvboost.capacity import ModelShape, step_limit
 from kvboost.errors import UnsupportedModelError
 from kvboost.hf import attention
 from kvboost.hf.cache import KVLayout, SlabCache
-from kvboost.hf.device_memory import memory_available
+from kvboost.hf.device_memory import memory_available, memory_total
 from kvboost.hf.layers import windows_by_layer
 from kvboost.hf.numerics.granule import key_granule
-from kvboost.hf.numerics.tiles import Tiles, why_no_tiles
+from kvboost.hf.numerics.tiles import Choices, Tiles, why_no_tiles
+from kvboost.hf.weight_digests import weights_by_owner
 from kvboost.steps import MaskedSteps, Numerics, StepRule
 
 _GRID_ON_CPU = 128  # tokens; smaller steps stream the weights too often, larger ones leave more to recompute
+_SHARE_TO_PACK = 4  # packed weights take at most this part of the memory beside the weights
 _GRID_ELSEWHERE = 1024  # tokens; a step of a large model keeps a large accelerator busy
 _CHECK_TOKENS = 72
 _CHECK_CUTS = ((1,), (5, 40))
 _CHECK_ERROR = 0.05  # of the states' norm; kernels round otherwise, but a mask or a bias that is lost changes far more
 _log = logging.getLogger(__name__)
+
+
+class KnownTiles(NamedTuple):
+    """What an earlier study of this model on this machine found: with it nothing is run."""
+
+    granule: int
+    choices: Choices
 
 
 @dataclass(frozen=True)
@@ -46,9 +55,21 @@ class ChosenNumerics:
         return f"{self.rule.spec}|{self.tiles.spec if self.tiles is not None else 'steps'}"
 
 
-def choose_numerics(model: Any, layout: KVLayout, shape: ModelShape, *, numerics: Numerics | None) -> ChosenNumerics:
-    """The rule for this model; ``numerics`` None is ``"bitwise"`` on CPUs and ``"fast"`` elsewhere."""
+def choose_numerics(
+    model: Any,
+    layout: KVLayout,
+    shape: ModelShape,
+    *,
+    numerics: Numerics | None,
+    packed_bytes: int | None = None,
+    known: KnownTiles | None = None,
+) -> ChosenNumerics:
+    """The rule for this model; ``numerics`` None is ``"bitwise"`` on CPUs and ``"fast"`` elsewhere.
+
+    Packed weights take at most ``packed_bytes``; None is a quarter of the memory beside the weights.
+    """
     on_cpu = {spec.device.type for spec in layout.slots} == {"cpu"}
+    # By what is free now: in tiles the length of a step decides no bits, and is in no key.
     longest = step_limit(shape, available=memory_available()) if on_cpu else _GRID_ELSEWHERE
     wanted = numerics or ("bitwise" if on_cpu else "fast")
     if wanted == "fast":
@@ -56,7 +77,8 @@ def choose_numerics(model: Any, layout: KVLayout, shape: ModelShape, *, numerics
         return ChosenNumerics(rule, None, "numerics='fast'")
     if not on_cpu:
         return ChosenNumerics(StepRule(longest, longest), None, "rounding depends on a step's shape on this device")
-    tiles, reason = _try_tiles(model, layout)
+    budget = budget_to_pack(model) if packed_bytes is None else packed_bytes
+    tiles, reason = _try_tiles(model, layout, budget, known)
     rule = StepRule(_GRID_ON_CPU, _GRID_ON_CPU)
     if tiles is not None:
         rule = StepRule(longest, masked=_masked_steps(model, tiled=True))
@@ -76,24 +98,32 @@ def _masked_steps(model: Any, *, tiled: bool) -> MaskedSteps:
     return "none" if tiled else "later"
 
 
-def _try_tiles(model: Any, layout: KVLayout) -> tuple[Tiles | None, str | None]:
+def budget_to_pack(model: Any) -> int:
+    """By what never changes between two starts: the model, and the memory there is in all, free or not."""
+    weights = sum(weight.tensor.nbytes for weight in weights_by_owner(model)[None])
+    return max(0, memory_total() - weights) // _SHARE_TO_PACK
+
+
+def _try_tiles(model: Any, layout: KVLayout, budget: int, known: KnownTiles | None) -> tuple[Tiles | None, str | None]:
     reason, granule = why_no_tiles(model), None
     if reason is None:
-        granule = key_granule(layout)
+        granule = key_granule(layout) if known is None else known.granule
         reason = "its attention rounds by the number of keys" if granule is None else None
     if granule is None:
         return None, reason
     attention.lend(model)
     tiles: Tiles | None = None
     try:
-        tiles = Tiles(model, layout, granule=granule)
-        reason = _check(model, layout, tiles)
+        tiles = Tiles(model, layout, granule=granule, budget=budget, known=known and known.choices)
+        reason = _check(model, layout, tiles) if known is None else None
     except attention.UnsupportedAttentionError as error:
         reason = f"its forward does not run in tiles: {error}"
     except Exception as error:  # noqa: BLE001 - what a model does is not known before: whatever fails, its own path works
         reason = f"its forward does not run in tiles: {type(error).__name__}: {error}"
         _log.warning("%s; please report this", reason)
-    if reason is None:
+    if tiles is not None and reason is None:
+        sizes = tiles.packed_bytes / 1e6, budget / 1e6
+        _log.info("packed copies of weights take %.1f MB; packed_bytes allows %.1f MB", *sizes)
         return tiles, None
     attention.take_back(model)
     return None, reason

@@ -43,6 +43,13 @@ def _equal_weights(queries: int, value: torch.Tensor, hidden: torch.Tensor) -> t
     return flash(query, torch.zeros_like(value), value, hidden.expand(1, 1, queries, -1), None)
 
 
+def attention_bits(dtype: torch.dtype) -> list[torch.Tensor]:
+    """What the kernel makes of some values: other bits on a CPU where a granule would have to be found again."""
+    value = cancelling_values(_BLOCK, 64, dtype).to(dtype).view(1, 1, _BLOCK, 64)
+    visible = torch.zeros(_BLOCK, dtype=dtype)
+    return [_equal_weights(q, value[:, :, :keys], visible[:keys]) for q in _QUERIES[:2] for keys in (96, _BLOCK)]
+
+
 def cancelling_values(count: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
     """Numbers [count, dim] of many magnitudes whose sums over ``count`` are zero but for rounding."""
     generator = torch.Generator().manual_seed(count)

@@ -33,14 +33,14 @@ class PackedLinear:
         self._module = module
         self._linear: Any = torch.ops.mkldnn._linear_pointwise
         self._source: tuple[int, int] | None = None
-        self.refresh()
+        self._refresh()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the packed copy."""
         return int(self._module.weight.nbytes)
 
-    def refresh(self) -> None:
+    def _refresh(self) -> None:
         """Pack again if the layer got other weights."""
         weight = self._module.weight
         # Inference tensors count no versions: a write to one of those goes unnoticed.
@@ -51,5 +51,6 @@ class PackedLinear:
             self._source = source
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self._refresh()  # each time: PEFT unmerges within the forward in which adapters are disabled
         result: torch.Tensor = self._linear(x, self._weight, self._module.bias, "none", [], "")
         return result

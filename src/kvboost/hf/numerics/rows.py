@@ -128,6 +128,19 @@ def _distinct(layer: Rows, rows: torch.Tensor, size: int) -> torch.Tensor | None
     return first.clone() if torch.equal(found, first.repeat(times, 1)[:size]) else None
 
 
+def sizes_like(
+    size: int, layer: Rows, rows: torch.Tensor, known: Mapping[int, torch.Tensor | None] | None = None
+) -> Callable[[int], bool]:
+    """Whether calls of another size give rows the bits of calls of ``size``; ``known`` are the results of some."""
+    expected = torch.cat([layer(rows[start : start + size]) for start in range(0, len(rows), size)])
+
+    def test(other: int) -> bool:
+        found = known[other] if known and other in known else _distinct(layer, rows, other)
+        return found is not None and torch.equal(found, expected[: len(found)])
+
+    return test
+
+
 def _class_of(
     size: int,
     layer: Rows,
@@ -137,18 +150,11 @@ def _class_of(
     test_later: bool,
 ) -> RowSizes:
     """The sizes that give rows the same bits as calls of ``size``; ``larger`` are the results of some."""
-    expected = torch.cat([layer(rows[start : start + size]) for start in range(0, len(rows), size)])
-
-    def is_same(found: torch.Tensor | None) -> bool:
-        return found is not None and torch.equal(found, expected[: len(found)])
-
-    def test(other: int) -> bool:
-        return is_same(_distinct(layer, rows, other))
-
+    test = sizes_like(size, layer, rows, larger)
     smallest = size
     while smallest > 1 and test(smallest - 1):
         smallest -= 1
-    tested = {other: is_same(found) for other, found in larger.items()}
+    tested = {other: test(other) for other in larger}
     members = tuple(other for other, same in tested.items() if same)
     return RowSizes(smallest, size, members, call_cost, test if test_later else None, tested)
 

@@ -9,9 +9,10 @@ is replaced: those that need it have another forward for the length of a step (:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,21 +21,32 @@ from transformers.pytorch_utils import Conv1D
 from kvboost.errors import ConfigError
 from kvboost.hf.attention import NAME, JointStep, Step, attending
 from kvboost.hf.cache import KVLayout
-from kvboost.hf.device_memory import memory_available
 from kvboost.hf.layers import walk
 from kvboost.hf.numerics.elementwise import functions_of
 from kvboost.hf.numerics.forwards import Forward, replaced
 from kvboost.hf.numerics.packed import PackedLinear, can_pack
-from kvboost.hf.numerics.rows import CALL_COST, Rows, RowsInto, RowSizes, cancelling, find_classes, run_rows, writer_of
+from kvboost.hf.numerics.rows import (
+    CALL_COST,
+    Rows,
+    RowsInto,
+    RowSizes,
+    cancelling,
+    find_classes,
+    run_rows,
+    sizes_like,
+    writer_of,
+)
 from kvboost.hf.peft_layers import WeightNames
 
 _PACKED_CALL_COST = 24  # less than CALL_COST, as nothing is reordered
-_SHARE_TO_PACK = 4  # packed weights take at most this part of the memory that is available
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _KNOWN = (torch.nn.Linear, Conv1D, torch.nn.Embedding)
 _MAX_TEST_BYTES = 1 << 26  # of a layer's weights, up to which it is kept to test the lengths of steps as they come
 _GOOD_ENOUGH = 1.05  # overhead of a class, above which packed weights may be worth their memory
 _MORE_IN_FLOAT32 = 0.2  # packed calls are hardly faster there; and a streamed model, never packed, rounds otherwise
+
+Choices = Mapping[str, tuple[RowSizes, bool]]
+"""By shape of layer: its sizes, and whether it is packed."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +59,6 @@ class _Layer:
     into: RowsInto | None
 
     def runs_as_it_is(self, rows: int) -> bool:
-        if self.packed is not None:
-            self.packed.refresh()
         return self.packed is None and self.sizes.allows(rows)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -81,20 +91,31 @@ class _Plan:
 class Tiles:
     """The linear layers and the attention of one model. Thread-safe."""
 
-    def __init__(self, model: Any, layout: KVLayout, *, granule: int) -> None:
-        """``granule`` is the multiple to which attention pads its keys."""
+    def __init__(
+        self, model: Any, layout: KVLayout, *, granule: int, budget: int, known: Choices | None = None
+    ) -> None:
+        """``granule`` is the multiple to which attention pads its keys; packed weights take at most ``budget`` bytes.
+
+        What is packed is in the key, so the budget must be the same at every start. Shapes in ``known`` are not tested:
+        it is what :attr:`choices` was on this machine, with this number of threads.
+        """
         self.granule = granule
         self._model, self._device = model, layout.slots[0].device
-        # Fixed here: layers found again later, for other threads or adapters, are packed by the same rule.
-        self._budget = memory_available() // _SHARE_TO_PACK
+        self._budget = budget
         self._lock = threading.Lock()
         self._modules: list[Any] = []
         self._plans: dict[int, _Plan] = {}
         self._packed: frozenset[str] | None = None
+        self._known = known or {}
         layers = self._plan().layers
-        # For other numbers of threads too: what is packed is in the key, and free memory must not decide it again.
+        self._known = {}  # other numbers of threads are tested
+        # For other numbers of threads too: what is packed is in the key.
         self._packed = frozenset(_shape(layer.module) for layer in layers if layer.packed is not None)
         added = _adapters_of(model)
+        self.choices: Choices = {
+            _name(layer.module, layer.module in added): (layer.sizes, layer.packed is not None) for layer in layers
+        }
+        """What was found with this thread's number of threads."""
         kinds = sorted({_kind(layer) for layer in layers if layer.module not in added})
         self.spec = f"tiles2:{granule}:{','.join(kinds)}"
         """Names what the bits depend on, beside the machine: the sizes of each shape, and whether it is packed."""
@@ -159,7 +180,7 @@ class Tiles:
 
     def _make_plan(self) -> _Plan:
         added, linear = _adapters_of(self._model), _linear_modules(self._model)
-        layers = _linear_layers(linear, added, self._device, self._budget, self._packed)
+        layers = _linear_layers(linear, added, self._device, self._budget, self._packed, self._known)
         return _Plan(layers, functions_of(self._model))
 
 
@@ -182,17 +203,28 @@ def _shape(module: Any) -> str:
     return f"{type(module).__name__}:{size}:{weight.dtype}:{'bias' if module.bias is not None else 'plain'}"
 
 
+def _name(module: Any, added: bool) -> str:
+    """A shape among :data:`Choices`: an adapter's layer is never packed, whatever its shape."""
+    return f"{'adapter ' if added else ''}{_shape(module)}"
+
+
 def _kind(layer: _Layer) -> str:
     """How a shape of layer is run."""
     return f"{_shape(layer.module)}:{layer.sizes.dense}{':packed' if layer.packed is not None else ''}"
 
 
 def _linear_layers(
-    linear: list[Any], added: set[Any], device: torch.device, budget: int, packed_shapes: frozenset[str] | None
+    linear: list[Any],
+    added: set[Any],
+    device: torch.device,
+    budget: int,
+    packed_shapes: frozenset[str] | None,
+    known: Choices,
 ) -> list[_Layer]:
     """How these layers are run, each tested once per shape; packed weights take at most ``budget`` bytes.
 
-    ``added`` are those of adapters, which are not packed. With ``packed_shapes``, exactly those are.
+    ``added`` are those of adapters, which are not packed. With ``packed_shapes``, exactly those are. Shapes in
+    ``known`` are not tested.
     """
     by_shape: dict[tuple[str, bool], list[Any]] = {}
     for module in linear:
@@ -202,7 +234,11 @@ def _linear_layers(
         nbytes = sum(module.weight.nbytes for module in modules)
         packable = not is_added and nbytes <= budget and all(map(can_pack, modules))
         wanted = None if packed_shapes is None else not is_added and shape in packed_shapes
-        sizes, pack = _choose(modules[0], device, packable=packable, wanted=wanted)
+        if (name := _name(modules[0], is_added)) in known:
+            sizes, pack = known[name]
+            sizes = replace(sizes, test=_test_later(modules[0], device, sizes.dense, packed=pack))
+        else:
+            sizes, pack = _choose(modules[0], device, packable=packable, wanted=wanted)
         budget -= nbytes if pack else 0
         for module in modules:
             packed = PackedLinear(module) if pack else None
@@ -228,6 +264,17 @@ def _choose(module: Any, device: torch.device, *, packable: bool, wanted: bool |
         return plain, False
     packed = best(PackedLinear(test), _PACKED_CALL_COST)
     return (packed, True) if packed.overhead < plain.overhead else (plain, False)
+
+
+def _test_later(module: Any, device: torch.device, size: int, *, packed: bool) -> Callable[[int], bool] | None:
+    """A test of other sizes than those of a known class. What it needs is made when a size is first wanted."""
+
+    @cache
+    def made() -> Callable[[int], bool]:
+        test, rows = _test_layer(module, device)
+        return sizes_like(size, PackedLinear(test) if packed else test.forward, rows)
+
+    return (lambda other: made()(other)) if module.weight.nbytes <= _MAX_TEST_BYTES else None
 
 
 def _test_layer(module: Any, device: torch.device) -> tuple[Any, torch.Tensor]:

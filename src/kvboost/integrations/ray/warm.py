@@ -32,7 +32,7 @@ from kvboost.engine.documents import named_documents
 from kvboost.errors import CapacityError, ConfigError, PlaceError
 from kvboost.integrations.ray.clusters import last_line
 from kvboost.integrations.ray.warm_plan import CorpusSurvey, SurveyedDocument, WarmPlan, spread
-from kvboost.store.tiers.mooncake_url import giving_nothing
+from kvboost.store.tiers.mooncake import giving_nothing
 from kvboost.types import GenerationMode
 
 _TIMED_TOKENS = 512  # prefilled by every actor, for the estimate of the time

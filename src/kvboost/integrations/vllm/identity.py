@@ -21,6 +21,7 @@ from kvboost.core.identity import PromptKeys
 from kvboost.errors import ConfigError
 from kvboost.extend import Chunker
 from kvboost.hf.checkpoint import checkpoint_files
+from kvboost.hf.code_digest import code_digest
 from kvboost.hf.environment import describe_cpu
 from kvboost.types import ModelSnapshot
 
@@ -45,7 +46,8 @@ def model_fields(vllm_config: Any, *, block_size: int, version: str) -> dict[str
         "dtype": f"{model.dtype}|{model.quantization}",
         "attention": f"vllm|{vllm_config.attention_config.backend}|{vllm_config.cache_config.cache_dtype}|{block_size}",
         "adapter": "",
-        "numerics": f"vllm={version}|torch={torch.__version__}|{_hardware(device)}|{compiled}|{model.code_revision}",
+        "numerics": f"vllm={version}|torch={torch.__version__}|{_hardware(device)}|{compiled}|{model.code_revision}"
+        f"|code={code_digest()}",
     }
 
 
@@ -59,7 +61,7 @@ def _hardware(device: str) -> str:
 
 
 def _weights(model: Any, load: Any) -> str:
-    """The digest of the checkpoint's files; one of its own for weights that no file tells."""
+    """The digest of the checkpoint's files, its code included; one of its own for weights that no file tells."""
     if load.load_format not in ("auto", "safetensors", "hf"):
         _log.warning(
             "kvboost: weights loaded as %r cannot be told apart; KV is kept for this run only", load.load_format
@@ -70,7 +72,8 @@ def _weights(model: Any, load: Any) -> str:
     except (ConfigError, OSError) as error:
         _log.warning("kvboost: %s has no safetensors files (%s); KV is kept for this run only", model.model, error)
         return f"unknown:{uuid.uuid4()}"
-    return digest_files(files)
+    code = sorted(files[0].parent.glob("*.py")) if model.trust_remote_code else []
+    return digest_files([*files, *code])
 
 
 def digest_files(files: Sequence[Path]) -> str:
@@ -121,8 +124,11 @@ class _Fixed:
 class RequestKeys:
     """The keys of requests: by ``cache_salt`` and adapter, which never share KV with others."""
 
-    def __init__(self, fields: dict[str, str], *, chunker: Chunker, tenant: str, codec: str) -> None:
+    def __init__(
+        self, fields: dict[str, str], *, chunker: Chunker, tenant: str, codec: str, key_salt: str = ""
+    ) -> None:
         self._fields, self._chunker, self._tenant, self._codec = fields, chunker, tenant, codec
+        self._key_salt = key_salt
         self._adapters = Adapters()
         self._of: dict[tuple[str | None, str], PromptKeys] = {}
 
@@ -141,7 +147,14 @@ class RequestKeys:
             return known
         tenant = self._tenant if salt is None else f"{self._tenant}\0salt\0{salt}"
         identity = _Fixed({**self._fields, "adapter": adapter})
-        keys = PromptKeys(identity, chunker=self._chunker, tenant=tenant, codec=self._codec, keeps_decoded=False)
+        keys = PromptKeys(
+            identity,
+            chunker=self._chunker,
+            tenant=tenant,
+            codec=self._codec,
+            keeps_decoded=False,
+            salt=self._key_salt,
+        )
         while len(self._of) >= _MAX_REQUEST_KINDS:
             del self._of[next(iter(self._of))]
         self._of[salt, adapter] = keys

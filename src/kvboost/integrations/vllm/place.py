@@ -21,7 +21,8 @@ from kvboost.hf.breaks import break_table
 from kvboost.hf.cache import KVLayout, TensorSpec
 from kvboost.hf.codec import KVCodec, codec_for
 from kvboost.integrations.vllm.identity import RequestKeys, model_fields
-from kvboost.store.tiers.mooncake_url import giving_nothing
+from kvboost.store import key_salt
+from kvboost.store.tiers.mooncake import giving_nothing
 
 _log = logging.getLogger(__name__)
 _DEFAULT_BYTES = 4 * 2**30
@@ -34,7 +35,6 @@ _OWN = (
     "object_url",
     "record_key_file",
     "record_protection",
-    "remote_cache_bytes",
     "remote_timeout_seconds",
     "remote_ttl_seconds",
     "remote_url",
@@ -137,7 +137,8 @@ def make_place(vllm_config: Any, kv_cache_config: Any, *, version: str) -> Place
     codec = codec_for(config.kv_cache_bits, layout)
     block_size = vllm_config.cache_config.block_size
     fields = model_fields(vllm_config, block_size=block_size, version=version)
-    keys = RequestKeys(fields, chunker=chunker, tenant=config.tenant, codec=codec.name)
+    salt = key_salt(config.record_key_file)
+    keys = RequestKeys(fields, chunker=chunker, tenant=config.tenant, codec=codec.name, key_salt=salt)
     events = vllm_config.kv_events_config
     has_events = events is not None and bool(events.enable_kv_cache_events)
     # With asynchronous scheduling another step may be under way, and ranks of data parallelism step together.

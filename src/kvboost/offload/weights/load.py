@@ -18,7 +18,7 @@ from transformers.utils.hub import cached_file
 
 from kvboost.direct_io import up_to_page
 from kvboost.errors import ConfigError
-from kvboost.hf.checkpoint import Shards, checkpoint_files
+from kvboost.hf.checkpoint import Shards, checkpoint_files, sample_pages
 from kvboost.hf.loading import ModelSource, load_checkpoint, load_resident, load_tokenizer, loading_errors
 from kvboost.offload.weights.awq import AwqWeights
 from kvboost.offload.weights.link import AcceleratorLink, HostLink, Link
@@ -29,6 +29,7 @@ from kvboost.offload.weights.source import Extent, FileSource, HostSource, Sourc
 from kvboost.offload.weights.streamer import WeightStreamer
 
 _PIECE = 8 * 2**20  # bytes
+_GGUF_PARTS = 256  # of which pages are sampled: where its tensors begin only a library could say
 # What a model's class or files are found by. Everything else would change how weights are loaded.
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 _ALLOWED = (*_HUB, "trust_remote_code", "attn_implementation", "gguf_file")
@@ -160,7 +161,10 @@ def _tensor_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 def _key(files: list[Path], shards: Shards | None) -> str:
     if shards is not None:
         return shards.key
-    return "|".join(str((file.name, file.stat().st_size, file.stat().st_mtime_ns)) for file in files)
+    (file,) = files
+    size = file.stat().st_size
+    parts = [(size * number // _GGUF_PARTS, size * (number + 1) // _GGUF_PARTS) for number in range(_GGUF_PARTS)]
+    return str((file.name, size, file.stat().st_mtime_ns, sample_pages(file, parts)))
 
 
 def dtype_asked_for(asked: Any, config: Any, shards: Shards | None) -> torch.dtype:

@@ -19,6 +19,14 @@ def read_key(file: str | Path) -> bytes:
     return read_secret(file, name="record_key_file")
 
 
+def key_salt(file: str | Path | None) -> str:
+    """The secret that the keys of protected records are derived with; empty without a key file.
+
+    Names and headers hold those keys in the clear. Who could compute them could try guesses of a text on them.
+    """
+    return "" if file is None else hmac.digest(read_key(file), b"kvboost.salt.1", "sha256").hex()
+
+
 def record_format(
     namespace: Namespace, *, codec: str, max_bytes: int, protection: str = "none", key: bytes | None = None
 ) -> RecordFormat:

@@ -1,0 +1,122 @@
+"""Digests of the code that decides the bits of KV: this package's own, and a model's that came with its checkpoint.
+
+Used by the fingerprint. They are digests of the files as they are, comments included: a digest without comments would
+need the tokens of every file at every start (0.3 s), and Python's own tree of a file differs between its versions.
+Invariant: no two versions of a file in ``DECIDES_BITS`` share a key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import sys
+import uuid
+from collections.abc import Iterable, Iterator
+from functools import cache, partial
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.dynamic_module_utils import get_relative_import_files
+
+# Decoding (hf/ragged.py) and approx are not among them: what they compute is marked as not bitwise.
+DECIDES_BITS = (
+    "hf/attention.py",
+    "hf/cache.py",
+    "hf/codec",
+    "hf/generate.py",
+    "hf/joint.py",
+    "hf/layers.py",
+    "hf/numerics",
+    "hf/runner.py",
+    "hf/sdpa.py",
+    "offload/kv",
+    "offload/weights/awq.py",
+    "steps.py",
+)
+"""Files and folders of this package."""
+# Versions of the first two are in the key, and so is ``code_digest``. PEFT's layers come and go around a base model.
+_KNOWN = {"torch", "transformers", "kvboost", "peft", *sys.stdlib_module_names}
+_UNSEEN = uuid.uuid4().hex  # of this process
+
+_log = logging.getLogger(__name__)
+
+
+@cache
+def code_digest() -> str:
+    """The digest of this package's code that decides bits; its version where it was installed without its source."""
+    hasher = hashlib.sha256()
+    try:
+        for name, content in _sources():
+            hasher.update(f"{name}:{len(content)}:".encode() + content)
+    except OSError as error:
+        try:
+            found = f"version {metadata.version('kvboost')}"
+        except metadata.PackageNotFoundError:
+            found = f"process {_UNSEEN}"
+        _log.info("the package's source cannot be read (%s): keys name its %s instead", error, found)
+        return found
+    return hasher.hexdigest()
+
+
+def _sources() -> Iterator[tuple[str, bytes]]:
+    """In a wheel, a checkout or a zip file alike."""
+    package = resources.files("kvboost")
+    for name in DECIDES_BITS:
+        found = package.joinpath(name)
+        files = [found] if name.endswith(".py") else sorted(found.iterdir(), key=lambda file: file.name)
+        for file in files:
+            if file.name.endswith(".py"):
+                yield f"{name}/{file.name}", file.read_bytes()
+
+
+def model_code_digest(model: Any) -> str:
+    """The digest of the files of a model's classes that no installed version names; ``"none"`` if there are none.
+
+    Such are ``trust_remote_code`` classes, a user's own, those of quantisation libraries, and what took the place of a
+    ``forward``. Not seen: what a function closes over, and what its file imports.
+    """
+    modules = list(model.modules())
+    classes = {base for kind in {type(module) for module in modules} for base in kind.__mro__}
+    forwards = [one.__dict__["forward"] for one in (*classes, *modules) if "forward" in one.__dict__]
+    return _digest([*classes, *forwards])
+
+
+def attention_code_digest(name: str) -> str:
+    """The same of the attention that is registered under this name, and of its mask."""
+    found = (interface().get(name) for interface in (AttentionInterface, AttentionMaskInterface))
+    return _digest([function for function in found if function is not None])
+
+
+def _digest(code: Iterable[Any]) -> str:
+    plain = [one.func if isinstance(one, partial) else one for one in code]
+    foreign = [one for one in plain if _home(one).partition(".")[0] not in _KNOWN]
+    found = sorted({source for one in foreign for source in _sources_of(one)})
+    return hashlib.sha256("".join(found).encode()).hexdigest() if found else "none"
+
+
+def _home(code: Any) -> str:
+    """The name of the module that has this code: of a function's wrapper, whatever name that took over."""
+    scope = getattr(code, "__globals__", None)
+    return str(scope.get("__name__", "") if scope is not None else code.__module__)
+
+
+def _sources_of(code: Any) -> Iterator[str]:
+    """Digests of the file that has this code and of what it imports beside it; of the code alone if it has no file."""
+    file = getattr(sys.modules.get(home := _home(code)), "__file__", None)
+    try:
+        if file is None:
+            yield hashlib.sha256(inspect.getsource(code).encode()).hexdigest()
+            return
+        yield hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        if home.startswith("transformers_modules."):
+            for beside in get_relative_import_files(file):
+                yield hashlib.sha256(Path(beside).read_bytes()).hexdigest()
+    except (OSError, TypeError) as error:
+        _log.info("the code of %s cannot be read (%s): its KV serves this process alone", code, error)
+        yield _UNSEEN
+
+
+code_digest()  # of the files as they are imported: a checkout may be pulled under a running process

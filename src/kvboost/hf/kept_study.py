@@ -1,0 +1,162 @@
+"""Keeps what a study of a model found, so that the next start need not run it.
+
+Used by :mod:`kvboost.hf.study`. A study is named by all that it depends on: the fields of the key of KV (weights,
+config, code, versions, threads, the CPU and its flags), where each weight lies, the settings, the variables that
+kernels read, and the bits of a few small products made now. Invariant: a file of another name, or that is not whole, is
+as good as none. What is kept is data: shapes, sizes and numbers.
+
+The products stand for the tests that are not run again: another library, or another CPU that goes by the same name,
+sums in another order and gives other bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import linear
+
+from kvboost.hf.attention import own_attention
+from kvboost.hf.cache import KVLayout, TensorSpec
+from kvboost.hf.kept_files import cache_directory, write_whole
+from kvboost.hf.numerics import KnownTiles, Tiles
+from kvboost.hf.numerics.granule import attention_bits
+from kvboost.hf.numerics.rows import RowSizes, cancelling
+
+_FORMAT = 1
+_DECIDE = ("probe.py", "shape.py", "study.py", "kept_study.py")  # beside the code that the key of KV names
+_VARIABLES = ("ATEN_", "CUBLAS_", "CUDA_", "DNNL_", "GOMP_", "KMP_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_", "TORCH_")
+_INPUTS, _OUTPUTS, _SIZES = 1024, 64, (1, 4, 16, 32, 48, 128, 192)  # of the small products
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+_log = logging.getLogger(__name__)
+
+
+class Known(NamedTuple):
+    """What an earlier start found."""
+
+    layout: KVLayout
+    tiles: KnownTiles | None
+    """None if it found none: why is found again."""
+
+
+class KeptStudy:
+    """The study of one model in its present state, with some settings."""
+
+    def __init__(self, model: Any, fields: Mapping[str, str], settings: Any) -> None:
+        """``fields`` name the model's KV, but for how it is stepped."""
+        self._depends_on = _depends_on(model, fields, settings) if _is_its_own(model) else None
+        name = _digest(self._depends_on)
+        self._path = cache_directory() / "studies" / f"{name}.json"
+
+    def read(self) -> Known | None:
+        """What was found; None if nothing was kept, or it cannot be used."""
+        if self._depends_on is None:
+            return None
+        try:
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+            found = content["found"]
+            if content["depends_on"] != self._depends_on or content["digest"] != _digest([self._depends_on, found]):
+                raise ValueError("it is damaged, or of something else")
+            return _known(found)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            _log.info("the study in %s cannot be used and is made anew: %r", self._path, error)
+            return None
+
+    def write(self, layout: KVLayout, tiles: Tiles | None) -> None:
+        """Keep this for the next start."""
+        if self._depends_on is None:
+            return
+        found = {
+            "layout": [[spec.heads, spec.dim, str(spec.dtype), str(spec.device)] for spec in layout.slots],
+            "granule": tiles.granule if tiles is not None else None,
+            "choices": {name: [*_numbers(sizes), packed] for name, (sizes, packed) in tiles.choices.items()}
+            if tiles is not None
+            else {},
+        }
+        content = {"depends_on": self._depends_on, "found": found, "digest": _digest([self._depends_on, found])}
+        try:
+            write_whole(self._path, json.dumps(content))
+        except OSError as error:
+            _log.debug("the study cannot be kept, the next start makes it again: %r", error)
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _numbers(sizes: RowSizes) -> list[Any]:
+    tested = [size for size, same in sizes.tested.items() if same], [s for s, same in sizes.tested.items() if not same]
+    return [sizes.smallest, sizes.dense, list(sizes.larger), sizes.call_cost, *tested]
+
+
+def _known(found: Any) -> Known:
+    slots = [
+        TensorSpec(heads, dim, _DTYPES[dtype], torch.device(device)) for heads, dim, dtype, device in found["layout"]
+    ]
+    choices = {}
+    for name, (smallest, dense, larger, cost, same, other, packed) in found["choices"].items():
+        tested = {**dict.fromkeys(same, True), **dict.fromkeys(other, False)}
+        choices[name] = RowSizes(smallest, dense, tuple(larger), cost, None, tested), packed
+    tiles = KnownTiles(found["granule"], choices) if found["granule"] is not None else None
+    return Known(KVLayout(tuple(slots)), tiles)
+
+
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+def _is_its_own(model: Any) -> bool:
+    """Whether nobody has changed what its modules do, but for us: the key of KV knows nothing of that."""
+    for module in model.modules():
+        given = [vars(module).get("forward"), *(hook for name in _HOOKS for hook in getattr(module, name).values())]
+        for one in given:
+            if one is not None and not getattr(one, "__globals__", {}).get("__name__", "").startswith("kvboost."):
+                return False
+    return True
+
+
+def _depends_on(model: Any, fields: Mapping[str, str], settings: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        **fields,
+        "format": _FORMAT,
+        "attention": own_attention(model),  # ours is lent to it once it is studied
+        "settings": settings,
+        "kvboost": _digest([resources.files("kvboost.hf").joinpath(name).read_text("utf-8") for name in _DECIDE]),
+        "modules": _digest(
+            [
+                (path, type(module).__qualname__, type(module).forward.__module__, _placed(module))
+                for path, module in model.named_modules()
+            ]
+        ),
+        "variables": sorted((name, value) for name, value in os.environ.items() if name.startswith(_VARIABLES)),
+        "cores": os.cpu_count(),
+    }
+    weight = model.get_input_embeddings().weight
+    if weight.device.type == "cpu":
+        found["kernels"] = _kernel_bits(weight.dtype)
+    return json.loads(json.dumps(found))  # type: ignore[no-any-return]  # as it is read back
+
+
+def _placed(module: Any) -> list[Any]:
+    return [
+        (name, str(weight.dtype), list(weight.shape), str(weight.device))
+        for name, weight in module.named_parameters(recurse=False)
+    ]
+
+
+@torch.no_grad()
+def _kernel_bits(dtype: torch.dtype) -> str:
+    """A digest of what kernels make of a little data whose sums are zero but for rounding."""
+    rows, weights = (tensor.to(dtype) for tensor in cancelling(_INPUTS, _OUTPUTS))
+    hasher = hashlib.sha256()
+    for found in (*(linear(rows[:size], weights) for size in _SIZES), *attention_bits(dtype)):
+        hasher.update(found.contiguous().view(torch.uint8).numpy().data)
+    return hasher.hexdigest()
