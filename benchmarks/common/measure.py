@@ -32,6 +32,7 @@ __all__ = [
     "first_token",
     "joined",
     "load_engine",
+    "model_folder",
     "positive",
     "wall_ms",
 ]
@@ -79,18 +80,24 @@ def positive(text: str) -> int:
     return value
 
 
-def load_engine(args: argparse.Namespace, *, dtype: str, **settings: Any) -> KVBoost:
-    """An engine over the model that ``--model`` names."""
+def model_folder(args: argparse.Namespace) -> Path:
+    """The folder that ``--model`` names."""
     folder: Path | None = args.model
     if folder is None:
         raise BenchError("this benchmark needs a model; give its folder with --model FOLDER")
     folder = folder.expanduser()
     if not (folder / "config.json").is_file():
         raise BenchError(f"there is no model in {folder}; give --model a folder that holds config.json and weights")
-    say(f"loading {folder.resolve().name} as {dtype}")
+    return folder.resolve()
+
+
+def load_engine(args: argparse.Namespace, *, dtype: str, **settings: Any) -> KVBoost:
+    """An engine over the model that ``--model`` names."""
+    folder = model_folder(args)
+    say(f"loading {folder.name} as {dtype}")
     # Most benchmarks are about exact reuse; those of non-prefix reuse say so.
     settings = {"quality": "exact", "numerics": args.numerics, **settings}
-    return KVBoost.from_pretrained(str(folder.resolve()), dtype=dtype, device=args.device, **settings)
+    return KVBoost.from_pretrained(str(folder), dtype=dtype, device=args.device, **settings)
 
 
 def engine_beside(engine: KVBoost, **settings: Any) -> KVBoost:

@@ -57,7 +57,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "serve": ("fastapi", "uvicorn", "prometheus_client"),
     "structured": ("llguidance",),
     "redis": ("redis",),
-    "mooncake": ("redis", "mooncake"),
+    "mooncake": ("mooncake",),
     "s3": ("obstore",),
     "crypto": ("cryptography",),
     "adapters": ("peft",),

@@ -6,8 +6,13 @@ Used by the scheduler and the server. Invariant: a message is written only where
 from __future__ import annotations
 
 import logging
+import sys
+import threading
 import traceback
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 _MAX_CALLS = 6
@@ -26,11 +31,20 @@ def raised_at(error: BaseException) -> str:
     current: BaseException | None = error
     while current is not None and len(found) < _MAX_CAUSES:
         frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(current.__traceback__)]
-        calls = [f"{_short(code.co_filename)}:{line} in {code.co_name}" for code, line in frames[-_MAX_CALLS:]]
         kind = type(current).__qualname__
-        found.append(f"{kind} at {' < '.join(reversed(calls))}" if calls else kind)
+        found.append(f"{kind} at {_calls(reversed(frames[-_MAX_CALLS:]))}" if frames else kind)
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return ", from ".join(found)
+
+
+def at_work(thread: threading.Thread) -> str:
+    """The innermost calls of a thread that runs, the last one first."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return _calls((inner.f_code, line) for inner, line in islice(traceback.walk_stack(frame), _MAX_CALLS))
+
+
+def _calls(frames: Iterable[tuple[CodeType, int]]) -> str:
+    return " < ".join(f"{_short(code.co_filename)}:{line} in {code.co_name}" for code, line in frames)
 
 
 def _short(file: str) -> str:

@@ -29,6 +29,7 @@ NEED_A_MODEL = (
     "nonprefix_ttft",
     "stripped_thinking",
     "restart",
+    "start",
     "codec",
 )
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import kvboost
 from kvboost.approx import calibrate as calibration
 from kvboost.cli import main
 from kvboost.cli.calibrate import read_prompts
-from kvboost.cli.logs import logging_to_stderr, set_level
+from kvboost.cli.logs import log_with_time, logging_to_stderr, note_with_time, set_level
 from kvboost.cli.main import app
 from kvboost.store.tiers.disk.files import Files
 from tests.approx.test_calibrate import traffic
@@ -254,6 +255,31 @@ def test_warnings_are_log_lines_and_none_is_silenced(
     assert not logging.getLogger("kvboost").handlers
     assert main(["run", "nowhere", "x", "--log-level", "loud"]) == 2
     assert "--log-level loud is not known; use one of debug, info" in capsys.readouterr().err
+
+
+def test_each_line_of_a_server_carries_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    library = logging.getLogger("a library with a handler of its own")
+    library.addHandler(logging.StreamHandler())
+    with logging_to_stderr():
+        log_with_time()
+        log_with_time(library.name)
+        note_with_time("loading")
+        logging.getLogger("kvboost.serve").info("a request")
+        logging.getLogger("uvicorn.error").error("an answer failed")
+        logging.getLogger("asyncio").error("a task failed")
+        library.warning("something is deprecated")
+        warnings.warn("the disk is full", RuntimeWarning, stacklevel=1)
+    lines = [line.partition(" ") for line in capsys.readouterr().err.splitlines()]
+    assert [words for _, _, words in lines] == [
+        "loading",
+        "info: a request",
+        "error: an answer failed",
+        "error: a task failed",
+        "warning: something is deprecated",
+        "warning: the disk is full",
+    ]
+    for moment, _, _ in lines:
+        assert abs(datetime.now(UTC) - datetime.fromisoformat(moment)) < timedelta(minutes=1)
 
 
 def test_other_libraries_details_are_for_debugging(monkeypatch: pytest.MonkeyPatch) -> None:

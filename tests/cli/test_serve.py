@@ -11,8 +11,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from openai import AuthenticationError, BadRequestError, OpenAI
+from openai import APIError, AuthenticationError, BadRequestError, OpenAI
 
 from kvboost import ConfigError
 from kvboost.cli.main import main
@@ -44,11 +45,71 @@ def test_a_served_model_answers_and_ends_when_told(folder: Path, tmp_path: Path)
             assert "the keys were read again: 1 tenant\n" in _until(process, "read again")
             with pytest.raises(AuthenticationError):
                 client.completions.create(**asked)
+            for _ in range(2):
+                assert "has no key any more" in _until(process, "its memory was released")
             client.with_options(api_key="third-key").completions.create(**asked)
             client.close()
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=60)
             assert process.returncode == 0
+        finally:
+            process.kill()
+
+
+_BREAKING = """
+import sys, time
+from kvboost.cli.main import main
+from kvboost.scheduler.runner import BatchRunner
+from kvboost.serve.generation.service import Service
+
+def dies(runner):
+    raise RuntimeError("no memory")
+
+def begin(service, *arguments, **settings):
+    made(service, *arguments, **settings)
+    service.streams.enter("a client whose answer is still being sent")  # so that there is something to drain
+
+made, Service.__init__ = Service.__init__, begin
+BatchRunner._decode = dies if sys.argv[1] == "dies" else lambda runner: time.sleep(3600)
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "reason", "told"),
+    [
+        ("dies", [], "the runner failed (RuntimeError)", "the runner failed: RuntimeError at <string>:8 in dies"),
+        (
+            "hangs",
+            ["--max-step-seconds", "2"],
+            "a step took more than 2 s",
+            "it is at <string>:15 in <lambda> < scheduler/",
+        ),
+    ],
+)
+def test_a_server_whose_runner_is_lost_says_so_and_ends(
+    how: str, options: list[str], reason: str, told: str, folder: Path
+) -> None:
+    command = [sys.executable, "-c", _BREAKING, how, "serve", str(folder), "--port", "0", "--drain-seconds", "3"]
+    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            address = _address(process)
+            assert httpx.get(f"{address}/health").status_code == 200
+            with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60) as client:
+                stream = client.completions.create(model=folder.name, prompt="once upon a time", stream=True)
+                with pytest.raises(APIError, match="the model could not answer this request"):
+                    list(stream)  # it had its first token
+            for path in ("/health", "/ready"):
+                answer = httpx.get(address + path)
+                assert (answer.status_code, answer.json()["status"]) == (503, "failed")
+                assert reason in answer.json()["reason"]
+            said = process.communicate(timeout=60)[1]
+            assert process.returncode == 1
+            assert told in said
+            assert "no memory" not in said, "its words may be a client's"
+            last = said.strip().splitlines()[-1]
+            assert f"kvboost serve: {reason}" in last
+            assert last.endswith("start the server again")
         finally:
             process.kill()
 
@@ -66,6 +127,8 @@ def _until(process: subprocess.Popen[str], words: str) -> str:
     assert process.stderr is not None
     said = ""
     while words not in said and (line := process.stderr.readline()):
+        bar = not line.strip() or "Loading weights" in line  # is for who watches, no line of the log
+        assert bar or re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00 ", line), f"without its time: {line}"
         said += line
     return said
 

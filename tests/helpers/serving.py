@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -26,19 +27,30 @@ _START_S = 300.0
 class ServeProcess:
     """A running server. ``code`` is its exit code once the block is left."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, *, admin_key: str | None = None) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        port: int,
+        *,
+        admin_key: str | None = None,
+        trusted: ssl.SSLContext | None = None,
+    ) -> None:
+        """``trusted``: it speaks TLS, and this knows its certificate."""
         self.process, self.port = process, port
+        self.verify: ssl.SSLContext | bool = trusted or True
         self._headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self.code: int | None = None
 
     @property
     def url(self) -> str:
         """Where it answers."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.port}" if self.verify is True else f"https://localhost:{self.port}"
 
     def cache(self) -> dict[str, Any]:
         """GET /v1/cache."""
-        told: dict[str, Any] = httpx.get(self.url + "/v1/cache", headers=self._headers, timeout=60).json()
+        told: dict[str, Any] = httpx.get(
+            self.url + "/v1/cache", headers=self._headers, timeout=60, verify=self.verify
+        ).json()
         return told
 
     def idle(self) -> bool:
@@ -73,6 +85,8 @@ class KeyFiles:
     admin: str
     options: tuple[str, ...]
     """Of ``kvboost serve``."""
+    file: Path
+    """Of the users' keys."""
 
 
 def key_files(folder: Path) -> KeyFiles:
@@ -84,7 +98,7 @@ def key_files(folder: Path) -> KeyFiles:
         file.touch(mode=0o600)
         file.write_text(lines + "\n")
         options += [f"--{flag}-file", str(file)]
-    return KeyFiles(first, second, admin, tuple(options))
+    return KeyFiles(first, second, admin, tuple(options), folder / "api-key")
 
 
 def tiny_folder(folder: Path, *, family: str = "llama", **overrides: Any) -> Path:
@@ -112,8 +126,12 @@ def kvboost_serve(
     settings: Mapping[str, str] | None = None,
     log: Path | None = None,
     admin_key: str | None = None,
+    trusted: ssl.SSLContext | None = None,
 ) -> Iterator[ServeProcess]:
-    """The server for one ``with`` block; ended with SIGTERM. ``settings`` are those that have no flag."""
+    """The server for one ``with`` block; ended with SIGTERM. ``settings`` are those that have no flag.
+
+    ``trusted`` is for one whose options name a certificate.
+    """
     port = free_port()
     command = [
         sys.executable,
@@ -131,7 +149,7 @@ def kvboost_serve(
     environment |= {f"KVBOOST_{name.upper()}": value for name, value in (settings or {}).items()}
     with open(log or os.devnull, "wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-    running = ServeProcess(process, port, admin_key=admin_key)
+    running = ServeProcess(process, port, admin_key=admin_key, trusted=trusted)
     try:
         _wait_for(running)
         yield running
@@ -148,7 +166,7 @@ def _wait_for(running: ServeProcess) -> None:
     end = time.monotonic() + _START_S
     while time.monotonic() < end and running.process.poll() is None:
         try:
-            if httpx.get(running.url + "/health", timeout=5).status_code == 200:
+            if httpx.get(running.url + "/health", timeout=5, verify=running.verify).status_code == 200:
                 return
         except httpx.HTTPError:
             time.sleep(0.1)

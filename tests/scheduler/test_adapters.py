@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,27 @@ def test_the_kv_of_one_adapter_is_never_anothers(engine: KVBoost) -> None:
 def test_an_adapter_that_is_not_loaded_is_refused(engine: KVBoost) -> None:
     with BatchRunner(engine) as runner, pytest.raises(ConfigError, match="no adapter 'third'"):
         runner.submit(Job(token_ids=_PROMPT, max_new_tokens=1, adapter="third"))
+
+
+def test_an_adapter_that_is_gone_ends_its_own_jobs_only(engine: KVBoost) -> None:
+    submitted = threading.Event()
+
+    def remove(tokens: list[int], logits: torch.Tensor) -> None:
+        assert submitted.wait(30)
+        if not tokens:
+            engine.model.delete_adapter("second")
+
+    with BatchRunner(engine) as runner:
+        first = runner.submit(Job(token_ids=_PROMPT, max_new_tokens=4, constrain=remove))
+        others = [
+            runner.submit(Job(token_ids=_PROMPT, max_new_tokens=4, adapter=name)) for name in ("second", "first", None)
+        ]
+        submitted.set()
+        *_, gone = others[0].events()
+        assert (gone.reason, gone.refused) == ("error", True)
+        assert "there is no adapter 'second'" in gone.error
+        assert [len(_ids(ticket)) for ticket in (first, *others[1:])] == [4, 4, 4]
+        assert runner.load().alive
 
 
 def _scheduler(**limits: int) -> Scheduler:

@@ -148,6 +148,29 @@ def test_a_tier_that_fails_costs_the_reuse_only(tiny: Callable[..., Any], stored
         assert last.reason == "length"
 
 
+def test_a_load_that_cannot_be_tried_again_ends_its_job_only(
+    tiny: Callable[..., Any], stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = fetching.JobFetch.retry
+
+    def retry(self: fetching.JobFetch) -> None:
+        if self._prompt.tokens[-1] == 6:
+            raise RuntimeError("can't start new thread")
+        right(self)
+
+    monkeypatch.setattr(fetching.JobFetch, "retry", retry)
+    with _engine(stored, tiny("llama")) as engine, BatchRunner(engine) as runner:
+        _end(runner.submit(_job(_OTHER, 1)))
+        gated = Gated(engine)
+        left, failed = (runner.submit(_job([*_STORED, last], 4)) for last in (5, 6))
+        decoding = runner.submit(_job(_OTHER, 300))  # while it does, others' loads are looked at
+        assert _end(failed)[1].error == "RuntimeError: can't start new thread"
+        gated.open.set()
+        assert _end(left)[0] == _alone(engine, [*_STORED, 5], 4)
+        decoding.cancel()
+        assert runner.load().alive
+
+
 def test_nothing_is_done_while_every_job_waits_for_a_tier(
     tiny: Callable[..., Any], stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

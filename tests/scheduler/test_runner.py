@@ -11,14 +11,17 @@ import pytest
 import torch
 
 from kvboost import CapacityError, ConfigError, GenerationMode, KVBoost
+from kvboost.core.prefill import PrefillState
 from kvboost.core.prefiller import Prefiller
 from kvboost.core.verify import same_bits
 from kvboost.errors import ClosedError
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.probe import probe_model
+from kvboost.scheduler.decoding import JobDecoder
 from kvboost.scheduler.jobs import Finished, Job, NewToken, RunnerLoad, Sampling, Ticket
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.scheduler.running import JobTicket, RunningJob
+from kvboost.scheduler.sampler import Sampler
 from tests.helpers.models import FAMILIES
 
 _TEXT = torch.randint(3, 97, (300,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -56,7 +59,7 @@ def alone(engine: KVBoost, tokens: Sequence[int], new: int = 8) -> tuple[int, ..
 
 def settled(engine: KVBoost, runner: BatchRunner) -> bool:
     return (
-        replace(runner.load(), alive=True, one_by_one=False, preempted=0) == _NOTHING
+        replace(runner.load(), failure=None, step_seconds=0.0, one_by_one=False, preempted=0) == _NOTHING
         and engine._store.stats().leased == 0
     )
 
@@ -693,8 +696,9 @@ def test_a_preempted_answer_is_prefilled(
     assert all(end(events).report.exact_tokens == 0 for events in found), "what was reused is told of the first time"
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_tickets_end_even_if_the_runner_breaks(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tickets_end_even_if_the_runner_breaks(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = engine_of(tiny("llama"))
     runner = BatchRunner(engine)
     monkeypatch.setattr(runner._scheduler, "tick", lambda: 1 / 0)
@@ -703,9 +707,50 @@ def test_tickets_end_even_if_the_runner_breaks(tiny: Callable[..., Any], monkeyp
     assert "accepts no more jobs" in str(last.error)
     runner.close()
     assert settled(engine, runner)
-    assert not runner.load().alive
+    assert runner.load().failure == last.error
+    assert "the runner failed: ZeroDivisionError at scheduler/test_runner.py:" in caplog.text
     with pytest.raises(ClosedError, match="ZeroDivisionError"):
         runner.submit(job([5]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(RunningJob, "must_grow"), (Sampler, "keep"), (PrefillState, "report")], ids=lambda it: str(it)
+)
+def test_wherever_a_job_fails_it_ends_alone(
+    kind: Any, name: str, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, right = engine_of(tiny("llama")), getattr(kind, name)
+    wrong = {  # the sampler in a joint step: the first token is each job's own
+        RunningJob: lambda it: it.job.top_logprobs == 1,
+        Sampler: lambda it: it._top_logprobs == 1 and len(it.generated) > 1,
+    }
+
+    def fails(self: Any, *arguments: Any) -> Any:
+        if wrong.get(kind, lambda it: it.tokens[0] == 96)(self):
+            raise RuntimeError("wrong")
+        return right.fget(self) if isinstance(right, property) else right(self, *arguments)
+
+    monkeypatch.setattr(kind, name, property(fails) if isinstance(right, property) else fails)
+    with BatchRunner(engine) as runner:
+        found = run(runner, [job(_TEXT[:30]), job([96, *_TEXT[:30]], top_logprobs=1), job(_TEXT[5:50])])
+        assert runner.load().alive
+        assert settled(engine, runner)
+    assert [end(events).reason for events in found] == ["length", "error", "length"]
+    assert ids(found[0]) == alone(engine, _TEXT[:30])
+
+
+def test_a_batch_that_cannot_be_sampled_ends_its_jobs_only(
+    tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(tiny("llama"))
+    broken = torch.empty(2, 99, device="meta")  # logits that nobody can read
+    with BatchRunner(engine) as runner:
+        with monkeypatch.context() as patched:
+            patched.setattr(JobDecoder, "together", lambda self, joint, jobs: (jobs, broken[: len(jobs)]))
+            found = run(runner, [job(_TEXT[:30]), job(_TEXT[5:50])])
+        assert [end(events).reason for events in found] == ["error", "error"]
+        assert ids(run(runner, [job(_TEXT[:30])])[0]) == alone(engine, _TEXT[:30])
+        assert settled(engine, runner)
 
 
 @pytest.mark.parametrize("max_wait_steps", [1, 10_000], ids=["sent back", "ended"])

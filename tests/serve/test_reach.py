@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -10,15 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from kvboost import ConfigError, KVBoost
 from kvboost.serve import Keys, ServerConfig
 from kvboost.serve.app import make_app
 from kvboost.serve.run import check_reach
+from tests.helpers.certificates import self_signed
 from tests.serve.asgi import ask
 from tests.serve.conftest import KEY, Running
 
@@ -93,33 +89,10 @@ def test_every_page_may_call_where_keys_are_needed() -> None:
 def test_it_speaks_tls(
     start_server: Callable[..., Running], make_engine: Callable[..., KVBoost], tmp_path: Path
 ) -> None:
-    certificate, key = _self_signed(tmp_path)
+    certificate, key = self_signed(tmp_path)
     check_reach(ServerConfig(tls_cert_file=certificate, tls_key_file=key), Keys())
     running = start_server(make_engine(), tls=(certificate, key))
     trusted = ssl.create_default_context(cafile=str(certificate))
     assert httpx.get(f"https://localhost:{running.port}/health", verify=trusted).json() == {"status": "ok"}
     with pytest.raises(httpx.HTTPError):
         httpx.get(f"http://localhost:{running.port}/health")
-
-
-def _self_signed(folder: Path) -> tuple[Path, Path]:
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    for file, content in (("cert.pem", certificate.public_bytes(pem)), ("key.pem", private)):
-        (folder / file).write_bytes(content)
-    return folder / "cert.pem", folder / "key.pem"

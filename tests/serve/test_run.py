@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 import signal
 import socket
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +15,11 @@ import pytest
 import uvicorn
 
 from kvboost import ConfigError, KVBoost
+from kvboost.errors import ClosedError
 from kvboost.scheduler.runner import BatchRunner
-from kvboost.serve import Keys, ServerConfig, serve
-from kvboost.serve.run import _bind, _Server
+from kvboost.serve import Keys, Limits, ServerConfig, serve
+from kvboost.serve.run import _bind, _Server, with_enough_files
+from tests.serve.conftest import SECRET
 
 
 def test_threads_hand_over_the_interpreter_often_while_it_serves(
@@ -71,6 +76,19 @@ def test_what_is_done_can_be_sent_when_the_time_is_over(
     assert seen == [given]
 
 
+def test_a_server_ends_with_its_runner(make_engine: Callable[..., KVBoost]) -> None:
+    with make_engine() as engine, BatchRunner(engine) as runner:
+        lost = threading.Timer(0.5, runner.close)
+        with pytest.raises(ClosedError, match="the runner was closed; see the log, and start the server again"):
+            serve(
+                engine,
+                runner,
+                ServerConfig(served_model_name="tiny", port=0),
+                keys=Keys(["key-of-somebody"], secret=SECRET),
+                ready=lambda *address: lost.start(),
+            )
+
+
 @pytest.mark.parametrize(
     ("config", "arguments", "message"),
     [
@@ -86,3 +104,57 @@ def test_what_cannot_work_is_said(
     runner: Any = None  # nothing gets so far as to run a job
     with make_engine() as engine, pytest.raises(ConfigError, match=message):
         serve(engine, runner, ServerConfig(**{"served_model_name": "tiny", **config}), **arguments)
+
+
+def test_it_may_open_a_file_for_each_connection() -> None:
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = Limits(max_connections=1024)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
+        assert with_enough_files(limits) is limits
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1024 + 128, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "taken"), [(600, 1000, 1000 - 128), (100, 200, 100), (600, -1, 600 - 128)], ids=str
+)
+def test_it_takes_as_many_connections_as_it_may_open_files(
+    soft: int, hard: int, taken: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    resource = pytest.importorskip("resource")
+
+    def limit(_: int, wanted: tuple[int, int]) -> None:
+        if hard == -1:
+            raise ValueError("current limit exceeds maximum limit")  # as macOS has it
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", limit)
+    assert with_enough_files(Limits(max_connections=1024)).max_connections == taken
+    assert f"it takes {taken} connections and not 1024; raise the limit (ulimit -Hn) to 1152" in caplog.text
+
+
+_MANY_THREADS = """
+import ctypes, threading
+from kvboost.serve.run import busy_interpreter
+
+def work():
+    kept = [bytearray(1000) for _ in range(1000)]
+    over.wait()
+
+over = threading.Event()
+with busy_interpreter():
+    threads = [threading.Thread(target=work) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    ctypes.CDLL(None).malloc_stats()
+    over.set()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another libc has no arenas")
+def test_threads_of_a_server_share_the_areas_of_malloc() -> None:
+    done = subprocess.run([sys.executable, "-c", _MANY_THREADS], capture_output=True, text=True, check=True)
+    assert done.stderr.count("Arena ") <= 4, "each thread has one of its own, and keeps what it held at its peak"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from time import monotonic
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvboost.extend import ChunkStore, Lease
-from kvboost.store import LeafFirstLRU, MemoryStore
+from kvboost.extend import ChunkStore, EvictionPolicy, Lease
+from kvboost.store import LeafFirstLRU, LeastExpected, MemoryStore, memory
 from kvboost.testing import ChunkStoreContract
 from kvboost.testing.store import held_keys, prompt
 from kvboost.types import Chunk, KVBlock, PutOutcome
@@ -113,6 +115,40 @@ def test_stats_name_the_tier_and_close_forgets() -> None:
     assert (store.stats().tier, store.stats().capacity_bytes) == ("memory", 1000)
     store.close()
     assert (store.stats().chunks, store.stats().bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("policy", [LeafFirstLRU, LeastExpected])
+def test_a_flood_of_several_tenants_leaves_the_others_their_blocks(policy: Callable[[], EvictionPolicy]) -> None:
+    quiet = MemoryStore(3000, policy=policy())
+    put_all(quiet, prompt("q", "r"))
+    loud = [quiet.for_tenant(), quiet.for_tenant()]
+    for number in range(60):
+        for which, store in enumerate(loud):
+            store.lease(prompt(f"{which} {number}")).release()
+            put_all(store, prompt(f"{which} {number}"))
+    assert held_keys(quiet, prompt("q", "r")) == [chunk.prefix_key for chunk in prompt("q", "r")]
+    assert quiet.memory_bytes == 3000, "what others leave free is for whoever needs it"
+    assert sorted(store.stats().chunks for store in loud) == [14, 14]
+
+
+def test_who_comes_late_gets_an_even_share() -> None:
+    first = MemoryStore(3000, policy=LeafFirstLRU())
+    stores = [first, first.for_tenant(), first.for_tenant()]
+    for which, store in enumerate(stores):
+        for number in range(40):
+            put_all(store, prompt(f"{which} {number}"))
+    assert [store.stats().chunks for store in stores] == [10, 10, 10]
+
+
+def test_who_makes_no_lookups_keeps_nothing_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = MemoryStore(300, policy=LeafFirstLRU())
+    put_all(gone, prompt("old"))
+    later = monotonic() + 3601
+    monkeypatch.setattr(memory, "monotonic", lambda: later)
+    here = gone.for_tenant()
+    for number in range(3):
+        put_all(here, prompt(f"{number}"))
+    assert (gone.stats().chunks, here.stats().chunks) == (0, 3)
 
 
 # A model: the same rules written the slow and obvious way.

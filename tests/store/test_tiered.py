@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,8 @@ import pytest
 from kvboost.extend import Tier
 from kvboost.store import DiskTier, LoadRules, MemoryStore, RecordFormat, TieredStore
 from kvboost.store.lookup import Speed
+from kvboost.store.write_behind import WriteBehind, WriteQueue
+from kvboost.streams import BlockingStreams
 from kvboost.testing.blocks import block_of, namespace
 from kvboost.testing.content import prompt
 from kvboost.testing.store import ChunkStoreContract, held_keys
@@ -28,7 +30,7 @@ class ShelfTier:
         self.name, self.outlives_process = name, outlives
         self.held: dict[bytes, KVBlock] = {}
         self.asked: list[str] = []
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.open = threading.Event()
         self.open.set()
 
@@ -210,6 +212,41 @@ def test_a_tier_that_raises_is_a_miss_and_one_warning() -> None:
     assert held_keys(store, chunks) == [chunk.prefix_key for chunk in chunks]
     store.flush()
     store.close()
+
+
+def test_where_warnings_are_errors_the_other_tiers_get_the_block(caplog: pytest.LogCaptureFixture) -> None:
+    class FullTier(ShelfTier):
+        def store(self, block: KVBlock) -> PutOutcome:
+            raise OSError("full")
+
+    shelf, chunks = ShelfTier(), prompt("a", "b")
+    store = _store(FullTier("full"), shelf)
+    _fill(store, chunks)  # the first failure is a warning, and so an error here
+    store._writer.wait()  # flush would offer again what was not kept
+    assert set(shelf.held) == {chunk.prefix_key for chunk in chunks}
+    assert "the full tier failed" in caplog.text
+    store.close()
+
+
+def test_whatever_telling_of_a_failure_raises_the_next_block_is_written(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*arguments: object) -> None:
+        raise LookupError
+
+    writer = WriteBehind(
+        WriteQueue(3000),
+        owns_queue=True,
+        streams=BlockingStreams(),
+        failed=broken,
+        tried=broken,
+        offered=lambda tier, block, outcome: None,
+    )
+    shelf, blocks = ShelfTier(), [block_of(chunk) for chunk in prompt("a", "b")]
+    for block in blocks:
+        assert writer.offer(block, [shelf])
+        assert _in_time(writer.wait), "the thread has ended"
+    assert set(shelf.held) == {block.key for block in blocks}
+    assert "later jobs go on" in caplog.text
+    writer.close()
 
 
 def test_a_put_does_not_wait_for_a_slow_tier_and_what_waits_is_bounded() -> None:
@@ -539,3 +576,65 @@ def test_a_flush_ends_although_others_go_on_writing() -> None:
     writer.join()
     store.close()
     assert took < 5.0
+
+
+class _Panic(BaseException):
+    """As a library in Rust ends: no Exception."""
+
+
+def _in_time(work: Callable[[], None]) -> bool:
+    """Whether ``work`` returns; what hangs is left behind."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(10.0)
+    return not thread.is_alive()
+
+
+def test_a_job_that_raises_is_logged_once_and_counted_and_the_next_ones_are_written(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warnings are errors in this suite, so that what says that a tier failed raises, too."""
+    shelf, chunks = ShelfTier(), prompt(*"abcd")
+    monkeypatch.setattr(shelf, "error", _Panic("panicked"))
+    store = _store(shelf)
+    _fill(store, chunks[:2])
+    store.used([chunks[0].prefix_key])
+    assert _in_time(store._writer.wait), "a job that raised ended the thread"
+    assert store.work()["shelf"].errors >= 3
+    assert [record.message for record in caplog.records if "later jobs go on" in record.message] != []
+    assert len(caplog.records) == 1
+    assert caplog.records[0].exc_info is not None
+    shelf.error = None
+    _fill(store, chunks[2:])
+    assert _in_time(store.flush)
+    assert set(shelf.held) == {chunk.prefix_key for chunk in chunks}, "what failed was not tried again"
+    assert _in_time(store.close)
+
+
+def test_a_machine_without_a_thread_to_spare_loses_writes_and_nothing_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf, chunks = ShelfTier(), prompt(*"ab")
+    store = _store(shelf)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        _fill(store, chunks[:1])
+        assert store.prefetch(chunks).result(0) == 0
+    assert store.stats().writes_dropped == 1
+    _fill(store, chunks[1:])
+    assert _in_time(store.flush)
+    assert set(shelf.held) == {chunk.prefix_key for chunk in chunks}
+    assert _in_time(store.close)
+
+
+def test_what_a_tier_refuses_is_counted() -> None:
+    tier = _Away()
+    store = TieredStore(MemoryStore(10_000), [tier])
+    store.put(block_of(prompt("one")[0], nbytes=_SIZE))
+    store._writer.wait()
+    assert store.work()["shelf"].refused == 1
+    tier.is_away = False
+    store.close()
+    assert store.work()["shelf"].refused == 1

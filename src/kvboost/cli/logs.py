@@ -1,8 +1,8 @@
 """Log lines and warnings of a command: one line each, on the error output.
 
-Used by :mod:`kvboost.cli.main` around every command. Invariant: no warning is silenced. A warning is a log line of the
-logger ``py.warnings``: at the level ``info`` if it is for developers (a deprecation in Transformers or torch), else at
-``warning``, which is shown unless somebody asks for less.
+Used by :mod:`kvboost.cli.main` around every command. Invariants: each line of a server carries its time; no warning
+is silenced. A warning is a log line of the logger ``py.warnings``: at the level ``info`` if it is for developers (a
+deprecation in Transformers or torch), else at ``warning``, which is shown unless somebody asks for less.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Annotated, TextIO
 
 import typer
@@ -21,7 +23,7 @@ from kvboost.cli.output import note
 from kvboost.errors import ConfigError
 
 _LEVELS = ("debug", "info", "warning", "error")
-_LOGGERS = ("kvboost", "py.warnings")
+_LOGGERS = ("kvboost", "py.warnings", "uvicorn", "asyncio")
 _SHOWN = {"kvboost": logging.WARNING, "py.warnings": logging.WARNING, "kvboost.serve": logging.INFO}
 """From which level on, unless somebody asks: a server writes a line for each request."""
 _FOR_DEVELOPERS = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
@@ -30,12 +32,34 @@ _FOR_DEVELOPERS = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
 class _Handler(logging.Handler):
     """Writes a line to what is the error output now."""
 
+    timed = False
+
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record; the trace of an error follows on lines of its own."""
         line = f"{record.levelname.lower()}: {' '.join(record.getMessage().split())}"
         if record.exc_info:
             line += "\n" + logging.Formatter().formatException(record.exc_info)
+        if self.timed:
+            line = f"{_moment(record.created)} {line}"
         note(line)
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def note_with_time(text: str) -> None:
+    """Print a line of a server's to the error output."""
+    note(f"{_moment(time.time())} {text}")
+
+
+def log_with_time(library: str | None = None) -> None:
+    """Log lines carry their time from now on. Those of ``library``, which has a handler of its own, too."""
+    for handler in (ours := logging.getLogger(_LOGGERS[0]).handlers):
+        if isinstance(handler, _Handler):
+            handler.timed = True
+    if library is not None:
+        logging.getLogger(library).handlers = list(ours)
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """``kvboost``: the commands, and how their errors are shown.
 
-Exit codes: 0 done; 1 damage was found; 2 the call cannot work and the message says what to do. Invariants: a user's
-mistake is one line, never a stack trace; slow modules are imported once a command runs, as help texts and
-shell completion must not wait for them.
+Exit codes: 0 done; 1 damage was found, or a server's runner has failed; 2 the call cannot work and the message says
+what to do. Invariants: a user's mistake is one line, never a stack trace; slow modules are imported once a command
+runs, as help texts and shell completion must not wait for them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvboost.cli.explain import explain
 from kvboost.cli.logs import LogLevel, logging_to_stderr, set_level
 from kvboost.cli.serve import serve
 from kvboost.cli.warm import warm
-from kvboost.errors import KVBoostError
+from kvboost.errors import ClosedError, KVBoostError
 
 _INTERRUPTED = 130
 
@@ -76,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = error.format_message().rstrip(".")
         return _fail(name, f"{said}{'' if said.endswith('?') else '.'} Try '{name} --help'.")
     except (KVBoostError, OSError) as error:
-        return _fail(_command_name(group, given), str(error))
+        _fail(_command_name(group, given), str(error))
+        return 1 if isinstance(error, ClosedError) else 2  # 1: starting it again may help
     except (typer.Abort, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvboost.cli.flags import Model, with_settings
-from kvboost.cli.output import note
+from kvboost.cli.logs import log_with_time, note_with_time
 from kvboost.cli.settings import Settings
 from kvboost.config import RunnerConfig
-from kvboost.errors import ConfigError, with_extra
+from kvboost.errors import ClosedError, ConfigError, with_extra
 from kvboost.integrations.ray.config import RayConfig
 from kvboost.integrations.ray.installed import need_ray
 from kvboost.serve.config import ServerConfig
@@ -43,10 +43,11 @@ def serve(
 ) -> None:
     """Serve a model to any OpenAI client, with the cache shared by all requests of a key.
 
-    Ends at SIGTERM or Ctrl-C, once running requests are answered.
+    Ends at SIGTERM or Ctrl-C, once running requests are answered. Ends with 1 if no more requests can be answered.
     """
     if not ray and (given := settings.given(RayConfig)):
         raise ConfigError(f"{', '.join(given)} is for a fleet; add --ray, or leave it out")
+    log_with_time()
     with _at_hangup(signal.SIG_IGN):  # until there are keys to read again
         if ray:
             _serve_fleet(model, settings)
@@ -101,7 +102,7 @@ def _prepare(model: str, settings: Settings) -> _Prepared:
 
 def _say_address(config: ServerConfig, host: str, port: int) -> None:
     scheme = "http" if config.tls_cert_file is None else "https"
-    note(
+    note_with_time(
         f"serving on {scheme}://{host}:{port}{config.root_path} "
         f"(a page to look at; OpenAI clients: /v1, model {config.served_model_name})"
     )
@@ -122,7 +123,7 @@ def _serve_fleet(model: str, settings: Settings) -> None:
         split_settings(prepared.engine)
         ModelSource(model).path  # noqa: B018 - raises for a folder that is not there
     check_port(prepared.config)
-    note(f"starting {fleet.replicas} of {model} under Ray Serve")
+    note_with_time(f"starting {fleet.replicas} of {model} under Ray Serve")
     app = build_app(
         model,
         engine=prepared.engine,
@@ -135,7 +136,7 @@ def _serve_fleet(model: str, settings: Settings) -> None:
 
 
 def _serve(model: str, settings: Settings) -> None:
-    note("importing torch and Transformers")  # which may take seconds
+    note_with_time("importing torch and Transformers")  # which may take seconds
     prepared = _prepare(model, settings)
     config, keys = prepared.config, prepared.keys
     from kvboost.engine import KVBoost
@@ -144,24 +145,27 @@ def _serve(model: str, settings: Settings) -> None:
     from kvboost.serve.run import check_port, read_keys_again
     from kvboost.serve.run import serve as serve_engine
 
+    log_with_time("transformers")
     check_port(config)
     # In a thread: a handler interrupts code that may hold the lock of the log.
     with _at_hangup(lambda *_: threading.Thread(target=read_keys_again, args=(keys,), daemon=True).start()):
-        note(f"loading {model}")
+        note_with_time(f"loading {model}")
         with (
             KVBoost.from_pretrained(model, **prepared.engine) as engine,
             BatchRunner(engine, **asdict(settings.of(RunnerConfig))) as runner,
         ):
             if (short := memory_shortfall(engine, kv_bytes=runner.kv_bytes)) is not None:
-                note(short)
-            serve_engine(
-                engine,
-                runner,
-                config,
-                keys=keys,
-                limits=prepared.limits,
-                ready=partial(_say_address, config),
-            )
+                note_with_time(short)
+            ready = partial(_say_address, config)
+            try:
+                serve_engine(engine, runner, config, keys=keys, limits=prepared.limits, ready=ready)
+            except ClosedError as error:
+                runner.close()
+                if runner.load().step_seconds:
+                    # A step that hangs cannot be ended, and whatever is closed now may wait for what it holds.
+                    note_with_time(f"kvboost serve: {error}")
+                    os._exit(1)
+                raise
 
 
 def model_name(model: str) -> str:

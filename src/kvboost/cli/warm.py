@@ -88,7 +88,7 @@ def warm(
     documents = [(path, _text_of(path)) for path in paths]
     note(f"loading {model}")  # before torch is imported, which may take seconds
     from kvboost.engine import KVBoost
-    from kvboost.store.tiers.mooncake_url import giving_nothing
+    from kvboost.store.tiers.mooncake import giving_nothing
 
     given = settings.engine()
     if "remote_url" in given:

@@ -38,8 +38,14 @@ def checked_engine(engine: BatchEngine, *, deterministic: bool) -> tuple[Session
     return session, layout
 
 
-def checked_job(job: Job, session: Session, *, vocab_size: int, kv_bytes: int) -> Job:
-    """The job, with its new tokens limited to the model's positions."""
+def checked_job(job: Job, engine: BatchEngine, *, vocab_size: int, kv_bytes: int) -> tuple[Job, Session]:
+    """The job, with its new tokens limited to the model's positions, and the session of its tenant."""
+    engine.parts.check_open()
+    if job.adapter is not None and job.adapter not in engine.parts.loaded_adapters:
+        raise ConfigError(f"there is no adapter {job.adapter!r}; load it with engine.load_adapter()")
+    session = (engine.for_tenant(job.tenant) if job.tenant else engine).session
+    assert session is not None
+    job = replace(job, token_ids=tuple(engine.encode(job.token_ids)))
     prompt = len(job.token_ids)
     if job.max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={job.max_new_tokens} must be at least 1")
@@ -62,7 +68,7 @@ def checked_job(job: Job, session: Session, *, vocab_size: int, kv_bytes: int) -
             f"the prompt fills all {limits.max_positions} positions of this model, so none is left for a reply; "
             "shorten it"
         )
-    return replace(job, max_new_tokens=min(job.max_new_tokens, left))
+    return replace(job, max_new_tokens=min(job.max_new_tokens, left)), session
 
 
 def _max_new(prompt_tokens: int, requested: int, session: Session, *, kv_bytes: int) -> int:

@@ -75,6 +75,8 @@ class Finished:
     first_token_seconds: float | None = None
     """Time to first token, from ``submit``."""
     error: str | None = None
+    refused: bool = False
+    """Whether the error is the job's own, a ConfigError that says what to change."""
     queued_seconds: float | None = None
     """From ``submit`` until it was first admitted."""
     seconds: float | None = None
@@ -103,10 +105,19 @@ class RunnerLoad:
     """KV held by running jobs."""
     one_by_one: bool = False
     """Whether jobs are decoded one at a time; the log has the reason."""
-    alive: bool = True
-    """False once the runner was closed or has failed: it accepts no more jobs."""
+    failure: str | None = None
+    """Why it accepts no more jobs: it has failed, hangs or was closed. Has nothing of a job in it."""
+    step_seconds: float = 0.0
+    """Since the step that runs began; 0 if none runs."""
     preempted: int = 0
     """How often a running job was moved back to the queue."""
+    tenants: frozenset[str] = frozenset()
+    """Those with jobs that run or wait."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it accepts jobs."""
+        return self.failure is None
 
 
 class JobRunner(Protocol):
@@ -115,8 +126,8 @@ class JobRunner(Protocol):
     def submit(self, job: Job) -> Ticket:
         """Queue the job.
 
-        Raises CapacityError if it can never fit, BusyError if too many are waiting, ClosedError after the runner was
-        closed.
+        Raises CapacityError if it can never fit, BusyError if too many are waiting, ClosedError once the runner was
+        closed or has failed.
         """
         ...
 

@@ -11,13 +11,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
 from typing import Self
 
 import torch
 
-from kvboost.core.session import Session
 from kvboost.errors import ClosedError, ConfigError
 from kvboost.failures import log_failure
 from kvboost.hf.adapters import AS_SET
@@ -29,11 +27,12 @@ from kvboost.scheduler.prefilling import JobPrefiller
 from kvboost.scheduler.queue import Limits, Scheduler
 from kvboost.scheduler.running import JobTicket, RunningJob
 from kvboost.scheduler.sampler import sample_batch
+from kvboost.scheduler.watch import StepWatch
 
 _MAX_REPAIR_BUDGETS = 2  # chunk budgets that a repair may compute in its one step, beside other jobs
-
 _PREFILL_BUDGET = 256  # prompt tokens between two decode steps: others wait for a step of so many
 _FETCH_POLL_SECONDS = 0.05  # how late a load that takes too long is given up, while there is nothing else to do
+_CLOSED = "the runner was closed"
 _MODEL_CHANGED = "the model's adapter or weights were changed while this job ran; submit it again"
 
 _log = logging.getLogger("kvboost.engine")
@@ -53,6 +52,7 @@ class BatchRunner:
         chunk_budget: Prompt tokens prefilled between two decode steps, 256 if left out.
         max_wait_steps: After this many steps no other job overtakes a waiting one; after as many tokens a running job
             may be preempted for it.
+        max_step_seconds: One prefill or decode step that takes longer hangs: the runner has failed then.
         deterministic: Run every job in the shapes of a single one and without non-prefix reuse. The same job, with a
             seed or temperature 0, then gives the same bytes, alone or among others. Decoding slows down in proportion
             to the number of jobs.
@@ -66,6 +66,7 @@ class BatchRunner:
         max_waiting: int = 256,
         chunk_budget: int | None = None,
         max_wait_steps: int = 256,
+        max_step_seconds: float = 600.0,
         deterministic: bool = False,
     ) -> None:
         session, layout = checked_engine(engine, deterministic=deterministic)
@@ -91,6 +92,7 @@ class BatchRunner:
         self._closing = False
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._work, name="kvboost-batch", daemon=True)
+        self._watch = StepWatch(self._thread, max_seconds=max_step_seconds, hung=self._give_up)
         self._thread.start()
 
     def submit(self, job: Job) -> Ticket:
@@ -99,12 +101,7 @@ class BatchRunner:
         Raises CapacityError if it can never fit, BusyError if too many are waiting, ClosedError after the runner was
         closed.
         """
-        self._parts.check_open()
-        if job.adapter is not None and job.adapter not in self._parts.loaded_adapters:
-            raise ConfigError(f"there is no adapter {job.adapter!r}; load it with engine.load_adapter()")
-        session = self.session_for(job.tenant)
-        job = replace(job, token_ids=tuple(self._engine.encode(job.token_ids)))
-        job = checked_job(job, session, vocab_size=self._vocab_size, kv_bytes=self._scheduler.limits.kv_bytes)
+        job, session = checked_job(job, self._engine, vocab_size=self._vocab_size, kv_bytes=self.kv_bytes)
         ticket = JobTicket(self._wake)
         running = RunningJob(
             job,
@@ -123,7 +120,7 @@ class BatchRunner:
         try:
             with self._changed:
                 if self._closing:
-                    raise ClosedError(f"{self._failure or 'this runner was closed'}; make a new one")
+                    raise ClosedError(f"{self._failure or _CLOSED}; make a new one")
                 number = self._scheduler.add(
                     tenant=job.tenant, nbytes=nbytes, peak=peak, chain=chain, group=running.group, loading=loading
                 )
@@ -139,12 +136,6 @@ class BatchRunner:
             ticket.cancel()
             raise
         return ticket
-
-    def session_for(self, tenant: str) -> Session:
-        """The session of a tenant's jobs; the engine's own for jobs without a tenant."""
-        session = (self._engine.for_tenant(tenant) if tenant else self._engine).session
-        assert session is not None
-        return session
 
     @property
     def single_decode_reason(self) -> str | None:
@@ -165,17 +156,20 @@ class BatchRunner:
                 self._scheduler.waiting,
                 held,
                 one_by_one=self._decoder.single_reason is not None,
-                alive=not self._closing,
+                failure=self._failure or (_CLOSED if self._closing else None),
+                step_seconds=self._watch.seconds,
                 preempted=self._scheduler.preempted,
+                tenants=frozenset(job.job.tenant for job in self._jobs.values()),
             )
 
     def close(self) -> None:
-        """Cancel all jobs, end every ticket and release everything."""
+        """Cancel all jobs, end every ticket and release everything; what a step that hangs holds, once it ends."""
         with self._changed:
             self._closing = True
             self._changed.notify()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            while self._thread.is_alive() and not self._watch.hangs:
+                self._thread.join(1.0)
 
     def __enter__(self) -> Self:
         return self
@@ -192,17 +186,33 @@ class BatchRunner:
             while self._wait_for_work():
                 with self._lock:
                     group = self._scheduler.group()
-                with self._parts.running(group or AS_SET):
+                with ExitStack() as using:
+                    try:
+                        using.enter_context(self._parts.running(group or AS_SET))
+                    except ConfigError as error:  # an adapter that is gone ends its own jobs only
+                        for number, job in self._snapshot():
+                            if job.group == group:
+                                self._failed(number, error)
+                        continue
+                    self._watch.begin()
                     self._step(group)
-        except BaseException as failure:
-            self._failure = f"the runner failed and accepts no more jobs: {failure!r}"
-            raise
+                    self._watch.end()
+        except BaseException as failure:  # noqa: BLE001 - told to everybody who waits or looks: a thread has nobody else
+            log_failure(_log, failure, "the runner failed")
+            self._failure = f"the runner failed ({type(failure).__name__}) and accepts no more jobs"
         finally:
             with self._lock:
                 self._closing = True
-                left = list(self._jobs)
-            for number in left:
+            for number, _ in self._snapshot():
                 self._end(number, "error" if self._failure else "cancelled", error=self._failure)
+            self._watch.close()
+
+    def _give_up(self, failure: str) -> None:
+        """End every ticket. What the jobs hold is released by the runner's thread, if the step that hangs ends."""
+        with self._lock:
+            self._failure, self._closing = failure, True
+        for _, job in self._snapshot():
+            job.ticket.put(Finished("error", None, error=failure))
 
     def _wait_for_work(self) -> bool:
         """Block until there is a job that need not wait for a tier. False if the runner is being closed."""
@@ -221,10 +231,11 @@ class BatchRunner:
                 # Its KV is another model's: continuing would mix the two.
                 self._end(number, "error", error=_MODEL_CHANGED)
             elif job.fetch is not None:
-                job.fetch.retry()
-                if job.fetch.is_over:
-                    with self._lock:
-                        self._scheduler.loaded(number)
+                with self._own_errors(number):
+                    job.fetch.retry()
+                    if job.fetch.is_over:
+                        with self._lock:
+                            self._scheduler.loaded(number)
         self._preempt()
         used = self._admit(group)
         with self._lock:
@@ -257,19 +268,19 @@ class BatchRunner:
         with self._lock:
             numbers = self._scheduler.decoding()
         for number in numbers:
-            job = self._jobs.get(number)
-            if job is None or not job.is_open or not job.must_grow:
-                continue
-            wanted, preempted = self._bytes_for(job.tokens), -1
-            while preempted != number:
-                with self._lock:
-                    if self._scheduler.grow(number, wanted):
-                        self._limit_spare()
-                        break
-                    preempted = self._scheduler.preempt_for(number, wanted)
-                self._close(preempted)
-            if job.is_open:
-                with self._own_errors(number):
+            with self._own_errors(number):
+                job = self._jobs.get(number)
+                if job is None or not job.is_open or not job.must_grow:
+                    continue
+                wanted, preempted = self._bytes_for(job.tokens), -1
+                while preempted != number:
+                    with self._lock:
+                        if self._scheduler.grow(number, wanted):
+                            self._limit_spare()
+                            break
+                        preempted = self._scheduler.preempt_for(number, wanted)
+                    self._close(preempted)
+                if job.is_open:
                     job.grow()
 
     def _admit(self, group: str) -> int:
@@ -328,18 +339,15 @@ class BatchRunner:
                 self._end(jobs.pop(job), "cancelled")
             used += sum(job.steps_left()[0] for job in jobs)
             for (job, number), result in zip(jobs.items(), self._prefiller.run(list(jobs)), strict=True):
-                self._prefilled(number, job, result)
-
-    def _prefilled(self, number: int, job: RunningJob, result: torch.Tensor | Exception | None) -> None:
-        """A job ran a step: these are its logits if it was the last one, or why it failed."""
-        with self._own_errors(number):
-            if isinstance(result, Exception):
-                raise result
-            if result is not None:
-                job.start_decoding(result)
-            with self._lock:
-                self._scheduler.prefilled(number, available=job.chunks_available(), steps=job.steps_left())
-            self._end_if_done(number, job)
+                self._watch.begin()  # the next forward may take as long again
+                with self._own_errors(number):
+                    if isinstance(result, Exception):
+                        raise result
+                    if result is not None:
+                        job.start_decoding(result)
+                    with self._lock:
+                        self._scheduler.prefilled(number, available=job.chunks_available(), steps=job.steps_left())
+                    self._end_if_done(number, job)
 
     def _decode(self) -> None:
         """One more token for every job whose prefill is complete."""
@@ -375,6 +383,7 @@ class BatchRunner:
 
     def _accept(self, numbers: dict[RunningJob, int], jobs: Sequence[RunningJob], logits: torch.Tensor) -> None:
         """Sample the next token of each of ``jobs`` from its logits, [jobs, vocab]."""
+        self._watch.begin()
         samplers = [job.fed() for job in jobs]
         for job, sampler, token in zip(jobs, samplers, sample_batch(samplers, logits), strict=True):
             number = numbers[job]
@@ -406,20 +415,15 @@ class BatchRunner:
             self._failed(number, error)
 
     def _failed(self, number: int, error: Exception) -> None:
+        if isinstance(error, ConfigError):  # what the job asked for cannot be done: no failure of ours
+            self._end(number, "error", error=str(error), refused=True)
+            return
         log_failure(_log, error, "a job failed")
         self._end(number, "error", error=f"{type(error).__name__}: {error}")
 
-    def _end(self, number: int, reason: str, *, error: str | None = None) -> None:
-        """Release the job's resources, then report its end."""
+    def _end(self, number: int, reason: str, *, error: str | None = None, refused: bool = False) -> None:
         with self._lock:
             job = self._jobs.pop(number, None)
             self._scheduler.remove(number)
-        if job is None:
-            return
-        last: Finished = job.finished(reason, error=error)
-        try:
-            job.close()
-        except Exception as failure:  # noqa: BLE001 - the job's result is unaffected, and so are other jobs
-            log_failure(_log, failure, "a job that ended (%s) could not release its resources", reason)
-        finally:
-            job.ticket.put(last)
+        if job is not None:
+            job.finish(reason, error=error, refused=refused)

@@ -5,20 +5,25 @@ Used by the batch runner, on its thread only. Invariant: ``close`` releases the 
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 
 import torch
 
 from kvboost.core.clock import StageClock
 from kvboost.core.prefill import ChunkedPrompt, PrefillState
 from kvboost.core.session import Session
+from kvboost.failures import log_failure
 from kvboost.hf.rows import Row, RowBatch
 from kvboost.scheduler.fetching import JobFetch
 from kvboost.scheduler.jobs import Finished, Job, NewToken
 from kvboost.scheduler.sampler import Sampler
 from kvboost.types import ReuseReport
+
+_log = logging.getLogger("kvboost.engine")
 
 
 class JobTicket:
@@ -305,8 +310,18 @@ class RunningJob:
             return "stop"
         return "length" if len(generated) >= self.job.max_new_tokens else None
 
-    def finished(self, reason: str, *, error: str | None = None) -> Finished:
-        """The last event."""
+    def finish(self, reason: str, *, error: str | None, refused: bool) -> None:
+        """Release everything, then deliver the last event, whatever fails meanwhile."""
+        last = Finished("error", None, error=error, refused=refused)
+        try:
+            with closing(self):
+                last = self._finished(reason, error=error, refused=refused)
+        except Exception as failure:  # noqa: BLE001 - other jobs are unaffected
+            log_failure(_log, failure, "a job that ended (%s) could not report or release its resources", reason)
+        finally:
+            self.ticket.put(last)
+
+    def _finished(self, reason: str, *, error: str | None, refused: bool) -> Finished:
         report = self._report
         if report is None and self._state is not None and self._sampler.generated:
             report = self._state.report()
@@ -315,6 +330,7 @@ class RunningJob:
             report,
             self._first_token_seconds,
             error,
+            refused=refused,
             queued_seconds=self._queued_seconds,
             seconds=self._since_submit.elapsed_ms / 1000.0,
         )

@@ -99,15 +99,18 @@ def sample_batch(samplers: Sequence[Sampler | None], logits: torch.Tensor) -> li
 
     Rows without a sampler are passed over; their token means nothing.
     """
-    likeliest = logits.max(dim=-1).indices  # the first of equal ones; faster than argmax for bfloat16
     drawn: list[list[torch.Tensor] | Exception] = []
-    for sampler, row in zip(samplers, logits, strict=True):
-        try:
-            drawn.append([] if sampler is None or sampler.takes_likeliest else sampler.draw(row))
-        except Exception as error:  # noqa: BLE001 - a constraint of one job fails for that job only
-            drawn.append(error)
-    pieces = [piece for found in drawn if not isinstance(found, Exception) for piece in found]
-    numbers = iter(torch.cat([likeliest, *pieces]).tolist())  # the one wait for the device
+    try:
+        likeliest = logits.max(dim=-1).indices  # the first of equal ones; faster than argmax for bfloat16
+        for sampler, row in zip(samplers, logits, strict=True):
+            try:
+                drawn.append([] if sampler is None or sampler.takes_likeliest else sampler.draw(row))
+            except Exception as error:  # noqa: BLE001 - a constraint of one job fails for that job only
+                drawn.append(error)
+        pieces = [piece for found in drawn if not isinstance(found, Exception) for piece in found]
+        numbers = iter(torch.cat([likeliest, *pieces]).tolist())  # the one wait for the device
+    except Exception as error:  # noqa: BLE001 - without its logits no job of the batch has a next token
+        return [error] * len(samplers)
     tokens = list(islice(numbers, len(samplers)))
     results: list[NewToken | Exception] = []
     for sampler, token, found in zip(samplers, tokens, drawn, strict=True):
@@ -117,11 +120,11 @@ def sample_batch(samplers: Sequence[Sampler | None], logits: torch.Tensor) -> li
         own = list(islice(numbers, sum(len(piece) for piece in found)))
         try:
             new = sampler.accept(iter(own)) if own and sampler is not None else NewToken(token)
-        except ConfigError as error:
+            if sampler is not None:
+                sampler.keep(new.token_id)
+        except Exception as error:  # noqa: BLE001 - likewise
             results.append(error)
             continue
-        if sampler is not None:
-            sampler.keep(new.token_id)
         results.append(new)
     return results
 

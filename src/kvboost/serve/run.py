@@ -1,13 +1,14 @@
-"""Runs a server until it is told to stop.
+"""Runs a server until it is told to stop, or cannot answer any more.
 
-Called from Python and by ``kvboost serve``. Invariant: SIGTERM and SIGINT end it with nothing cut off that
-could be finished in ``drain_seconds``, everything released, and no error.
+Called from Python and by ``kvboost serve``. Invariants: SIGTERM and SIGINT end it with nothing cut off that
+could be finished in ``drain_seconds``, everything released, and no error. A runner that has failed ends it with one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import logging
 import math
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,7 +28,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from kvboost.engine import KVBoost
-from kvboost.errors import ConfigError
+from kvboost.errors import ClosedError, ConfigError
 from kvboost.scheduler.jobs import JobRunner
 from kvboost.serve.app import make_app
 from kvboost.serve.config import ServerConfig
@@ -38,6 +39,8 @@ from kvboost.serve.security.connection import bounded_connection
 from kvboost.serve.security.limits import Limits
 
 _log = logging.getLogger("kvboost.serve")
+_OWN_FILES = 128  # beside connections: weights, tiers, their clients, pipes
+_M_ARENA_MAX, _ARENAS = -8, 2  # glibc's name for the setting is a number
 _SWITCH_S = (
     0.001  # a busy thread hands the interpreter over after so long; the event loop and the model ask for it often
 )
@@ -53,18 +56,23 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._service, self._drain_seconds = service, drain_seconds
         self._deadline: float | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps none
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain. Another signal stops listening now, a second Ctrl-C everything."""
         if self._deadline is None:
-            self._service.draining = True
-            self._deadline = time.monotonic() + self._drain_seconds
-            return
+            return self._drain()
         self.should_exit = True
         super().handle_exit(sig, frame)
 
+    def _drain(self) -> None:
+        self._service.draining = True
+        self._deadline = time.monotonic() + self._drain_seconds
+
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second: whether to stop."""
+        if self._deadline is None and not self._service.runner.load().alive:
+            self._drain()  # nobody else would end a server that answers with errors only
         if self._deadline is not None and (not self._service.streams.running or time.monotonic() >= self._deadline):
             self.should_exit = True
         return await super().on_tick(counter)
@@ -78,14 +86,17 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         before = {sig: signal.signal(sig, self.handle_exit) for sig in (signal.SIGTERM, signal.SIGINT)}
         if hasattr(signal, "SIGHUP"):  # Windows has none
-            # Files are read in a thread: a slow disk must not stop the loop.
-            again = partial(loop.run_in_executor, None, read_keys_again, self._service.keys)
-            before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(again))
+            before[signal.SIGHUP] = signal.signal(signal.SIGHUP, lambda *_: loop.call_soon_threadsafe(self._hung_up))
         try:
             yield
         finally:
             for sig, handler in before.items():
                 signal.signal(sig, handler)
+
+    def _hung_up(self) -> None:
+        task = asyncio.get_running_loop().create_task(_read_keys_again(self._service))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take nothing new, let what runs finish in the time that is left."""
@@ -107,6 +118,8 @@ def serve(
 ) -> None:
     """Answer requests until SIGTERM or SIGINT. The engine and the runner stay the caller's.
 
+    Raises ClosedError if the runner fails, once running requests have ended.
+
     Args:
         engine: With a tokenizer.
         runner: Runs the jobs on that engine.
@@ -121,12 +134,12 @@ def serve(
         else Keys.from_files(config.api_key_file, config.admin_key_file, secret=config.secret_file)
     )
     check_reach(config, keys)
-    limits = limits or Limits()
+    limits = with_enough_files(limits or Limits())
     app = app_of(engine, runner, config, keys=keys, limits=limits)
     with _listen(config) as listening, published_events(engine, config):
         if ready is not None:
             ready(config.host, int(listening.getsockname()[1]))
-        files = (config.tls_cert_file, config.tls_key_file) if config.tls_cert_file is not None else None
+        files = (config.tls_cert_file, config.tls_key_file) if config.tls_cert_file and config.tls_key_file else None
         http = http_config(app, limits=limits, drain_seconds=config.drain_seconds, tls=files)
         server = _Server(http, app.state.service, drain_seconds=config.drain_seconds)
         try:
@@ -134,6 +147,8 @@ def serve(
                 asyncio.run(server.serve(sockets=[listening]))
         finally:
             app.state.service.close()
+    if (failure := runner.load().failure) is not None:
+        raise ClosedError(f"{failure}; see the log, and start the server again")
 
 
 def app_of(engine: KVBoost, runner: JobRunner, config: ServerConfig, *, keys: Keys, limits: Limits) -> FastAPI:
@@ -142,7 +157,7 @@ def app_of(engine: KVBoost, runner: JobRunner, config: ServerConfig, *, keys: Ke
         raise ConfigError("clients need a name for the model; give ServerConfig(served_model_name=...)")
     for name, path in config.adapters:
         engine.load_adapter(name, path)
-    return make_app(
+    app = make_app(
         engine,
         runner,
         model_name=config.served_model_name,
@@ -153,6 +168,8 @@ def app_of(engine: KVBoost, runner: JobRunner, config: ServerConfig, *, keys: Ke
         root_path=config.root_path,
         adapters=[name for name, _ in config.adapters],
     )
+    app.state.service.grammars.prepare()
+    return app
 
 
 @contextlib.contextmanager
@@ -161,6 +178,7 @@ def busy_interpreter() -> Iterator[None]:
     # Imports leave some 400,000 objects. A collection that walks over them stops every request for 0.3 seconds.
     gc.collect()
     gc.freeze()
+    _share_arenas()
     switch = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     try:
@@ -168,6 +186,16 @@ def busy_interpreter() -> Iterator[None]:
     finally:
         sys.setswitchinterval(switch)
         gc.unfreeze()
+
+
+def _share_arenas() -> None:
+    """Have glibc's malloc give new threads the memory areas that there are.
+
+    By default it makes eight for each core, and each keeps the most that it ever held: a server with many threads grows
+    for hours although nothing in it does.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another libc has no such areas
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 def check_reach(config: ServerConfig, keys: Keys) -> None:
@@ -180,8 +208,7 @@ def check_reach(config: ServerConfig, keys: Keys) -> None:
         )
     if config.tls_cert_file is not None and config.tls_key_file is not None:
         try:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(config.tls_cert_file, config.tls_key_file, password="")  # nobody is there to ask
+            _tls_context(config.tls_cert_file, config.tls_key_file)
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(
                 f"{config.tls_cert_file} and {config.tls_key_file} cannot be used ({error}); give a PEM certificate "
@@ -190,13 +217,12 @@ def check_reach(config: ServerConfig, keys: Keys) -> None:
 
 
 def http_config(
-    app: Any, *, limits: Limits, drain_seconds: float, tls: tuple[str | Path, str | Path | None] | None = None
+    app: Any, *, limits: Limits, drain_seconds: float, tls: tuple[str | Path, str | Path] | None = None
 ) -> uvicorn.Config:
     """How uvicorn serves: bounded connections, no log of its own, no websockets. ``tls``: certificate and key."""
-    certificate, key = tls or (None, None)
     return uvicorn.Config(
         app,
-        http=bounded_connection(limits),
+        http=bounded_connection(limits, _tls_context(*tls) if tls is not None else None),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -206,9 +232,19 @@ def http_config(
         timeout_keep_alive=30,
         timeout_graceful_shutdown=max(1, round(drain_seconds)),
         h11_max_incomplete_event_size=limits.max_header_bytes,
-        ssl_certfile=certificate,
-        ssl_keyfile=key,
     )
+
+
+def _tls_context(certificate: str | Path, key: str | Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key, password="")  # nobody is there to ask
+    return context
+
+
+async def _read_keys_again(service: Service) -> None:
+    before = service.keys.callers
+    await asyncio.to_thread(read_keys_again, service.keys)  # a slow disk must not stop the loop
+    await service.revoke(before)
 
 
 def read_keys_again(keys: Keys) -> None:
@@ -220,6 +256,37 @@ def read_keys_again(keys: Keys) -> None:
     else:
         count = len(keys.tenants)
         _log.info("the keys were read again: %d tenant%s", count, "" if count == 1 else "s")
+
+
+def with_enough_files(limits: Limits) -> Limits:
+    """Let this process open a file for each connection. If it may not: limits with fewer connections, and a warning.
+
+    Without a file left, a server takes no connections at all, not even for /health, and its tiers fail.
+    """
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows, which has no such limit
+        return limits
+    needed = limits.max_connections + _OWN_FILES
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed == resource.RLIM_INFINITY or allowed >= needed:
+        return limits
+    raised = needed if most == resource.RLIM_INFINITY else min(needed, most)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, most))
+    except (OSError, ValueError) as error:
+        _log.warning("the limit of open files cannot be raised to %d (%s)", raised, error)
+    else:
+        allowed = raised
+    fewer = max(allowed - _OWN_FILES, allowed // 2)
+    if fewer >= limits.max_connections:
+        return limits
+    _log.warning(
+        "this process may open %d files, so it takes %d connections and not %d; raise the limit (ulimit -Hn) to %d, or "
+        "set max_connections",
+        *(allowed, fewer, limits.max_connections, needed),
+    )
+    return replace(limits, max_connections=fewer)
 
 
 def check_port(config: ServerConfig) -> None:

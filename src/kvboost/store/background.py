@@ -32,16 +32,16 @@ class Background:
         self._taken = 0  # waiting or under way
 
     def run(self, work: Callable[[], T]) -> Future[T] | None:
-        """Run ``work`` later; None if too much waits already."""
+        """Run ``work`` later; None if too much waits already, or if the machine has no thread for it."""
         with self._lock:
             if self._taken >= _MAX_WAITING:
                 return None
             self._taken += 1
         try:
             future = self._pool.submit(work)
-        except BaseException:
+        except RuntimeError:
             self._ended()
-            raise
+            return None
         future.add_done_callback(lambda _: self._ended())
         return future
 

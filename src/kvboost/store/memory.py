@@ -2,7 +2,8 @@
 
 Called by the engine: ``lease`` before a prompt is read, ``put`` after. Invariants: the bytes held never
 pass the capacity; a leased block is not evicted; a block with stored successors is not evicted; of several tenants'
-stores over one memory none sees another's blocks.
+stores over one memory none sees another's blocks; while a tenant makes lookups, none with more than it has evicts its
+blocks, and nobody once it has no more than an even share.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
+from time import monotonic
 from types import TracebackType
 from typing import Self
 
@@ -34,6 +36,7 @@ from kvboost.types import (
 TIER = "memory"
 """The name of this store in statistics and events."""
 MAX_VARIANTS = 4  # of one content that are kept for non-prefix reuse only
+_GONE_S = 3600.0  # without a lookup: what such a tenant has is kept from nobody
 _MAX_LOOKED_AT = 8  # of one content in a lookup; exact blocks may hold the same text behind any number of beginnings
 
 
@@ -59,6 +62,7 @@ class _Memory:
         self.entries: dict[bytes, _Entry] = {}
         self.contents = ContentKeys()
         self.bytes = 0
+        self.tenants = 0  # stores that hold a block
         self.found: list[list[bytes]] = []
         """Chains that lookups found and the policy was not told of yet: a lookup is waited for, its end is not."""
 
@@ -145,6 +149,7 @@ class MemoryStore:
         self._entries, self._contents, self._policy = memory.entries, memory.contents, memory.policy
         self._quota = memory.capacity_bytes if quota_bytes is None else min(memory.capacity_bytes, quota_bytes)
         self._bytes = self._chunks = self._leased = 0
+        self._looked = monotonic()
         self._counters = Counters()
         self._uncounted = threading.local()
         self._listener: StoreListener | None = None
@@ -259,6 +264,7 @@ class MemoryStore:
             entry.leases += 1
             entry.uses += 1
         self._leased += len(entries)
+        self._looked = monotonic()
         self._memory.found.append([entry.block.key for entry in entries])
         if not entries:
             self._tell_found()  # nothing will be released
@@ -334,6 +340,7 @@ class MemoryStore:
         return PutOutcome.REFUSED
 
     def _count(self, chunks: int, nbytes: int) -> None:
+        self._memory.tenants += bool(self._chunks + chunks) - bool(self._chunks)
         self._chunks += chunks
         self._bytes += nbytes
         self._memory.bytes += nbytes
@@ -345,13 +352,13 @@ class MemoryStore:
         if nbytes > self._quota or memory.max_chunks == 0:
             return False
         while self._bytes + nbytes > self._quota:  # a tenant evicts its own blocks first
-            if not self._evict_one(lambda key: self._own(key) is not None and self._evictable(key), newcomer):
+            if not self._evict_one(self._own_evictable, newcomer):
                 return False
             newcomer = None  # once is enough
         while memory.bytes + nbytes > memory.capacity_bytes or (
             memory.max_chunks is not None and len(self._entries) >= memory.max_chunks
         ):
-            if not self._evict_one(self._evictable, newcomer):
+            if not self._evict_one(self._yielding(nbytes), newcomer):
                 return False
             newcomer = None
         return True
@@ -381,6 +388,26 @@ class MemoryStore:
         """Whether nobody holds this block and nothing is stored behind it."""
         entry = self._entries[key]
         return entry.leases == 0 and entry.successors == 0
+
+    def _own_evictable(self, key: bytes) -> bool:
+        return self._own(key) is not None and self._evictable(key)
+
+    def _yielding(self, nbytes: int) -> Callable[[bytes], bool]:
+        """Which blocks may be evicted for ``nbytes`` of this tenant.
+
+        Its own, and those of tenants that have more than an even share and than this one; else the unique prompts of
+        some would evict what all others have.
+        """
+        memory, gone = self._memory, monotonic() - _GONE_S
+        even = memory.bytes / (memory.tenants + (not self._chunks))
+        after = self._bytes + nbytes
+
+        def evictable(key: bytes) -> bool:
+            owner = self._entries[key].owner
+            yields = owner is self or even < owner._bytes >= after or owner._looked < gone
+            return yields and self._evictable(key)
+
+        return evictable
 
     def _drop(self, key: bytes) -> KVBlock:
         """Take a block out of the books; the lock is held."""

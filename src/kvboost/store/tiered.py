@@ -82,7 +82,7 @@ class TieredStore:
             streams=self._streams,
             failed=self._failed,
             tried=self._unsaved.tried,
-            stored=self._announcer.stored,
+            offered=self._was_offered,
         )
         self._lock = threading.Lock()
         self._claims = Claims()
@@ -233,7 +233,7 @@ class TieredStore:
         """Tell every tier that these keys served one prompt; the slower ones behind the request."""
         self._memory.used(chain)
         for tier in self._tiers:
-            self._writer.note(partial(self._ask, tier, None, tier.used, chain))
+            self._writer.note(tier, partial(self._ask, tier, None, tier.used, chain))
 
     def flush(self) -> None:
         """Return once everything kept so far is as safe as the tiers make it."""
@@ -409,6 +409,14 @@ class TieredStore:
                 self._work[tier.name].writes_dropped += not taken
         return taken
 
+    def _was_offered(self, tier: Tier, block: KVBlock, outcome: PutOutcome) -> None:
+        """In the thread that writes: a tier was given a block and said what it did with it."""
+        if outcome is not PutOutcome.REFUSED:
+            self._announcer.stored(tier, block)
+            return
+        with self._lock:
+            self._work[tier.name].refused += 1
+
     def _demote(self, block: KVBlock) -> None:
         """A block leaves the memory: tiers that end with the process get it now, the others if they missed it."""
         unsaved = self._unsaved.forget(block.key)
@@ -424,7 +432,7 @@ class TieredStore:
             self._failed(tier, error)
             return otherwise
 
-    def _failed(self, tier: Tier, error: Exception) -> None:
+    def _failed(self, tier: Tier, error: BaseException) -> None:
         with self._lock:
             self._work[tier.name].errors += 1
             first = tier.name not in self._warned

@@ -24,6 +24,8 @@ class TierWork:
     """Chunks that were computed, because loading them was expected to take longer."""
     writes_dropped: int = 0
     """Blocks that were not written, because too much waited to be written already."""
+    refused: int = 0
+    """Blocks that it did not take: it was full, out of reach, or the beginning of the prompt was gone."""
     errors: int = 0
     """Calls that raised."""
 

@@ -174,7 +174,11 @@ def test_a_server_whose_runner_is_dead_says_so(
     running = start_server(make_engine())
     running.runner.close()
     with running.http() as http:
-        assert http.get("/ready").status_code == 503
+        for path in ("/health", "/ready"):
+            answer = http.get(path)
+            assert answer.status_code == 503
+            assert answer.json().items() >= {"status": "failed", "reason": "the runner was closed"}.items()
+        assert "kvboost_runner_alive 0.0" in http.get("/metrics").text
         refused = http.post("/v1/completions", json={"model": "tiny", "prompt": "x"})
         assert refused.status_code == 503
         assert refused.json()["error"]["type"] == "server_error"

@@ -133,14 +133,13 @@ def test_a_longer_chat_has_the_boundaries_of_the_shorter_one() -> None:
     assert len(before) == 24
 
 
-def test_the_memory_of_replies_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "_MAX_IDS", 10 * (10 + replies._IDS_PER_KEY))
-    memory = ReplyMemory()
+def test_the_memory_of_replies_is_bounded() -> None:
+    memory = ReplyMemory(10 * (4 * 10 + replies._KEY_BYTES))
     for number in range(50):
         memory.remember(tenant="t", cache_key="", before="b", reply=f"reply {number}", ids=range(10))
     kept = [n for n in range(50) if memory.find(tenant="t", cache_key="", before="b", reply=f"reply {n}")]
     assert kept == [45, 46, 47, 48, 49], "each counts twice: behind its text, and alone"
-    memory.remember(tenant="t", cache_key="", before="b", reply="too long", ids=range(400))
+    memory.remember(tenant="t", cache_key="", before="b", reply="too long", ids=range(1000))
     assert memory.find(tenant="t", cache_key="", before="b", reply="too long") is None
 
 

@@ -1,17 +1,24 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import openai
 import pytest
 import torch
 
+from kvboost import ConfigError
+from kvboost.serve.errors import ApiError
+from kvboost.serve.generation.grammar_check import COMPILE_S, TOO_LONG, GrammarCheck
 from kvboost.serve.generation.structured import Grammars
 from kvboost.serve.schemas.responses import InlineSchemaFormat
 from kvboost.serve.security.limits import Limits
 from tests.helpers.tokenizer import byte_tokenizer
-from tests.serve.conftest import Running
+from tests.serve.conftest import OTHER_KEY, Running
 
 _SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -90,12 +97,120 @@ def test_schemas_that_cannot_be_used_are_refused(keyed: Running, schema: dict[st
     assert answer.json()["error"]["code"] == code
 
 
-def test_a_grammar_that_fails_on_the_way_is_no_answer() -> None:
-    schema = InlineSchemaFormat.model_validate({"type": "json_schema", "name": "x", "schema": {"type": "object"}})
+# Each was measured with llguidance 1.9 and 128,000 tokens, on one core and within the limit of bytes.
+_SLOW_TO_COMPILE = {
+    "a step for every remainder": {"type": "integer", "multipleOf": 999_983},  # minutes
+    "every pair is compared": {"patternProperties": {f"^k{n}_[a-z]*$": {"type": "null"} for n in range(400)}},  # 56 s
+    "all at once": {"allOf": [{"type": "string", "pattern": f".*{c}.*{c}.*{c}.*"} for c in "abcdefghijklmnopqrstuv"]},
+}
+_COSTLY_TO_FOLLOW = {"allOf": [{"type": "string", "pattern": f"^(.{{{n}}})*$"} for n in (7, 11, 13, 17, 19, 23, 29)]}
+
+
+def _token_gaps(running: Running, *, until: Callable[[], bool]) -> list[float]:
+    """Seconds between the tokens of answers to another key, one after the other."""
+    gaps = []
+    with running.openai(OTHER_KEY) as client:
+        while not until():
+            last = time.monotonic()
+            for _ in client.completions.create(model="tiny", prompt="on and on", max_tokens=60, stream=True):
+                gaps.append(time.monotonic() - last)
+                last = time.monotonic()
+    return gaps
+
+
+@pytest.mark.parametrize("schema", [*_SLOW_TO_COMPILE.values(), _COSTLY_TO_FOLLOW], ids=[*_SLOW_TO_COMPILE, "masks"])
+def test_a_hostile_schema_is_refused_and_others_go_on(keyed: Running, schema: dict[str, Any]) -> None:
+    with keyed.http() as http, ThreadPoolExecutor(1) as pool:
+        body = {**_ASKED, "response_format": _format(schema)}
+        asked = pool.submit(http.post, "/v1/chat/completions", json=body)
+        gaps = _token_gaps(keyed, until=asked.done)
+        answer = asked.result()
+    assert answer.status_code == 400, answer.text
+    assert "simplify" in answer.json()["error"]["message"]
+    assert max(gaps, default=0.0) < 1.0
+
+
+def test_tools_that_take_long_to_compile_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of 128 tools by itself may take nearly as long as all may."""
+    tried: list[str] = []
+
+    def checked(check: GrammarCheck, grammar: str, *, within: float) -> tuple[float, str]:
+        tried.append(grammar)
+        return (within, TOO_LONG) if len(tried) == 1 else (0.1, "")
+
+    monkeypatch.setattr(GrammarCheck, "check", checked)
+    grammars, charged = Grammars(byte_tokenizer(), vocab_size=260, end_token_ids=frozenset()), list[float]()
+    with pytest.raises(ApiError, match="these tools cannot be used: compiling it takes more than 3 s"):
+        grammars.compile_call({"first": None, "second": None}, charge=charged.append)
+    assert len(tried) == 1
+    assert charged == [3.0]
+
+
+def test_the_tool_that_cannot_be_used_is_looked_for_no_longer_than_one_may_take() -> None:
+    slow = {"properties": {"x": {"type": "integer", "multipleOf": 29_989}}}  # not slow enough to be refused
+    tools = {f"slow {number}": slow for number in range(40)}
+    wrong = {"properties": {"x": {"type": "string", "pattern": "("}}}
+    charged: list[float] = []
+    with closing(Grammars(byte_tokenizer(), vocab_size=260, end_token_ids=frozenset())) as grammars:
+        with pytest.raises(ApiError, match="the parameters of wrong cannot be used: .*regex parse error"):
+            grammars.compile_call({"fine": None, "wrong": wrong}, charge=charged.append)
+        charged.clear()
+        with pytest.raises(ApiError, match="these tools cannot be used"):
+            grammars.compile_call({**tools, "wrong": wrong}, charge=charged.append)
+    assert len(charged) > 1, "none was looked at alone"
+    assert sum(charged) < 2.5 * COMPILE_S
+
+
+def test_the_tokens_are_read_before_the_first_request(caplog: pytest.LogCaptureFixture) -> None:
+    with closing(Grammars(byte_tokenizer(), vocab_size=260, end_token_ids=frozenset())) as grammars:
+        grammars.prepare()
+        _wait_until(lambda: grammars._made is not None)
+    with closing(Grammars("no tokenizer", vocab_size=260, end_token_ids=frozenset())) as grammars:
+        grammars.prepare()
+        _wait_until(lambda: "answers cannot follow schemas with this tokenizer: ValueError" in caplog.text)
+
+
+def _wait_until(done: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def _compiled(schema: dict[str, Any], charged: list[float]) -> Any:
+    wanted = InlineSchemaFormat.model_validate({"type": "json_schema", "name": "x", "schema": schema})
     ends = frozenset({int(byte_tokenizer().eos_token_id)})
-    make = Grammars(byte_tokenizer(), vocab_size=260, end_token_ids=ends).compile(schema, limits=Limits(), param="x")
+    grammars = Grammars(byte_tokenizer(), vocab_size=260, end_token_ids=ends)
+    try:
+        make = grammars.compile(wanted, limits=Limits(), param="x", charge=charged.append)
+    finally:
+        grammars.close()
     assert make is not None
-    held = make()
+    return make()
+
+
+def test_a_grammar_that_fails_on_the_way_is_no_answer() -> None:
+    held = _compiled({"type": "object"}, [])
     held([], torch.zeros(260))
-    with pytest.raises(RuntimeError, match="the grammar cannot go on"):
+    with pytest.raises(ConfigError, match="the grammar cannot go on"):
         held([int(byte_tokenizer()("x")["input_ids"][0])], torch.zeros(260))  # an object never begins so
+
+
+def test_the_time_of_a_grammar_is_charged_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    charged: list[float] = []
+    held = _compiled({"type": "string"}, charged)
+    assert len(charged) == 1  # for compiling
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.03  # a mask that takes long
+        return now
+
+    monkeypatch.setattr("kvboost.serve.generation.structured.thread_time", clock)
+    ids = [int(token) for token in byte_tokenizer()('"xxx')["input_ids"]][:4]
+    for taken in range(3):
+        held(ids[:taken], torch.zeros(260))
+    with pytest.raises(ConfigError, match="simplify the schema"):
+        held(ids[:3], torch.zeros(260))
+    assert charged[1:] == pytest.approx([0.03] * 4)

@@ -48,11 +48,13 @@ def test_every_tier_tells_how_it_does(with_disk: Running) -> None:
         samples = _samples(http.get("/metrics").text)
         told = http.get("/ready").json()
         page = http.get("/v1/cache").json()
+    assert samples["kvboost_runner_alive",] == 1
+    assert samples["kvboost_runner_step_seconds",] == 0
     assert samples["kvboost_tier_available", "disk"] == 1
     assert samples["kvboost_tier_hits_total", "disk"] > 0
     assert samples["kvboost_tier_loads_total", "disk"] > 0
     assert samples["kvboost_tier_load_seconds_total", "disk"] > 0
-    for name in ("misses", "loads_declined", "writes_dropped", "errors"):
+    for name in ("misses", "loads_declined", "writes_dropped", "refused", "errors"):
         assert samples[f"kvboost_tier_{name}_total", "disk"] == 0
     assert told["status"] == "ready"
     assert told["tiers"] == page["tiers"]

@@ -6,6 +6,7 @@ import re
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,3 +179,33 @@ def test_tenants_and_models_are_called_as_kvboost_cache_calls_them(
     shown = capsys.readouterr().out
     assert told["id"] in shown
     assert told["model"] in shown
+
+
+def test_lines_about_nobody_known_are_bounded_and_no_others(
+    make_engine: Callable[..., KVBoost], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("kvboost.serve.observability.requests.time", SimpleNamespace(monotonic=lambda: now))
+    with make_engine() as engine, BatchRunner(engine) as runner:
+        app = make_app(engine, runner, model_name="tiny", keys=Keys([KEY], secret=SECRET))
+        for _ in range(70):
+            assert ask(app, "GET", "/v1/models", key="a wrong key").status_code == 401
+        assert sum("status=401" in line for line in _lines(caplog)) == 60
+        for _ in range(70):
+            assert ask(app, "GET", "/metrics", key=KEY).status_code == 403
+            ask(app, "GET", "/v1/models", key=KEY)
+        assert sum("status=200" in line for line in _lines(caplog)) == 70
+        now += 60
+        ask(app, "GET", "/health")
+        assert _lines(caplog)[-1].startswith("10 requests without a valid key are left out here")
+        ask(app, "GET", "/v1/models")
+        assert "status=401" in _lines(caplog)[-1], "a new minute"
+        app.state.service.close()
+
+
+def test_pages_of_other_sites_count_as_nobody_known(keyed: Running, caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app(keyed.engine, keyed.runner, model_name="tiny")
+    for _ in range(70):
+        foreign = {"Origin": "https://attacker.example", "Sec-Fetch-Site": "cross-site"}
+        assert ask(app, "GET", "/v1/models", headers=foreign).status_code == 403
+    assert len(_lines(caplog)) == 60

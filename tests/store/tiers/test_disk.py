@@ -6,6 +6,7 @@ import os
 import random
 import stat
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +111,29 @@ def test_recency_survives_a_restart(tmp_path: Path) -> None:
     tier.close()
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_is_new_is_young_although_the_clock_was_set_back(
+    restarted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A year ahead for a while, and right again: what was stored before then is older all the same."""
+    right = time.time_ns()
+    watching = open_tier(tmp_path, room=4)
+    with monkeypatch.context() as wrong:
+        wrong.setattr(time, "time_ns", lambda: right + 365 * 24 * 3600 * 10**9)
+        tier = open_tier(tmp_path, room=4)
+        for word in "abc":
+            store_all(tier, prompt(word))
+        tier.close()
+    if restarted:
+        watching.close()
+    tier = open_tier(tmp_path, room=4) if restarted else watching
+    tier.used(keys(prompt("a")))
+    for word in "def":  # "d" fits; then the least recently used go, "b" and "c"
+        assert store_all(tier, prompt(word)) == [PutOutcome.STORED]
+    assert [there(tier, word)[0] for word in "abcdef"] == [True, False, False, True, True, True]
+    tier.close()
+
+
 def test_a_chain_is_used_first_chunk_last_out_also_after_a_restart(tmp_path: Path) -> None:
     """Two prompts with the same head: the one used later keeps all of its chunks."""
     tier = open_tier(tmp_path, room=4)
@@ -160,6 +184,39 @@ def test_a_limit_that_no_chunk_fits_into_is_said_once(tmp_path: Path) -> None:
     tier.close()
 
 
+class _Crowded(Files):
+    """A file system of which so much is free."""
+
+    free, total = 0, 2**40
+
+    def _free(self, directory: Path) -> tuple[int, int]:
+        return self.free - bytes_on_disk(directory), self.total
+
+
+def test_the_cache_gives_way_where_the_file_system_is_nearly_full(tmp_path: Path) -> None:
+    files = _Crowded()
+    files.free = 2**30 + 5 * EACH
+    tier = open_tier(tmp_path, files=files)
+    for number in range(10):
+        assert store_all(tier, prompt(f"{number}")) == [PutOutcome.STORED]
+        assert files._free(tmp_path)[0] >= 2**30, "the last gigabyte is not ours"
+    assert 4 <= tier.stats().chunks <= 5
+    assert there(tier, "9") == [True]
+    assert tier.stats().evictions >= 5
+    files.free -= 2 * EACH  # somebody else has written something
+    assert store_all(tier, prompt("more")) == [PutOutcome.STORED]
+    assert files._free(tmp_path)[0] >= 2**30
+    files.free = 2**29
+    before = tier.stats()
+    with pytest.warns(RuntimeWarning, match="the file system is nearly full; free some space") as seen:
+        assert store_all(tier, prompt("much", "more")) == [PutOutcome.REFUSED] * 2
+    assert len(seen) == 1
+    assert tier.stats().refused == before.refused + 2
+    files.total = 20 * 2**27  # a small one: a 20th of it is enough
+    assert store_all(tier, prompt("last")) == [PutOutcome.STORED]
+    tier.close()
+
+
 def test_a_tenant_pays_for_its_own_blocks(tmp_path: Path) -> None:
     greedy = open_tier(tmp_path, room=10, of=namespace(tenant="greedy"), tenant_quota_bytes=3 * EACH)
     modest = open_tier(tmp_path, room=10, of=namespace(tenant="modest"), tenant_quota_bytes=3 * EACH)
@@ -174,6 +231,64 @@ def test_a_tenant_pays_for_its_own_blocks(tmp_path: Path) -> None:
     assert greedy.store(block_of(prompt("large")[0], 3 * EACH)) is PutOutcome.REFUSED
     assert greedy.stats().chunks == 3
     for tier in (greedy, modest, other_model):
+        tier.close()
+
+
+def test_a_flood_of_one_tenant_leaves_the_others_their_blocks(tmp_path: Path) -> None:
+    modest = open_tier(tmp_path, room=6, of=namespace(tenant="modest"))
+    greedy = open_tier(tmp_path, room=6, of=namespace(tenant="greedy"))
+    store_all(modest, prompt("m"))
+    for number in range(12):
+        assert store_all(greedy, prompt(f"g{number}")) == [PutOutcome.STORED]
+    assert there(modest, "m") == [True]
+    assert greedy.stats().chunks == 5, "what others leave free is for whoever needs it"
+    for number in range(5):
+        store_all(modest, prompt(f"m{number}"))
+    assert greedy.stats().chunks == modest.stats().chunks == 3
+    for tier in (greedy, modest):
+        tier.close()
+
+
+def test_what_nobody_used_for_a_day_goes_first_whosever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = open_tier(tmp_path, room=6, of=namespace(tenant="gone"))
+    here = open_tier(tmp_path, room=6, of=namespace(tenant="here"))
+    store_all(gone, prompt("old"))
+    tomorrow = time.time_ns() + 25 * 3600 * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: tomorrow)
+    for number in range(6):
+        store_all(here, prompt(f"h{number}"))
+    assert there(gone, "old") == [False]
+    assert here.stats().chunks == 6
+    for tier in (gone, here):
+        tier.close()
+
+
+def test_a_flood_of_several_tenants_leaves_the_others_their_blocks(tmp_path: Path) -> None:
+    quiet, *loud = (open_tier(tmp_path, room=9, of=namespace(tenant=name)) for name in ("quiet", "loud", "louder"))
+    store_all(quiet, prompt("q"))
+    for number in range(12):
+        for which, tier in enumerate(loud):
+            assert store_all(tier, prompt(f"{which} {number}")) == [PutOutcome.STORED]
+    assert there(quiet, "q") == [True]
+    assert [tier.stats().chunks for tier in loud] == [4, 4]
+    for number in range(5):
+        store_all(quiet, prompt(f"q{number}"))
+    assert [tier.stats().chunks for tier in (quiet, *loud)] == [3, 3, 3]
+    for tier in (quiet, *loud):
+        tier.close()
+
+
+def test_what_is_stale_is_evicted_without_what_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time_ns()
+    quiet, loud = (open_tier(tmp_path, room=9, of=namespace(tenant=name)) for name in ("quiet", "loud"))
+    store_all(quiet, prompt("old"))
+    monkeypatch.setattr(time, "time_ns", lambda: now + 25 * 3600 * 10**9)
+    store_all(quiet, prompt("new"))
+    for number in range(7):
+        store_all(loud, prompt(f"{number}"))
+    assert loud.store(block_of(prompt("large")[0], 3 * EACH)) is PutOutcome.STORED  # several go for it at once
+    assert (there(quiet, "old"), there(quiet, "new")) == ([False], [True])
+    for tier in (quiet, loud):
         tier.close()
 
 
@@ -327,6 +442,32 @@ def test_files_the_index_forgot_are_counted_again(tmp_path: Path, monkeypatch: p
         tier.close()
     assert not strange.exists()
     assert len(record_files(tmp_path)) == 2
+
+
+def test_records_of_another_version_count_and_go_by_their_age(tmp_path: Path) -> None:
+    chunks = prompt(*"abc")
+    tier = open_tier(tmp_path, room=4, of=namespace(tenant="old"))
+    store_all(tier, chunks)
+    tier.close()
+    space = tier._space
+    for path in record_files(tmp_path):
+        data = bytearray(path.read_bytes())
+        data[8] += 1  # the version, as if this code were older or newer than the one that wrote them
+        path.write_bytes(data)
+    tier._layout.index.unlink()
+    tier = open_tier(tmp_path, room=4)
+    assert tier.directory_bytes() == 3 * EACH, "nobody counts them"
+    store_all(tier, prompt("x"))
+    store_all(tier, prompt("y"))
+    assert tier.directory_bytes() == bytes_on_disk(tmp_path) + 4 * 1024 == 4 * EACH
+    assert (there(tier, "x"), there(tier, "y")) == ([True], [True])
+    # The version that can read them says whose they are.
+    other = open_tier(tmp_path, room=4, of=namespace(tenant="old"))
+    assert other._space == space
+    tier.purge(namespace(tenant="old").tenant)
+    assert len(record_files(tmp_path)) == 2
+    other.close()
+    tier.close()
 
 
 def test_what_others_write_meanwhile_stays_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,13 @@ def test_a_full_index_is_a_refusal(tmp_path: Path) -> None:
     tier.close()
 
 
+class _SaysItIsEmpty(Files):
+    """As if others filled the disk at the same moment: the floor is kept only as far as it is seen."""
+
+    def _free(self, directory: Path) -> tuple[int, int]:
+        return 2**40, 2**40
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
 def test_a_full_disk_is_a_refusal(tmp_path: Path) -> None:
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(tmp_path)], capture_output=True)
@@ -105,7 +112,7 @@ def test_a_full_disk_is_a_refusal(tmp_path: Path) -> None:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            tier = open_tier(tmp_path / "cache")
+            tier = open_tier(tmp_path / "cache", files=_SaysItIsEmpty())
             outcomes = [tier.store(block_of(prompt(f"text {n}")[0])) for n in range(100)]
             assert PutOutcome.STORED in outcomes
             assert outcomes[-1] is PutOutcome.REFUSED

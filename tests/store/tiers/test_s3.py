@@ -122,6 +122,35 @@ def test_a_store_that_is_gone_is_misses_one_warning_and_used_again_later(s3: int
         tier.close()
 
 
+def test_a_full_namespace_is_listed_again_as_others_delete_but_not_for_every_block(
+    s3: int, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = prompt(*"abcdef")
+    size = RecordFormat(namespace()).size_of(block_of(chunks[0]))
+    tier = open_tier(s3, folder, capacity_bytes=2 * size)
+    other = open_tier(s3, folder)
+    lists: list[str] = []
+    pages = tier._pages
+    monkeypatch.setattr(tier, "_pages", lambda prefix: (lists.append(prefix), pages(prefix))[1])
+    stored = [tier.store(block_of(chunk)) for chunk in chunks[:3]]
+    assert stored == [PutOutcome.STORED, PutOutcome.STORED, PutOutcome.REFUSED]
+    other.clear()  # as a lifecycle rule, or another process
+    assert [tier.store(block_of(chunk)) for chunk in chunks[:4]] == [PutOutcome.REFUSED] * 4
+    assert len(lists) == 1, "listed again at once"
+    monkeypatch.setattr("kvboost.store.tiers.s3._RELIST_S", 0.0)
+    outcomes = []
+    while PutOutcome.STORED not in outcomes and len(outcomes) < 500:  # the list is made in the background
+        outcomes.append(tier.store(block_of(chunks[0])))
+        time.sleep(0.01)
+    assert outcomes[0] is PutOutcome.REFUSED, "a block waited for the list"
+    monkeypatch.setattr("kvboost.store.tiers.s3._RELIST_S", 300.0)
+    stored = [tier.store(block_of(chunk)) for chunk in chunks[1:3]]
+    assert stored == [PutOutcome.STORED, PutOutcome.REFUSED], "the limit holds after a list, too"
+    assert tier.stats().bytes == 2 * size
+    for opened in (tier, other):
+        opened.close()
+
+
 def test_settings_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="s3://BUCKET/PREFIX"):
         ObjectTier("nothing://x", records=RecordFormat(namespace()))

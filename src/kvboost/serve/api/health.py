@@ -12,8 +12,10 @@ from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.generation.service import Service
 
 
-async def health() -> Response:
-    """The process is alive."""
+async def health(service: AppService) -> Response:
+    """Whether the process can still answer. If not, only another one can: this one is about to end."""
+    if (failure := service.runner.load().failure) is not None:
+        return JSONResponse({"status": "failed", "reason": failure}, 503)
     return JSONResponse({"status": "ok"})
 
 
@@ -21,10 +23,10 @@ async def ready(service: AppService, request: Request) -> Response:
     """Whether new requests are taken; for the admin also the state of every tier. A tier that fails is no reason."""
     caller = request.scope["state"]["caller"]
     tiers = {"tiers": describe_tiers(service)} if caller is not None and caller.admin else {}
+    if (failure := service.runner.load().failure) is not None:
+        return JSONResponse({"status": "failed", "reason": failure, **tiers}, 503)
     if service.draining:
         return JSONResponse({"status": "draining", **tiers}, 503)
-    if not service.runner.load().alive:
-        return JSONResponse({"status": "failed", **tiers}, 503)
     return JSONResponse({"status": "ready", **tiers})
 
 

@@ -26,6 +26,8 @@ from kvboost.serve.schemas.responses import (
 
 _MAX_RESPONSES = 1024
 _MAX_BYTES = 16 * 2**20  # of one tenant
+_Conversation = tuple[tuple[bytes, ...], int]
+"""Its turns as JSON, and their size."""
 
 
 def to_turns(items: str | Iterable[InputItem]) -> list[Turn]:
@@ -92,24 +94,34 @@ class ResponseMemory:
             while len(kept.conversations) > _MAX_RESPONSES or kept.bytes > _MAX_BYTES:
                 kept.drop_oldest()
             while sum(other.bytes for other in self._tenants.values()) > self._max_bytes:
-                max(self._tenants.values(), key=lambda other: other.bytes).drop_oldest()
+                name, most = max(self._tenants.items(), key=lambda other: other[1].bytes)
+                most.drop_oldest()
+                if not most.conversations:
+                    del self._tenants[name]
 
     def find(self, response: str, *, tenant: str) -> Sequence[Turn] | None:
         """The conversation that ended with this response; None if it is not remembered."""
-        with self._lock:
-            found = self._tenants[tenant].conversations.get(response)
+        found = self._find(response, tenant)
         return [_read(turn) for turn in found[0]] if found is not None else None
 
     def nbytes(self, response: str, *, tenant: str) -> int:
         """How large that conversation is; 0 if it is not remembered."""
-        with self._lock:
-            found = self._tenants[tenant].conversations.get(response)
+        found = self._find(response, tenant)
         return found[1] if found is not None else 0
+
+    def forget(self, tenant: str) -> None:
+        """Forget all of a tenant's."""
+        with self._lock:
+            self._tenants.pop(tenant, None)
 
     def clear(self) -> None:
         """Forget all of them."""
         with self._lock:
             self._tenants.clear()
+
+    def _find(self, response: str, tenant: str) -> _Conversation | None:
+        with self._lock:  # a tenant that only asks leaves nothing behind
+            return self._tenants[tenant].conversations.get(response) if tenant in self._tenants else None
 
 
 def _written(turn: Turn) -> bytes:
@@ -125,7 +137,7 @@ class _Kept:
     """What one tenant has."""
 
     def __init__(self) -> None:
-        self.conversations: OrderedDict[str, tuple[tuple[bytes, ...], int]] = OrderedDict()
+        self.conversations: OrderedDict[str, _Conversation] = OrderedDict()
         self.bytes = 0
 
     def drop_oldest(self) -> None:

@@ -126,11 +126,18 @@ _KWARG = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 class ChatPrompts:
     """Renders and tokenises chats with one tokenizer. Thread-safe."""
 
-    def __init__(self, tokenizer: Any, *, min_gap: int, lengths: PromptLengths | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        min_gap: int,
+        lengths: PromptLengths | None = None,
+        replies: ReplyMemory | None = None,
+    ) -> None:
         """``lengths`` refuses a text that is too long, before it is tokenised."""
         self._tokenizer = tokenizer
         self._min_gap, self._lengths = min_gap, lengths or PromptLengths(tokenizer, None)
-        self.replies = ReplyMemory()
+        self.replies = replies or ReplyMemory()
         self._lock = threading.Lock()
         self._is_shared = _can_be_shared(tokenizer)
         template = getattr(tokenizer, "chat_template", None)

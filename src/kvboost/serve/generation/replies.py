@@ -2,7 +2,7 @@
 
 A reply comes back in a chat as text. Tokenising that text need not give the ids that were generated, and then none of
 their KV would be found. Used by :class:`kvboost.serve.generation.prompts.ChatPrompts`. Invariant: a tenant finds its
-own replies only, and the memory holds at most ``_MAX_IDS`` ids, keys counted.
+own replies only, and all replies together take a bounded number of bytes, keys counted.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 _Key = tuple[str, str, bytes]
-_MAX_IDS = 2_000_000
-_IDS_PER_KEY = 64  # what a key counts for; without it many short replies would take a hundred times the bound
+_KEY_BYTES = 450  # a key, its entry and an empty array: most of what a short reply takes
 
 
 class ReplyMemory:
     """Replies by tenant, cache key and text; evicts the least recently used. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int = 16 * 2**20) -> None:
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._replies: OrderedDict[_Key, array[int]] = OrderedDict()
-        self._ids = 0
+        self._bytes = 0
 
     def remember(self, *, tenant: str, cache_key: str, before: str, reply: str, ids: Sequence[int]) -> None:
         """Keep the ids of ``reply``, which was generated after the rendered text ``before``."""
-        if not reply or not ids or len(ids) + _IDS_PER_KEY > _MAX_IDS // 2:
-            return
         kept = array("I", ids)
+        if not reply or not ids or 2 * _cost(kept) > self._max_bytes:
+            return
         keys = _keys(tenant, cache_key, before, reply)  # hashed before all others wait
         with self._lock:
             for key in keys:
                 old = self._replies.pop(key, None)
-                self._ids += _cost(kept) - (_cost(old) if old is not None else 0)
+                self._bytes += _cost(kept) - (_cost(old) if old is not None else 0)
                 self._replies[key] = kept
-            while self._ids > _MAX_IDS:
+            while self._bytes > self._max_bytes:
                 _, gone = self._replies.popitem(last=False)
-                self._ids -= _cost(gone)
+                self._bytes -= _cost(gone)
 
     def clear(self) -> None:
         """Forget all of them."""
         with self._lock:
             self._replies.clear()
-            self._ids = 0
+            self._bytes = 0
 
     def find(self, *, tenant: str, cache_key: str, before: str | TextBefore, reply: str) -> list[int] | None:
         """The ids of ``reply`` after exactly this text, else after any other; None if it was not generated here."""
@@ -59,7 +59,7 @@ class ReplyMemory:
 
 
 def _cost(kept: array[int]) -> int:
-    return len(kept) + _IDS_PER_KEY
+    return _KEY_BYTES + kept.itemsize * len(kept)
 
 
 class TextBefore:

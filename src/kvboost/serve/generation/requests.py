@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvboost.scheduler.jobs import Sampling
-from kvboost.serve.errors import ApiError
+from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.token_stream import Ended, Piece, TokenStream
 from kvboost.serve.security.auth import Caller
 
@@ -70,6 +70,8 @@ class Answer:
             if isinstance(event, Ended):
                 self.seen[event.index] = len(event.token_ids)
                 self.ended.append(event)
+                if event.reason == "error" and event.refused:
+                    raise bad_request(event.error or "this request cannot be answered", code="refused")
                 if event.reason == "error":
                     _log.error("answer=%s failed in its job", self.id)  # whose log line says where
                     _log.debug("answer=%s: %s", self.id, event.error)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any
 from kvboost.engine import KVBoost
 from kvboost.engine.pinning import Pins
 from kvboost.errors import BusyError, CapacityError, ClosedError, ConfigError
+from kvboost.failures import log_failure
 from kvboost.hf.generate import end_token_ids
 from kvboost.scheduler.jobs import Job, JobRunner, Ticket
 from kvboost.serve.errors import ApiError, bad_request
@@ -25,6 +26,7 @@ from kvboost.serve.generation.answers import AnswerReaders
 from kvboost.serve.generation.items import ResponseMemory
 from kvboost.serve.generation.lengths import PromptLengths
 from kvboost.serve.generation.prompts import ChatPrompt, ChatPrompts
+from kvboost.serve.generation.replies import ReplyMemory
 from kvboost.serve.generation.requests import Answer, GenerationRequest
 from kvboost.serve.generation.structured import Grammars
 from kvboost.serve.generation.text import token_bytes
@@ -34,11 +36,11 @@ from kvboost.serve.observability.kept import KeptStats
 from kvboost.serve.observability.metrics import Metrics
 from kvboost.serve.observability.recent import RecentRequests, RequestRecord
 from kvboost.serve.observability.requests import current_request
-from kvboost.serve.observability.spaces import Spaces
+from kvboost.serve.observability.spaces import Spaces, stored_tenant
 from kvboost.serve.observability.tracing import RequestSpan, current_span
 from kvboost.serve.schemas.base import ResponseFormat
 from kvboost.serve.schemas.responses import InlineSchemaFormat
-from kvboost.serve.security.auth import Keys
+from kvboost.serve.security.auth import Caller, Keys
 from kvboost.serve.security.fair_pool import FairPool
 from kvboost.serve.security.limits import Limits, Streams
 from kvboost.serve.security.pace import Pace
@@ -46,6 +48,7 @@ from kvboost.serve.security.rates import Rates
 
 _log = logging.getLogger("kvboost.serve")
 _REST = 4.0  # seconds for each second that one tenant's large requests and schemas took, while others are here
+_LOOK_S = 1.0  # for requests of a key that was revoked
 _NEW_TOKENS = 4096  # of an answer of a model that says nothing about its positions
 
 
@@ -72,7 +75,8 @@ class Service:
         self.max_positions = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
         limit = min((n for n in (limits.max_prompt_tokens, self.max_positions) if n is not None), default=None)
         self.lengths = PromptLengths(engine.tokenizer, limit)
-        self.chats = ChatPrompts(engine.tokenizer, min_gap=min_gap, lengths=self.lengths)
+        replies = ReplyMemory(limits.max_remembered_bytes // 16)
+        self.chats = ChatPrompts(engine.tokenizer, min_gap=min_gap, lengths=self.lengths, replies=replies)
         self.answers = AnswerReaders(engine.tokenizer)
         own_end = engine.tokenizer.eos_token_id  # of chat models often the end of a turn, which the model does not name
         self.end_token_ids = frozenset(
@@ -104,6 +108,30 @@ class Service:
         self.reading.close()
         self.tokenizing.close()
         self.compiling.close()
+        self.grammars.close()
+
+    async def revoke(self, before: Collection[Caller]) -> None:
+        """Release what those of ``before`` hold that have no key any more, once their running requests are done."""
+        gone, idle_before = {caller.tenant for caller in before}, set[str]()
+        while gone := gone - {caller.tenant for caller in self.keys.callers}:
+            at_work = self.runner.load().tenants
+            idle = {tenant for tenant in gone if tenant not in at_work and not self.reading.pace.is_under_way(tenant)}
+            # Seen twice: a job may be submitted or released just after its client has gone.
+            for tenant in idle & idle_before:
+                if tenant in {caller.tenant for caller in self.keys.callers}:
+                    continue  # it was given a key while others were released
+                self.responses.forget(tenant)
+                self.pins.clear(tenant=tenant)
+                for view in [view for view in self.engine.views()[1:] if view.config.tenant == tenant]:
+                    try:
+                        await asyncio.to_thread(view.close)  # it may have to write
+                    except Exception as error:  # noqa: BLE001 - the other tenants are released
+                        log_failure(_log, error, "closing what tenant %s held failed", stored_tenant(tenant))
+                gone.discard(tenant)
+                _log.info("tenant %s has no key any more: its memory was released", stored_tenant(tenant))
+            idle_before = idle
+            await asyncio.sleep(_LOOK_S)
+        self.rates.keep({caller.key_id for caller in self.keys.callers})
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served here."""
@@ -147,13 +175,17 @@ class Service:
         """What constrains answers to the format a client wants; None for free text."""
         if wanted is None:
             return None
-        return await self.compiling.run(tenant, self.grammars.compile, wanted, limits=self.limits, param=param)
+        charge = partial(self.compiling.pace.worked, tenant)
+        return await self.compiling.run(
+            tenant, self.grammars.compile, wanted, limits=self.limits, param=param, charge=charge
+        )
 
     async def call_grammar(
         self, functions: Mapping[str, dict[str, Any] | None], *, tenant: str
     ) -> Callable[[], Callable[[list[int], Any], None]]:
         """What constrains answers to a call of one of these functions."""
-        return await self.compiling.run(tenant, self.grammars.compile_call, functions)
+        charge = partial(self.compiling.pace.worked, tenant)
+        return await self.compiling.run(tenant, self.grammars.compile_call, functions, charge=charge)
 
     @asynccontextmanager
     async def generating(self, generation: GenerationRequest, *, prefix: str) -> AsyncIterator[Answer]:
@@ -277,8 +309,14 @@ class Service:
         reuse = answer.reuse()
         whole = len(answer.ended) == len(answer.request.prompts) * answer.request.n
         # The first choice that failed ends the answer: the others are cancelled, or had ended before.
-        failed = any(ended.reason == "error" for ended in answer.ended)
-        reason = "error" if failed else answer.ended[0].reason if whole else "cancelled"
+        failed = [ended for ended in answer.ended if ended.reason == "error"]
+        reason = (
+            ("refused" if failed[0].refused else "error")
+            if failed
+            else answer.ended[0].reason
+            if whole
+            else "cancelled"
+        )
         queued = [ended.queued_seconds for ended in answer.ended if ended.queued_seconds is not None]
         record = RequestRecord(
             id=answer.id,

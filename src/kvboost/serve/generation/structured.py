@@ -1,20 +1,25 @@
 """Answers that follow a JSON schema or call a tool: tokens that would break that are forbidden before one is drawn.
 
 Made from ``response_format`` and ``tool_choice``, run by whoever draws tokens, through ``Job.constrain``. Needs
-llguidance (``kvboost[structured]``). Invariant: a client's schema is compiled once per request, in a worker thread,
-within the server's limits; one that cannot be compiled is refused before anything is computed.
+llguidance (``kvboost[structured]``). Invariants: a client's schema is compiled once per request, in a worker thread,
+within the server's limits; one that cannot be compiled, or not in time, is refused before anything is computed. What a
+grammar costs on the model's thread is bounded, and charged to its tenant.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import threading
 from collections.abc import Callable, Mapping
+from time import monotonic, thread_time
 from typing import TYPE_CHECKING, Any
 
-from kvboost.errors import with_extra
+from kvboost.errors import ConfigError, with_extra
+from kvboost.failures import log_failure
 from kvboost.serve.errors import ApiError, bad_request
+from kvboost.serve.generation.grammar_check import COMPILE_S, LIMITS, TOO_LONG, GrammarCheck
 from kvboost.serve.schemas.base import JsonObjectFormat, ResponseFormat, TextFormat
 from kvboost.serve.schemas.responses import InlineSchemaFormat
 from kvboost.serve.security.limits import Limits, check_json
@@ -22,10 +27,15 @@ from kvboost.serve.security.limits import Limits, check_json
 if TYPE_CHECKING:
     import torch
 
+_log = logging.getLogger("kvboost.serve")
 _ANY_OBJECT = {"type": "object"}
 # Without this a model may write blanks for ever, which a schema allows between any two words.
 _WRITTEN: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_MASK_S = 0.1  # of a processor, for the masks of an answer; llguidance's slowest of 10,000 usual schemas takes 0.02
+_TOKEN_S = 0.002  # and for each new token; on average it takes 0.00005
 Constrain = Callable[[list[int], "torch.Tensor"], None]
+Charge = Callable[[float], None]
+"""Told how many seconds of a processor were spent."""
 
 
 class Grammars:
@@ -35,11 +45,34 @@ class Grammars:
         self._tokenizer, self._vocab_size, self._end_token_ids = tokenizer, vocab_size, end_token_ids
         self._lock = threading.Lock()
         self._made: Any = None
+        self._check = GrammarCheck()
+
+    def close(self) -> None:
+        """End what runs beside."""
+        self._check.close()
+
+    def prepare(self) -> None:
+        """Begin to make the table of tokens, in the background.
+
+        It takes seconds of the interpreter for 150,000 tokens, which else all that runs during the first request
+        with a schema would lose.
+        """
+        if importlib.util.find_spec("llguidance") is not None:
+            threading.Thread(target=self._prepare, name="kvboost-tokens", daemon=True).start()
+
+    def _prepare(self) -> None:
+        try:
+            self._ll_tokenizer()
+        except Exception as error:  # noqa: BLE001 - a request that needs it raises it again
+            log_failure(_log, error, "answers cannot follow schemas with this tokenizer")
 
     def compile(
-        self, wanted: ResponseFormat | InlineSchemaFormat | None, *, limits: Limits, param: str
+        self, wanted: ResponseFormat | InlineSchemaFormat | None, *, limits: Limits, param: str, charge: Charge
     ) -> Callable[[], Constrain] | None:
-        """Makes constraints, one per answer, for the format; None for free text."""
+        """Makes constraints, one per answer, for the format; None for free text.
+
+        ``charge`` is told what they cost, and what compiling took outside this process.
+        """
         if wanted is None or isinstance(wanted, TextFormat):
             return None
         if isinstance(wanted, JsonObjectFormat):
@@ -48,12 +81,14 @@ class Grammars:
             schema = wanted.schema_ if isinstance(wanted, InlineSchemaFormat) else wanted.json_schema.schema_
         check_json(schema, limits=limits, param=param)
         _check_installed(param)
-        first = self._matcher(schema)
+        first = self._of_schema(schema, charge, within=COMPILE_S)
         if isinstance(first, str):
             raise bad_request(f"this schema cannot be used: {first}", param=param, code="invalid_schema")
-        return lambda: _GrammarConstraint(first.deep_copy(), self._end_token_ids)
+        return lambda: _GrammarConstraint(first.deep_copy(), self._end_token_ids, charge)
 
-    def compile_call(self, functions: Mapping[str, Mapping[str, Any] | None]) -> Callable[[], Constrain]:
+    def compile_call(
+        self, functions: Mapping[str, Mapping[str, Any] | None], *, charge: Charge
+    ) -> Callable[[], Constrain]:
         """Makes constraints, one per answer, for one call, ``{"name": ..., "arguments": {...}}``.
 
         ``functions`` are the names that may be called and the schemas of their arguments; None for no arguments.
@@ -74,21 +109,19 @@ class Grammars:
             for number, (name, schema) in enumerate(schemas.items())
         ]
         start = "start: " + " | ".join(f"call{number}" for number in range(len(rules)))
-        grammar = LLMatcher.grammar_from_lark("\n".join([start, *rules]))
-        first = LLMatcher(self._ll_tokenizer(), grammar, log_level=0)
-        if first.is_error():
+        first = self._matcher(LLMatcher.grammar_from_lark("\n".join([start, *rules])), charge, within=COMPILE_S)
+        if isinstance(first, str):
+            ends = monotonic() + (COMPILE_S if first != TOO_LONG else 0.0)  # looking for the one takes no longer either
             for name, schema in schemas.items():
-                alone = self._matcher(schema)
-                if isinstance(alone, str):
+                if (left := ends - monotonic()) <= 0:
+                    break
+                alone = self._of_schema(schema, charge, within=left)
+                if isinstance(alone, str) and alone != TOO_LONG:
                     raise _no_schema(name, alone)
-            raise bad_request(
-                f"these tools cannot be used: {first.get_error().splitlines()[0]}",
-                param="tools",
-                code="invalid_schema",
-            )
-        return lambda: _GrammarConstraint(first.deep_copy(), self._end_token_ids)
+            raise bad_request(f"these tools cannot be used: {first}", param="tools", code="invalid_schema")
+        return lambda: _GrammarConstraint(first.deep_copy(), self._end_token_ids, charge)
 
-    def _matcher(self, schema: dict[str, Any]) -> Any:
+    def _of_schema(self, schema: dict[str, Any], charge: Charge, *, within: float) -> Any:
         """The matcher of a schema, or the reason why there is none."""
         from llguidance import LLMatcher
 
@@ -96,7 +129,17 @@ class Grammars:
             grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_WRITTEN)
         except ValueError as error:
             return str(error)
-        first = LLMatcher(self._ll_tokenizer(), grammar, log_level=0)
+        return self._matcher(grammar, charge, within=within)
+
+    def _matcher(self, grammar: str, charge: Charge, *, within: float) -> Any:
+        """The matcher of a grammar, or the reason why there is none."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        seconds, why = self._check.check(grammar, within=within)
+        charge(seconds)
+        if why:
+            return why
+        first = LLMatcher(self._ll_tokenizer(), grammar, log_level=0, limits=LLParserLimits(**LIMITS))
         return first.get_error().splitlines()[0] if first.is_error() else first
 
     def _ll_tokenizer(self) -> Any:
@@ -125,12 +168,25 @@ def _call_opens(name: str) -> str:
 class _GrammarConstraint:
     """Constrains one answer to a grammar."""
 
-    def __init__(self, matcher: Any, end_token_ids: frozenset[int]) -> None:
-        self._matcher, self._end_token_ids = matcher, sorted(end_token_ids)
+    def __init__(self, matcher: Any, end_token_ids: frozenset[int], charge: Charge) -> None:
+        self._matcher, self._end_token_ids, self._charge = matcher, sorted(end_token_ids), charge
         self._taken = 0
+        self._spent = 0.0
 
     def __call__(self, produced: list[int], logits: torch.Tensor) -> None:
         """Forbid, in place, every token that cannot come next. ``logits`` [vocabulary]."""
+        began = thread_time()
+        allowed = self._allowed(produced, logits.shape[0])
+        seconds = thread_time() - began
+        self._charge(seconds)
+        self._spent += seconds
+        if self._spent > _MASK_S + _TOKEN_S * len(produced):
+            raise ConfigError("the schema takes too long to follow; simplify the schema, its patterns most of all")
+        if allowed is not None:
+            logits.masked_fill_(~allowed.to(logits.device), float("-inf"))
+
+    def _allowed(self, produced: list[int], vocab_size: int) -> torch.Tensor | None:
+        """Whether each token can come next, [vocabulary]; None if each can."""
         import torch
 
         if len(produced) < self._taken:  # the job was preempted and restarted
@@ -141,15 +197,16 @@ class _GrammarConstraint:
                 self._matcher.consume_token(token)
         self._taken = len(produced)
         if self._matcher.is_error():  # its limits, for example: what was written so far may be half of an answer
-            raise RuntimeError(f"the grammar cannot go on: {self._matcher.get_error().splitlines()[0]}")
+            why = self._matcher.get_error().splitlines()[0]
+            raise ConfigError(f"the grammar cannot go on: {why}; simplify the schema, its patterns most of all")
         if self._matcher.is_stopped():
             if not self._end_token_ids:
-                return  # a model that cannot end: what follows the answer is free
-            allowed = torch.zeros(logits.shape[0], dtype=torch.bool)
+                return None  # a model that cannot end: what follows the answer is free
+            allowed = torch.zeros(vocab_size, dtype=torch.bool)
             allowed[self._end_token_ids] = True
         else:
             bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
-            allowed = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[: logits.shape[0]].bool()
-            if len(allowed) < logits.shape[0]:  # rows of the embedding that are no token
-                allowed = torch.nn.functional.pad(allowed, (0, logits.shape[0] - len(allowed)))
-        logits.masked_fill_(~allowed.to(logits.device), float("-inf"))
+            allowed = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[:vocab_size].bool()
+            if len(allowed) < vocab_size:  # rows of the embedding that are no token
+                allowed = torch.nn.functional.pad(allowed, (0, vocab_size - len(allowed)))
+        return allowed

@@ -49,6 +49,8 @@ class Ended:
     report: ReuseReport | None
     first_token_seconds: float | None
     error: str | None = None
+    refused: bool = False
+    """Whether the error is the request's own, and says what to change."""
     queued_seconds: float | None = None
     seconds: float | None = None
     """From ``submit`` until it was admitted, and to its end."""
@@ -137,6 +139,7 @@ def follow(
         report=finished.report,
         first_token_seconds=finished.first_token_seconds,
         error=finished.error,
+        refused=finished.refused,
         queued_seconds=finished.queued_seconds,
         seconds=finished.seconds,
         stop_string=cutter.found,

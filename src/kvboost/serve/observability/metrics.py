@@ -6,6 +6,8 @@ none of them from a client, so that nobody can grow them.
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -25,6 +27,7 @@ _WORK = {
     "misses": "Chunks that were expected there and did not come.",
     "loads_declined": "Chunks that were computed, as loading was expected to take longer.",
     "writes_dropped": "Blocks not written, as too much waited to be written.",
+    "refused": "Blocks the tier did not take: it was full, out of reach, or lacks what comes before.",
     "errors": "Failures, treated as misses.",
 }
 _TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -36,10 +39,27 @@ class _Live(Collector):
 
     def __init__(self, kept: KeptStats, runner: JobRunner) -> None:
         self._kept, self._runner = kept, runner
+        self._lock = threading.Lock()
+        self._last: defaultdict[tuple[str, ...], float] = defaultdict(float)
+        self._gone: defaultdict[tuple[str, ...], float] = defaultdict(float)
+
+    def _risen(self, *name: str, value: float) -> float:
+        """A counter's sum over the tenants that are here, and what it had of those whose keys were revoked since."""
+        with self._lock:
+            self._gone[name] += max(0.0, self._last[name] - value)
+            self._last[name] = value
+            return value + self._gone[name]
+
+    def _counter(self, name: str, meaning: str, value: float) -> CounterMetricFamily:
+        return CounterMetricFamily(name, meaning, value=self._risen(name, value=value))
 
     def collect(self) -> Iterator[Metric]:
         """One scrape."""
         stats, load = self._kept.total(), self._runner.load()
+        yield GaugeMetricFamily("kvboost_runner_alive", "0 once the runner has failed or hangs.", value=load.alive)
+        yield GaugeMetricFamily(
+            "kvboost_runner_step_seconds", "Since the step that runs began; 0 if none runs.", value=load.step_seconds
+        )
         yield GaugeMetricFamily("kvboost_jobs_running", "Jobs in the batch.", value=load.running)
         yield GaugeMetricFamily("kvboost_jobs_waiting", "Jobs that wait.", value=load.waiting)
         yield GaugeMetricFamily("kvboost_jobs_kv_bytes", "KV held by running jobs.", value=load.cached_bytes)
@@ -58,15 +78,11 @@ class _Live(Collector):
         yield GaugeMetricFamily(
             "kvboost_store_leased", "Chunks held against eviction at the moment.", value=stats["leased_chunks"]
         )
-        yield CounterMetricFamily("kvboost_chunk_hits", "Chunks found as they were.", value=stats["cache_hits"])
-        yield CounterMetricFamily(
-            "kvboost_chunk_moved", "Chunks found by non-prefix reuse.", value=stats["approximate_hits"]
-        )
-        yield CounterMetricFamily("kvboost_chunk_misses", "Chunks not found.", value=stats["cache_misses"])
-        yield CounterMetricFamily("kvboost_chunk_evictions", "Chunks evicted.", value=stats["evictions"])
-        yield CounterMetricFamily(
-            "kvboost_store_errors", "Failures of the store and its tiers.", value=stats["store_errors"]
-        )
+        yield self._counter("kvboost_chunk_hits", "Chunks found as they were.", stats["cache_hits"])
+        yield self._counter("kvboost_chunk_moved", "Chunks found by non-prefix reuse.", stats["approximate_hits"])
+        yield self._counter("kvboost_chunk_misses", "Chunks not found.", stats["cache_misses"])
+        yield self._counter("kvboost_chunk_evictions", "Chunks evicted.", stats["evictions"])
+        yield self._counter("kvboost_store_errors", "Failures of the store and its tiers.", stats["store_errors"])
         yield from _standing(stats["non_prefix_reuse"])
         yield from self._tiers()
 
@@ -79,7 +95,7 @@ class _Live(Collector):
         for field, meaning in _WORK.items():
             family = CounterMetricFamily(f"kvboost_tier_{field}", meaning, labels=["tier"])
             for name, tier in tiers.items():
-                family.add_metric([name], getattr(tier.work, field))
+                family.add_metric([name], self._risen(field, name, value=getattr(tier.work, field)))
             yield family
 
 

@@ -2,12 +2,14 @@
 
 The layer around the app. :class:`kvboost.serve.generation.service.Service` adds what was computed and reused.
 Invariants: every response names the request's id; of what a client sends only the id is logged, and only if it is
-short and made of plain characters; a request that fails is answered with a 500, if it can be.
+short and made of plain characters; a request that fails is answered with a 500, if it can be; who has no key cannot
+fill a disk with lines, nor keep out those about callers who have one.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 import secrets
 import time
@@ -28,6 +30,8 @@ _GIVEN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _METHODS = frozenset(("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"))
 _PROBES = ("/health", "/ready", "/metrics")
 _CLIENT_GONE = 499  # no response was begun, as its reader had gone
+_MAX_UNKNOWN = 60  # lines about requests of nobody known
+_MINUTE_S = 60.0
 
 _log = logging.getLogger("kvboost.serve")
 
@@ -58,6 +62,8 @@ class RequestLog:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._unknown = 0  # requests of nobody known in this minute
+        self._minute_ends = -math.inf
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, and log how it ended."""
@@ -87,7 +93,22 @@ class RequestLog:
             failure = ApiError(500, "the server failed; its log says why")
             await JSONResponse(failure.body(scope["path"]), failure.status)(scope, receive, named)
         finally:
-            _write(scope, note, status=status, seconds=time.monotonic() - began)
+            if self._may_write(scope, now := time.monotonic()):
+                _write(scope, note, status=status, seconds=now - began)
+
+    def _may_write(self, scope: Scope, now: float) -> bool:
+        """Any request, a probe as well, ends a minute that is over."""
+        if now >= self._minute_ends:
+            if self._unknown > _MAX_UNKNOWN:
+                left_out = self._unknown - _MAX_UNKNOWN
+                _log.info(
+                    "%d requests without a valid key are left out here (%d a minute are not)", left_out, _MAX_UNKNOWN
+                )
+            self._unknown, self._minute_ends = 0, now + _MINUTE_S
+        if scope["state"].get("caller") is not None or _level(scope) < logging.INFO:
+            return True
+        self._unknown += 1
+        return self._unknown <= _MAX_UNKNOWN
 
 
 def _id_of(scope: Scope) -> str:
@@ -112,4 +133,8 @@ def _write(scope: Scope, note: RequestNote, *, status: int, seconds: float) -> N
             f"answer={record.id} prompt={record.prompt} exact={record.exact} moved={record.moved} "
             f"recomputed={record.recomputed} new={record.new} ttft_ms={record.ttft_ms} finish={record.finish}"
         )
-    _log.log(logging.DEBUG if route in _PROBES else logging.INFO, "%s", " ".join(words))
+    _log.log(_level(scope), "%s", " ".join(words))
+
+
+def _level(scope: Scope) -> int:
+    return logging.DEBUG if scope["state"].get("route") in _PROBES else logging.INFO

@@ -114,9 +114,14 @@ class Keys:
             self._known = self._read(self._files, self._secret)._known
 
     @property
+    def callers(self) -> list[Caller]:
+        """Of all keys, the admin's included, in their order; none where no key is needed."""
+        return [caller for _, caller in self._known]
+
+    @property
     def tenants(self) -> list[str]:
         """Of all API keys, in their order; none where no key is needed."""
-        return list(dict.fromkeys(caller.tenant for _, caller in self._known if not caller.admin))
+        return list(dict.fromkeys(caller.tenant for caller in self.callers if not caller.admin))
 
     def __bool__(self) -> bool:
         """Whether a key is needed at all."""
@@ -251,6 +256,7 @@ class Gate:
             return
         may_call = b"*" in self._origins or headers.get(b"origin") in self._origins
         if not self._keys and not may_call and _is_of_another_site(headers):
+            state["caller"] = None  # whose page it is, nobody knows
             raise ApiError(
                 403, "this server takes nothing from pages of other sites; set an API key", code="wrong_origin"
             )

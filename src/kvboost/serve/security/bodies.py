@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import defaultdict
-from contextlib import nullcontext
 from contextvars import ContextVar
 
 from starlette.responses import JSONResponse
@@ -75,15 +74,15 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Receive the whole body first: only then is it known to be small enough."""
-        if scope["type"] != "http":
+        # Others have no body that is read, and anybody may send them: nobody waits for it, or rests for a probe of
+        # /health.
+        if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
         caller = scope.get("state", {}).get("caller")
         held = _Held(self._bytes, caller.tenant if caller is not None else "")
-        # Others have no body that is read, and anybody may send them: nobody rests for a probe of /health.
-        uses_server = scope["method"] == "POST"
         try:
-            with self._pool.pace.here(held.tenant) if uses_server else nullcontext():
+            with self._pool.pace.here(held.tenant):
                 await self._answer(scope, receive, send, held)
         finally:
             held.release()
@@ -99,7 +98,7 @@ class BodyLimit:
             if body is not None and json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):
                 no_json = "the body is not valid JSON: it is no UTF-8; send a JSON object in UTF-8"
                 raise ApiError(400, no_json, code="invalid_json")
-            if body is not None and len(body) > SMALL_BYTES and scope["method"] == "POST":
+            if body is not None and len(body) > SMALL_BYTES:
                 reading = self._pool.run(held.tenant, read_large, body, self._limits)
                 scope[PARSED] = await while_connected(receive, reading)
         except (ApiError, TimeoutError) as error:

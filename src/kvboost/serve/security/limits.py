@@ -42,7 +42,8 @@ class Limits:
     max_total_body_bytes: int = 256 * 2**20
     """Bytes of the bodies of all requests under way; more are a 429, unless their key has less than an even share."""
     max_remembered_bytes: int = 256 * 2**20
-    """Bytes of the conversations kept for ``previous_response_id``; beyond them the key with most loses its oldest."""
+    """Bytes of the conversations kept for ``previous_response_id``; beyond them the key with most loses its oldest.
+    A sixteenth of it more is for the token ids of replies, by which a chat that goes on finds their KV."""
     max_requests_per_minute: int | None = None
     """Requests of one key per minute; more are a 429. If left out, any number."""
     max_tokens_per_minute: int | None = None

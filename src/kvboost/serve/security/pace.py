@@ -69,6 +69,11 @@ class Pace:
                 self._last = {name: ended for name, ended in self._last.items() if now - ended < _HERE_S}
                 self._begins = {name: begins for name, begins in self._begins.items() if begins > now}
 
+    def is_under_way(self, tenant: str) -> bool:
+        """Whether a request of this tenant is."""
+        with self._lock:
+            return tenant in self._under_way
+
     def worked(self, tenant: str, seconds: float) -> None:
         """Work of this tenant has just ended, and took so much of a processor."""
         if self._rest:

@@ -3,7 +3,7 @@
 Asked by the layer behind the gate for each request, told by :class:`kvboost.serve.generation.service.Service` what a
 generation costs. Used on the event loop only, so it needs no lock. A budget fills evenly, up to one minute's worth.
 Invariants: a key is let in unless it has overdrawn a budget; what a request costs beyond what is left is paid back
-before the next one; there is one budget per key, so clients cannot grow the memory.
+before the next one; there is one budget per key that is valid, so clients cannot grow the memory.
 """
 
 from __future__ import annotations
@@ -80,6 +80,10 @@ class Rates:
         if "tokens" in self._limits:
             now = self._clock()
             self._budget(key_id, "tokens", now).spend(tokens, now)
+
+    def keep(self, key_ids: Collection[str]) -> None:
+        """Forget all keys but these."""
+        self._budgets = {place: budget for place, budget in self._budgets.items() if place[0] in key_ids}
 
     def headers(self, key_id: str) -> dict[str, str]:
         """What is left, in OpenAI's headers; none without limits."""

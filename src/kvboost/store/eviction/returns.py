@@ -9,7 +9,9 @@ what is watched goes on being watched after its eviction, so the estimate does n
 from __future__ import annotations
 
 import math
+from array import array
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 _PER_OCTAVE = 3  # spans of age for each doubling; with 2, what is about to be evicted is told apart too late
@@ -17,10 +19,11 @@ SPANS = 48  # the last begins at 2 ** 15.7 prompts
 _MEMORY = 0.9995  # per prompt: what was seen 2,000 prompts ago counts 0.37
 _REFIT = 100  # prompts after which a kind's table is rebuilt
 _OWN_COUNTS = (6.0, 4.0, 10.0, 20.0)  # blocks at risk from which on a level weighs more than the one above it
-_MAX_WATCHED = 32768
+_MAX_WATCHED = 16384  # more than are stored or remembered as ghosts: of larger stores a part is watched
 
 _ENDS = [2 ** (span / _PER_OCTAVE) for span in range(SPANS)]
 _WIDTHS = [_ENDS[0], *(_ENDS[span] - _ENDS[span - 1] for span in range(1, SPANS))]
+_NONE = [0.0] * SPANS
 # Before anything is known the chance falls with age, so that the order is that of LRU.
 _AT_FIRST = [min(0.5, 0.3 * width / end) / 3 for width, end in zip(_WIDTHS, _ENDS, strict=True)]
 
@@ -32,16 +35,17 @@ class Kind:
 
     def __init__(self, above: Kind | None) -> None:
         self.above = above
-        self.returned = [0.0] * SPANS
-        self.stayed = [0.0] * SPANS
+        # Arrays: there may be thousands of kinds, and lists of floats would take four times the memory.
+        self.returned = array("d", _NONE)
+        self.stayed = array("d", _NONE)
         self.within = [0] * SPANS
         """Watched blocks that are in the span now."""
         self._level: int = 0 if above is None else above._level + 1
         self._fitted = -_REFIT
-        self._chances: list[float] = []
-        self._index: list[float] = []
+        self._chances = array("d")
+        self._index = array("d")
 
-    def index(self, now: int, weight: float) -> list[float]:
+    def index(self, now: int, weight: float) -> Sequence[float]:
         """For each span of age: the most returns per prompt of waiting that a block of this age promises."""
         if now - self._fitted >= _REFIT:
             self._fit(now, weight)
@@ -49,23 +53,23 @@ class Kind:
 
     def _fit(self, now: int, weight: float) -> None:
         if self.above is None:
-            known = _AT_FIRST
+            known: Sequence[float] = _AT_FIRST
         else:
             self.above.index(now, weight)
             known = self.above._chances
         prior = _OWN_COUNTS[self._level] * weight
         half = 0.5 * weight
-        self._chances = [
+        chances = [
             (returned + prior * chance) / (returned + stayed + half * within + prior)
             for returned, stayed, within, chance in zip(self.returned, self.stayed, self.within, known, strict=True)
         ]
-        self._index = best_rates(self._chances)
+        self._chances, self._index = array("d", chances), array("d", best_rates(chances))
         self._fitted = now
 
     def forget(self, factor: float) -> None:
         """Multiply every count, when the weight of a new one has grown too large a number."""
-        self.returned = [count * factor for count in self.returned]
-        self.stayed = [count * factor for count in self.stayed]
+        self.returned = array("d", (count * factor for count in self.returned))
+        self.stayed = array("d", (count * factor for count in self.stayed))
 
 
 def best_rates(chances: list[float]) -> list[float]:
@@ -89,7 +93,7 @@ def best_rates(chances: list[float]) -> list[float]:
     return rates
 
 
-def rate_at(index: list[float], age: int) -> float:
+def rate_at(index: Sequence[float], age: int) -> float:
     """``index`` at ``age``, straight between the middles of its spans: equal ages aside, no two blocks tie."""
     if age < 1:
         return index[0]
@@ -110,7 +114,7 @@ class Watched(Protocol):
 
 
 class Watch:
-    """Follows blocks from their last use until they come back or are too old. At most 32,768 at a time."""
+    """Follows blocks from their last use until they come back or are too old. At most 16,384 at a time."""
 
     def __init__(self) -> None:
         self.now = 0

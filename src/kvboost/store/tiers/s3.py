@@ -10,8 +10,9 @@ Invariants: only whole records that passed their checks are handed out; no objec
 
 It evicts nothing: let the bucket's lifecycle rules expire old objects, which are then misses. With a limit, which lies
 in the bucket as an object of its own, it refuses what would not fit in the namespace, by what this process saw and
-wrote: others who write at the same time are not counted. Sizes in :meth:`ObjectTier.stats` are taken by listing the
-namespace, which takes a while for many objects.
+wrote: others who write at the same time are not counted. Others delete, too (lifecycle rules, purges): while it
+refuses, the namespace is listed again every few minutes, with no request waiting. Sizes in :meth:`ObjectTier.stats`
+are taken by listing the namespace, which takes a while for many objects.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from kvboost.types import BlockInfo, KVBlock, PutOutcome
 _UNLIMITED = 2**63 - 1
 _HEADER_BYTES = 16 * 1024  # read of a record to know what it is; most headers are a page
 _PAGE_OF_NAMES = 1000
+_RELIST_S = 300.0  # between two lists of a namespace that is full: with many objects one takes a while, and is paid for
 _REMEDY = "check the bucket, the credentials and the network"
 
 T = TypeVar("T")
@@ -97,10 +99,22 @@ class _ObjectBackend(Backend):
             self._breaker.failed()
             result = error
         if isinstance(result, Exception):
-            cause = str(result).partition("\n\nDebug source")[0] or repr(result)  # obstore adds how Rust prints it
-            self.health.failed("the object store cannot be used", cause, remedy=_REMEDY)
+            self._report(result)
             return otherwise
         return otherwise if result is None else result
+
+    def in_background(self, work: Callable[[], None]) -> None:
+        """Do this in the pool; nobody waits for it."""
+
+        def reported() -> None:
+            if isinstance(error := self.guarded(lambda _: work(), None), Exception):
+                self._report(error)
+
+        self.pool.submit(reported)
+
+    def _report(self, error: Exception) -> None:
+        cause = str(error).partition("\n\nDebug source")[0] or repr(error)  # obstore adds how Rust prints it
+        self.health.failed("the object store cannot be used", cause, remedy=_REMEDY)
 
     def size(self, path: str) -> int | None:
         """The size of an object; None if it is not there."""
@@ -174,6 +188,8 @@ class ObjectTier(RecordTier[_ObjectBackend]):
         self._objects, self._failures = backend.objects, backend.failures
         self._space = f"{records.namespace.tenant.hex()}/{records.space.hex()}"
         self._held: int | None = None  # bytes, once they were counted; never less than what lies there of ours
+        self._added = self._under_way = 0  # bytes, ever and of the objects being written: a list may lack those
+        self._listed_at = 0.0
         self._counting = threading.Lock()  # held by those who count or remove, one at a time
 
     # Finding
@@ -248,24 +264,42 @@ class ObjectTier(RecordTier[_ObjectBackend]):
             return PutOutcome.PRESENT
         if not self._fits(size):
             return PutOutcome.REFUSED
-        # If this fails the bytes stay counted: they may have arrived all the same.
-        self._objects.put(self._path(block.key), self._records.encode(block).join())
+        try:
+            # If this fails the bytes stay counted: they may have arrived all the same.
+            self._objects.put(self._path(block.key), self._records.encode(block).join())
+        finally:
+            with self._lock:
+                self._under_way -= size
         stamp = _UNLIMITED - time.time_ns()  # names come in order: the newest shall come first
         self._objects.put(f"{self._space}/contents/{block.content_key.hex()}/{stamp:016x}-{block.key.hex()}", b"")
         return PutOutcome.STORED
 
     def _fits(self, size: int) -> bool:
-        """Whether so many bytes more fit; if they do, they are counted."""
+        """Whether so many bytes more fit; if they do, they are counted, and under way."""
         limit = self._backend.limit()
-        if limit == _UNLIMITED:
-            return True
-        with self._counting:  # nobody writes before it is counted, so nothing is on its way that a list lacks
-            if self._held is None:
-                self._held = self._listed_totals()[1]
+        if limit != _UNLIMITED and self._held is None:
+            with self._counting:  # nobody writes before it is counted, so nothing is on its way that this list lacks
+                if self._held is None:
+                    self._count()
         with self._lock:
-            fits = self._held + size <= limit
-            self._held += size if fits else 0
+            fits = self._held is None or self._held + size <= limit
+            if fits:
+                self._added += size
+                self._under_way += size
+                self._held = None if self._held is None else self._held + size
+            is_due = not fits and time.monotonic() - self._listed_at > _RELIST_S
+            self._listed_at = time.monotonic() if is_due else self._listed_at
+        if is_due:
+            self._backend.in_background(self._count)
         return fits
+
+    def _count(self) -> None:
+        """Take ``_held`` from a list. What comes or goes meanwhile may be counted twice, until the next list."""
+        with self._lock:
+            added, under_way, self._listed_at = self._added, self._under_way, time.monotonic()
+        listed = self._listed_totals()[1]
+        with self._lock:
+            self._held = listed + under_way + self._added - added
 
     def _uncount(self, size: int) -> None:
         with self._lock:

@@ -54,6 +54,10 @@ END;
 _KEYS_FROM = "FROM chunks WHERE space = (SELECT id FROM spaces WHERE space = ?) AND key >= ? AND (key < ? OR ?)"
 
 
+NOBODY = Namespace(bytes(32), bytes(32))
+"""Of records that only another version can read."""
+
+
 class IndexUnavailableError(Exception):
     """The index cannot be opened now: another process is rebuilding it."""
 
@@ -141,9 +145,10 @@ class Database:
 
 
 def enter_space(write: sqlite3.Connection, space: bytes, namespace: Namespace) -> int:
-    """The number of a space, entered in the present transaction if it is new."""
+    """The number of a space, entered in the present transaction if it is new, or if it was nobody's."""
+    known = "NOTHING" if namespace == NOBODY else "UPDATE SET root = excluded.root, tenant = excluded.tenant"
     write.execute(
-        "INSERT OR IGNORE INTO spaces (space, root, tenant) VALUES (?, ?, ?)",
+        f"INSERT INTO spaces (space, root, tenant) VALUES (?, ?, ?) ON CONFLICT (space) DO {known}",
         (space, namespace.root, namespace.tenant),
     )
     number: int = write.execute("SELECT id FROM spaces WHERE space = ?", (space,)).fetchone()[0]

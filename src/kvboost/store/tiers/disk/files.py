@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import secrets
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from kvboost.store.tiers.base import Place
 
 _MAX_PARTS = 512  # of one writev; the system allows 1,024
 _SUFFIX = ".kv"
+_FLOOR_BYTES, _FLOOR_SHARE = 2**30, 20  # left free for others: this, or a 20th of a small file system
 
 
 class Files:
@@ -82,6 +84,11 @@ class Files:
         finally:
             os.close(descriptor)
 
+    def spare(self, directory: Path) -> int:
+        """Bytes that may be written before the file system is nearly full; below 0 if it is."""
+        free, total = self._free(directory)
+        return free - min(_FLOOR_BYTES, total // _FLOOR_SHARE)
+
     def remove(self, path: Path) -> None:
         """Remove a file, if it is there."""
         path.unlink(missing_ok=True)
@@ -133,6 +140,10 @@ class Files:
 
     def _fsync(self, descriptor: int) -> None:
         os.fsync(descriptor)
+
+    def _free(self, directory: Path) -> tuple[int, int]:
+        usage = shutil.disk_usage(directory)
+        return usage.free, usage.total
 
 
 class Layout:

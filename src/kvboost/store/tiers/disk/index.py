@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import enum
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from kvboost.store.tiers.base import Place
 from kvboost.store.tiers.disk.database import Database, enter_space
@@ -22,12 +23,13 @@ from kvboost.types import BlockInfo, Namespace
 # The column "generation" is approx_depth: indexes on users' disks have the older name.
 _INFO = "key, parent, content, nbytes, bitwise, start, context, generation"
 _PLACES = "SELECT c.id, s.space, c.key FROM chunks c JOIN spaces s ON s.id = c.space"
-_SIZES = "SELECT c.id, s.space, c.key, c.size FROM chunks c JOIN spaces s ON s.id = c.space"
+_VICTIM = "SELECT c.id, s.space, c.key, c.size, s.tenant, c.last_used FROM chunks c JOIN spaces s ON s.id = c.space"
 EVICTED_AT_ONCE = 64
 """Chunks evicted in one transaction: others must get their turn."""
 BETWEEN_STEPS_S = 0.005
 """Time between two such transactions: whoever waits looks more often than that."""
 _MAX_ANCESTORS = 10_000  # that are counted
+_STALE_NS = 24 * 3600 * 10**9  # what was not used for a day is kept from nobody: its tenant may be gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,15 @@ class NewEntry:
     """When it was last used, in nanoseconds."""
     writer: str | None = None
     """Who is writing it; None once it is written."""
+
+
+class _Victim(NamedTuple):
+    number: int
+    space: bytes
+    key: bytes
+    size: int
+    tenant: bytes
+    last_used: int
 
 
 class ChunkIndex:
@@ -138,6 +149,12 @@ class ChunkIndex:
         """The keys of a space that begin with this byte, those being written included."""
         return self._database.keys_in(space, first)
 
+    def newest(self) -> int:
+        """When any chunk was last used, in nanoseconds; of leaves, which are found at once."""
+        query = "SELECT COALESCE(MAX(last_used), 0) FROM chunks WHERE successors = 0 AND writer IS NULL"
+        newest: int = self._database.rows(query)[0][0]
+        return newest
+
     def has(self, key: bytes) -> str | None:
         """The writer of a chunk that is entered, empty once it is written; None if it is not entered."""
         query = "SELECT COALESCE(writer, '') FROM chunks WHERE space = ? AND key = ?"
@@ -155,11 +172,15 @@ class ChunkIndex:
         with self._database.transaction() as write:
             added = _add(write, self._space, entry)
             tenant = write.execute("SELECT tenant FROM spaces WHERE id = ?", (self._space,)).fetchone()[0]
+            held = _held(write)
             victims: list[Place] = []
             room = Room.MADE
-            for limit, only in ((limits.tenant_quota, tenant), (limits.capacity, None)):
-                if limit is not None and room is Room.MADE:
-                    room = _evict(write, limit, only, victims)
+            if limits.tenant_quota is not None:
+                own = partial(_oldest, write, tenant)
+                room = _evict(write, held, held[tenant] - limits.tenant_quota, own, victims)
+            if room is Room.MADE:
+                fair = partial(_fair_victim, write, held, tenant, entry.stamp - _STALE_NS)
+                room = _evict(write, held, sum(held.values()) - limits.capacity, fair, victims)
             if room is Room.NOT_YET and _with_ancestors(write, self._space, entry.info.key) > limits.least:
                 room = Room.NONE  # its ancestors stay, so all others would be evicted in vain
             if room is Room.NONE:
@@ -174,8 +195,9 @@ class ChunkIndex:
     def trim(self, capacity: int, remove: Callable[[Place], None]) -> tuple[Room, int]:
         """Evict down to a limit, a few chunks at a time; how many."""
         with self._database.transaction() as write:
+            held = _held(write)
             victims: list[Place] = []
-            room = _evict(write, capacity, None, victims)
+            room = _evict(write, held, sum(held.values()) - capacity, partial(_oldest, write), victims)
             for place in victims:
                 remove(place)
         return room, len(victims)
@@ -259,46 +281,59 @@ def _add(write: sqlite3.Connection, space: int, entry: NewEntry, *, unless_there
     ).lastrowid
 
 
-def _evict(write: sqlite3.Connection, limit: int, tenant: bytes | None, victims: list[Place]) -> Room:
-    """Delete the entries of chunks until a tenant's, or all, fit ``limit``; their places are added to ``victims``."""
-    over = _bytes(write, tenant) - limit
+def _evict(
+    write: sqlite3.Connection,
+    held: dict[bytes, int],
+    over: int,
+    choose: Callable[[], _Victim | None],
+    victims: list[Place],
+) -> Room:
+    """Delete the entries of chunks until ``over`` bytes are free; their places are added to ``victims``."""
     while over > 0:
         if len(victims) >= EVICTED_AT_ONCE:
             return Room.NOT_YET
-        victim = _victim(write, tenant)
+        victim = choose()
         if victim is None:
             return Room.NONE
-        number, space, key, size = victim
-        write.execute("DELETE FROM chunks WHERE id = ?", (number,))
-        victims.append((space, key))
-        over -= size
+        write.execute("DELETE FROM chunks WHERE id = ?", (victim.number,))
+        victims.append((victim.space, victim.key))
+        held[victim.tenant] -= victim.size
+        over -= victim.size
     return Room.MADE
 
 
-def _bytes(write: sqlite3.Connection, tenant: bytes | None) -> int:
-    if tenant is None:
-        found = write.execute("SELECT COALESCE(SUM(bytes), 0) FROM spaces").fetchone()
-    else:
-        found = write.execute("SELECT COALESCE(SUM(bytes), 0) FROM spaces WHERE tenant = ?", (tenant,)).fetchone()
-    total: int = found[0]
-    return total
+def _held(write: sqlite3.Connection) -> dict[bytes, int]:
+    """The bytes of each tenant that has any."""
+    return dict(write.execute("SELECT tenant, SUM(bytes) FROM spaces WHERE bytes > 0 GROUP BY tenant").fetchall())
 
 
-def _victim(write: sqlite3.Connection, tenant: bytes | None) -> tuple[int, bytes, bytes, int] | None:
-    """The chunk that goes next, of this tenant or of all: its number, its place and its size."""
+def _fair_victim(write: sqlite3.Connection, held: Mapping[bytes, int], tenant: bytes, stale: int) -> _Victim | None:
+    """The chunk that goes next for a chunk of ``tenant``, which is counted already.
+
+    Else the unique prompts of some tenants would evict what all others have: who has no more than an even share, or
+    less than this tenant, loses only what was not used since ``stale``.
+    """
+    victim = _oldest(write)
+    if victim is None or victim.tenant == tenant or victim.last_used < stale:
+        return victim
+    if held[victim.tenant] >= max(held[tenant], sum(held.values()) / len(held)):
+        return victim
+    return _oldest(write, tenant, max(held, key=held.__getitem__))
+
+
+def _oldest(write: sqlite3.Connection, *tenants: bytes) -> _Victim | None:
+    """The leaf that was used least recently, of these tenants or of all."""
     leaf = "c.successors = 0 AND c.writer IS NULL"
     oldest = "ORDER BY last_used LIMIT 1"
-    if tenant is None:
-        query = f"{_SIZES} WHERE c.id = (SELECT id FROM chunks c WHERE {leaf} {oldest})"
-        victim = write.execute(query).fetchone()
+    if not tenants:
+        query = f"{_VICTIM} WHERE c.id = (SELECT id FROM chunks c WHERE {leaf} {oldest})"
     else:
         query = (
-            f"{_SIZES} WHERE s.tenant = ? AND c.id = (SELECT id FROM chunks c WHERE space = s.id AND {leaf} {oldest}) "
-            "ORDER BY c.last_used LIMIT 1"
+            f"{_VICTIM} WHERE s.tenant IN ({', '.join('?' * len(tenants))}) AND c.id = "
+            f"(SELECT id FROM chunks c WHERE space = s.id AND {leaf} {oldest}) ORDER BY c.last_used LIMIT 1"
         )
-        victim = write.execute(query, (tenant,)).fetchone()
-    found: tuple[int, bytes, bytes, int] | None = victim
-    return found
+    row = write.execute(query, tenants).fetchone()
+    return _Victim(*row) if row is not None else None
 
 
 def _with_ancestors(write: sqlite3.Connection, space: int, key: bytes) -> int:

@@ -1,7 +1,7 @@
 """Brings the index of a cache directory in line with its files: after a power loss, or because it is broken.
 
 Used by the disk tier when it opens a directory. Invariant: a file that is kept is entered with the size it has; what
-is no record under its own name is removed, but for records of another version.
+is no record under its own name is removed. Records of another version count as well, and are evicted by their age.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 from kvboost.errors import RecordError, RecordVersionError
 from kvboost.store.record.format import inspect, space_of
 from kvboost.store.record.header import PAGE, aligned, header_length
-from kvboost.store.tiers.disk.database import IndexUnavailableError
+from kvboost.store.tiers.disk.database import NOBODY, IndexUnavailableError
 from kvboost.store.tiers.disk.files import Files, Layout
 from kvboost.store.tiers.disk.index import ChunkIndex, NewEntry
-from kvboost.types import Namespace
+from kvboost.types import BlockInfo, Namespace
 
 _ROW_BYTES = 1024  # of the index for one chunk, indexes included
 _BOOT = "boot"
@@ -125,7 +125,9 @@ def _found(
         except FileNotFoundError:
             continue  # evicted meanwhile
         except RecordVersionError:
-            continue  # another version's: not ours to remove
+            unread = BlockInfo(key, None, key, 0, bitwise=False, start=0, context=b"", approx_depth=0)
+            yield space, NOBODY, NewEntry(unread, charge(status.st_size), status.st_mtime_ns)
+            continue
         except RecordError:
             files.remove(path)
             continue

@@ -2,7 +2,8 @@
 
 Made by the engine for a namespace; used as a :class:`kvboost.extend.Tier`. A block found by its key needs no index:
 its file has the key's name. Invariants: the files in the directory, of all namespaces, never take more than the
-directory's limit, whoever writes; only whole records that passed their checks are handed out.
+directory's limit, whoever writes; only whole records that passed their checks are handed out. On a file system that
+is nearly full the limit shrinks, so that the cache gives way to whatever else is written there.
 
 What survives: a killed process loses nothing whose ``store`` returned STORED. A power loss loses nothing that was
 stored before the last ``flush`` returned; of what came after, files may be torn, which their checksums show. Recency
@@ -67,10 +68,13 @@ class _DiskBackend(Backend):
         """Whether the directory could be used when it was last used."""
         return self.directory.is_usable
 
-    def limits(self, index: ChunkIndex) -> Limits:
-        """What may lie in the directory now. Raises what FAILURES names."""
+    def limits(self, index: ChunkIndex, *, size: int = 0) -> Limits:
+        """What may lie in the directory now, together with a record of ``size``. Raises what FAILURES names."""
         self.limited_to(self.directory.capacity(index, self.wanted_bytes))
-        return Limits(self.capacity_bytes, self._tenant_quota)
+        capacity, spare = self.capacity_bytes, self.files.spare(self.layout.directory)
+        if spare < size:
+            capacity = min(capacity, max(0, index.totals(whole=True).bytes + spare))
+        return Limits(capacity, self._tenant_quota)
 
     def close(self) -> None:
         self.pool.shutdown(cancel_futures=True)
@@ -165,9 +169,12 @@ class DiskTier(RecordTier[_DiskBackend]):
         """Enter the block in the index, evicting others for it, and write it."""
         size = charge(self._records.size_of(block))
         index = self._index()
-        limits = self._backend.limits(index)
+        limits = self._backend.limits(index, size=size)
         if size > limits.capacity:
-            if limits.capacity:  # 0 turns it off
+            if limits.capacity < self._backend.capacity_bytes:
+                remedy = "free some space, or give a directory elsewhere"
+                self._backend.health.failed("nothing is stored", "the file system is nearly full", remedy=remedy)
+            elif limits.capacity:  # 0 turns it off
                 self._backend.warn_too_small(size)
             return PutOutcome.REFUSED
         path = self._layout.record(self._space, block.key)
@@ -228,7 +235,9 @@ class DiskTier(RecordTier[_DiskBackend]):
             self._with_index(self._write_uses, None)
 
     def _write_uses(self, index: ChunkIndex) -> None:
+        newest = index.newest()
         with self._lock:
+            self._unwritten.follow(newest)
             uses, missing = self._unwritten.take()
         if uses:
             index.touch(uses.items())
