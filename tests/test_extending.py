@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
-from tests.testing.test_contracts import broken_rules
+from tests.test_contracts import broken_rules
 
 _PAGE = (Path(__file__).resolve().parents[1] / "docs" / "extending.md").read_text()
 _CODE = "\n".join(re.findall(r"^```python\n(.*?)^```", _PAGE, re.MULTILINE | re.DOTALL))

@@ -3,7 +3,7 @@
 Implementations are passed to the engine as objects; there is no registry: a Chunker as ``chunking=``, a
 RepairStrategy as ``recompute_strategy=``, a ChunkStore as ``store=``. A Tier and an EvictionPolicy reach it in a
 store: ``store=TieredStore(MemoryStore(n, policy=...), [tier])``. Chunkers, stores, tiers and policies have a
-conformance suite in :mod:`kvboost.testing`.
+conformance suite in ``tests/contracts`` of the sources.
 """
 
 from __future__ import annotations

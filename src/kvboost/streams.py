@@ -1,7 +1,7 @@
 """Streams of a device as the store needs them: copies beside the computing, and events that order the two.
 
-Used by the stores; :mod:`kvboost.hf.streams` has the ones of an accelerator, ``kvboost.testing.SimulatedStreams`` those
-for tests. One object owns the copy streams of an engine. The contract:
+Used by the stores; :mod:`kvboost.hf.streams` has the ones of an accelerator, and tests simulate
+some. One object owns the copy streams of an engine. The contract:
 
 - ``event`` stands for all that the calling thread has computed so far; None where that is done already.
 - ``copy`` returns at once. The copy begins when ``after`` has happened and not before. Until the returned event has

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from benchmarks.store.policies import AdaptiveReplacement, GreedyDualSizeFrequency, SmallMainGhostFIFO
 from kvboost.extend import EvictionPolicy
 from kvboost.store import MemoryStore
-from kvboost.testing import ChunkStoreContract, EvictionPolicyContract
+from tests.contracts import ChunkStoreContract, EvictionPolicyContract
 from tests.helpers.policies import CAPACITIES, REQUESTS, find_victims_without_searching, keep_store_whole
 
 A, B, C, D, E = (bytes([i]) * 32 for i in range(5))

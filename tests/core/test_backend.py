@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvboost.core.backend import NoApprox
-from kvboost.testing.content import prompt
+from tests.contracts.content import prompt
 
 
 @pytest.mark.parametrize("reason", [None, "this model has no rotary positions"])

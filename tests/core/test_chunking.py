@@ -15,7 +15,7 @@ from kvboost.core.chunking import ContentChunker, FixedChunker, make_chunker
 from kvboost.core.keys import chunk_keys, token_array
 from kvboost.errors import ConfigError
 from kvboost.extend import Chunker
-from kvboost.testing import ChunkerContract
+from tests.contracts import ChunkerContract
 
 Ids = npt.NDArray[np.int64]
 

@@ -13,9 +13,9 @@ import torch
 from kvboost.core.guarded import EmptyLease, GuardedStore, JoinedLease, ReleasedLease, joined_loads, loads_of
 from kvboost.extend import LayeredStore
 from kvboost.store import MemoryStore
-from kvboost.testing.blocks import block_of
-from kvboost.testing.content import prompt
 from kvboost.types import NOTHING_LOADED, DeclinedLoad, KVBlock, LoadReport, PutOutcome
+from tests.contracts.blocks import block_of
+from tests.contracts.content import prompt
 
 _CHUNKS = prompt("a", "b", "c")
 _LOADED = LoadReport({b"key": "disk"})

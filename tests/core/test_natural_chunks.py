@@ -14,8 +14,8 @@ from kvboost.core.chunking import BreakTable, NaturalChunker, chunk_size_for, ma
 from kvboost.core.keys import token_array
 from kvboost.errors import ConfigError
 from kvboost.extend import Chunker
-from kvboost.testing import ChunkerContract
 from kvboost.types import Break
+from tests.contracts import ChunkerContract
 
 # A small language: ids 0 to 5 are breaks of these kinds, 6 is another special token, the rest are words.
 WORD, STOP, LINE, NEWLINE, BLANK, MARK, OTHER_MARK = range(7)

@@ -11,10 +11,10 @@ from kvboost.engine.stores import _copy_to, _fits_codec
 from kvboost.hf.cache import KVLayout, TensorSpec
 from kvboost.hf.codec import RawCodec
 from kvboost.streams import BlockingStreams
-from kvboost.testing import SimulatedStreams
-from kvboost.testing.blocks import block_of
-from kvboost.testing.content import prompt
 from kvboost.types import TOKEN_BYTES
+from tests.contracts.blocks import block_of
+from tests.contracts.content import prompt
+from tests.helpers.simulated_link import SimulatedStreams
 
 _META = torch.device("meta")
 _LAYOUT = KVLayout((TensorSpec(2, 64, torch.bfloat16, _META),) * 4)

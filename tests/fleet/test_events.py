@@ -28,9 +28,9 @@ from kvboost.fleet.events import (
     token_ids,
 )
 from kvboost.store import DiskTier, HostTier, LeafFirstLRU, MemoryStore, RecordFormat, TieredStore
-from kvboost.testing.blocks import SIZE, block_of, namespace
-from kvboost.testing.content import prompt
 from kvboost.types import Chunk
+from tests.contracts.blocks import SIZE, block_of, namespace
+from tests.contracts.content import prompt
 from tests.fleet.picture import Picture
 from tests.store.test_tiered import ShelfTier
 

@@ -12,9 +12,9 @@ from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.disk.files import Layout
 from kvboost.store.tiers.s3 import ObjectTier
-from kvboost.testing.blocks import block_of, namespace
-from kvboost.testing.content import prompt
 from kvboost.types import KVBlock, Namespace, PutOutcome, tenant_digest
+from tests.contracts.blocks import block_of, namespace
+from tests.contracts.content import prompt
 
 KINDS = ("disk", "redis", "s3")
 

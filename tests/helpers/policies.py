@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kvboost.extend import EvictionPolicy
 from kvboost.store import MemoryStore
-from kvboost.testing.store import prompt
 from kvboost.types import KVBlock, PutOutcome
+from tests.contracts.store import prompt
 
 REQUESTS = st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=5), min_size=1, max_size=40)
 CAPACITIES = st.integers(1, 12)

@@ -15,8 +15,8 @@ import torch
 
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.redis.tier import RedisTier
-from kvboost.testing.blocks import namespace
 from kvboost.types import KVBlock, PutOutcome
+from tests.contracts.blocks import namespace
 
 
 def numbered(number: int) -> KVBlock:

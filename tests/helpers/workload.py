@@ -20,9 +20,9 @@ from typing import Any
 
 from kvboost.store import DiskTier, MemoryStore, RecordFormat, RedisTier, TieredStore
 from kvboost.store.tiers.disk.recovery import charge
-from kvboost.testing.blocks import assert_same, block_of, namespace
-from kvboost.testing.content import prompt
 from kvboost.types import Chunk, KVBlock, PutOutcome
+from tests.contracts.blocks import assert_same, block_of, namespace
+from tests.contracts.content import prompt
 
 MEMORY, MEMORY_QUOTA = 60_000, 30_000
 BELOW, BELOW_QUOTA = 400_000, 200_000  # of the directory

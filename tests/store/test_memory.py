@@ -15,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvboost.extend import ChunkStore, EvictionPolicy, Lease
 from kvboost.store import LeafFirstLRU, LeastExpected, MemoryStore, memory
-from kvboost.testing import ChunkStoreContract
-from kvboost.testing.store import held_keys, prompt
 from kvboost.types import Chunk, KVBlock, PutOutcome
+from tests.contracts import ChunkStoreContract
+from tests.contracts.store import held_keys, prompt
 
 
 class TestMemoryStoreContract(ChunkStoreContract):

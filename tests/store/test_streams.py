@@ -14,11 +14,10 @@ from kvboost.store import DiskTier, HostTier, MemoryStore, TieredStore
 from kvboost.store import write_behind as writer
 from kvboost.store.record.protection import record_format
 from kvboost.store.tiers.pages import PagePool
-from kvboost.testing import SimulatedStreams
-from kvboost.testing.blocks import assert_same, block_of, namespace
-from kvboost.testing.content import prompt
-from kvboost.testing.link import POISON
 from kvboost.types import Chunk, KVBlock
+from tests.contracts.blocks import assert_same, block_of, namespace
+from tests.contracts.content import prompt
+from tests.helpers.simulated_link import POISON, SimulatedStreams
 
 _SIZE = 1000
 _LATE = 0.002  # seconds

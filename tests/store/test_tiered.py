@@ -14,10 +14,10 @@ from kvboost.store import DiskTier, LoadRules, MemoryStore, RecordFormat, Tiered
 from kvboost.store.lookup import Speed
 from kvboost.store.write_behind import WriteBehind, WriteQueue
 from kvboost.streams import BlockingStreams
-from kvboost.testing.blocks import block_of, namespace
-from kvboost.testing.content import prompt
-from kvboost.testing.store import ChunkStoreContract, held_keys
 from kvboost.types import BlockInfo, Chunk, KVBlock, LoadReport, PutOutcome, StoreStats
+from tests.contracts.blocks import block_of, namespace
+from tests.contracts.content import prompt
+from tests.contracts.store import ChunkStoreContract, held_keys
 
 _SIZE = 1000
 _ROOM = 10**6

@@ -20,9 +20,9 @@ from kvboost.fleet.events import AllBlocksCleared, BlockRemoved, BlockStored, Ev
 from kvboost.fleet.publish import EventPublisher
 from kvboost.fleet.subscribe import EventSubscriber
 from kvboost.store import MemoryStore
-from kvboost.testing.blocks import SIZE, block_of
-from kvboost.testing.content import prompt
 from kvboost.types import Chunk
+from tests.contracts.blocks import SIZE, block_of
+from tests.contracts.content import prompt
 from tests.fleet.picture import Picture
 
 from .conftest import PYTHON, engine

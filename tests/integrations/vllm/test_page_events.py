@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kvboost.core.keys import chunk_keys
 from kvboost.integrations.vllm import page_events
 from kvboost.integrations.vllm.page_events import Changes, PageEvents
-from kvboost.testing.blocks import block_of
 from kvboost.types import Chunk
+from tests.contracts.blocks import block_of
 
 SIZE = 4
 

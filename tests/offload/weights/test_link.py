@@ -13,7 +13,7 @@ import torch
 from kvboost.direct_io import PAGE
 from kvboost.errors import CapacityError
 from kvboost.offload.weights import AcceleratorLink, Extent, HostLink, Link
-from kvboost.testing import SimulatedLink
+from tests.helpers.simulated_link import SimulatedLink
 
 
 class Numbered:

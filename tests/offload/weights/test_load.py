@@ -21,9 +21,9 @@ from kvboost.offload.weights import load_streamed, place_weights, streamer_of
 from kvboost.offload.weights.load import put_together
 from kvboost.offload.weights.skeleton import build_skeleton
 from kvboost.offload.weights.slabs import make_slabs
-from kvboost.testing import SimulatedLink
 from tests.helpers.files import same_times
 from tests.helpers.models import FAMILIES, tiny_model
+from tests.helpers.simulated_link import SimulatedLink
 
 _IDS = torch.tensor([[(i * 37) % 90 + 3 for i in range(40)]])
 _CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvboost.errors import CapacityError
 from kvboost.offload.weights import Extent, FileSource, HostSource, WeightStreamer, place_weights
 from kvboost.offload.weights.slabs import REST, SlabFolder, lay_out, make_slabs
-from kvboost.testing import SimulatedLink
+from tests.helpers.simulated_link import SimulatedLink
 
 _LAYERS = 6
 

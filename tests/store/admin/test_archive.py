@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvboost.store.admin import ArchiveReader, ArchiveWriter, KeyRing, Verdict, check
 from kvboost.store.record.format import RecordFormat, space_of
-from kvboost.testing.blocks import namespace
+from tests.contracts.blocks import namespace
 from tests.helpers.places import blocks_of
 
 RECORDS = RecordFormat(namespace())

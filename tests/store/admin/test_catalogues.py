@@ -31,8 +31,8 @@ from kvboost.store.admin import (
 )
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.protection import record_format
-from kvboost.testing.blocks import assert_same
 from kvboost.types import tenant_digest
+from tests.contracts.blocks import assert_same
 from tests.helpers.places import Place, blocks_of, of
 
 MAC, AES = b"m" * 32, b"e" * 32

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvboost.extend import EvictionPolicy
 from kvboost.store import LeafFirstLRU
-from kvboost.testing import EvictionPolicyContract
+from tests.contracts import EvictionPolicyContract
 
 A, B, C, D = (bytes([i]) * 32 for i in range(4))
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 
 from kvboost.extend import EvictionPolicy
 from kvboost.store import LeafFirstLRU, LeastExpected, MemoryStore, TieredStore
-from kvboost.testing import EvictionPolicyContract
-from kvboost.testing.store import prompt
 from kvboost.types import KVBlock, PutOutcome
+from tests.contracts import EvictionPolicyContract
+from tests.contracts.store import prompt
 from tests.helpers.policies import CAPACITIES, REQUESTS, find_victims_without_searching, keep_store_whole
 
 every_policy = pytest.mark.parametrize("make", [LeafFirstLRU, LeastExpected], ids=lambda make: make.__name__)

@@ -10,9 +10,9 @@ import pytest
 from kvboost.errors import ConfigError, ForeignRecordError
 from kvboost.store import read_key, record_format
 from kvboost.store.record.format import RecordFormat
-from kvboost.testing.blocks import assert_same, block_of, namespace
-from kvboost.testing.content import prompt
 from kvboost.types import Namespace
+from tests.contracts.blocks import assert_same, block_of, namespace
+from tests.contracts.content import prompt
 
 KEY = bytes(range(100, 132))
 

@@ -18,9 +18,9 @@ from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.buckets import open_objects
 from kvboost.store.tiers.s3 import ObjectTier
-from kvboost.testing.blocks import assert_same, block_of, namespace
-from kvboost.testing.content import prompt
 from kvboost.types import PutOutcome
+from tests.contracts.blocks import assert_same, block_of, namespace
+from tests.contracts.content import prompt
 
 RECORDS = RecordFormat(namespace())
 

@@ -22,10 +22,10 @@ from kvboost.store.tiers.disk.files import Files, Layout, Presence
 from kvboost.store.tiers.disk.index import ChunkIndex, NewEntry
 from kvboost.store.tiers.disk.index import Limits as DiskLimits
 from kvboost.store.tiers.disk.tier import DiskTier
-from kvboost.testing import TierContract
-from kvboost.testing.blocks import assert_same, block_of, namespace
-from kvboost.testing.content import prompt
 from kvboost.types import BlockInfo, Chunk, Namespace, PutOutcome
+from tests.contracts import TierContract
+from tests.contracts.blocks import assert_same, block_of, namespace
+from tests.contracts.content import prompt
 from tests.helpers.places import set_limit
 
 EACH = 2 * 4096 + 1024

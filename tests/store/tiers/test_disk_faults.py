@@ -21,9 +21,9 @@ from kvboost.store.record.header import PAGE, seal_of
 from kvboost.store.tiers.disk import recovery
 from kvboost.store.tiers.disk.files import Files
 from kvboost.store.tiers.disk.tier import DiskTier
-from kvboost.testing.blocks import assert_same, block_of, namespace
-from kvboost.testing.content import prompt
 from kvboost.types import PutOutcome
+from tests.contracts.blocks import assert_same, block_of, namespace
+from tests.contracts.content import prompt
 from tests.helpers.failing import Failing
 from tests.store.tiers.test_disk import EACH, keys, open_tier, record_files, store_all, there
 

@@ -13,8 +13,8 @@ from kvboost.store.tiers.base import info_of
 from kvboost.store.tiers.disk import database
 from kvboost.store.tiers.disk.database import IndexView
 from kvboost.store.tiers.disk.index import ChunkIndex, Limits, NewEntry, Room
-from kvboost.testing.blocks import block_of, namespace
-from kvboost.testing.content import prompt
+from tests.contracts.blocks import block_of, namespace
+from tests.contracts.content import prompt
 
 SPACE = b"s" * 16
 _SCHEMA = ("PRAGMA", "CREATE", "BEGIN", "COMMIT", "ROLLBACK", "--")

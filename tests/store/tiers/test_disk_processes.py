@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvboost.store.tiers.disk.files import Files, Presence
-from kvboost.testing.blocks import assert_same, block_of
-from kvboost.testing.content import prompt
 from kvboost.types import PutOutcome
+from tests.contracts.blocks import assert_same, block_of
+from tests.contracts.content import prompt
 from tests.store.tiers.test_disk import EACH, bytes_on_disk, open_tier, record_files, store_all, there
 
 ROOT = Path(__file__).parents[3]

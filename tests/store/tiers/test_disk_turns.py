@@ -13,8 +13,8 @@ from kvboost.store.admin.disk import DiskCatalogue
 from kvboost.store.tiers.disk import database
 from kvboost.store.tiers.disk.files import Files, Layout
 from kvboost.store.tiers.disk.index import EVICTED_AT_ONCE, ChunkIndex, NewEntry
-from kvboost.testing.blocks import namespace
 from kvboost.types import BlockInfo
+from tests.contracts.blocks import namespace
 
 SPACE = b"s" * 16
 _STEPS = 20

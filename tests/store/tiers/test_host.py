@@ -16,11 +16,11 @@ from kvboost.extend import Tier
 from kvboost.store import HostTier, LoadRules, MemoryStore, TieredStore
 from kvboost.store.tiers import pages
 from kvboost.streams import BlockingStreams, Copies, Event
-from kvboost.testing import TierContract
-from kvboost.testing.blocks import assert_same, block_of
-from kvboost.testing.content import prompt
-from kvboost.testing.store import held_keys
 from kvboost.types import KVBlock, Namespace, PutOutcome
+from tests.contracts import TierContract
+from tests.contracts.blocks import assert_same, block_of
+from tests.contracts.content import prompt
+from tests.contracts.store import held_keys
 
 _SIZE = 1000
 _PAGE = 50

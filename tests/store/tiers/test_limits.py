@@ -17,9 +17,9 @@ from kvboost.store.tiers.base import info_of
 from kvboost.store.tiers.disk import directory as directory_module
 from kvboost.store.tiers.disk.index import EVICTED_AT_ONCE, ChunkIndex, Limits, NewEntry, Room
 from kvboost.store.tiers.s3 import ObjectTier
-from kvboost.testing.blocks import block_of, namespace
-from kvboost.testing.content import prompt
 from kvboost.types import PutOutcome
+from tests.contracts.blocks import block_of, namespace
+from tests.contracts.content import prompt
 from tests.helpers.places import Place, set_limit
 
 RECORDS = RecordFormat(namespace())

@@ -20,10 +20,10 @@ from kvboost.store import RedisTier
 from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.mooncake import parse_mooncake
-from kvboost.testing import TierContract
-from kvboost.testing.blocks import SIZE, assert_same, block_of, namespace
-from kvboost.testing.content import prompt
 from kvboost.types import KVBlock, Namespace, PutOutcome, tenant_digest
+from tests.contracts import TierContract
+from tests.contracts.blocks import SIZE, assert_same, block_of, namespace
+from tests.contracts.content import prompt
 
 RECORDS = RecordFormat(namespace())
 

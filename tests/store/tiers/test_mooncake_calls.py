@@ -22,9 +22,9 @@ from kvboost.store.record.format import EncodedRecord, RecordFormat
 from kvboost.store.tiers import mooncake
 from kvboost.store.tiers.mooncake import MooncakeValues, own_address
 from kvboost.store.tiers.remote import Patience, RefusedError, UnavailableError
-from kvboost.testing.blocks import SIZE, block_of, namespace
-from kvboost.testing.content import prompt
 from kvboost.types import PutOutcome
+from tests.contracts.blocks import SIZE, block_of, namespace
+from tests.contracts.content import prompt
 
 RECORDS = RecordFormat(namespace())
 URL = "mooncake://127.0.0.1:1"

@@ -18,11 +18,11 @@ from kvboost.extend import ChunkStore, Tier
 from kvboost.store import DiskTier, MemoryStore, ObjectTier, RecordFormat, RedisTier, TieredStore
 from kvboost.store.write_behind import WriteBehind, WriteQueue
 from kvboost.streams import BlockingStreams
-from kvboost.testing import ChunkStoreContract, TierContract
-from kvboost.testing.blocks import assert_same, block_of, namespace
-from kvboost.testing.content import prompt
-from kvboost.testing.store import held_keys
 from kvboost.types import Namespace, PutOutcome
+from tests.contracts import ChunkStoreContract, TierContract
+from tests.contracts.blocks import assert_same, block_of, namespace
+from tests.contracts.content import prompt
+from tests.contracts.store import held_keys
 from tests.helpers.places import set_limit
 from tests.store.test_memory import put_all
 from tests.store.test_tiered import ShelfTier

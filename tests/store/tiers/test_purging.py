@@ -12,8 +12,8 @@ from kvboost.store import MemoryStore, TieredStore
 from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.s3 import ObjectTier, _ObjectBackend
-from kvboost.testing.blocks import block_of, namespace
-from kvboost.testing.content import prompt
+from tests.contracts.blocks import block_of, namespace
+from tests.contracts.content import prompt
 from tests.helpers.places import Place, blocks_of, of
 
 ACME, OTHER = RecordFormat(of("model", "acme")), RecordFormat(of("model", "other"))

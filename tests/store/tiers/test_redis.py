@@ -25,10 +25,10 @@ from kvboost.extend import Tier
 from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.redis.tier import RedisTier
-from kvboost.testing import TierContract
-from kvboost.testing.blocks import assert_same, block_of, namespace
-from kvboost.testing.content import prompt
 from kvboost.types import Chunk, Namespace, PutOutcome
+from tests.contracts import TierContract
+from tests.contracts.blocks import assert_same, block_of, namespace
+from tests.contracts.content import prompt
 from tests.helpers.redis_writer import numbered
 
 

@@ -17,10 +17,10 @@ from kvboost.extend import Tier
 from kvboost.store import RedisTier
 from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
-from kvboost.testing import TierContract
-from kvboost.testing.blocks import SIZE, assert_same, block_of, namespace
-from kvboost.testing.content import prompt
 from kvboost.types import KVBlock, Namespace, PutOutcome
+from tests.contracts import TierContract
+from tests.contracts.blocks import SIZE, assert_same, block_of, namespace
+from tests.contracts.content import prompt
 
 pytestmark = pytest.mark.skipif(shutil.which("redis-cli") is None, reason="redis-server or redis-cli is not installed")
 

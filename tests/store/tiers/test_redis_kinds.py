@@ -17,9 +17,9 @@ from kvboost.errors import ConfigError
 from kvboost.store import RedisTier
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.redis.client import client_maker, place_of
-from kvboost.testing.blocks import block_of, namespace
-from kvboost.testing.content import prompt
 from kvboost.types import PutOutcome
+from tests.contracts.blocks import block_of, namespace
+from tests.contracts.content import prompt
 
 pytestmark = pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
 

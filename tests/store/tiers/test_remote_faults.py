@@ -15,9 +15,9 @@ from benchmarks.store.redis_tier import cost_of, is_bearable
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.breaker import Breaker
 from kvboost.store.tiers.redis.tier import RedisTier
-from kvboost.testing.blocks import assert_same, block_of, namespace
-from kvboost.testing.content import prompt
 from kvboost.types import PutOutcome
+from tests.contracts.blocks import assert_same, block_of, namespace
+from tests.contracts.content import prompt
 
 
 def open_tier(port: int, **options: float) -> RedisTier:

@@ -16,10 +16,10 @@ from kvboost.extend import Tier
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.buckets import CAPACITY
 from kvboost.store.tiers.s3 import ObjectTier
-from kvboost.testing import TierContract
-from kvboost.testing.blocks import assert_same, block_of, namespace
-from kvboost.testing.content import prompt
 from kvboost.types import Namespace, PutOutcome
+from tests.contracts import TierContract
+from tests.contracts.blocks import assert_same, block_of, namespace
+from tests.contracts.content import prompt
 from tests.helpers.redis_writer import numbered
 
 

@@ -1,6 +1,6 @@
 """The interface to a device: memory within a budget, copies beside the computing, events that order the two.
 
-Used by the streamer alone. The contract of every link (``kvboost.testing.SimulatedLink`` is the one for tests):
+Used by the streamer alone. The contract of every link, of the simulated one in ``tests/helpers`` too:
 
 - ``allocate`` never gives out more than the budget, whatever was asked before.
 - ``copy`` returns at once. The copy begins when ``after`` has happened and not before; copies run in the order asked.

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from kvboost.extend import Tier
-from kvboost.testing import TierContract
 from kvboost.types import BlockInfo, KVBlock, Namespace, PutOutcome, StoreStats
-from tests.testing.test_contracts import broken_rules, rules
+from tests.contracts import TierContract
+from tests.test_contracts import broken_rules, rules
 
 
 class DictTier:

@@ -16,8 +16,9 @@ from contextlib import closing
 
 from kvboost.errors import StoreError
 from kvboost.extend import ChunkStore
-from kvboost.testing.content import SIZE, ContentRules, prompt
 from kvboost.types import Chunk, PutOutcome, StoreStats
+
+from .content import SIZE, ContentRules, prompt
 
 _SIZE = SIZE
 

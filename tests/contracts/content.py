@@ -1,6 +1,6 @@
 """What every chunk store must do for chunks that are looked for by content alone.
 
-Part of :class:`kvboost.testing.ChunkStoreContract`. Invariant: which of several fitting blocks is chosen is
+Part of ``ChunkStoreContract``. Invariant: which of several fitting blocks is chosen is
 tested only where their contexts differ clearly.
 """
 
@@ -19,7 +19,7 @@ from kvboost.extend import ChunkStore
 from kvboost.types import Chunk, KVBlock, PutOutcome, context_before
 
 SIZE = 100  # bytes of a block where its size does not matter
-_ROOT = hashlib.sha256(b"kvboost.testing").digest()
+_ROOT = hashlib.sha256(b"contracts").digest()
 
 
 def prompt(*words: str) -> list[Chunk]:

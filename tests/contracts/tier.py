@@ -19,9 +19,10 @@ import torch
 from kvboost.core.keys import variant_key
 from kvboost.extend import Tier
 from kvboost.store.tiers.base import info_of
-from kvboost.testing.blocks import SIZE, assert_same, block_of, namespace
-from kvboost.testing.content import prompt
 from kvboost.types import Chunk, Namespace, PutOutcome, StoreStats
+
+from .blocks import SIZE, assert_same, block_of, namespace
+from .content import prompt
 
 _LARGE = 10**8
 _MANY = 64  # more variants than a lookup may give

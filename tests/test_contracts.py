@@ -16,8 +16,8 @@ from kvboost.errors import ConfigError, StoreError
 from kvboost.extend import Chunker, ChunkStore, EvictionPolicy, TokenArray
 from kvboost.store import LeafFirstLRU, MemoryStore
 from kvboost.store.memory import MemoryLease
-from kvboost.testing import ChunkerContract, ChunkStoreContract, EvictionPolicyContract
 from kvboost.types import Chunk, KVBlock, PutOutcome, StoreStats
+from tests.contracts import ChunkerContract, ChunkStoreContract, EvictionPolicyContract
 
 
 def rules(contract: type) -> list[str]:
