@@ -13,9 +13,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from kvboost.types import DeclinedLoad
-
 _NO_PREFILL = ("waiting", "commit", "decode")  # stages that a prompt's first token does not wait for by itself
+
+
+@dataclass(frozen=True, slots=True)
+class DeclinedLoad:
+    """Tokens of a tier that were not loaded, because computing them was expected to be faster."""
+
+    tier: str
+    tokens: int
+    load_seconds: float
+    """Expected time to load them, from the tier's recent loads."""
+    compute_seconds: float
+    """Expected time to compute them, from recent requests."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
+from kvboost.results import DeclinedLoad as DeclinedLoad
 from kvboost.results import GenerationResult as GenerationResult
 from kvboost.results import PrefillResult as PrefillResult
 from kvboost.results import ReuseReport as ReuseReport
@@ -192,18 +193,6 @@ class PutOutcome(enum.Enum):
     PRESENT = "present"
     REFUSED = "refused"
     """It does not fit, its parent is not stored so that no lookup could reach it, or it has enough variants."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeclinedLoad:
-    """Tokens of a tier that were not loaded, because computing them was expected to be faster."""
-
-    tier: str
-    tokens: int
-    load_seconds: float
-    """Expected time to load them, from the tier's recent loads."""
-    compute_seconds: float
-    """Expected time to compute them, from recent requests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost.core.backend import NoApprox
 from kvboost.core.costs import CostModel
 from kvboost.core.guarded import GuardedStore
 from kvboost.core.identity import PromptKeys
 from kvboost.core.loader import KVLoader
+from kvboost.core.non_prefix import NoApprox
 from kvboost.core.prefill import PrefillState
 from kvboost.core.prefiller import Prefiller, RequestCancelled, finish_together
 from kvboost.core.spans import ApproxSpans, RepairOutcome

@@ -1,6 +1,6 @@
 """Reuse of chunks that were computed at other positions: find, decide, place, and store what is computed behind them.
 
-Hooks into a prefill as its :class:`kvboost.core.backend.NonPrefixReuse`; :mod:`kvboost.approx.repair` recomputes.
+Hooks into a prefill as its :class:`kvboost.core.non_prefix.NonPrefixReuse`; :mod:`kvboost.approx.repair` recomputes.
 Invariants: nothing computed behind a repositioned chunk is stored under an exact key; the last step is never
 repositioned; nothing is repositioned where that would be slower than computing.
 """

@@ -16,8 +16,8 @@ from kvboost.approx.shadow import FIRST_TOKENS
 from kvboost.approx.trust import EarnedTrust
 from kvboost.approx.trust_file import TrustFile
 from kvboost.config import EngineConfig
-from kvboost.core.backend import NoApprox, NonPrefixReuse
 from kvboost.core.identity import PromptKeys
+from kvboost.core.non_prefix import NoApprox, NonPrefixReuse
 from kvboost.core.prefiller import Prefiller
 from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.hf.cache import KVLayout

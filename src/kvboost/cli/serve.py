@@ -140,7 +140,7 @@ def _serve(model: str, settings: Settings) -> None:
     prepared = _prepare(model, settings)
     config, keys = prepared.config, prepared.keys
     from kvboost.engine import KVBoost
-    from kvboost.engine.memory import memory_shortfall
+    from kvboost.engine.forecast import memory_shortfall
     from kvboost.scheduler.runner import BatchRunner
     from kvboost.serve.run import check_port, read_keys_again
     from kvboost.serve.run import serve as serve_engine
@@ -154,7 +154,7 @@ def _serve(model: str, settings: Settings) -> None:
             KVBoost.from_pretrained(model, **prepared.engine) as engine,
             BatchRunner(engine, **asdict(settings.of(RunnerConfig))) as runner,
         ):
-            if (short := memory_shortfall(engine, kv_bytes=runner.kv_bytes)) is not None:
+            if (short := memory_shortfall(engine.parts, engine.session, kv_bytes=runner.kv_bytes)) is not None:
                 note_with_time(short)
             ready = partial(_say_address, config)
             try:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 from kvboost.capacity import HOST_BUDGETS
-from kvboost.core.backend import KVPaging
+from kvboost.core.clock import StageClock
 from kvboost.core.fetching import fetch
-from kvboost.core.prefill import ChunkedPrompt
+from kvboost.core.prefill import ChunkedPrompt, PrefillState
 from kvboost.core.prefiller import Prefiller
 from kvboost.errors import CapacityError
 from kvboost.extend import ChunkStore, LayeredStore
@@ -37,6 +38,21 @@ class SequenceLimits(Protocol):
     @property
     def exact_limit_reason(self) -> str | None:
         """Why there is such a limit."""
+        ...
+
+
+class KVPaging(Protocol):
+    """Prefill of requests whose KV exceeds the memory limit. :mod:`kvboost.offload.kv` has it; core works without."""
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens in a page."""
+        ...
+
+    def open(
+        self, prefiller: Prefiller, tokens: list[int], *, boundaries: Sequence[int], clock: StageClock
+    ) -> AbstractContextManager[PrefillState]:
+        """A prefill into pages, with the stored part of the prompt loaded. Leaving the block frees them."""
         ...
 
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvboost.capacity import MemoryEstimate
 from kvboost.config import parse_bytes
-from kvboost.core.backend import NoApprox
 from kvboost.core.clock import StageClock
+from kvboost.core.non_prefix import NoApprox
 from kvboost.core.session import Session, nothing_to_fetch
 from kvboost.engine.assembly import checked_config, split_settings
+from kvboost.engine.forecast import estimate_engine
 from kvboost.engine.generation import Request, prefill_only, warm
-from kvboost.engine.memory import estimate_engine
 from kvboost.engine.parts import EngineParts
 from kvboost.engine.prompts import PromptView
 from kvboost.engine.stats import cache_stats, describe, verify
@@ -373,7 +373,7 @@ class KVBoost(PromptView):
         Counts all caches as full unless ``stored_tokens`` gives the number of stored tokens. The rest of the process is
         measured. ``kvboost doctor`` estimates without loading the model. A draft and its KV come on top.
         """
-        return estimate_engine(self, context=context, batch=batch, stored_tokens=stored_tokens)
+        return estimate_engine(self.parts, self.session, context=context, batch=batch, stored_tokens=stored_tokens)
 
     def cache_stats(self, *, ask_tiers: bool = True) -> CacheStats:
         """What the cache holds and how often it helped. Hits and misses count looked-up chunks.

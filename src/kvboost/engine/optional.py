@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvboost.config import EngineConfig
-from kvboost.core.backend import KVPaging, NoApprox, NonPrefixReuse
+from kvboost.core.non_prefix import NoApprox, NonPrefixReuse
 from kvboost.core.prefiller import Prefiller
+from kvboost.core.session import KVPaging
 from kvboost.errors import ConfigError
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.runner import ModelRunner

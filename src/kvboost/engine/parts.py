@@ -19,8 +19,8 @@ import torch
 
 from kvboost.capacity import MAX_STEP
 from kvboost.config import EngineConfig
-from kvboost.core.backend import NoApprox
 from kvboost.core.chunking import FixedChunker
+from kvboost.core.non_prefix import NoApprox
 from kvboost.core.prefill import ChunkedPrompt
 from kvboost.core.prefiller import Prefiller
 from kvboost.core.spans import ApproxSpans

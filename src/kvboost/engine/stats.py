@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvboost.core.backend import NoApprox
 from kvboost.core.guarded import GuardedStore
+from kvboost.core.non_prefix import NoApprox
 from kvboost.core.session import Session
 from kvboost.core.verify import warm_equals_cold
 from kvboost.engine.parts import EngineParts

@@ -1,6 +1,6 @@
 """Prefills prompts whose KV would be more than ``kv_bytes`` into pages, with what is stored of them.
 
-Hooks into the engine as its :class:`kvboost.core.backend.KVPaging`, where there is such a limit. Invariants: beside the
+Hooks into the engine as its :class:`kvboost.core.session.KVPaging`, where there is such a limit. Invariants: beside the
 store's own memory (``cache_bytes``, where stored chunks are held until they are copied) the KV of a request in
 pages never lies in memory whole: stored chunks go into pages one by one, new ones are copied out one by one; what was
 computed through pages rounds differently and is stored under keys of its own, so that a request that fits never takes

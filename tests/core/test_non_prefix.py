@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvboost.core.backend import NoApprox
+from kvboost.core.non_prefix import NoApprox
 from tests.contracts.content import prompt
 
 
