@@ -11,7 +11,8 @@ import pytest
 from kvboost import EngineConfig, KVBoost
 from kvboost.capacity import Rates, shortfall
 from kvboost.engine import forecast as engine_memory
-from kvboost.engine.forecast import Forecast, forecast, memory_shortfall
+from kvboost.engine.estimate import memory_shortfall
+from kvboost.engine.forecast import Forecast, forecast
 from kvboost.errors import ConfigError
 from kvboost.hf.loading import ModelSource
 from kvboost.offload import rates
@@ -134,9 +135,9 @@ def test_a_server_says_what_does_not_fit(engine: KVBoost, monkeypatch: pytest.Mo
     assert shortfall(estimate, kv_bytes=10**9, available=estimate.peak - estimate.kv + 10**9) is None
     assert "lower kv_bytes, cache_bytes" in str(shortfall(estimate, kv_bytes=10**9, available=estimate.peak))
     with BatchRunner(engine) as runner:
-        monkeypatch.setattr("kvboost.engine.forecast.memory_available", lambda device: 10**13)
+        monkeypatch.setattr("kvboost.engine.estimate.memory_available", lambda device: 10**13)
         assert memory_shortfall(engine.parts, engine.session, kv_bytes=runner.kv_bytes) is None
-        monkeypatch.setattr("kvboost.engine.forecast.memory_available", lambda device: 10**6)
+        monkeypatch.setattr("kvboost.engine.estimate.memory_available", lambda device: 10**6)
         assert "with 2.1 GB of KV" in str(memory_shortfall(engine.parts, engine.session, kv_bytes=runner.kv_bytes))
 
 
@@ -186,7 +187,7 @@ def test_packed_weights_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> Non
         found = packed.estimate_memory(context=100)
         assert found.weights.packed == tiles.packed_bytes > 0
         assert "MB packed" in packed.describe()["weights"]
-        monkeypatch.setattr("kvboost.engine.forecast.resident_bytes", lambda: 10**9)
+        monkeypatch.setattr("kvboost.engine.estimate.resident_bytes", lambda: 10**9)
         with_base = packed.estimate_memory(context=100)
     assert found.device_bytes - before.device_bytes == found.weights.packed - before.weights.packed
     assert sum(found.lines().values()) == found.peak

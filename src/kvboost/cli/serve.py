@@ -140,7 +140,7 @@ def _serve(model: str, settings: Settings) -> None:
     prepared = _prepare(model, settings)
     config, keys = prepared.config, prepared.keys
     from kvboost.engine import KVBoost
-    from kvboost.engine.forecast import memory_shortfall
+    from kvboost.engine.estimate import memory_shortfall
     from kvboost.scheduler.runner import BatchRunner
     from kvboost.serve.run import check_port, read_keys_again
     from kvboost.serve.run import serve as serve_engine

@@ -18,7 +18,7 @@ from kvboost.core.clock import StageClock
 from kvboost.core.non_prefix import NoApprox
 from kvboost.core.session import Session, nothing_to_fetch
 from kvboost.engine.assembly import checked_config, split_settings
-from kvboost.engine.forecast import estimate_engine
+from kvboost.engine.estimate import estimate_engine
 from kvboost.engine.generation import Request, prefill_only, warm
 from kvboost.engine.parts import EngineParts
 from kvboost.engine.prompts import PromptView

@@ -16,6 +16,10 @@ from kvboost.hf.cache import KVLayout
 from kvboost.hf.device_memory import memory_available
 from kvboost.hf.shape import stored_bytes_per_token
 
+RUNTIME_BYTES = 480 * 10**6
+"""Of a process that has imported torch and Transformers and run a tiny model, where the system does not tell: as on the
+machine of docs/results/memory_plan.md."""
+
 
 def default_budgets(layout: KVLayout, *, device: torch.device | None = None, weights: int = 0) -> MemoryBudgets:
     """What an engine may take of the memory that is free now, less ``weights`` that are still to be loaded.
