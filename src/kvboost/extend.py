@@ -284,8 +284,11 @@ class Tier(Protocol):
         """Store ``block``, evicting others to stay within the budget. A parent is evicted after its successors."""
         ...
 
-    def used(self, chain: Sequence[bytes]) -> None:
-        """The keys of one prompt were used, first chunk first. May be recorded later."""
+    def used(self, chain: Sequence[bytes]) -> Sequence[bytes] | None:
+        """The keys of one prompt were used, first chunk first. May be recorded later.
+
+        A tier that learns by it which of them it lacks may return those: what is still in memory is stored again.
+        """
         ...
 
     def remove(self, keys: Sequence[bytes]) -> None:

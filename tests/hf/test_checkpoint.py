@@ -107,3 +107,16 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, spoil: str) -> N
     file.write_bytes({"empty": b"", "text": b"hello, this is no model", "cut": whole[:-4], "long": b"\xff" * 99}[spoil])
     with pytest.raises(ConfigError, match="check the checkpoint"):
         Shards([file])
+
+
+def test_the_key_has_the_own_name_of_a_linked_file(tmp_path: Path) -> None:
+    """In the hub's cache that is the digest of its content, and names, times and sampled pages may all be equal."""
+    keys = []
+    for digest in ("0a1b", "2c3d"):
+        folder = tmp_path / digest
+        folder.mkdir()
+        save_file({"a": torch.zeros(3)}, folder / digest)
+        os.utime(folder / digest, (1, 1))
+        (folder / "model.safetensors").symlink_to(folder / digest)
+        keys.append(Shards([folder / "model.safetensors"]).key)
+    assert keys[0] != keys[1]

@@ -278,3 +278,44 @@ def test_the_digest_is_of_the_code_that_was_imported(monkeypatch: pytest.MonkeyP
     spec.loader.exec_module(again)
     monkeypatch.setattr(again, "DECIDES_BITS", DECIDES_BITS[:1])
     assert again.code_digest() == code_digest()
+
+
+def _add_hook(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, given, out: out)
+
+
+def _add_pre_hook(model: Any) -> None:
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, given: None)
+
+
+def _compile(model: Any) -> None:
+    model.model.layers[0].compile()
+
+
+def _compile_forward(model: Any) -> None:
+    model.forward = torch.compile(model.forward)
+
+
+@pytest.mark.parametrize("change", [_add_hook, _add_pre_hook, _compile, _compile_forward])
+def test_kv_of_a_model_with_hooks_or_compiled_is_for_one_engine(change: Any) -> None:
+    """What a hook adds may be in a tensor that it closes over."""
+    plain, changed = tiny_model("llama"), tiny_model("llama")
+    change(changed)
+    found = [ModelIdentity(model, probe_model(plain).layout).snapshot().fields for model in (plain, changed, changed)]
+    assert len({fields["numerics"] for fields in found}) == 3
+
+
+def test_an_attention_registered_again_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch = monkeypatch.setitem
+    patch(AttentionMaskInterface._global_mapping, "mine", sdpa_mask)
+    patch(AttentionInterface._global_mapping, "mine", sdpa_attention_forward)
+    model = tiny_model("llama")
+    model.set_attn_implementation("mine")
+    identity = ModelIdentity(model, probe_model(model).layout)
+    before = identity.snapshot()
+    patch(
+        AttentionInterface._global_mapping, "mine", _imported(tmp_path / "mine.py", _FUNCTION)(sdpa_attention_forward)
+    )
+    assert not identity.is_current(before)
+    assert identity.snapshot().fields["attention"] != before.fields["attention"]
+    del sys.modules["mine"]

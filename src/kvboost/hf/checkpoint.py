@@ -66,9 +66,12 @@ class Shards:
 
     @cached_property
     def key(self) -> str:
-        """Changes when the checkpoint does: names, sizes and times of its files, and what they hold."""
+        """Changes when the checkpoint does: names, sizes and times of its files, and what they hold.
+
+        In the hub's cache a file's own name is the digest of its content.
+        """
         parts = [
-            *(str((file.name, (stat := file.stat()).st_size, stat.st_mtime_ns)) for file in self._files),
+            *(str((file.resolve().name, (stat := file.stat()).st_size, stat.st_mtime_ns)) for file in self._files),
             *(f"{name}:{tensor.dtype}:{tensor.shape}" for name, tensor in sorted(self.tensors.items())),
             self.sample(),
         ]

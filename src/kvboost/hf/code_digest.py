@@ -39,6 +39,7 @@ DECIDES_BITS = (
 """Files and folders of this package."""
 # Versions of the first two are in the key, and so is ``code_digest``. PEFT's layers come and go around a base model.
 _KNOWN = {"torch", "transformers", "kvboost", "peft", *sys.stdlib_module_names}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _UNSEEN = uuid.uuid4().hex  # of this process
 
 _log = logging.getLogger(__name__)
@@ -76,35 +77,59 @@ def model_code_digest(model: Any) -> str:
     """The digest of the files of a model's classes that no installed version names; ``"none"`` if there are none.
 
     Such are ``trust_remote_code`` classes, a user's own, those of quantisation libraries, and what took the place of a
-    ``forward``. Not seen: what a function closes over, and what its file imports.
+    ``forward``. Not seen: what a function closes over, and what its file imports. A model with a user's hooks, or a
+    compiled one, has a digest of its own each time.
     """
     modules = list(model.modules())
     classes = {base for kind in {type(module) for module in modules} for base in kind.__mro__}
     forwards = [one.__dict__["forward"] for one in (*classes, *modules) if "forward" in one.__dict__]
+    if any(map(_is_foreign, hooks_of(modules))) or any(map(_is_compiled, (*modules, *forwards))):
+        _log.warning("this model has hooks of yours, or is compiled: its KV serves this engine alone")
+        return f"engine {uuid.uuid4().hex}"  # a hook may do anything with what it closes over
     return _digest([*classes, *forwards])
 
 
-def attention_code_digest(name: str) -> str:
-    """The same of the attention that is registered under this name, and of its mask."""
+def hooks_of(modules: Iterable[Any]) -> list[Any]:
+    """What runs before and after the forwards of these modules."""
+    return [hook for module in modules for name in _HOOKS for hook in getattr(module, name).values()]
+
+
+def _is_compiled(code: Any) -> bool:
+    """Whether this is a module that was compiled, or a forward that ``torch.compile`` made."""
+    return getattr(code, "_compiled_call_impl", None) is not None or hasattr(code, "_torchdynamo_orig_callable")
+
+
+def attention_code(name: str) -> tuple[Any, ...]:
+    """The attention that is registered under this name, and its mask."""
     found = (interface().get(name) for interface in (AttentionInterface, AttentionMaskInterface))
-    return _digest([function for function in found if function is not None])
+    return tuple(function for function in found if function is not None)
+
+
+def attention_code_digest(name: str) -> str:
+    """The same as of a model's classes, of the attention that is registered under this name."""
+    return _digest(attention_code(name))
 
 
 def _digest(code: Iterable[Any]) -> str:
-    plain = [one.func if isinstance(one, partial) else one for one in code]
-    foreign = [one for one in plain if _home(one).partition(".")[0] not in _KNOWN]
-    found = sorted({source for one in foreign for source in _sources_of(one)})
+    found = sorted({source for one in code if _is_foreign(one) for source in _sources_of(one)})
     return hashlib.sha256("".join(found).encode()).hexdigest() if found else "none"
+
+
+def _is_foreign(code: Any) -> bool:
+    """Whether no installed version names this code."""
+    return _home(code).partition(".")[0] not in _KNOWN
 
 
 def _home(code: Any) -> str:
     """The name of the module that has this code: of a function's wrapper, whatever name that took over."""
+    code = code.func if isinstance(code, partial) else code
     scope = getattr(code, "__globals__", None)
     return str(scope.get("__name__", "") if scope is not None else code.__module__)
 
 
 def _sources_of(code: Any) -> Iterator[str]:
     """Digests of the file that has this code and of what it imports beside it; of the code alone if it has no file."""
+    code = code.func if isinstance(code, partial) else code
     file = getattr(sys.modules.get(home := _home(code)), "__file__", None)
     try:
         if file is None:

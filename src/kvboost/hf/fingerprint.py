@@ -23,7 +23,7 @@ from torch.autograd.graph import increment_version
 
 from kvboost.errors import ConfigError
 from kvboost.hf.cache import KVLayout
-from kvboost.hf.code_digest import attention_code_digest, code_digest, model_code_digest
+from kvboost.hf.code_digest import attention_code, attention_code_digest, code_digest, model_code_digest
 from kvboost.hf.environment import NumericEnvironment
 from kvboost.hf.layers import walk
 from kvboost.hf.loaded_weights import claim_loaded
@@ -33,7 +33,7 @@ from kvboost.hf.weights import streamed_weights_of
 from kvboost.types import ModelSnapshot
 
 # Do not affect the numbers: where the files are, and what wrote them.
-_CONFIG_NOISE = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype")
+CONFIG_NOISE = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype")
 _MAX_ATTEMPTS = 3
 
 
@@ -45,6 +45,8 @@ class ModelState(NamedTuple):
     weights: tuple[TensorState, ...]
     adapters: tuple[AdapterLayer, ...]
     attention: str
+    attention_code: tuple[Any, ...]
+    """Another function may come to be registered under the same name."""
     experts: str
     training: bool
     numerics: str
@@ -160,7 +162,8 @@ class ModelIdentity:
             self._changes,
             tuple(weights),
             adapters,
-            str(model.config._attn_implementation),
+            attention := str(model.config._attn_implementation),
+            attention_code(attention),
             self._experts_to_prefill(),
             bool(model.training),
             self._environment.settings(),
@@ -249,7 +252,7 @@ def decoding_changes_prefill(model: Any) -> bool:
 
 
 def _config_digest(model: Any) -> str:
-    config = {k: v for k, v in model.config.to_dict().items() if k not in _CONFIG_NOISE}
+    config = {k: v for k, v in model.config.to_dict().items() if k not in CONFIG_NOISE}
     if (config.get("quantization_config") or {}).get("quant_method") == "gguf":
         del config["quantization_config"]  # unpacked at loading: the weights' digest covers it
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,6 +1,7 @@
 """What is found out at one start and kept for the next, in the user's cache directory.
 
-Used for the digests of weights and for studies. Invariant: a file is replaced as a whole, and nobody else can read it.
+Used for the digests of weights and for studies. Invariants: a file is replaced as a
+whole, and nobody else can read it; there are no more of a kind than a few dozen.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvboost"
 
 
+_MOST = 64  # files of one kind: a container may give the same checkpoint another inode at every start
+
+
 def write_whole(path: Path, content: str) -> None:
-    """Write a file whole or not at all: other processes read it. Raises OSError."""
+    """Write a file whole or not at all: other processes read it. The oldest beside it go. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8") as file:
         try:
@@ -30,3 +34,6 @@ def write_whole(path: Path, content: str) -> None:
             with suppress(OSError):
                 os.unlink(file.name)
             raise
+    with suppress(OSError):  # another process may remove them too
+        for old in sorted(path.parent.iterdir(), key=lambda one: one.stat().st_mtime)[:-_MOST]:
+            old.unlink()

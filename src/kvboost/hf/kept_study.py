@@ -24,6 +24,7 @@ from torch.nn.functional import linear
 
 from kvboost.hf.attention import own_attention
 from kvboost.hf.cache import KVLayout, TensorSpec
+from kvboost.hf.code_digest import hooks_of
 from kvboost.hf.kept_files import cache_directory, write_whole
 from kvboost.hf.numerics import KnownTiles, Tiles
 from kvboost.hf.numerics.granule import attention_bits
@@ -33,7 +34,6 @@ _FORMAT = 1
 _DECIDE = ("probe.py", "shape.py", "study.py", "kept_study.py")  # beside the code that the key of KV names
 _VARIABLES = ("ATEN_", "CUBLAS_", "CUDA_", "DNNL_", "GOMP_", "KMP_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_", "TORCH_")
 _INPUTS, _OUTPUTS, _SIZES = 1024, 64, (1, 4, 16, 32, 48, 128, 192)  # of the small products
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 _log = logging.getLogger(__name__)
 
@@ -115,12 +115,9 @@ _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(val
 
 def _is_its_own(model: Any) -> bool:
     """Whether nobody has changed what its modules do, but for us: the key of KV knows nothing of that."""
-    for module in model.modules():
-        given = [vars(module).get("forward"), *(hook for name in _HOOKS for hook in getattr(module, name).values())]
-        for one in given:
-            if one is not None and not getattr(one, "__globals__", {}).get("__name__", "").startswith("kvboost."):
-                return False
-    return True
+    modules = list(model.modules())
+    given = [*(vars(module)["forward"] for module in modules if "forward" in vars(module)), *hooks_of(modules)]
+    return all(getattr(one, "__globals__", {}).get("__name__", "").startswith("kvboost.") for one in given)
 
 
 def _depends_on(model: Any, fields: Mapping[str, str], settings: Any) -> dict[str, Any]:

@@ -209,8 +209,9 @@ class BatchRunner:
 
     def _give_up(self, failure: str) -> None:
         """End every ticket. What the jobs hold is released by the runner's thread, if the step that hangs ends."""
+        self._failure = failure
         with self._lock:
-            self._failure, self._closing = failure, True
+            self._closing = True
         for _, job in self._snapshot():
             job.ticket.put(Finished("error", None, error=failure))
 

@@ -233,7 +233,13 @@ class TieredStore:
         """Tell every tier that these keys served one prompt; the slower ones behind the request."""
         self._memory.used(chain)
         for tier in self._tiers:
-            self._writer.note(tier, partial(self._ask, tier, None, tier.used, chain))
+            self._writer.note(tier, partial(self._note_used, tier, chain))
+
+    def _note_used(self, tier: Tier, chain: Sequence[bytes]) -> None:
+        """In the thread that writes: what the tier has lost meanwhile is written again, others would miss it."""
+        lost: Sequence[bytes] | None = self._ask(tier, None, tier.used, chain)
+        for block in self._memory.blocks(lost or ()):
+            self._save(block, [tier])
 
     def flush(self) -> None:
         """Return once everything kept so far is as safe as the tiers make it."""

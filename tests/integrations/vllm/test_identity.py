@@ -50,3 +50,28 @@ def test_this_packages_code_is_in_the_key(tmp_path: Path, monkeypatch: pytest.Mo
     assert _fields(tmp_path, trust_remote_code=False) == before
     monkeypatch.setattr(identity, "code_digest", lambda: "other", raising=False)
     assert _fields(tmp_path, trust_remote_code=False) != before
+
+
+def test_an_adapter_whose_files_change_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM reads the files again once it has dropped the adapter, and does not say when."""
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(b"one")
+    adapters = identity.Adapters()
+    lora = SimpleNamespace(lora_int_id=1, lora_path=str(tmp_path), load_inplace=False)
+    first = adapters.digest(lora)
+    assert first is not None
+    assert adapters.digest(lora) == first
+    file.write_bytes(b"another")
+    assert adapters.digest(lora) is None
+    assert adapters.digest(lora) is None
+    assert caplog.text.count("have changed under one name") == 1
+    assert adapters.digest(SimpleNamespace(**{**vars(lora), "load_inplace": True})) not in (None, first)
+
+
+def test_adapters_that_are_known_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
+    monkeypatch.setattr(identity, "_MAX_REQUEST_KINDS", 3)
+    adapters = identity.Adapters()
+    for number in range(10):
+        adapters.digest(SimpleNamespace(lora_int_id=number, lora_path=str(tmp_path), load_inplace=False))
+    assert len(adapters._known) == 3

@@ -69,3 +69,14 @@ def test_hashing_a_chat_takes_as_long_as_the_chat(monkeypatch: pytest.MonkeyPatc
     ]
     prompt = ChatPrompts(byte_tokenizer(), min_gap=4).encode(turns, tenant="t", cache_key="")
     assert len(prompt.text) / 2 < _Counting.hashed < 5 * len(prompt.text), "each turn once, not once per turn behind it"
+
+
+def test_replies_of_one_tenant_can_be_forgotten() -> None:
+    memory = ReplyMemory()
+    for tenant in ("a", "b"):
+        memory.remember(tenant=tenant, cache_key="", before="x", reply="yes", ids=[1, 2])
+    memory.forget("a")
+    assert memory.find(tenant="a", cache_key="", before="x", reply="yes") is None
+    assert memory.find(tenant="b", cache_key="", before="x", reply="yes") == [1, 2]
+    memory.forget("b")
+    assert memory._bytes == 0

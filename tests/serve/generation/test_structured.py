@@ -83,10 +83,11 @@ def _deep(levels: int) -> dict[str, Any]:
         ({"enum": ["x" * 70_000]}, "too_large"),
         ({"type": "no such type"}, "invalid_schema"),
         ({"type": "string", "pattern": "("}, "invalid_schema"),
+        ({"$ref": "#"}, "invalid_schema"),
         ({"$ref": "http://example.org/schema"}, "invalid_schema"),
         ({"type": "string", "description": "\ud800"}, None),
     ],
-    ids=["deep", "large", "type", "pattern", "ref", "surrogate"],
+    ids=["deep", "large", "type", "pattern", "self", "ref", "surrogate"],
 )
 def test_schemas_that_cannot_be_used_are_refused(keyed: Running, schema: dict[str, Any], code: str | None) -> None:
     body = json.dumps({**_ASKED, "response_format": _format(schema)})
@@ -194,6 +195,16 @@ def test_a_grammar_that_fails_on_the_way_is_no_answer() -> None:
     held([], torch.zeros(260))
     with pytest.raises(ConfigError, match="the grammar cannot go on"):
         held([int(byte_tokenizer()("x")["input_ids"][0])], torch.zeros(260))  # an object never begins so
+
+
+def test_a_grammar_that_fails_within_a_mask_is_no_answer() -> None:
+    """The mask that meets a limit allows the end alone."""
+    many = "|".join(f"a{{0,{length}}}b" for length in range(6000))
+    held = _compiled({"type": "string", "pattern": f"({many})"}, [])
+    held([], torch.zeros(260))
+    quote = int(byte_tokenizer()('"')["input_ids"][0])
+    with pytest.raises(ConfigError, match="the grammar cannot go on: lexer error"):
+        held([quote], torch.zeros(260))
 
 
 def test_the_time_of_a_grammar_is_charged_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,3 +315,22 @@ def test_a_pool_closed_while_it_works_ends_its_thread() -> None:
         await _ended("closed-at-work")
 
     asyncio.run(scenario())
+
+
+def test_a_thread_that_cannot_start_costs_one_request_and_not_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        pool, work = FairPool(1, max_waiting=10, name="no-thread"), _Work()
+
+        def cannot(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", cannot)
+            with pytest.raises(ApiError, match="no thread"):
+                await pool.run("a", work.note, "a1")
+        assert pool.waiting == 0
+        assert await asyncio.wait_for(pool.run("a", work.note, "a2"), 20) == "a2"
+        assert work.done == ["a2"]
+        pool.close()
+
+    asyncio.run(scenario())

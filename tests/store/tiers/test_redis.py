@@ -22,9 +22,11 @@ import torch
 from benchmarks.common.servers import RedisServer, free_port, redis_server
 from kvboost.errors import ConfigError
 from kvboost.extend import Tier
+from kvboost.store import MemoryStore, TieredStore
 from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.redis.tier import RedisTier
+from kvboost.store.tiers.remote import RefusedError
 from kvboost.types import Chunk, Namespace, PutOutcome
 from tests.contracts import TierContract
 from tests.contracts.blocks import assert_same, block_of, namespace
@@ -142,10 +144,12 @@ def test_a_prompt_goes_from_its_end(redis_at: RedisServer, full: Any, monkeypatc
         assert tier.store(block_of(chunk, 2**20)) is PutOutcome.STORED
     touch = tier._values.touch
 
-    def slowly(names: Sequence[str]) -> None:
+    def slowly(names: Sequence[str]) -> list[bool]:
+        there = []
         for name in names:
-            touch([name])
+            there += touch([name])
             time.sleep(1.1)
+        return there
 
     monkeypatch.setattr(tier._values, "touch", slowly)
     tier.used(keys(chunks))
@@ -479,4 +483,44 @@ def test_values_of_the_ledgers_format_are_ignored_and_can_be_removed(redis_at: R
     assert catalogue.purge_all() == 6
     assert names_in(client) == [b"of another program"]
     catalogue.close()
+    tier.close()
+
+
+def test_what_the_server_lost_is_written_again_by_who_still_has_it(redis_at: RedisServer, client: Any) -> None:
+    """Who has a prompt in memory never stores it again, and others would miss its beginning for ever."""
+    chunks = prompt(*"abcd")
+    other = open_tier(redis_at)
+    with closing(other), closing(TieredStore(MemoryStore(2**30), [open_tier(redis_at)])) as store:
+        for chunk in chunks:
+            store.put(block_of(chunk))
+        store.used(keys(chunks))
+        store.flush()
+        for name in value_names(client)[1:]:
+            client.delete(name)
+        assert other.contains(keys(chunks)).count(True) == 1
+        store.used(keys(chunks))
+        store.flush()
+        assert other.contains(keys(chunks)) == [True] * 4
+
+
+def test_a_batch_that_was_refused_shifts_no_other(redis_at: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = open_tier(redis_at)
+    blocks = [block_of(chunk, 3 * 2**20) for chunk in prompt(*"abc")]
+    for block in blocks:
+        tier.store(block)
+    execute, gets = tier._values._execute, 0
+
+    def refused(commands: Any, _: object = None) -> list[Any]:
+        nonlocal gets
+        gets += (is_get := commands[0][0] == "GET")
+        if is_get and gets == 1:
+            raise RefusedError("not this one")
+        return execute(commands)
+
+    monkeypatch.setattr(tier._values, "_execute", refused)
+    with pytest.warns(RuntimeWarning, match="refused a command"):
+        first, *others = tier.load([block.key for block in blocks])
+    assert first is None
+    for found, block in zip(others, blocks[1:], strict=True):
+        assert_same(found, block)
     tier.close()

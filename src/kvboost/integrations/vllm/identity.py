@@ -23,19 +23,19 @@ from kvboost.extend import Chunker
 from kvboost.hf.checkpoint import checkpoint_files
 from kvboost.hf.code_digest import code_digest
 from kvboost.hf.environment import describe_cpu
+from kvboost.hf.fingerprint import CONFIG_NOISE
 from kvboost.types import ModelSnapshot
 
 _log = logging.getLogger(__name__)
 _PIECE = 2**24
 _MAX_REQUEST_KINDS = 4096  # pairs of salt and adapter whose keys are kept
-_CONFIG_NOISE = ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 
 
 def model_fields(vllm_config: Any, *, block_size: int, version: str) -> dict[str, str]:
     """The fingerprint fields of the model that a vLLM server runs, without adapter."""
     model = vllm_config.model_config
-    config = {name: value for name, value in model.hf_config.to_dict().items() if name not in _CONFIG_NOISE}
+    config = {name: value for name, value in model.hf_config.to_dict().items() if name not in CONFIG_NOISE}
     text = json.dumps(config, sort_keys=True, default=str)
     device = vllm_config.device_config.device_type
     compiled = "eager" if model.enforce_eager else f"compiled:{vllm_config.compilation_config.compute_hash()}"
@@ -94,18 +94,27 @@ class Adapters:
     """The contents of adapters: after a restart a name may be given to other weights."""
 
     def __init__(self) -> None:
-        self._digests: dict[tuple[int, str], str | None] = {}
+        self._known: dict[tuple[int, str], tuple[list[Any], str | None]] = {}
 
     def digest(self, lora: Any) -> str | None:
-        """Of an adapter's files when it was first used: that is what vLLM has loaded. None if they are not found."""
-        key = (lora.lora_int_id, lora.lora_path)
-        if key not in self._digests or lora.load_inplace:
-            folder = Path(lora.lora_path)
-            present = [folder / name for name in _ADAPTER_FILES if (folder / name).is_file()]
-            if not present:
+        """Of an adapter's files when it was first used. None if they are not found, or have changed since.
+
+        vLLM reads them again once it has dropped the adapter: then nobody can tell which of the two it has.
+        """
+        key, folder = (lora.lora_int_id, lora.lora_path), Path(lora.lora_path)
+        files = [file for name in _ADAPTER_FILES if (file := folder / name).is_file()]
+        found = [(file.name, (stat := file.stat()).st_ino, stat.st_size, stat.st_mtime_ns) for file in files]
+        if key not in self._known or lora.load_inplace:
+            while len(self._known) >= _MAX_REQUEST_KINDS:
+                del self._known[next(iter(self._known))]
+            if not files:
                 _log.warning("kvboost: %s has no adapter files; the KV of its requests is not kept", lora.lora_path)
-            self._digests[key] = digest_files(present) if present else None
-        return self._digests[key]
+            self._known[key] = found, digest_files(files) if files else None
+        before, digest = self._known[key]
+        if digest is not None and found != before:
+            _log.warning("kvboost: the files in %s have changed under one name; its KV is not kept", lora.lora_path)
+            self._known[key] = before, (digest := None)
+        return digest
 
 
 class _Fixed:

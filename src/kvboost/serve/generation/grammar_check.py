@@ -27,6 +27,7 @@ LIMITS: dict[str, Any] = {
 TOO_LONG = f"compiling it takes more than {COMPILE_S:g} s; simplify its patterns, or name fewer of them"
 _TOO_LARGE = "compiling it takes too much memory; simplify its patterns, or name fewer of them"
 _FAILED = "llguidance failed while compiling it; simplify its patterns"
+_START_S = 60.0
 _CHILD = """
 import json, sys
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -42,6 +43,8 @@ limits, tokenizer = LLParserLimits(**limits), LLTokenizer("byte")
 print(flush=True)
 for line in sys.stdin:
     matcher = LLMatcher(tokenizer, json.loads(line), log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # some find out only here that nothing can follow
     print(json.dumps(matcher.get_error().splitlines()[0] if matcher.is_error() else ""), flush=True)
 """
 
@@ -107,7 +110,11 @@ class GrammarCheck:
             )
             assert process.stdout is not None
             # Waited for: a start that is slow on a busy machine is not the grammar's time.
-            if not self._closed and not process.stdout.readline() and not self._closed:
+            timer = threading.Timer(_START_S, process.kill)
+            timer.start()
+            started = self._closed or process.stdout.readline()
+            timer.cancel()
+            if not started and not self._closed:
                 self._end()
                 raise RuntimeError(
                     f"{sys.executable} cannot run llguidance, which compiles schemas; see whether it starts"

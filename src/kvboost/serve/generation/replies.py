@@ -41,6 +41,12 @@ class ReplyMemory:
                 _, gone = self._replies.popitem(last=False)
                 self._bytes -= _cost(gone)
 
+    def forget(self, tenant: str) -> None:
+        """Forget those of a tenant."""
+        with self._lock:
+            for key in [key for key in self._replies if key[0] == tenant]:
+                self._bytes -= _cost(self._replies.pop(key))
+
     def clear(self) -> None:
         """Forget all of them."""
         with self._lock:

@@ -121,6 +121,7 @@ class Service:
                 if tenant in {caller.tenant for caller in self.keys.callers}:
                     continue  # it was given a key while others were released
                 self.responses.forget(tenant)
+                self.chats.replies.forget(tenant)
                 self.pins.clear(tenant=tenant)
                 for view in [view for view in self.engine.views()[1:] if view.config.tenant == tenant]:
                     try:

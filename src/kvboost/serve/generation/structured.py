@@ -196,16 +196,18 @@ class _GrammarConstraint:
             if not self._matcher.is_stopped():
                 self._matcher.consume_token(token)
         self._taken = len(produced)
-        if self._matcher.is_error():  # its limits, for example: what was written so far may be half of an answer
+        mask = b"" if self._matcher.is_stopped() else self._matcher.compute_bitmask()
+        # Its limits, for example, which it may meet in this mask: what was written so far may be half of an answer.
+        if self._matcher.is_error():
             why = self._matcher.get_error().splitlines()[0]
             raise ConfigError(f"the grammar cannot go on: {why}; simplify the schema, its patterns most of all")
-        if self._matcher.is_stopped():
+        if not mask:
             if not self._end_token_ids:
                 return None  # a model that cannot end: what follows the answer is free
             allowed = torch.zeros(vocab_size, dtype=torch.bool)
             allowed[self._end_token_ids] = True
         else:
-            bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+            bits = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
             allowed = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[:vocab_size].bool()
             if len(allowed) < vocab_size:  # rows of the embedding that are no token
                 allowed = torch.nn.functional.pad(allowed, (0, vocab_size - len(allowed)))

@@ -95,18 +95,29 @@ class FairPool:
             going_on = next((place for place, other in enumerate(own) if other.may_rest), len(own))
             own.insert(len(own) if entry.may_rest else going_on, entry)
             if self._started < self._threads:
-                self._started += 1
-                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+                try:
+                    threading.Thread(target=self._work, name=self._name, daemon=True).start()
+                    self._started += 1
+                except RuntimeError as error:  # the machine has no thread left: the next request tries again
+                    if not self._started:
+                        self._take_out(tenant, entry)
+                        raise ApiError(
+                            503, "the server has no thread for this request; try again", headers={"Retry-After": "5"}
+                        ) from error
             self._changed.notify()
 
     def _drop(self, tenant: str, entry: _Entry) -> None:
         """Take work out of the queue, so that it holds neither its prompt nor another's place."""
         with self._changed:
-            own = self._waiting.get(tenant, deque())
-            if entry in own:
-                own.remove(entry)
-                if not own:
-                    del self._waiting[tenant]
+            self._take_out(tenant, entry)
+
+    def _take_out(self, tenant: str, entry: _Entry) -> None:
+        """The same, with the condition held."""
+        own = self._waiting.get(tenant, deque())
+        if entry in own:
+            own.remove(entry)
+            if not own:
+                del self._waiting[tenant]
 
     def close(self) -> None:
         """Begin nothing more."""

@@ -184,8 +184,9 @@ class MooncakeValues:
         self._ask(self._writing, lambda store: _note(store, *pointer), seconds=BEHIND_S)
         return PutOutcome.STORED
 
-    def touch(self, names: Sequence[str]) -> None:
-        """Nothing: the master sees what is read."""
+    def touch(self, names: Sequence[str]) -> list[bool]:
+        """Nothing, as the master sees what is read. It is not asked what it still has."""
+        return [True] * len(names)
 
     # Forgetting
 

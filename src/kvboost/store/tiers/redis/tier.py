@@ -140,9 +140,13 @@ class RedisTier(RecordTier[_RedisBackend]):
         pointer = self._content(block.content_key), _pointer(info_of(block))
         return self._values.put(self._name(block.key), lambda: self._records.encode(block), pointer=pointer)
 
-    def used(self, chain: Sequence[bytes]) -> None:
-        """The keys of one prompt were used: each is touched after its successors, so that these go first."""
-        self._values.touch([self._name(key) for key in reversed(chain)])
+    def used(self, chain: Sequence[bytes]) -> list[bytes]:
+        """The keys of one prompt were used: each is touched after its successors, so that these go first.
+
+        Returns those that are gone: the server has evicted them, or they had lain there for ``ttl_seconds``.
+        """
+        there = self._values.touch([self._name(key) for key in reversed(chain)])
+        return [key for key, is_there in zip(chain, reversed(there), strict=True) if not is_there]
 
     def flush(self) -> None:
         """Nothing: what was stored lies in the server already."""

@@ -104,7 +104,9 @@ class RedisValues:
             batches[-1] = ([*batches[-1][0], name], batches[-1][1] + length)
         works = ((partial(self._execute, [("GET", name) for name in some]), nbytes) for some, nbytes in batches)
         replies = self._guard.each(works, ahead=_AHEAD, deadline=deadline, report=self._report)
-        values = chain.from_iterable(some for some in replies if some is not None)
+        values = chain.from_iterable(
+            [None] * len(some) if found is None else found for (some, _), found in zip(batches, replies, strict=False)
+        )
         # What is too long or no value at all is another program's; it will be found damaged.
         return (
             _value(next(values, None)) if is_wanted else None if not length else _NO_RECORD
@@ -134,17 +136,18 @@ class RedisValues:
             return PutOutcome.REFUSED
         return PutOutcome.STORED
 
-    def touch(self, names: Sequence[str]) -> None:
-        """These were used, the most recent last."""
-        self.change([("TOUCH", name) for name in names])
+    def touch(self, names: Sequence[str]) -> list[bool]:
+        """These were used, the most recent last. Returns which are there; all, if the server does not tell."""
+        replies = self.change([("TOUCH", name) for name in names])
+        return [reply == 1 for reply in replies] if replies else [True] * len(names)
 
-    def change(self, commands: Sequence[Command]) -> None:
-        """Do this, for which no request waits."""
+    def change(self, commands: Sequence[Command]) -> list[Any]:
+        """Do this, for which no request waits. Returns the replies; none if the server did not do all of it."""
         try:
-            for reply in self.run(commands):
-                must(reply)
+            return [must(reply) for reply in self.run(commands)]
         except UnavailableError as error:
             self._report(error)
+            return []
 
     # Forgetting
 
