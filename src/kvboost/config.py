@@ -255,7 +255,10 @@ class EngineConfig:
         self._check_non_prefix()
         self._check_protection()
         if self.remote_url is not None and not is_server(self.remote_url):
-            raise ConfigError(f"remote_url={self.remote_url!r} is not known; give redis://HOST:PORT (rediss: for TLS)")
+            raise ConfigError(
+                f"remote_url={self.remote_url!r} is not known; give redis://HOST:PORT (rediss: for TLS), "
+                "redis+cluster://HOST:PORT, redis+sentinel://HOST:PORT/SERVICE or mooncake://MASTER:PORT"
+            )
 
     def _check_non_prefix(self) -> None:
         if self.quality == "auto" and self.calibration is None and self.shadow_share == 0:

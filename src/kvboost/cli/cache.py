@@ -205,7 +205,10 @@ def purge(
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove everything of a tenant, or of all, of every model. Engines that run keep what they have in memory."""
+    """Remove everything of a tenant, or of all, of every model.
+
+    Engines that run keep what they have in memory, and write it again: clear those first (POST /v1/cache/clear).
+    """
     if everything + outdated + (tenant is not None) != 1:
         raise ConfigError("say what to remove: --tenant NAME, --all, or --outdated")
     with records.open_location(place) as catalogue:

@@ -154,7 +154,11 @@ class RedisCatalogue:
 
     def _failed(self, error: UnavailableError) -> PlaceError:
         cause = error.cause or "it did not answer before"
-        remedy = "look at its rights and limits" if isinstance(cause, RefusedError) else "check that it runs"
+        remedy = (
+            "look at its rights and limits"
+            if isinstance(cause, RefusedError)
+            else "check that it runs, and user, password and database"
+        )
         return PlaceError(f"{self.place} cannot be used ({cause}); {remedy}")
 
 

@@ -66,7 +66,7 @@ def open_objects(url: str, *, timeout_s: float, config: Mapping[str, Any] | None
     except (BaseError, ValueError, TypeError) as error:
         raise ConfigError(
             f"{url} cannot be opened ({str(error).splitlines()[0]}); give an URL such as s3://BUCKET/PREFIX "
-            f"and the {vendor}_* variables it needs"
+            f"and the {vendor}_* variables it needs, or redis://HOST:PORT for a server"
         ) from error
     return objects, Failures(
         (FileNotFoundError, NotFoundError), (FileExistsError, AlreadyExistsError), (BaseError, OSError)

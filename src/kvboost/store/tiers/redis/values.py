@@ -279,7 +279,7 @@ class RedisValues:
             self._warns = False
             warnings.warn(
                 f"{self.place} has {wrong[0]}; set both, such as: "
-                "redis-cli config set maxmemory 20gb, and config set maxmemory-policy allkeys-lru",
+                "redis-cli config set maxmemory 20gb; redis-cli config set maxmemory-policy allkeys-lru",
                 RuntimeWarning,
                 stacklevel=4,
             )
