@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-import platform
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Coroutine
@@ -134,27 +132,3 @@ def test_it_takes_as_many_connections_as_it_may_open_files(
     monkeypatch.setattr(resource, "setrlimit", limit)
     assert with_enough_files(Limits(max_connections=1024)).max_connections == taken
     assert f"it takes {taken} connections and not 1024; raise the limit (ulimit -Hn) to 1152" in caplog.text
-
-
-_MANY_THREADS = """
-import ctypes, threading
-from kvboost.serve.run import busy_interpreter
-
-def work():
-    kept = [bytearray(1000) for _ in range(1000)]
-    over.wait()
-
-over = threading.Event()
-with busy_interpreter():
-    threads = [threading.Thread(target=work) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    ctypes.CDLL(None).malloc_stats()
-    over.set()
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another libc has no arenas")
-def test_threads_of_a_server_share_the_areas_of_malloc() -> None:
-    done = subprocess.run([sys.executable, "-c", _MANY_THREADS], capture_output=True, text=True, check=True)
-    assert done.stderr.count("Arena ") <= 4, "each thread has one of its own, and keeps what it held at its peak"

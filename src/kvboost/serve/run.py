@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import logging
 import math
@@ -34,13 +33,13 @@ from kvboost.serve.app import make_app
 from kvboost.serve.config import ServerConfig
 from kvboost.serve.events import check_events, published_events
 from kvboost.serve.generation.service import Service
+from kvboost.serve.malloc import bounded_malloc
 from kvboost.serve.security.auth import Keys, check_binding, is_loopback
 from kvboost.serve.security.connection import bounded_connection
 from kvboost.serve.security.limits import Limits
 
 _log = logging.getLogger("kvboost.serve")
 _OWN_FILES = 128  # beside connections: weights, tiers, their clients, pipes
-_M_ARENA_MAX, _ARENAS = -8, 2  # glibc's name for the setting is a number
 _SWITCH_S = (
     0.001  # a busy thread hands the interpreter over after so long; the event loop and the model ask for it often
 )
@@ -178,24 +177,14 @@ def busy_interpreter() -> Iterator[None]:
     # Imports leave some 400,000 objects. A collection that walks over them stops every request for 0.3 seconds.
     gc.collect()
     gc.freeze()
-    _share_arenas()
     switch = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     try:
-        yield
+        with bounded_malloc():
+            yield
     finally:
         sys.setswitchinterval(switch)
         gc.unfreeze()
-
-
-def _share_arenas() -> None:
-    """Have glibc's malloc give new threads the memory areas that there are.
-
-    By default it makes eight for each core, and each keeps the most that it ever held: a server with many threads grows
-    for hours although nothing in it does.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another libc has no such areas
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 def check_reach(config: ServerConfig, keys: Keys) -> None:
