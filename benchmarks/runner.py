@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from kvboost.errors import KVBoostError
 
 _ROOT = Path(__file__).parent
 _GROUPS = ("exact", "approx", "store", "serve", "offload", "fleet")
+_WRITTEN = ("json", "markdown", "plot", "out", "page")  # options that name files
 _FAILED, _UNABLE = 1, 2  # exit codes: a claim did not hold; the benchmark could not start
 _USAGE = """usage: python -m benchmarks NAME [--quick] [options]    python -m benchmarks NAME --help for its options
        python -m benchmarks --list
@@ -81,9 +84,11 @@ def _run_one(name: str, path: str, options: Sequence[str], *, quick: bool) -> in
     if quick:
         parser.set_defaults(**module.QUICK)
     args = parser.parse_args(options)
-    for file in (args.json, args.markdown, getattr(args, "plot", None)):
+    for file in (getattr(args, option, None) for option in _WRITTEN):
         if file is not None and not file.expanduser().resolve().parent.is_dir():
             raise BenchError(f"there is no folder to write {file} into; create it first")
+        if file is not None and file.expanduser().is_dir():
+            raise BenchError(f"{file} is a folder; give a file in it")
     with tempfile.TemporaryDirectory(prefix="kvboost-bench-") as scratch:
         if quick:
             _fill_in(args, Path(scratch))
@@ -93,10 +98,28 @@ def _run_one(name: str, path: str, options: Sequence[str], *, quick: bool) -> in
         args.markdown.expanduser().write_text(report.markdown(), encoding="utf-8")
     if args.json is not None:
         told = {key: value for key, value in vars(args).items() if key not in ("json", "markdown")}
-        args.json.expanduser().write_text(report.json({**told, "quick": quick}), encoding="utf-8")
+        args.json.expanduser().write_text(as_json(report, {**told, "quick": quick}), encoding="utf-8")
     if report.failed:
         print(f"{name}: the claim did not hold", file=sys.stderr)
     return _FAILED if report.failed else 0
+
+
+def as_json(report: Report, arguments: Mapping[str, Any]) -> str:
+    """Everything, with the command's arguments; paths are cut down to their last part."""
+    document = {
+        "command": report.command,
+        "arguments": {name: _without_folder(value) for name, value in arguments.items()},
+        "failed": report.failed,
+        "tables": [asdict(table) for table in report.tables],
+        "raw": report.raw,
+    }
+    return json.dumps(document, indent=1, default=str) + "\n"
+
+
+def _without_folder(value: Any) -> Any:
+    if isinstance(value, Path):
+        return value.name
+    return [_without_folder(item) for item in value] if isinstance(value, list) else value
 
 
 def _fill_in(args: argparse.Namespace, scratch: Path) -> None:

@@ -1,8 +1,7 @@
-"""The report helpers: spread, ratios, tables, machine line, JSON, progress."""
+"""The report helpers: spread, ratios, tables, machine line, progress."""
 
 from __future__ import annotations
 
-import json
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from kvboost.bench.page import _by_reuse, svg_card
 from kvboost.bench.plots import COLOURS, Plot
-from kvboost.bench.report import Machine, Progress, Report, Spread, Table, cpu_model, describe_machine, ratios
+from kvboost.bench.report import Machine, Progress, Spread, Table, cpu_model, describe_machine, ratios
 from kvboost.bench.summary import Pairing
 
 MACHINE = Machine("2030-01-02", "A CPU", 2, 2, "2.13", "5.22", "float32", "tiny")
@@ -73,16 +72,6 @@ def test_the_cpu_name_comes_from_cpuinfo(tmp_path: Path) -> None:
     file.write_text(f"{file.read_text()}flags\t: fpu avx avx2 avx512f amx_tile amx_bf16\n")
     assert cpu_model(file) == "Some CPU @ 2 GHz (avx2, avx512f, amx_bf16)"
     assert cpu_model(tmp_path / "missing")
-
-
-def test_json_carries_raw_samples_and_no_folders() -> None:
-    report = Report("limit", [Table("t", MACHINE, ["a"], [["1"]])], {"float32": [1.5]})
-    text = report.json({"model": Path("/secret/place/tiny"), "text": [Path("/secret/a.txt")], "repeat": 3})
-    document = json.loads(text)
-    assert document["arguments"] == {"model": "tiny", "text": ["a.txt"], "repeat": 3}
-    assert document["raw"] == {"float32": [1.5]}
-    assert document["tables"][0]["machine"]["cpu"] == "A CPU"
-    assert "secret" not in text
 
 
 def test_ten_workloads_have_ten_colours_and_each_engine_its_own_dots() -> None:

@@ -13,8 +13,9 @@ import pytest
 
 from benchmarks.common.measure import engine_beside, load_engine
 from benchmarks.common.stand_ins import make_model
-from benchmarks.runner import find_benchmarks, main, summary_of
+from benchmarks.runner import as_json, find_benchmarks, main, summary_of
 from benchmarks.store import disk_kills
+from kvboost.bench.report import Machine, Report, Table
 from kvboost.engine import KVBoost
 
 NEED_A_MODEL = (
@@ -121,6 +122,17 @@ def test_options_win_over_the_short_form(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     assert main(["chunk_resync", "--quick", "--documents", "1", "--json", str(file)]) == 0
     assert json.loads(file.read_text())["arguments"] == {"documents": 1, "quick": True}
+
+
+def test_json_carries_raw_samples_and_no_folders() -> None:
+    machine = Machine("2030-01-02", "A CPU", 2, 2, "2.13", "5.22", "float32", "tiny")
+    report = Report("limit", [Table("t", machine, ["a"], [["1"]])], {"float32": [1.5]})
+    text = as_json(report, {"model": Path("/secret/place/tiny"), "text": [Path("/secret/a.txt")], "repeat": 3})
+    document = json.loads(text)
+    assert document["arguments"] == {"model": "tiny", "text": ["a.txt"], "repeat": 3}
+    assert document["raw"] == {"float32": [1.5]}
+    assert document["tables"][0]["machine"]["cpu"] == "A CPU"
+    assert "secret" not in text
 
 
 def test_a_claim_that_does_not_hold_is_exit_code_1(

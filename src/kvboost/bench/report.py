@@ -1,18 +1,17 @@
-"""What `kvboost bench` and every benchmark print with: the machine line, medians with spread, tables, JSON, progress.
+"""What `kvboost bench` and every benchmark print with: the machine line, medians with spread, tables, progress.
 
 Invariant: nothing written here names a path, only a folder's name.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -148,7 +147,7 @@ class Report:
     command: str
     tables: list[Table] = field(default_factory=list)
     raw: dict[str, Any] = field(default_factory=dict)
-    """Every single sample, for the JSON file."""
+    """Every single sample, for the JSON file of a benchmark."""
     failed: bool = False
     """A claim did not hold; the command then exits with 1."""
 
@@ -162,23 +161,6 @@ class Report:
     def markdown(self) -> str:
         """All tables."""
         return "\n".join(table.markdown() for table in self.tables)
-
-    def json(self, arguments: Mapping[str, Any]) -> str:
-        """Everything, with the command's arguments; paths are cut down to their last part."""
-        document = {
-            "command": self.command,
-            "arguments": {name: _without_folder(value) for name, value in arguments.items()},
-            "failed": self.failed,
-            "tables": [asdict(table) for table in self.tables],
-            "raw": self.raw,
-        }
-        return json.dumps(document, indent=1, default=str) + "\n"
-
-
-def _without_folder(value: Any) -> Any:
-    if isinstance(value, Path):
-        return value.name
-    return [_without_folder(item) for item in value] if isinstance(value, list) else value
 
 
 class Progress:
