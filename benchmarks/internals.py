@@ -43,7 +43,7 @@ from kvboost.hf.cache import KVLayout, SlabCache, SlabLayer, TensorSpec, stock_c
 from kvboost.hf.codec import KVCodec, codec_for
 from kvboost.hf.joint import JointPrefill, probe_joint
 from kvboost.hf.light_tokenizer import light_tokenizer
-from kvboost.hf.loading import ModelSource
+from kvboost.hf.loading import ModelSource, load_tokenizer
 from kvboost.hf.probe import probe_model
 from kvboost.hf.prompt import PromptEncoder
 from kvboost.hf.ragged import RaggedRunner, SharedPrefix, exchanged, gains_exchanged
@@ -94,6 +94,7 @@ __all__ = [
     "exchanged",
     "gains_exchanged",
     "light_tokenizer",
+    "load_tokenizer",
     "loads_of",
     "make_chunker",
     "measure_rates",

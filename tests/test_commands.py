@@ -80,7 +80,7 @@ def test_commands_of_the_documents_exist(page: str) -> None:
         ("`kvboost sevre MODEL`", "there is no command 'sevre'"),
         ("```bash\nkvboost serve MODEL \\\n  --prot 8000\n```", "there is no option --prot"),
         ("`kvboost bench mine MODEL --promtps FILE`", "there is no option --promtps"),
-        ("`kvboost bench MODEL --quick`", None),
+        ("`kvboost bench MODEL --tokens 400`", None),
         ("`python -m benchmarks tftt`", "there is no benchmark 'tftt'"),
         ("```console\n$ python -m benchmarks disk_kills --kill 3\n```", "there is no option --kill"),
         ("`python -m benchmarks disk_kills --kills 3`", None),

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.measure import positive
+from benchmarks.common.questions import cut_at_sentence
 from benchmarks.common.rag import read_questions
-from kvboost.bench.questions import cut_at_sentence
 from kvboost.bench.report import BenchError, Report, say
 
 QUICK = {"questions": 2, "passages": 2, "new": 2, "dtype": "float32"}

@@ -22,6 +22,7 @@ from benchmarks.approx.yard.strategies import DEFAULT, Setting, parse_strategy, 
 from benchmarks.approx.yard.tables import FLOOR, KIND, report_of
 from benchmarks.approx.yard.traffic import GROUP, Stream
 from benchmarks.common import rag
+from benchmarks.common.journal import Journal, load
 from benchmarks.common.measure import (
     DTYPES,
     FreezableStore,
@@ -33,7 +34,6 @@ from benchmarks.common.measure import (
 )
 from benchmarks.common.quality import Reference
 from benchmarks.internals import family_of, why_no_approx
-from kvboost.bench.journal import Journal, load
 from kvboost.bench.report import BenchError, Progress, Report, describe_machine, say
 from kvboost.engine import KVBoost
 from kvboost.store import MemoryStore

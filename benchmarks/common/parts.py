@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvboost.bench.journal import Journal, Kind
+from benchmarks.common.journal import Journal, Kind
 from kvboost.bench.report import Progress, describe_machine
 
 _FILE = Kind("kvboost proof", 1, ("kind", "part"))

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.bench.rivals.quality import agreement, harm
 from benchmarks.common import rag
-from kvboost.bench.quality import agreement, harm
 from kvboost.engine import KVBoost
 from kvboost.types import GenerationMode, PrefillResult
 

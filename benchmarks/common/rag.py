@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.measure import joined, positive
-from kvboost.bench.questions import LONGEST, SHORTEST, cut_at_sentence, read_questions
+from benchmarks.common.questions import LONGEST, SHORTEST, cut_at_sentence, read_questions
 from kvboost.bench.report import BenchError
 from kvboost.engine import KVBoost
 from kvboost.types import ReuseReport

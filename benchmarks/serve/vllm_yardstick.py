@@ -22,10 +22,10 @@ import torch
 from benchmarks.approx.yard.tables import KIND, report_of
 from benchmarks.approx.yardstick import data_digest
 from benchmarks.common import rag
+from benchmarks.common.journal import Journal
 from benchmarks.common.measure import positive, share
 from benchmarks.common.quality import agreement, best_f1, harm
 from benchmarks.common.vllm_engine import VLLMEngine, vllm_python
-from kvboost.bench.journal import Journal
 from kvboost.bench.report import BenchError, Progress, Report, describe_machine
 
 QUICK = {"prompts": 1, "tokens": 4, "ratios": [0.0]}

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
-from kvboost.bench.contestants import Missing
-from kvboost.bench.mine import Recommendation, Tried, cache_bytes, confirm, measure, recommend
-from kvboost.bench.report import BenchError
-from kvboost.bench.run import Options
-from kvboost.bench.summary import Pairing, break_even, percentile
+from kvboost.bench.compare import Pairing
+from kvboost.bench.mine import Recommendation, Tried, cache_bytes, confirm, recommend
 from kvboost.bench.workloads import Request
 
 
@@ -22,7 +19,7 @@ def tried(quality: str, *, ms: float, differing: int, count: int = 100, moved: i
     own: list[Any] = [
         {"ttft_ms": ms, "tokens": [2 if n < differing else 1], "moved": 10 * (n < used)} for n in range(count)
     ]
-    return Tried(quality, Pairing("mine", "plain", quality, [10] * count, theirs, own), 1000, "float32")
+    return Tried(quality, Pairing("mine", quality, [10] * count, theirs, own), 1000)
 
 
 def size(quality: str) -> int:
@@ -115,7 +112,7 @@ def test_a_rerun_confirms_or_does_not(quality: str, ms: float, differing: int, s
 
 def test_the_cache_is_as_large_as_what_comes_again() -> None:
     head = list(range(1000))
-    requests = [Request([*head, *range(2000 + n, 2040 + n)], "", [1000], True) for n in range(0, 400, 40)]
+    requests = [Request([*head, *range(2000 + n, 2040 + n)], [1000]) for n in range(0, 400, 40)]
     small = cache_bytes(requests, None, "exact", per_token=100_000)
     assert small == 64 * 10**6 * -(-small // (64 * 10**6))
     assert 1000 * 100_000 < small < 2 * 1400 * 100_000
@@ -123,39 +120,6 @@ def test_the_cache_is_as_large_as_what_comes_again() -> None:
 
 def test_a_cache_for_moved_text_holds_that_text() -> None:
     text = list(range(1000))
-    requests = [Request([5000 + n, *text], "", [1], True) for n in range(8)]
+    requests = [Request([5000 + n, *text], [1]) for n in range(8)]
     sizes = [cache_bytes(requests, None, quality, per_token=1_000_000) for quality in ("exact", "auto")]
     assert sizes[0] < 1000 * 1_000_000 < sizes[1]  # there is nothing that exact reuse would need a place for
-
-
-def test_without_plain_transformers_there_is_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Started:
-        name, dtype = "kvboost", "bfloat16"
-
-        def __init__(self, name: str, settings: dict[str, Any]) -> None:
-            if name == "plain":
-                raise Missing(f"plain cannot start in {settings['dtype']}")
-
-        def ask(self, do: str, **order: Any) -> dict[str, Any]:
-            return {}
-
-        def __enter__(self) -> Self:
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-    monkeypatch.setattr("kvboost.bench.mine.Contestant", Started)
-    with pytest.raises(BenchError, match="plain cannot start in bfloat16"):  # our dtype, not the option's
-        measure(Options(".", dtype="auto"), [Request([1], "", [], True)])
-
-
-def test_break_even_is_the_shortest_length_from_which_on_ours_is_faster() -> None:
-    pairing = tried("exact", ms=100.0, differing=0, count=4).pairing
-    pairing.prompts[:] = [100, 200, 300, 400]
-    for own, ms in zip(pairing.ours, (50.0, 150.0, 90.0, 50.0), strict=True):
-        own["ttft_ms"] = ms  # type: ignore[index]
-    assert break_even(pairing) == 300
-    pairing.ours[-1]["ttft_ms"] = 200.0  # type: ignore[index]
-    assert break_even(pairing) is None
-    assert percentile([1.0, 2.0, 3.0], 0.5) == 2.0

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvboost.bench.page import _by_reuse, svg_card
-from kvboost.bench.plots import COLOURS, Plot
 from kvboost.bench.report import Machine, Progress, Spread, Table, cpu_model, describe_machine, ratios
-from kvboost.bench.summary import Pairing
 
 MACHINE = Machine("2030-01-02", "A CPU", 2, 2, "2.13", "5.22", "float32", "tiny")
 
@@ -72,17 +66,6 @@ def test_the_cpu_name_comes_from_cpuinfo(tmp_path: Path) -> None:
     file.write_text(f"{file.read_text()}flags\t: fpu avx avx2 avx512f amx_tile amx_bf16\n")
     assert cpu_model(file) == "Some CPU @ 2 GHz (avx2, avx512f, amx_bf16)"
     assert cpu_model(tmp_path / "missing")
-
-
-def test_ten_workloads_have_ten_colours_and_each_engine_its_own_dots() -> None:
-    names = [f"workload {number}" for number in range(10)]
-    card = svg_card(Plot("Title", "x", "y", lines={name: [(1.0, 2.0), (2.0, 3.0)] for name in names}))
-    assert len(set(re.findall(r'<polyline class="(s\d+)"', card))) == 10
-    styles = (files("kvboost.bench") / "page.html").read_text()
-    assert all(styles.count(f"--c{number}: #") == 2 and f".s{number} {{" in styles for number in range(COLOURS))
-    answers: list[Any] = [{"ttft_ms": 10.0, "cached": 5, "tokens": [1]}]
-    found = [Pairing("rag", "plain", engine, [10], answers, answers) for engine in ("exact", "fast")]
-    assert list(_by_reuse(found).dots) == ["plain", "plain, ours fast"]
 
 
 def test_progress_is_silent_at_first_and_speaks_on_stderr(

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
 from kvboost.bench.report import BenchError
-from kvboost.bench.workloads import RECIPES, Encoder, Request, build
+from kvboost.bench.workloads import RECIPES, Request, build, encode
 from tests.helpers.tokenizer import byte_tokenizer
 
 TOKENS = 3000
 
 
-def made(name: str, *, seed: int = 1, data: Path | None = None) -> list[Request]:
-    return build(name, byte_tokenizer(), tokens=TOKENS, seed=seed, data=data)
+def made(name: str, *, seed: int = 1) -> list[Request]:
+    return build(RECIPES[name], byte_tokenizer(), tokens=TOKENS, seed=seed)
+
+
+def text_of(request: Request) -> str:
+    return str(byte_tokenizer().decode(request.tokens))
 
 
 def shared(first: list[int], second: list[int]) -> int:
@@ -32,7 +33,7 @@ def test_a_workload_follows_from_its_seed_and_is_about_as_long_as_asked(name: st
     assert any(request.counts for request in requests)
 
 
-@pytest.mark.parametrize("name", ["chat", "few-shot", "agent", "document"])
+@pytest.mark.parametrize("name", ["chat", "document"])
 def test_prompts_that_count_begin_as_an_earlier_one(name: str) -> None:
     requests = made(name)
     for number, request in enumerate(requests):
@@ -56,45 +57,21 @@ def test_a_document_is_known_to_95_percent() -> None:
 def test_rag_shows_every_passage_first_and_then_in_other_orders() -> None:
     first, second, *later = made("rag")
     assert [request.counts for request in (first, second, *later)] == [False, False] + [True] * len(later)
-    known = set(first.text.split("\n\n") + second.text.split("\n\n"))
+    known = set(text_of(first).split("\n\n") + text_of(second).split("\n\n"))
     for request in later:
-        passages = request.text.split("\n\n")[1:-1]
+        passages = text_of(request).split("\n\n")[1:-1]
         assert len(passages) == 6
         assert set(passages) <= known
         assert shared(request.tokens, first.tokens) < 0.6 * len(request.tokens)
 
 
-def test_earlier_thinking_is_stripped() -> None:
-    requests = made("reasoning")
-    assert "<think>" in requests[1].text
-    assert "<think>" not in requests[2].text
-    assert "Tool result:" in requests[2].text
-
-
-def test_passages_come_from_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "questions.json"
-    passages = [{"text": f"Passage {number} says so. " * 60} for number in range(6)]
-    file.write_text(json.dumps([{"question": f"q{n}", "answers": [], "ctxs": passages} for n in range(4)]))
-    assert "Passage 3 says so." in made("rag", data=file)[0].text + made("rag", data=file)[1].text
-    file.write_text(json.dumps([{"question": "q", "answers": [], "ctxs": passages[:2]}]))
-    with pytest.raises(BenchError, match="give more --data"):
-        made("rag", data=file)
-    for ctxs in ([{"title": "t"}] * 2, ["a", "b"]):
-        file.write_text(json.dumps([{"question": "q", "answers": [], "ctxs": ctxs}]))
-        with pytest.raises(BenchError, match="must be an object with text"):
-            made("rag", data=file)
-    file.write_text(json.dumps([{"question": "q", "answers": [], "ctxs": None}]))
-    with pytest.raises(BenchError, match="must hold a list of objects"):
-        made("rag", data=file)
-
-
 def test_prompts_that_are_too_short_are_refused() -> None:
     with pytest.raises(BenchError, match="give 64 or more"):
-        build("chat", byte_tokenizer(), tokens=10, seed=1)
+        build(RECIPES["chat"], byte_tokenizer(), tokens=10, seed=1)
 
 
 def test_a_chat_without_a_template_is_written_with_roles() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None
-    request = Encoder(tokenizer).request([{"role": "user", "content": "Hello"}])
-    assert request.text.endswith("user: Hello\nassistant:")
+    request = encode(tokenizer, [{"role": "user", "content": "Hello"}])
+    assert text_of(request).endswith("user: Hello\nassistant:")

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from benchmarks.common import parts
+from benchmarks.common.journal import Journal
 from benchmarks.common.stand_ins import make_model
 from benchmarks.exact import exactness_families
 from benchmarks.runner import main
 from benchmarks.store import disk_kills, record_fuzz
 from kvboost import KVBoost
-from kvboost.bench.journal import Journal
 from tests.helpers.exactness import ExactReuseMachine
 
 PROOFS = {

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvboost.bench.compare import Pairing
 from kvboost.bench.mine import Tried
-from kvboost.bench.summary import Pairing
+from kvboost.bench.report import Report
 from kvboost.cli import main
 
 
@@ -16,21 +17,12 @@ from kvboost.cli import main
     ("arguments", "message"),
     [
         (["bench", "MODEL", "--workload", "chats"], "there is no workload 'chats'; give one of document, chat"),
-        (["bench", "MODEL", "--against", "sglang"], "there is no rival 'sglang'; give one of plain"),
-        (["bench", "MODEL", "--rival", "vllm"], "write NAME=PATH/TO/python"),
-        (["bench", "MODEL", "--rival", "vllm=/no/such/python"], "there is no /no/such/python"),
         (["bench", "MODEL", "--quality", "best"], "--quality 'best' is not known"),
         (["bench", "MODEL", "--quality", "auto"], "give high, fast or a share"),
         (["bench", "MODEL", "--dtype", "float31"], "give auto, float32"),
         (["bench", "mine", "MODEL", "--prompts", "LOG", "--dtype", "float31"], "give auto, float32"),
-        (["bench", "MODEL", "--out", "no/such/file.jsonl"], "create it first"),
-        (["bench", "MODEL", "--report", "no/such/page.html"], "create it first"),
-        (["bench", "MODEL", "--report", "."], "is a folder; give a file in it"),
-        (["bench", "MODEL", "--out", "."], "is a folder; give a file in it"),
-        (["bench", "MODEL", "--tokens", "10", "--workload", "chat", "--against", "plain"], "give 64 or more"),
-        (["bench", "./nowhere", "--quick"], "there is no model folder at ./nowhere"),
-        (["bench", "report", "absent.jsonl", "--html", "page.html"], "cannot read absent.jsonl"),
-        (["bench", "report", "LOG", "--html", "page.html"], "does not begin as a file of this version"),
+        (["bench", "MODEL", "--tokens", "10", "--workload", "chat"], "give 64 or more"),
+        (["bench", "./nowhere"], "there is no model folder at ./nowhere"),
         (["bench", "mine", "MODEL"], "Missing option '--prompts'"),
         (["bench", "mine", "MODEL", "--prompts", "absent.jsonl"], "absent.jsonl cannot be read"),
         (["bench", "mine", "MODEL", "--prompts", "LOG"], "has one prompt"),
@@ -55,23 +47,26 @@ def test_a_mistake_is_one_line(
     assert "Traceback" not in said.err
 
 
-def test_a_run_prints_tables_and_writes_samples_and_a_report(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", [["bench"], ["bench", "run"]])
+def test_a_run_compares_plain_transformers_with_ours(
+    command: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, page = tmp_path / "samples.jsonl", tmp_path / "page.html"
-    call = ["bench", str(folder), "--quick", "--workload", "few-shot", "--against", "kept-cache", "--tokens", "500"]
-    assert main([*call, "--out", str(out), "--report", str(page)]) == 0
+    assert main([*command, str(folder), "--workload", "chat", "--tokens", "300", "--new", "2"]) == 0
     said = capsys.readouterr()
-    assert "| few-shot | kept-cache | exact |" in said.out
-    header, sample = (json.loads(line) for line in out.read_text().splitlines())
-    assert header["settings"]["tokens"] == 500
-    assert header["settings"]["new"] == 3  # of --quick
-    assert header["machine"]["cores"] > 0
-    assert set(sample["warm"]) == {"kept-cache", "kvboost exact"}
-    assert str(folder.parent) not in out.read_text()
-    again = tmp_path / "again.html"
-    assert main(["bench", "report", str(out), "--html", str(again)]) == 0
-    assert again.read_text() == page.read_text()
+    assert "| chat     | exact |" in said.out
+    assert "7 of 7" in said.out
+    assert "1 of 1 workloads" in said.out
+    assert "dtype float32;" in said.out  # not auto
+    assert str(folder.parent) not in said.out
+    assert "chat: first tokens " in said.err
+
+
+def test_other_bits_are_exit_code_1(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvboost.bench.compare.bench", lambda *args, **more: Report("bench", failed=True))
+    assert main(["bench", str(folder)]) == 1
+    assert "other bits" in capsys.readouterr().err
 
 
 def test_ones_own_prompts_end_with_a_recommendation(
@@ -111,7 +106,7 @@ def test_the_commands_to_run_next_have_the_options_of_this_one(
     log.write_text('{"prompt": "one"}\n{"prompt": "two"}')
     rows = [{"ttft_ms": 10.0, "tokens": [1], "moved": 0, "exact": 0, "approximate": 0}] * 2
     slow = [{**row, "ttft_ms": 90.0} for row in rows]
-    tried = [Tried("exact", Pairing("mine", "plain", "exact", [10, 10], slow, rows), 1000, "float32")]  # type: ignore[arg-type]
+    tried = [Tried("exact", Pairing("mine", "exact", [10, 10], slow, rows), 1000)]  # type: ignore[arg-type]
     monkeypatch.setattr("kvboost.bench.mine.measure", lambda *args, **more: tried)
     options = ["--dtype", "float32", "--limit", "7"]
     assert main(["bench", "mine", str(folder), "--prompts", str(log), *options]) == 0

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.approx.yard.strategies import NONE
+from benchmarks.common.journal import Kind
 from benchmarks.common.quality import SEED, interval, mean_cell
-from kvboost.bench.journal import Kind
 from kvboost.bench.report import BenchError, Machine, Report, Spread, Table, ratios
 
 KIND = Kind("yardstick", 1, ("prompt", "history", "strategy"))

@@ -1,7 +1,7 @@
 """How much of a workload is found again in a cache that holds so many tokens: a replay that computes nothing.
 
-Used by :mod:`kvboost.bench.run` and :mod:`kvboost.bench.mine`. Chunks and keys are the engine's. The least recently
-used chunk goes first, which is simpler than the engine's own policy and a little worse.
+Used by :mod:`kvboost.bench.mine` and by ``benchmarks/bench``. Chunks and keys are the engine's. The least recently used
+chunk goes first, which is simpler than the engine's own policy and a little worse.
 """
 
 from __future__ import annotations

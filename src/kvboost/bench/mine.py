@@ -10,21 +10,18 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from kvboost.approx.calibration import CalibrationRow
 from kvboost.bench.capacity import hit_rates
-from kvboost.bench.contestants import OURS, Contestant, Missing
-from kvboost.bench.report import BenchError, Report, Spread
-from kvboost.bench.run import EXACT, Options, Unit, ours, quality_value, warm_up
-from kvboost.bench.summary import Pairing, pairings
+from kvboost.bench.compare import EXACT, REUSE, Pairing, compare, quality_settings
+from kvboost.bench.report import Machine, Spread, Table
 from kvboost.bench.workloads import Request
 from kvboost.core.chunking import BreakTable
+from kvboost.engine import KVBoost
 
 QUALITIES = (EXACT, "high", "fast")
-_PLAIN = "plain"
 _CONFIDENCE = 0.95
 _WORTH = 1.05  # a setting must be so much faster to be worth it
 _NEARLY_ALL = 0.98  # of what an unlimited cache finds
@@ -40,8 +37,6 @@ class Tried:
     pairing: Pairing
     bytes_per_token: int
     """What a token's KV takes in the cache."""
-    dtype: str | None
-    """What both ran in."""
 
     @property
     def gain(self) -> float:
@@ -92,35 +87,15 @@ class Recommendation:
 
 
 def measure(
-    options: Options, requests: Sequence[Request], qualities: Sequence[str] = QUALITIES, *, cache: str | None = None
+    model: Any, tokenizer: Any, requests: Sequence[Request], qualities: Sequence[str], *, new: int, cache: str | None
 ) -> list[Tried]:
-    """Every setting in turn with plain Transformers, which stays for all of them; ``cache`` is our cache's size."""
-    try:
-        return _measured(options, requests, qualities, {} if cache is None else {"cache_bytes": cache})
-    except Missing as error:  # here nothing is left without plain Transformers
-        raise BenchError(str(error)) from error
-
-
-def _measured(
-    options: Options, requests: Sequence[Request], qualities: Sequence[str], more: dict[str, Any]
-) -> list[Tried]:
-    longest = max(len(request.tokens) for request in requests)
-    first = min(requests, key=lambda request: len(request.tokens))
+    """Every setting in turn with plain Transformers; ``cache`` is our cache's size."""
+    more: dict[str, Any] = {} if cache is None else {"cache_bytes": cache}
     tried: list[Tried] = []
-    plain: Contestant | None = None
-    with ExitStack() as stack:
-        for quality in qualities:
-            with Contestant(OURS, options.engine(quality_value(quality), **more)) as engine:
-                warm_up(engine, first)
-                if plain is None:  # behind ours, whose dtype it is given
-                    settings = {**options.rival(longest), "dtype": engine.dtype}
-                    plain = stack.enter_context(Contestant(_PLAIN, settings))
-                    warm_up(plain, first)
-                unit = Unit({_PLAIN: plain, ours(quality): engine}, options, compared=False)
-                sample = unit.run(requests, True, f"your prompts with quality {quality}")
-                per_token = int(engine.ask("facts")["bytes_per_token"])
-            (pairing,) = pairings([{"workload": "mine", "rival": _PLAIN, "repeat": 0, **sample}])
-            tried.append(Tried(quality, pairing, per_token, engine.dtype))
+    for quality in qualities:
+        with KVBoost(model, tokenizer, **quality_settings(quality), **more) as engine:
+            pairing = compare("your prompts", requests, engine, new=new, cold=0)
+            tried.append(Tried(quality, pairing, int(engine.describe()["bytes per token"])))
     return tried
 
 
@@ -181,27 +156,18 @@ def confirm(one: Tried, *, tolerated: float, cache: str | None) -> str:
     return f"{'Confirmed' if good else 'Not confirmed'}: {said}."
 
 
-def report_of(tried: Sequence[Tried], options: Options) -> Report:
-    """The table."""
-    report = Report("bench mine")
-    columns = ["quality", "plain ms", "ours ms", "plain / ours", "all prompts", "exact %", "approx %", "same answer"]
-    count = len(tried[0].pairing.ours)
-    table = report.table(
-        f"Time to the first token of {count} prompts",
-        columns,
-        dtype=tried[0].dtype or options.dtype,
-        model=options.model,
-    )
+def table_of(tried: Sequence[Tried], machine: Machine) -> Table:
+    """What was measured."""
+    columns = ["quality", "plain ms", "ours ms", "plain / ours", "all prompts", *REUSE]
+    table = Table(f"Time to the first token of {len(tried[0].pairing.ours)} prompts", machine, columns)
     for one in tried:
         pairing = one.pairing
-        same, asked = pairing.same_answers()
-        sides: list[Any] = [Spread.of([r["ttft_ms"] for r in side]).text(0) for side in (pairing.theirs, pairing.ours)]
-        shares = [f"{100 * pairing.share(name):.0f}" for name in ("exact", "approximate")]
+        sides = [Spread.of([r["ttft_ms"] for r in side]).text(0) for side in (pairing.theirs, pairing.ours)]
         ratio = Spread.of(pairing.ratio()).text()
-        table.add(one.quality, *sides, ratio, f"{one.gain:.2f}", *shares, f"{same} of {asked}")
+        table.add(one.quality, *sides, ratio, f"{one.gain:.2f}", *pairing.reuse_cells())
     table.notes.append(
         "Median [lowest highest]; ratios prompt by prompt. all prompts: the sum of plain's times by the sum of ours. "
         "An answer is the same if plain Transformers gives the same greedy tokens; rounding alone may change one. "
         "A recommendation counts only the answers to prompts in which moved text was reused."
     )
-    return report
+    return table

@@ -1,16 +1,13 @@
-"""Texts for the workloads: made-up prose with facts one can ask for, and real code, in lengths counted in tokens.
+"""Texts for the workloads: made-up prose with facts one can ask for, in lengths counted in tokens.
 
-Used by :mod:`kvboost.bench.workloads`. Invariant: the same seed and tokenizer give the same texts, and nothing is
-downloaded.
+Used by :mod:`kvboost.bench.workloads` and by the repository's benchmarks. Invariant: the same seed and tokenizer give
+the same texts, and nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import random
-from functools import cached_property
 from typing import Any
-
-from kvboost.bench.measure import TextSource
 
 _WHO = ("engineer", "botanist", "clerk", "sailor", "teacher", "painter", "surveyor", "baker", "printer", "pilot")
 _DID = ("measured", "described", "repaired", "sold", "painted", "crossed", "copied", "planned", "counted", "found")
@@ -31,16 +28,12 @@ class Writer:
     """Texts of about so many tokens."""
 
     def __init__(self, tokenizer: Any, *, seed: int) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.rng = random.Random(seed)
-
-    @cached_property
-    def _source(self) -> TextSource:
-        return TextSource(self._tokenizer)
 
     def count(self, text: str) -> int:
         """Tokens of a text."""
-        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def fact(self) -> tuple[str, str]:
         """A sentence, and a question that it answers."""
@@ -65,11 +58,6 @@ class Writer:
             questions.append(asked)
             length += self.count(" " + said)
         return " ".join(sentences), self.rng.choice(questions)
-
-    def code(self, tokens: int) -> str:
-        """Lines of Python from the standard library, another part of it at every call."""
-        text = self._source.words(self.rng.randrange(2**30), max(1, tokens))
-        return text.partition("\n")[2].rpartition("\n")[0] or text
 
     def words(self, tokens: int) -> str:
         """Words in no order, which nothing else has."""

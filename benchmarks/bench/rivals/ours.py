@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 import kvboost
-from kvboost.bench.quality import agreement, harm
 from kvboost.engine import KVBoost
 from kvboost.types import GenerationMode, GenerationResult
 
 from .protocol import Answer, Clock, FirstToken
+from .quality import agreement, harm
 
 _LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 

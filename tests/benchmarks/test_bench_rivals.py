@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from kvboost.bench.rivals.llama_cpp_engine import LlamaCpp
-from kvboost.bench.rivals.predecessor import Predecessor
-from kvboost.bench.rivals.protocol import Answer, Clock, _rss_peak, _serve, _threads
-from kvboost.bench.rivals.transformers_batching import Batching
+from benchmarks.bench.rivals.llama_cpp_engine import LlamaCpp
+from benchmarks.bench.rivals.predecessor import Predecessor
+from benchmarks.bench.rivals.protocol import Answer, Clock, _rss_peak, _serve, _threads
+from benchmarks.bench.rivals.transformers_batching import Batching
 
 ORDER: dict[str, Any] = {"do": "generate", "tokens": [1, 2, 3], "text": "one two three", "new": 2}
 
@@ -99,5 +99,5 @@ def test_a_peak_of_memory_can_begin_anew(monkeypatch: pytest.MonkeyPatch) -> Non
     def refused(*_: Any, **__: Any) -> Any:
         raise PermissionError
 
-    monkeypatch.setattr("kvboost.bench.rivals.protocol.open", refused, raising=False)
+    monkeypatch.setattr("benchmarks.bench.rivals.protocol.open", refused, raising=False)
     assert _serve(engine, {"do": "forget", "reset_peak": True}) == {"peak_reset": False}

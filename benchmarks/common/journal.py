@@ -1,7 +1,7 @@
 """The file of samples: one JSON object a line, appended as they come, so that a run of hours can be continued.
 
-Used by `kvboost bench` and by the yardstick. Invariants: the first line has the settings and the machine, and a run
-with others is refused; a sample is in the file before the next one is measured; a line that an interrupted run left
+Used by the bench, the yardstick and proofs in parts. Invariants: the first line has the settings and the machine, and a
+run with others is refused; a sample is in the file before the next one is measured; a line that an interrupted run left
 unfinished is dropped.
 """
 

@@ -1,7 +1,7 @@
 """Runs workloads: a rival and our engine get the same prompts in turn, request by request.
 
-Called by :mod:`kvboost.cli.bench`. A unit is one workload against one rival; it is written when it is done, so that a
-run can be continued. Invariants: who goes first changes with every request; nobody else runs meanwhile; the same
+Called by :mod:`benchmarks.approx.bench`. A unit is one workload against one rival; it is written when it is done, so
+that a run can be continued. Invariants: who goes first changes with every request; nobody else runs meanwhile; the same
 prompts are asked again with empty caches (the cold control); what keeps logits is not timed.
 """
 
@@ -14,22 +14,23 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench.contestants import OURS, RIVALS, Contestant, Missing, how_to_add
+from benchmarks.bench.summary import left_out, pairings
+from benchmarks.bench.workloads import RECIPES, TextRequest, build, with_text
+from benchmarks.common.journal import Journal, Kind, check_same
+from benchmarks.internals import ModelSource, break_table, load_tokenizer
 from kvboost import __version__
 from kvboost.bench.capacity import hit_rates
-from kvboost.bench.contestants import OURS, RIVALS, Contestant, Missing, how_to_add
-from kvboost.bench.journal import Journal, Kind, check_same
+from kvboost.bench.compare import EXACT, Sample, quality_settings, spread_out, take_turns
 from kvboost.bench.report import BenchError, Progress, Spread, say
-from kvboost.bench.summary import left_out, pairings
 from kvboost.bench.texts import Writer
-from kvboost.bench.workloads import RECIPES, Encoder, Request, build
-from kvboost.hf.breaks import break_table
-from kvboost.hf.loading import ModelSource, load_tokenizer
+from kvboost.bench.workloads import encode
 
 KIND = Kind("kvboost bench", 3, ("workload", "rival", "repeat"))
-EXACT = "exact"
 CAPACITY, RECOMPUTE = "(capacity)", "(recompute)"
 """In place of a rival: units that measure our engine alone."""
 SKIPPED = "(skipped)"
@@ -65,9 +66,9 @@ class Options:
         about = {"model": Path(path).resolve().name, "files": _files_digest(path), "data": data}
         return {**about, "kvboost": __version__, **same}
 
-    def engine(self, quality: float | str, **more: Any) -> dict[str, Any]:
+    def engine(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """What our process is given."""
-        return {"model": ModelSource(self.model).path, "dtype": self.dtype, "engine": {"quality": quality, **more}}
+        return {"model": ModelSource(self.model).path, "dtype": self.dtype, "engine": dict(settings)}
 
     def rival(self, longest: int) -> dict[str, Any]:
         """What a rival's process is given."""
@@ -118,8 +119,7 @@ class Bench:
         self._options, self._journal = options, journal
         say(f"loading the tokenizer of {options.model}")
         self._tokenizer = load_tokenizer(ModelSource(options.model))
-        self._encoder = Encoder(self._tokenizer)
-        self._built: dict[tuple[str, int], list[Request]] = {}
+        self._built: dict[tuple[str, int], list[TextRequest]] = {}
 
     def run(self, workloads: Sequence[str], rivals: Sequence[str], *, alone: bool) -> list[str]:
         """Measure what is not in the file yet; ``alone`` adds the units without rivals. Returns who was left out."""
@@ -189,7 +189,7 @@ class Bench:
     def _units(self, workloads: Sequence[str]) -> list[tuple[str, int]]:
         return [(workload, repeat) for repeat in range(self._options.repeat) for workload in workloads]
 
-    def _requests(self, workload: str, repeat: int) -> list[Request]:
+    def _requests(self, workload: str, repeat: int) -> list[TextRequest]:
         if (workload, repeat) not in self._built:
             options = self._options
             self._built[workload, repeat] = build(
@@ -216,16 +216,23 @@ class Bench:
             qualities.append(self._options.quality)
         for quality in qualities:
             if quality not in started:
-                started[quality] = stack.enter_context(self._engine(quality_value(quality)))
+                started[quality] = stack.enter_context(self._engine(quality_settings(quality)))
         return {ours(quality): started[quality] for quality in qualities}
 
-    def _engine(self, quality: float | str, **more: Any) -> Contestant:
-        return self._warm(Contestant(OURS, self._options.engine(quality, **more)))
+    def _engine(self, settings: Mapping[str, Any]) -> Contestant:
+        return self._warm(Contestant(OURS, self._options.engine(settings)))
 
     def _warm(self, contestant: Contestant) -> Contestant:
-        """A request that nobody counts: first calls of kernels and of memory."""
+        """The contestant after a request that nobody counts: first calls of kernels and of memory."""
         # Not cut: of a cut text a rival's tokenizer may make other tokens.
-        warm_up(contestant, self._encoder.request(Writer(self._tokenizer, seed=-1).words(self._options.tokens // 2)))
+        text = Writer(self._tokenizer, seed=-1).words(self._options.tokens // 2)
+        order = _order(with_text(encode(self._tokenizer, text), self._tokenizer), new=2)
+        try:
+            contestant.ask("generate", **order)
+            contestant.ask("forget")
+        except (BenchError, Missing):
+            contestant.close()
+            raise
         return contestant
 
     def _alone(self, workloads: Sequence[str]) -> None:
@@ -240,12 +247,12 @@ class Bench:
                 points = [self._recomputed(self._requests(workload, 0), ratio) for ratio in _RATIOS]
                 self._journal.add({"workload": workload, "rival": RECOMPUTE, "repeat": 0, "points": points})
 
-    def _recomputed(self, requests: Sequence[Request], ratio: float) -> dict[str, Any]:
+    def _recomputed(self, requests: Sequence[TextRequest], ratio: float) -> dict[str, Any]:
         """The quality of answers with this share of the moved tokens recomputed."""
         how: dict[str, Any] = {"recompute_ratio": ratio} if ratio else {"recompute_strategy": "none"}
         progress = Progress(f"quality with {ratio:.0%} recomputed", len(requests))
         found = []
-        with self._engine("fast", force_approx=True, **how) as contestant:
+        with self._engine({"quality": "fast", "force_approx": True, **how}) as contestant:
             for request in requests:
                 answer = contestant.ask("generate", **_order(request, new=self._options.new), compare=True)
                 if "quality" in answer:
@@ -261,22 +268,7 @@ def _say_ratios(sample: Mapping[str, Any]) -> None:
         say(f"{found.workload} against {found.rival}: first tokens {faster} times as fast with quality {found.engine}")
 
 
-def quality_value(quality: str) -> float | str:
-    """A quality as the engine takes it: a name, or a share."""
-    return float(quality) if quality[:1].isdigit() else quality
-
-
-def warm_up(contestant: Contestant, request: Request) -> None:
-    """Let a contestant answer once and forget it; one that cannot is ended."""
-    try:
-        contestant.ask("generate", **_order(request, new=2))
-        contestant.ask("forget")
-    except (BenchError, Missing):
-        contestant.close()
-        raise
-
-
-def _order(request: Request, *, new: int) -> dict[str, Any]:
+def _order(request: TextRequest, *, new: int) -> dict[str, Any]:
     return {"tokens": request.tokens, "text": request.text, "boundaries": request.boundaries, "new": new}
 
 
@@ -296,10 +288,9 @@ class Unit:
                     f"{one.name}: it runs in {one.dtype} and ours in {own}, which is no comparison; set --dtype"
                 )
 
-    def run(self, requests: Sequence[Request], moves: bool, label: str) -> dict[str, Any]:
+    def run(self, requests: Sequence[TextRequest], moves: bool, label: str) -> dict[str, Any]:
         """Warm in the order of the workload, then the cold control, then what is not timed."""
-        count = min(self._options.cold, len(requests))
-        chosen = [requests[(2 * number + 1) * len(requests) // (2 * count)] for number in range(count)]
+        chosen = spread_out(requests, self._options.cold)
         approximate = [name for name, one in self._contestants.items() if one.name == OURS and name != ours(EXACT)]
         again = approximate if self._compared else []
         steps = (len(requests) + len(chosen)) * len(self._contestants) + len(requests) * len(again)
@@ -324,24 +315,20 @@ class Unit:
         }
 
     def _asked(
-        self, requests: Sequence[Request], progress: Progress, *, moves: bool, cold: bool = False
-    ) -> dict[str, list[dict[str, Any]]]:
+        self, requests: Sequence[TextRequest], progress: Progress, *, moves: bool, cold: bool = False
+    ) -> dict[str, list[Sample]]:
         """Everyone's answers. Cold ones have one token: their time is the prompt's and what it takes to keep its KV."""
-        answers: dict[str, list[dict[str, Any]]] = {name: [] for name in self._contestants}
-        names = list(self._contestants)
-        for number, request in enumerate(requests):
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
-                contestant = self._contestants[name]
-                if cold:
-                    contestant.ask("forget")
-                order = _order(request, new=1 if cold else self._options.new)
-                answers[name].append(contestant.ask("generate", **order, moves=moves))
-                progress.step()
-        return answers
+        asked = {name: partial(self._ask, one, moves=moves, cold=cold) for name, one in self._contestants.items()}
+        return take_turns(asked, requests, progress)
+
+    def _ask(self, contestant: Contestant, request: TextRequest, *, moves: bool, cold: bool) -> dict[str, Any]:
+        if cold:
+            contestant.ask("forget")
+        order = _order(request, new=1 if cold else self._options.new)
+        return contestant.ask("generate", **order, moves=moves)
 
     def _compare(
-        self, engine: Contestant, requests: Sequence[Request], answers: Sequence[dict[str, Any]], progress: Progress
+        self, engine: Contestant, requests: Sequence[TextRequest], answers: Sequence[Any], progress: Progress
     ) -> None:
         """The same requests from the beginning, so that the same is reused; adds ``quality`` to the timed answers."""
         engine.ask("forget")
@@ -351,7 +338,7 @@ class Unit:
                 answer["quality"] = found["quality"]
             progress.step()
 
-    def _bitwise(self, request: Request) -> bool | None:
+    def _bitwise(self, request: TextRequest) -> bool | None:
         """Whether a warm run of ours has a cold one's bits; None where it is not asked."""
         engine = self._contestants.get(ours(EXACT))
         if not self._compared or engine is None:

@@ -1,6 +1,6 @@
 """The other side of a contestant's process: starts it, asks it, stops it while others are timed, and ends it.
 
-Used by :mod:`kvboost.bench.run`. Invariants: a contestant that is not asked uses no processor (SIGSTOP); a rival's
+Used by :mod:`benchmarks.bench.run`. Invariants: a contestant that is not asked uses no processor (SIGSTOP); a rival's
 environment never sees this package unless it is one of ours.
 """
 

@@ -1,6 +1,6 @@
 """Questions with passages and answers from a file, as MuSiQue is prepared for CacheBlend's evaluation.
 
-Used by the RAG workload (``--data``) and by the repository's benchmarks.
+Used by the bench's RAG workload (``--data``) and by other benchmarks.
 """
 
 from __future__ import annotations

@@ -10,12 +10,50 @@ from pathlib import Path
 
 import pytest
 
-from kvboost.bench.contestants import Contestant, Missing
-from kvboost.bench.journal import Journal, load
-from kvboost.bench.page import html_report
+from benchmarks.bench.contestants import Contestant, Missing
+from benchmarks.bench.page import html_report
+from benchmarks.bench.run import CAPACITY, KIND, SKIPPED, Bench, Options, _without_folders
+from benchmarks.bench.summary import (
+    COLUMNS,
+    DETAILS,
+    Pairing,
+    break_even,
+    details,
+    left_out,
+    pairings,
+    percentile,
+    report_of,
+    row,
+)
+from benchmarks.common.journal import Journal, load
 from kvboost.bench.report import BenchError, Machine, describe_machine
-from kvboost.bench.run import CAPACITY, KIND, SKIPPED, Bench, Options, _without_folders
-from kvboost.bench.summary import COLUMNS, DETAILS, details, left_out, pairings, report_of, row
+from tests.helpers.serving import tiny_folder
+
+_STAND_IN = """#!/bin/sh
+echo '{"ready": true, "versions": {"path": "'"$PYTHONPATH"'"}, "dtype": "float32", "threads": 2}'
+while read -r line; do
+  case "$line" in
+    *'"do": "generate"'*)
+      echo '{"ttft_ms": 50, "cpu_ms": 40, "total_ms": 60, "total_cpu_ms": 45, "tokens": [1], "cached": 0}' ;;
+    *'"do": "status"'*) echo '{"rss_peak": 1000000}' ;;
+    *) echo '{}' ;;
+  esac
+done
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_folder(tmp_path_factory.mktemp("bench") / "tiny-llama", max_position_embeddings=8192))
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python that answers as a rival would, at once, and says what it was given."""
+    script = tmp_path_factory.mktemp("rival") / "python"
+    script.write_text(_STAND_IN)
+    script.chmod(0o755)
+    return script
 
 
 def journal_of(options: Options, file: Path) -> Journal:
@@ -36,8 +74,8 @@ def file(model: str, stand_in: Path, tmp_path_factory: pytest.TempPathFactory, s
     with journal_of(options, out) as journal:
         rivals = ["llama-cpp", "plain", "kept-cache", "vllm", "kvboost-0.9"]  # the first one is not there
         with pytest.MonkeyPatch.context() as patch:
-            for module in ("run", "report"):
-                patch.setattr(f"kvboost.bench.{module}.say", said.append)
+            for module in ("benchmarks.bench.run", "kvboost.bench.report"):
+                patch.setattr(f"{module}.say", said.append)
             reasons = Bench(options, journal).run(["chat"], rivals, alone=True)
     assert reasons == [
         "llama-cpp: in an environment of its own run pip install llama-cpp-python; then add "
@@ -85,7 +123,7 @@ def test_a_rival_does_not_see_this_package(file: Path, monkeypatch: pytest.Monke
 
 
 def test_a_second_run_measures_nothing_again(file: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvboost.bench.run.Contestant", lambda *args, **more: pytest.fail("started again"))
+    monkeypatch.setattr("benchmarks.bench.run.Contestant", lambda *args, **more: pytest.fail("started again"))
     before = file.read_bytes()
     options = Options(model, tokens=700, new=3, cold=1)
     with journal_of(options, file) as journal:
@@ -130,7 +168,7 @@ def test_a_file_is_not_continued_with_another_version_of_ours_or_other_data(
     with pytest.raises(BenchError, match="was begun with data 'questions.json .*' instead of 'questions.json "):
         journal_of(options, out)
     data.write_text("[1]")
-    monkeypatch.setattr("kvboost.bench.run.__version__", "7.0")
+    monkeypatch.setattr("benchmarks.bench.run.__version__", "7.0")
     with pytest.raises(BenchError, match="was begun with kvboost .* instead of '7.0'"):
         journal_of(options, out)
     assert str(tmp_path) not in out.read_text()
@@ -155,7 +193,7 @@ def test_a_rival_goes_on_with_the_python_and_the_file_it_began_with(
     with pytest.raises(BenchError, match="llama-cpp was measured with python .*; continue it as it was begun"):
         goes_on(replace(options, pythons={"llama-cpp": str(other)}), "chat")
     monkeypatch.setenv("PYTHONPATH", "/another/version")
-    monkeypatch.setattr("kvboost.bench.contestants._OF_OURS", ("kvboost", "llama-cpp"))  # so that it sees the path
+    monkeypatch.setattr("benchmarks.bench.contestants._OF_OURS", ("kvboost", "llama-cpp"))  # so that it sees the path
     with pytest.raises(BenchError, match="llama-cpp was measured with path '' instead of '/another/version'"):
         goes_on(options, "chat")
     monkeypatch.undo()
@@ -228,6 +266,15 @@ def test_tables_and_page_say_what_was_measured(file: Path) -> None:
     assert str(file.parent) not in page
 
 
+def test_break_even_is_the_shortest_length_from_which_on_ours_is_faster() -> None:
+    theirs, ours = ([{"ttft_ms": ms} for ms in side] for side in ([100.0] * 4, (50.0, 150.0, 90.0, 50.0)))
+    pairing = Pairing("document", "exact", [100, 200, 300, 400], theirs, ours, rival="plain")
+    assert break_even(pairing) == 300
+    pairing.ours[-1]["ttft_ms"] = 200.0  # type: ignore[index]
+    assert break_even(pairing) is None
+    assert percentile([1.0, 2.0, 3.0], 0.5) == 2.0
+
+
 def test_other_bits_fail_the_run(file: Path) -> None:
     header, samples = load(file, KIND)
     next(sample for sample in samples if "bitwise" in sample)["bitwise"] = False
@@ -262,7 +309,7 @@ def test_a_rival_that_fails_is_left_out_and_ours_ends_the_run(model: str, tmp_pa
 
 
 def test_whoever_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvboost.bench.contestants._LIMIT_S", 0.6)
+    monkeypatch.setattr("benchmarks.bench.contestants._LIMIT_S", 0.6)
     hung = tmp_path / "python"
     ready = '{"ready": true, "versions": {}, "dtype": null, "threads": null}'
     hung.write_text(f"#!/bin/sh\necho '{ready}'\nexec sleep 60\n")

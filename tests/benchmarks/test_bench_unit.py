@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvboost.bench.contestants import Missing
-from kvboost.bench.run import Options, Unit
-from kvboost.bench.workloads import Request
+from benchmarks.bench.contestants import Missing
+from benchmarks.bench.run import Options, Unit
+from benchmarks.bench.workloads import TextRequest
 
 
 class Listener:
@@ -35,7 +35,7 @@ def ran(*, compared: bool) -> tuple[list[tuple[Any, ...]], dict[str, Any]]:
         "kvboost exact": Listener("kvboost", heard),
         "kvboost fast": Listener("kvboost", heard),
     }
-    requests = [Request([number], "", [], True) for number in range(3)]
+    requests = [TextRequest([number], []) for number in range(3)]
     sample = Unit(contestants, Options("model", cold=1), compared=compared).run(requests, True, "label")
     return heard, sample
 

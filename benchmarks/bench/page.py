@@ -1,6 +1,6 @@
 """The HTML report: one file with tables and plots that needs nothing else.
 
-Called by :mod:`kvboost.cli.bench` with what files of samples hold.
+Called by :mod:`benchmarks.approx.bench` and :mod:`benchmarks.approx.bench_report` with what files of samples hold.
 """
 
 from __future__ import annotations
@@ -8,23 +8,24 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib.resources import files
+from pathlib import Path
 from string import Template
 from typing import Any
 
-from kvboost.bench import summary
-from kvboost.bench.contestants import OURS, RIVALS
-from kvboost.bench.plots import COLOURS, Plot, Point, svg
-from kvboost.bench.run import CAPACITY, EXACT, RECOMPUTE
-from kvboost.bench.summary import Pairing, Sample
-from kvboost.bench.workloads import RECIPES
+from benchmarks.bench import summary
+from benchmarks.bench.contestants import OURS, RIVALS
+from benchmarks.bench.plots import COLOURS, Plot, Point, svg
+from benchmarks.bench.run import CAPACITY, RECOMPUTE
+from benchmarks.bench.summary import Pairing
+from benchmarks.bench.workloads import RECIPES
+from kvboost.bench.compare import EXACT, Sample
 
 _FASTER = summary.COLUMNS.index("faster")
 
 
 def html_report(runs: Sequence[tuple[Mapping[str, Any], Sequence[Sample]]]) -> str:
     """A page over the header and the samples of each file."""
-    page = Template((files("kvboost.bench") / "page.html").read_text(encoding="utf-8"))
+    page = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     return page.substitute(sections="\n  ".join(_section(header, samples) for header, samples in runs))
 
 

@@ -1,8 +1,8 @@
 """What samples say: ratios pair by pair with their spread, reuse by trust, quality, memory; as figures and as tables.
 
-Used by the terminal's tables, the HTML report and ``bench mine``. Invariant: a ratio is taken of two requests with the
-same tokens that were asked in the same turn (with three contestants, one may have run between them), and above one our
-engine was faster.
+Used for the terminal's tables and the HTML report. Invariant: a ratio is taken of two requests with the same tokens
+that were asked in the same turn (with three contestants, one may have run between them), and above one our engine was
+faster.
 """
 
 from __future__ import annotations
@@ -13,26 +13,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvboost.bench.contestants import OURS
-from kvboost.bench.report import Machine, Report, Spread, Table, ratios
+from benchmarks.bench.contestants import OURS
+from kvboost.bench import compare
+from kvboost.bench.compare import REUSE, Sample
+from kvboost.bench.report import Machine, Report, Spread, Table
 
-Sample = Mapping[str, Any]
 _STEPS = 4  # lengths that are told apart between one and its double
 
 
 @dataclass
-class Pairing:
-    """One workload, one rival and one engine of ours, over all repeats. Lists go together, request by request."""
+class Pairing(compare.Pairing):
+    """One workload, one rival and one engine of ours, over all repeats, in processes of their own."""
 
-    workload: str
-    rival: str
-    engine: str
-    prompts: list[int] = field(default_factory=list)
-    """Tokens of each prompt that counts."""
-    theirs: list[Sample] = field(default_factory=list)
-    ours: list[Sample] = field(default_factory=list)
-    cold_theirs: list[Sample] = field(default_factory=list)
-    cold_ours: list[Sample] = field(default_factory=list)
+    rival: str = ""
     memory: tuple[int, int] = (0, 0)
     """Peaks of the rival's process and of ours, in bytes."""
     running_peaks: set[str] = field(default_factory=set)
@@ -44,23 +37,9 @@ class Pairing:
     bitwise: bool | None = None
     """Whether a warm run had the bits of a cold one; None if it was not asked."""
 
-    def ratio(self, name: str = "ttft_ms", *, cold: bool = False) -> list[float]:
-        """Theirs by ours, pair by pair."""
-        theirs, own = (self.cold_theirs, self.cold_ours) if cold else (self.theirs, self.ours)
-        return ratios([one[name] for one in theirs], [max(one[name], 1e-3) for one in own])
-
-    def share(self, name: str) -> float:
-        """Prompt tokens of a kind (``exact``, ``approximate``, ``recomputed``), of all."""
-        return float(sum(one[name] for one in self.ours) / max(1, sum(self.prompts)))
-
     def reuse(self) -> list[float]:
         """Of each request the share that our engine did not compute."""
         return [one["cached"] / prompt for one, prompt in zip(self.ours, self.prompts, strict=True)]
-
-    def same_answers(self) -> tuple[int, int]:
-        """Greedy answers of ours that are the rival's, and all."""
-        pairs = zip(self.ours, self.theirs, strict=True)
-        return sum(a["tokens"] == b["tokens"] for a, b in pairs), len(self.ours)
 
     def mean_quality(self, name: str) -> float | None:
         """Mean ``kl`` or ``regret`` over the answers that used approximate KV; None if none did."""
@@ -82,11 +61,9 @@ def pairings(samples: Iterable[Sample]) -> list[Pairing]:
         rival = sample["rival"]
         for engine in (name for name in sample["warm"] if name != rival):
             key = sample["workload"], rival, engine.removeprefix(f"{OURS} ")
-            pairing = found.setdefault(key, Pairing(*key))
-            counted = [number for number, counts in enumerate(sample["counts"]) if counts]
-            pairing.prompts += [sample["prompts"][number] for number in counted]
-            pairing.theirs += [sample["warm"][rival][number] for number in counted]
-            pairing.ours += [sample["warm"][engine][number] for number in counted]
+            pairing = found.setdefault(key, Pairing(key[0], key[2], rival=rival))
+            for number in (number for number, counts in enumerate(sample["counts"]) if counts):
+                pairing.add(sample["prompts"][number], sample["warm"][rival][number], sample["warm"][engine][number])
             pairing.cold_theirs += sample["cold"][rival]
             pairing.cold_ours += sample["cold"][engine]
             peaks = sample["rss_peak"]
@@ -138,40 +115,16 @@ def medians_by_length(points: Iterable[tuple[float, float]]) -> list[tuple[float
     ]
 
 
-COLUMNS = (
-    "workload",
-    "against",
-    "ours",
-    "theirs ms",
-    "ours ms",
-    "faster",
-    "CPU",
-    "cold",
-    "exact %",
-    "approx %",
-    "same answer",
-    "KL",
-)
+COLUMNS = ("workload", "against", "ours", "theirs ms", "ours ms", "faster", "CPU", "cold", *REUSE, "KL")
 
 
 def row(pairing: Pairing) -> list[str]:
     """The cells of :data:`COLUMNS`."""
-    same, count = pairing.same_answers()
+    workload, engine, theirs, ours, faster, *rest = compare.row(pairing)
+    cpu = Spread.of(pairing.ratio("cpu_ms")).text()
     divergence = pairing.mean_quality("kl")
-    return [
-        pairing.workload,
-        pairing.rival,
-        pairing.engine,
-        f"{statistics.median(one['ttft_ms'] for one in pairing.theirs):.0f}",
-        f"{statistics.median(one['ttft_ms'] for one in pairing.ours):.0f}",
-        Spread.of(pairing.ratio()).text(),
-        Spread.of(pairing.ratio("cpu_ms")).text(),
-        Spread.of(pairing.ratio("total_ms", cold=True)).text() if pairing.cold_ours else "-",
-        f"{100 * pairing.share('exact'):.0f}",
-        f"{100 * pairing.share('approximate'):.0f}",
-        f"{same} of {count}",
-        f"{divergence:.4f}" if divergence is not None else "-",
-    ]
+    found = f"{divergence:.4f}" if divergence is not None else "-"
+    return [workload, pairing.rival, engine, theirs, ours, faster, cpu, *rest, found]
 
 
 DETAILS = ("workload", "against", "ours", "p50 ms", "p95 ms", "total ms", "tokens/s", "memory MB", "regret", "flips")

@@ -1,6 +1,6 @@
 """Plots as SVG text, for the HTML report: axes, dots and lines in the page's own colours.
 
-Used by :mod:`kvboost.bench.page`. Invariant: the same data give the same text, and nothing is loaded from elsewhere.
+Used by :mod:`benchmarks.bench.page`. Invariant: the same data give the same text, and nothing is loaded from elsewhere.
 """
 
 from __future__ import annotations

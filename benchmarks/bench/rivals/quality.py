@@ -1,4 +1,4 @@
-"""How near the logits of one reading are to those of another: what `kvboost bench` and the yardstick measure with."""
+"""How near the logits of one reading are to those of another: what the bench and the yardstick measure with."""
 
 from __future__ import annotations
 
