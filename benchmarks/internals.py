@@ -30,11 +30,11 @@ from kvboost.core.chunking import ContentChunker, FixedChunker, NaturalChunker, 
 from kvboost.core.guarded import GuardedStore, loads_of
 from kvboost.core.identity import PromptKeys
 from kvboost.core.keys import chunk_keys, token_array
-from kvboost.core.loader import KVLoader
 from kvboost.core.plan import plan_reuse, reusable_chunks
 from kvboost.core.prefill import tokens_by_tier
 from kvboost.core.session import Session
 from kvboost.core.verify import same_bits
+from kvboost.core.workspaces import KVLoader
 from kvboost.engine import KVBoost
 from kvboost.engine.memory import workload
 from kvboost.extend import RepairStrategy

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvboost.core.costs import CostModel
+from kvboost.core.costs import CostModel, StageClock
 
 
 def test_before_anything_was_seen_a_forward_costs_something() -> None:
@@ -82,3 +82,14 @@ def test_moving_costs_what_it_took_lately() -> None:
     for _ in range(300):
         costs.observe_reposition(tokens=1000, seconds=0.1)
     assert costs.reposition_seconds(500) == pytest.approx(0.05, rel=0.05)
+
+
+def test_a_stage_gets_the_time_since_the_last_lap_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 10.5, 11.5, 11.75, 13.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    clock = StageClock()
+    clock.lap("plan")
+    clock.lap("prefill")
+    clock.lap("plan")
+    assert clock.stages() == {"plan": 750.0, "prefill": 1000.0}
+    assert clock.elapsed_ms == 3000.0

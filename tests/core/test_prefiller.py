@@ -14,12 +14,12 @@ import torch
 from kvboost.core.costs import CostModel
 from kvboost.core.guarded import GuardedStore
 from kvboost.core.identity import PromptKeys
-from kvboost.core.loader import KVLoader
 from kvboost.core.non_prefix import NoApprox
 from kvboost.core.prefill import PrefillState
 from kvboost.core.prefiller import Prefiller, RequestCancelled, finish_together
 from kvboost.core.spans import ApproxSpans, RepairOutcome
 from kvboost.core.verify import same_bits, warm_equals_cold
+from kvboost.core.workspaces import KVLoader
 from kvboost.steps import StepRule
 from kvboost.store import MemoryStore
 from kvboost.types import KVBlock, LoadReport

@@ -1,12 +1,39 @@
-"""How long prefill and repair take on this machine with this model, learnt from the requests themselves.
+"""Time: of one request by stage, and what prefill and repair are expected to take, learnt from the requests.
 
-Used to decide whether repositioning chunks is faster than computing. Invariant: no extra work is timed; a request's
+The costs decide whether repositioning chunks is faster than computing. Invariant: no extra work is timed; a request's
 own stages are observed once its first token exists, when even an asynchronous device has finished them.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from types import MappingProxyType
+from typing import Any
+
+
+class StageClock:
+    """Starts when made. ``lap(stage)`` adds the time since the last lap to ``stage``."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.perf_counter()
+        self._stages: dict[str, float] = {}
+
+    def lap(self, stage: str) -> None:
+        """Add the time since the last lap to ``stage``."""
+        now = time.perf_counter()
+        self._stages[stage] = self._stages.get(stage, 0.0) + (now - self._last) * 1000.0
+        self._last = now
+
+    @property
+    def elapsed_ms(self) -> float:
+        """Milliseconds since the call."""
+        return (time.perf_counter() - self._start) * 1000.0
+
+    def stages(self) -> MappingProxyType[str, Any]:
+        """Milliseconds by stage."""
+        return MappingProxyType(dict(self._stages))
+
 
 _DECAY = 0.98  # of earlier observations with each new one: about the last fifty count
 _DEFAULT_FIXED_TOKENS = 32.0  # the fixed cost of a forward, in tokens, before anything was observed

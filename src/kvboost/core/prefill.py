@@ -17,7 +17,7 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Self
 
 from kvboost.core.backend import KVCache
-from kvboost.core.clock import StageClock
+from kvboost.core.costs import StageClock
 from kvboost.core.guarded import EmptyLease, loads_of
 from kvboost.core.identity import KeySnapshot
 from kvboost.core.plan import ReusePlan, plan_reuse, reusable_chunks

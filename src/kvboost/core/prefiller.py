@@ -13,15 +13,13 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from kvboost.core.backend import Codec, JointRunner, KVCache, Runner
-from kvboost.core.clock import StageClock
-from kvboost.core.costs import CostModel
+from kvboost.core.costs import CostModel, StageClock
 from kvboost.core.guarded import EmptyLease, GuardedStore, JoinedLease, loads_of
 from kvboost.core.identity import PromptKeys
-from kvboost.core.loader import KVLoader
 from kvboost.core.non_prefix import NoApprox, NonPrefixReuse
 from kvboost.core.prefill import ChunkedPrompt, ExactHits, PrefillState, tokens_by_tier
 from kvboost.core.spans import ApproxSpans
-from kvboost.core.workspaces import WorkspacePool
+from kvboost.core.workspaces import KVLoader, WorkspacePool
 from kvboost.extend import Lease
 from kvboost.steps import StepRule
 from kvboost.types import NOTHING_LOADED, Chunk, Fetched, KVBlock, ModelSnapshot, PutOutcome, context_before

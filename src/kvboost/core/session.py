@@ -13,13 +13,13 @@ from functools import partial
 from typing import Protocol
 
 from kvboost.capacity import HOST_BUDGETS
-from kvboost.core.clock import StageClock
-from kvboost.core.fetching import fetch
+from kvboost.core.costs import StageClock
+from kvboost.core.guarded import joined_loads
 from kvboost.core.prefill import ChunkedPrompt, PrefillState
 from kvboost.core.prefiller import Prefiller
 from kvboost.errors import CapacityError
 from kvboost.extend import ChunkStore, LayeredStore
-from kvboost.types import Fetched
+from kvboost.types import NOTHING_LOADED, Fetched
 
 
 class SequenceLimits(Protocol):
@@ -126,3 +126,18 @@ def nothing_to_fetch() -> Future[int]:
     nothing: Future[int] = Future()
     nothing.set_result(0)
     return nothing
+
+
+def fetch(prefiller: Prefiller, prompt: ChunkedPrompt, *, approx: bool) -> Fetched:
+    """Bring up the prompt's leading chunks and the end of an earlier prompt; with ``approx``, other chunks too."""
+    store, usable = prefiller.store, prompt.usable
+    exact, known = store.fetch(prompt.lookup)
+    content = NOTHING_LOADED
+    if approx:
+        first = prefiller.approx.first_wanted(usable, available=min(known, len(usable)))
+        if first is not None and first < len(usable):
+            content = store.fetch_content(usable, after=first)
+    tail = prefiller.stored_tail(prompt, known)
+    if tail is not None:
+        exact = joined_loads(exact, store.fetch([tail])[0])
+    return Fetched(exact, content)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvboost.core.clock import StageClock
+from kvboost.core.costs import StageClock
 from kvboost.errors import UnsupportedModelError
 from kvboost.hf.generate import end_token_ids, pad_token_id, run_generate
 from kvboost.hf.prompt import PromptEncoder

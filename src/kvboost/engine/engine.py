@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvboost.capacity import MemoryEstimate
 from kvboost.config import parse_bytes
-from kvboost.core.clock import StageClock
+from kvboost.core.costs import StageClock
 from kvboost.core.non_prefix import NoApprox
 from kvboost.core.session import Session, nothing_to_fetch
 from kvboost.engine.assembly import checked_config, split_settings
@@ -22,9 +22,8 @@ from kvboost.engine.estimate import estimate_engine
 from kvboost.engine.generation import Request, prefill_only, warm
 from kvboost.engine.parts import EngineParts
 from kvboost.engine.prompts import PromptView
-from kvboost.engine.stats import cache_stats, describe, verify
+from kvboost.engine.stats import TierState, cache_stats, describe, tier_states, verify
 from kvboost.engine.text_stream import PieceStream, PieceStreamer
-from kvboost.engine.tier_states import TierState, tier_states
 from kvboost.errors import ConfigError
 from kvboost.extend import ChunkStore
 from kvboost.hf.adapters import AS_SET, AdapterName

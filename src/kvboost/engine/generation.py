@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from kvboost.core.clock import StageClock
+from kvboost.core.costs import StageClock
 from kvboost.core.prefill import ChunkedPrompt, PrefillState
 from kvboost.core.prefiller import Prefiller
 from kvboost.core.session import Session

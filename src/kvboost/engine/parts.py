@@ -7,12 +7,14 @@ closing its views.
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +26,6 @@ from kvboost.core.non_prefix import NoApprox
 from kvboost.core.prefill import ChunkedPrompt
 from kvboost.core.prefiller import Prefiller
 from kvboost.core.spans import ApproxSpans
-from kvboost.engine.activity import Activity
 from kvboost.engine.assembly import Assembly, assemble
 from kvboost.engine.generation import Generator
 from kvboost.errors import ClosedError, ConfigError, UnsupportedModelError
@@ -39,6 +40,9 @@ from kvboost.hf.sdpa import pinned_sdpa
 
 if TYPE_CHECKING:
     from kvboost.approx.shadow import ShadowChecks
+
+
+_QUIET_S = 0.2  # a batch runner leaves its model for a moment between two steps
 
 
 class EngineParts:
@@ -219,3 +223,27 @@ def _running(
     # In this order: a request that waits for its adapter must not hold the lock that others need.
     with adapters.using(adapter), lock, pinned_sdpa(devices):
         yield
+
+
+class Activity:
+    """Counts the requests that use the model: ``with activity``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running, self._ended = 0, 0.0
+
+    def idle(self) -> bool:
+        """Whether the model has not been used for a moment."""
+        with self._lock:
+            return not self._running and time.monotonic() - self._ended > _QUIET_S
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._running += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._running -= 1
+            self._ended = time.monotonic()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvboost.core.clock import StageClock
+from kvboost.core.costs import StageClock
 from kvboost.types import GenerationResult, StreamPiece
 
 _HELD_BACK = "�"  # the replacement character: a multi-byte character is not complete yet

@@ -7,14 +7,14 @@ into steps, else in the same steps.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from kvboost.hf.cache import SlabCache
-from kvboost.hf.numerics.hooks import in_this_thread
 from kvboost.hf.numerics.tiles import Tiles
 
 
@@ -127,3 +127,13 @@ class ModelRunner:
         output = self.model(input_ids=ids, past_key_values=cache, use_cache=True, **keep, **inputs)
         logits: torch.Tensor = output.logits[:, -1]
         return logits
+
+
+def in_this_thread(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook for this thread; in any other it changes nothing, also if torch calls it while it is removed here."""
+    owner = threading.get_ident()
+
+    def guarded(*args: Any) -> Any:
+        return hook(*args) if threading.get_ident() == owner else None
+
+    return guarded

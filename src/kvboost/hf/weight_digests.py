@@ -6,17 +6,20 @@ Called by the fingerprint. Weights are hashed only after one was written or repl
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvboost.errors import UnsupportedModelError
-from kvboost.hf.digests import weight_hasher
 from kvboost.hf.peft_layers import WeightNames
 from kvboost.hf.weights import streamed_weights_of
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 _HASH_PIECE = 16 * 2**20  # elements
 
@@ -135,3 +138,8 @@ def _streamed_digest(model: Any, weight: Weight) -> bytes | None:
     streamer = streamed_weights_of(model)
     assert streamer is not None
     return streamer.digest(model.get_submodule(owner), key, weight.name)
+
+
+def weight_hasher(name: str, dtype: torch.dtype, shape: Sequence[int]) -> _Hash:
+    """A hasher to update with the weight's bytes, in order."""
+    return hashlib.sha256(json.dumps([name, str(dtype), list(shape)]).encode())

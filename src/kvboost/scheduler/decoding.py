@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -20,7 +20,6 @@ from kvboost.hf.ragged import RaggedRunner, SharedPrefix, probe_ragged
 from kvboost.hf.rows import RowBatch
 from kvboost.scheduler.jobs import ModelParts
 from kvboost.scheduler.running import RunningJob
-from kvboost.scheduler.sharing import shared_prefixes
 
 _MAX_PAUSE = 1024  # steps without a joint one after many that failed
 
@@ -104,3 +103,26 @@ class JobDecoder:
     def alone(self, job: RunningJob) -> torch.Tensor:
         """The logits of one job's next input, [1, vocab]."""
         return self._runner.decode(job.next_input, job.state.cache)[None]
+
+
+def shared_prefixes(jobs: Sequence[RunningJob]) -> list[SharedPrefix]:
+    """Groups of jobs with the same first chunk, and the length of the prefix that all of a group share."""
+    groups: dict[bytes, list[int]] = {}
+    chains = [job.shared_chain() for job in jobs]
+    for index, chain in enumerate(chains):
+        if chain:
+            groups.setdefault(chain[0][0], []).append(index)
+    return [
+        SharedPrefix(tuple(members), _common_end([chains[index] for index in members]))
+        for members in groups.values()
+        if len(members) > 1
+    ]
+
+
+def _common_end(chains: Iterable[Sequence[tuple[bytes, int]]]) -> int:
+    end = 0
+    for column in zip(*chains, strict=False):
+        if any(entry != column[0] for entry in column):
+            break
+        end = column[0][1]
+    return end

@@ -13,7 +13,7 @@ from contextlib import closing
 
 import torch
 
-from kvboost.core.clock import StageClock
+from kvboost.core.costs import StageClock
 from kvboost.core.prefill import ChunkedPrompt, PrefillState
 from kvboost.core.session import Session
 from kvboost.failures import log_failure

@@ -21,12 +21,11 @@ from typing import Any, TypeVar
 from kvboost.extend import ContentLease, Lease, RunTier, StoreListener, Tier
 from kvboost.store.announce import Announcer
 from kvboost.store.background import Background, finished
-from kvboost.store.counters import Counters
+from kvboost.store.counters import Counters, TierWork
 from kvboost.store.lookup import Claims, LoadRules, Lookup, Speed, left_of
 from kvboost.store.memory import MemoryStore
 from kvboost.store.unsaved import Unsaved
 from kvboost.store.variants import best_variant
-from kvboost.store.work import TierWork
 from kvboost.store.write_behind import WriteBehind, WriteQueue
 from kvboost.streams import BlockingStreams, Streams
 from kvboost.types import (

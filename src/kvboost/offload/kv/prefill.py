@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from kvboost.core.backend import KVCache
-from kvboost.core.clock import StageClock
+from kvboost.core.costs import StageClock
 from kvboost.core.guarded import ReleasedLease, joined_loads, loads_of
 from kvboost.core.keys import paged_key
 from kvboost.core.prefill import ChunkedPrompt, ExactHits, PrefillState, tokens_by_tier

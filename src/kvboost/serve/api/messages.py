@@ -18,8 +18,7 @@ from kvboost.serve.api.dependencies import AppService
 from kvboost.serve.api.headers import unread, with_ignored
 from kvboost.serve.api.sse import EventStream, chained, while_connected
 from kvboost.serve.errors import ApiError, bad_request
-from kvboost.serve.generation.answer_parts import answer_parts
-from kvboost.serve.generation.answers import AnswerReader
+from kvboost.serve.generation.answers import AnswerReader, answer_parts
 from kvboost.serve.generation.blocks import to_turns
 from kvboost.serve.generation.offers import Choice, Offer, as_function, make_offer
 from kvboost.serve.generation.parts import CallArguments, CallOpened, Part, Reasoning

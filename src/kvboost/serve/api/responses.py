@@ -18,8 +18,7 @@ from kvboost.serve.api.headers import unread, with_ignored
 from kvboost.serve.api.response_items import Event, ItemEvents
 from kvboost.serve.api.sse import EventStream, chained, while_connected
 from kvboost.serve.errors import bad_request
-from kvboost.serve.generation.answer_parts import answer_parts
-from kvboost.serve.generation.answers import AnswerReader
+from kvboost.serve.generation.answers import AnswerReader, answer_parts
 from kvboost.serve.generation.items import to_turns
 from kvboost.serve.generation.offers import Offer, as_function, make_offer
 from kvboost.serve.generation.prompts import ChatPrompt, Turn, check_arguments, effort_variables

@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import secrets
 import string
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from kvboost.serve.generation.parts import Call, CallArguments, CallOpened, Content, Found, Part, Reasoning
 from kvboost.serve.generation.reasoning import ReasoningSplitter, hides_reasoning, opened_in, writes_reasoning
+from kvboost.serve.generation.requests import Answer
 from kvboost.serve.generation.text import BlankHolder
+from kvboost.serve.generation.token_stream import Ended
 from kvboost.serve.generation.tools import ForcedReader, ToolReader, make_tool_reader, parses_reasoning
 
 _LETTERS = string.ascii_letters + string.digits
@@ -163,3 +165,12 @@ def _written(arguments: dict[str, Any]) -> str:
     except UnicodeEncodeError:
         return json.dumps(arguments)
     return text
+
+
+async def answer_parts(answer: Answer, reader: AnswerReader) -> AsyncIterator[Part | Ended]:
+    """The parts, then the end."""
+    async for event in answer.events():
+        for part in reader.end() if isinstance(event, Ended) else reader.add(event.text):
+            yield part
+        if isinstance(event, Ended):
+            yield event
