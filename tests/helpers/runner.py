@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +36,22 @@ class _Choosing(LogitsProcessor):
         return logits[None]
 
 
+Deliver = Callable[[NewToken | Finished], None]
+
+
+class Scripted:
+    """A ticket whose events are all known; subclasses say which."""
+
+    def events(self) -> Iterator[NewToken | Finished]:
+        raise NotImplementedError
+
+    def listen(self, deliver: Deliver) -> None:
+        for event in self.events():
+            deliver(event)
+
+    def cancel(self) -> None: ...
+
+
 class _Ticket:
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[NewToken | Finished] = queue.SimpleQueue()
@@ -47,6 +63,13 @@ class _Ticket:
             yield event
             if isinstance(event, Finished):
                 return
+
+    def listen(self, deliver: Deliver) -> None:
+        def work() -> None:
+            for event in self.events():
+                deliver(event)
+
+        threading.Thread(target=work, daemon=True).start()
 
     def cancel(self) -> None:
         self.cancelled.set()
@@ -156,7 +179,7 @@ class Recording:
         self._runner.close()
 
 
-class Recorded:
+class Recorded(Scripted):
     """A runner that answers every job with a text recorded before: a random model calls no tools."""
 
     def __init__(self, tokenizer: Any, text: str) -> None:
@@ -171,8 +194,6 @@ class Recorded:
         yield from (NewToken(token) for token in self._ids)
         yield NewToken(2)
         yield Finished("stop", None)
-
-    def cancel(self) -> None: ...
 
     def load(self) -> RunnerLoad:
         return RunnerLoad(0, 0, 0)

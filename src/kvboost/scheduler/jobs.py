@@ -90,6 +90,13 @@ class Ticket(Protocol):
         """Each new token as it is generated, then :class:`Finished`. Blocks; called from one thread."""
         ...
 
+    def listen(self, deliver: Callable[[NewToken | Finished], None]) -> None:
+        """The same without a thread that waits: ``deliver`` is called with each event, by whoever makes it.
+
+        Those that came before are delivered now. ``deliver`` returns at once and raises nothing. For one listener.
+        """
+        ...
+
     def cancel(self) -> None:
         """Stop within one step and release everything; harmless after the end."""
         ...

@@ -6,10 +6,10 @@ Used by the batch runner, on its thread only. Invariant: ``close`` releases the 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from queue import SimpleQueue
 
 import torch
 
@@ -30,14 +30,25 @@ class JobTicket:
     """The submitter's handle: delivers events and takes a cancellation."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self._events: queue.SimpleQueue[NewToken | Finished] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._early: list[NewToken | Finished] = []  # before anybody listened
+        self._deliver: Callable[[NewToken | Finished], None] = self._early.append
         self._cancelled = threading.Event()
         self._wake = wake
 
+    def listen(self, deliver: Callable[[NewToken | Finished], None]) -> None:
+        """Call ``deliver`` with each event; see :meth:`kvboost.scheduler.jobs.Ticket.listen`."""
+        with self._lock:
+            for event in self._early:
+                deliver(event)
+            self._early, self._deliver = [], deliver
+
     def events(self) -> Iterator[NewToken | Finished]:
         """Each new token as it is generated, then :class:`Finished`. Blocks; called from one thread."""
+        arrived: SimpleQueue[NewToken | Finished] = SimpleQueue()
+        self.listen(arrived.put)
         while True:
-            event = self._events.get()
+            event = arrived.get()
             yield event
             if isinstance(event, Finished):
                 return
@@ -54,7 +65,8 @@ class JobTicket:
 
     def put(self, event: NewToken | Finished) -> None:
         """Deliver an event to the submitter."""
-        self._events.put(event)
+        with self._lock:
+            self._deliver(event)
 
 
 _INITIAL_NEW_TOKENS = 256  # initial capacity for new tokens; doubled whenever it is full

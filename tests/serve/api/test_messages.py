@@ -13,6 +13,7 @@ from kvboost import KVBoost
 from kvboost.scheduler.jobs import Finished, Job, NewToken, RunnerLoad
 from kvboost.serve.generation.blocks import to_turns
 from kvboost.serve.schemas.messages import CountTokensRequest
+from tests.helpers.runner import Scripted
 from tests.helpers.tokenizer import byte_tokenizer
 from tests.serve.conftest import KEY, Running
 
@@ -217,7 +218,7 @@ def test_json_can_be_demanded(http: httpx.Client) -> None:
         assert message["stop_reason"] == "end_turn"
 
 
-class _Recorded:
+class _Recorded(Scripted):
     """A runner that answers every job with a text recorded before."""
 
     def __init__(self, tokenizer: Any, text: str, *, error: str | None = None) -> None:
@@ -231,8 +232,6 @@ class _Recorded:
     def events(self) -> Any:
         yield from (NewToken(token) for token in self._ids)
         yield Finished("error" if self._error else "stop", None, error=self._error)
-
-    def cancel(self) -> None: ...
 
     def load(self) -> RunnerLoad:
         return RunnerLoad(0, 0, 0)

@@ -1,37 +1,48 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from kvboost.scheduler.jobs import Finished, NewToken
-from kvboost.serve.generation.token_stream import Ended, TokenStream, follow
+from kvboost.serve.generation.token_stream import Ended, Piece, TokenStream
+from tests.helpers.runner import Scripted
 
 
-class Scripted:
-    """A ticket whose events are known, and that hears of its end too late."""
+class _Ticket(Scripted):
+    """A ticket that hears of its end too late."""
 
     def __init__(self, text: str = "") -> None:
         self._text = text
-        self.cancelled = False
+        self.cancelled = 0
 
     def events(self) -> Iterator[NewToken | Finished]:
         yield from (NewToken(ord(letter)) for letter in self._text)
         yield Finished("cancelled" if self.cancelled else "length", None)
 
     def cancel(self) -> None:
-        self.cancelled = True
+        self.cancelled += 1
 
 
 def _decode(ids: object) -> str:
     return "".join(map(chr, ids))  # type: ignore[call-overload]
 
 
+def _all(
+    tickets: list[Any], *, decode: Callable[[Any], str] = _decode, stops: tuple[str, ...] = ()
+) -> list[Piece | Ended]:
+    async def read() -> list[Piece | Ended]:
+        async with TokenStream(tickets, decode=decode, stops=stops, end_token_ids=frozenset()) as stream:
+            return [event async for event in stream.events()]
+
+    return asyncio.run(read())
+
+
 def test_tokens_that_come_after_a_stop_string_are_not_counted() -> None:
-    ticket = Scripted("one two three")
-    *_, last = follow(ticket, index=0, decode=_decode, stops=["two"], end_token_ids=frozenset())
+    ticket = _Ticket("one two three")
+    *_, last = _all([ticket], stops=("two",))
     assert isinstance(last, Ended)
     assert ticket.cancelled
     assert (last.reason, last.text, _decode(last.token_ids), _decode(last.reply_ids)) == (
@@ -42,22 +53,56 @@ def test_tokens_that_come_after_a_stop_string_are_not_counted() -> None:
     )
 
 
-def test_jobs_that_nobody_can_follow_are_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    tickets = [Scripted(), Scripted()]
-    start, started = threading.Thread.start, []
+def test_a_choice_that_cannot_be_read_ends_with_an_error_and_no_other() -> None:
+    tickets = [_Ticket("good"), _Ticket("bad!"), _Ticket("good")]
 
-    def starts(self: threading.Thread) -> None:
-        if self.name == "kvboost-stream":
-            started.append(self)
-            if len(started) == 2:
-                raise RuntimeError("can't start new thread")
-        start(self)
+    def decode(ids: Any) -> str:
+        if ord("!") in ids:
+            raise ValueError("not text")
+        return _decode(ids)
 
-    async def enter() -> None:
-        async with TokenStream(tickets, decode=_decode, stops=(), end_token_ids=frozenset()):
+    ends = {event.index: event for event in _all(tickets, decode=decode) if isinstance(event, Ended)}
+    assert [(ends[index].reason, ends[index].text) for index in range(3)] == [
+        ("length", "good"),
+        ("error", ""),
+        ("length", "good"),
+    ]
+    assert ends[1].error == "ValueError('not text')"
+    assert tickets[1].cancelled > tickets[0].cancelled
+
+
+def test_what_comes_after_the_stream_is_left_is_not_read() -> None:
+    class Late(_Ticket):
+        def listen(self, deliver: Callable[[NewToken | Finished], None]) -> None:
+            self.deliver = deliver
+
+    ticket, read = Late(), []
+
+    def decode(ids: Any) -> str:
+        read.append(ids)
+        return _decode(ids)
+
+    async def leave() -> None:
+        async with TokenStream([ticket], decode=decode, stops=(), end_token_ids=frozenset()):
             pass
+        ticket.deliver(NewToken(65))
+        await asyncio.sleep(0)
 
-    monkeypatch.setattr(threading.Thread, "start", starts)
-    with pytest.raises(RuntimeError, match="new thread"):
-        asyncio.run(enter())
-    assert [ticket.cancelled for ticket in tickets] == [True, True]
+    asyncio.run(leave())
+    assert ticket.cancelled == 1
+    assert not read
+    ticket.deliver(NewToken(65))  # the loop is closed
+
+
+@pytest.mark.parametrize("early", [0, 3])
+def test_a_ticket_delivers_what_came_before_somebody_listened(early: int) -> None:
+    from kvboost.scheduler.running import JobTicket
+
+    ticket, heard = JobTicket(lambda: None), []
+    events = [NewToken(1), NewToken(2), Finished("length", None)]
+    for event in events[:early]:
+        ticket.put(event)
+    ticket.listen(heard.append)
+    for event in events[early:]:
+        ticket.put(event)
+    assert heard == events

@@ -12,13 +12,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvboost import KVBoost
 from kvboost.scheduler.jobs import Finished, Job, NewToken, RunnerLoad
+from tests.helpers.runner import Scripted
 from tests.serve.conftest import Running
 
 _ASKED = {"model": "tiny", "prompt": "a b c", "max_tokens": 4}
 _ALERTS = Path(__file__).parents[3] / "deploy" / "prometheus" / "alerts.yml"
 
 
-class _Ticket:
+class _Ticket(Scripted):
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
@@ -26,8 +27,6 @@ class _Ticket:
         yield NewToken(65)
         error = "RuntimeError: broken" if self._reason == "error" else None
         yield Finished(self._reason, None, error=error)  # type: ignore[arg-type]
-
-    def cancel(self) -> None: ...
 
 
 class _Scripted:

@@ -1,6 +1,6 @@
 """Text out of tokens as they come: whole characters only, and nothing of a stop string.
 
-Used by the thread that follows a job and by the readers of answers. Invariants: the pieces of a :class:`Detokenizer`,
+Used by token streams and by the readers of answers. Invariants: the pieces of a :class:`Detokenizer`,
 joined, are the text of all its tokens; no piece of a :class:`StopCutter` holds any part of a stop string; every class
 looks at a character a bounded number of times.
 """

@@ -1,17 +1,18 @@
 """Streams jobs: tokens to text, stop strings, and everything to the event loop.
 
-Used by every endpoint that generates. Each job has a thread that waits for its tokens. Invariant: when a
-:class:`TokenStream` is left, by its end, an error or a disconnect, all of its jobs are over or cancelled.
+Used by every endpoint that generates. The runner's thread hands each token to the loop, which makes text of it.
+Invariant: when a :class:`TokenStream` is left, by its end, an error or a disconnect, all of its jobs are over or
+cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -76,82 +77,85 @@ def seconds_per_token(choices: Sequence[Ended]) -> float | None:
     return sum(seconds for seconds, _ in decoded) / tokens if tokens > 0 else None
 
 
-def follow(
-    ticket: Ticket,
-    *,
-    index: int,
-    decode: Callable[[Sequence[int]], str],
-    stops: Sequence[str],
-    end_token_ids: frozenset[int],
-) -> Iterator[Piece | Ended]:
-    """The pieces of one job, then its end. Blocks. Cancels the job at a stop string."""
-    detokenizer, cutter = Detokenizer(decode), StopCutter(stops)
-    produced: list[int] = []
-    logprobs: list[float] = []
-    borders: list[int] = [0]  # characters before the token with this index
-    decoded = 0
-    waiting: list[tuple[NewToken, int]] = []  # tokens whose text has not been given out
-    texts: list[str] = []
-    given = 0
-    stopped = False
-    finished = Finished("error", None, error="the job ended without saying why")
-    for event in ticket.events():
-        if isinstance(event, Finished):
-            finished = event
-            break
-        if stopped:
-            continue  # computed before the job was cancelled; how many come so late is chance
-        produced.append(event.token_id)
-        if event.logprob is not None:
-            logprobs.append(event.logprob)
-        if event.token_id in end_token_ids:
-            continue
-        waiting.append((event, decoded))
-        more = detokenizer.add(event.token_id)
-        decoded += len(more)
-        borders.append(decoded)
-        text = cutter.add(more)
+class Choice:
+    """Makes text of one job's tokens, up to a stop string."""
+
+    def __init__(
+        self,
+        index: int,
+        *,
+        decode: Callable[[Sequence[int]], str],
+        stops: Sequence[str],
+        end_token_ids: frozenset[int],
+    ) -> None:
+        self._index, self._end_token_ids = index, end_token_ids
+        self._detokenizer, self._cutter = Detokenizer(decode), StopCutter(stops)
+        self._produced: list[int] = []
+        self._logprobs: list[float] = []
+        self._borders = [0]  # characters before the token with this index
+        self._decoded = self._given = 0  # characters
+        self._waiting: list[tuple[NewToken, int]] = []  # tokens whose text has not been given out
+        self._texts: list[str] = []
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended it: what comes now was computed before the job is cancelled."""
+        return self._cutter.found is not None
+
+    def add(self, token: NewToken) -> Piece | None:
+        """What is certain with one more token, if there is anything new."""
+        if self.is_stopped:
+            return None  # how many come so late is chance
+        self._produced.append(token.token_id)
+        if token.logprob is not None:
+            self._logprobs.append(token.logprob)
+        if token.token_id in self._end_token_ids:
+            return None
+        self._waiting.append((token, self._decoded))
+        more = self._detokenizer.add(token.token_id)
+        self._decoded += len(more)
+        self._borders.append(self._decoded)
+        text = self._cutter.add(more)
+        return self._give(text) if text else None
+
+    def end(self, finished: Finished) -> Iterator[Piece | Ended]:
+        """What was held back, then the end."""
+        found = self._cutter.found
+        if not found:
+            text = self._cutter.add(self._detokenizer.end())
+            text += self._cutter.end()
+            found = self._cutter.found
+            if text or self._waiting:
+                yield self._give(text, more=1)
+        elif self._waiting and self._waiting[0][1] < self._given:
+            yield self._give("")
+        plain = [token for token in self._produced if token not in self._end_token_ids]
+        if found:  # the tokens before it are the reply, if one of them ends where the stop string begins
+            plain = plain[: self._borders.index(self._given)] if self._given in self._borders else []
+        yield Ended(
+            index=self._index,
+            reason="stop" if found and finished.reason != "error" else finished.reason,
+            text="".join(self._texts),
+            token_ids=tuple(self._produced),
+            reply_ids=tuple(plain),
+            report=finished.report,
+            first_token_seconds=finished.first_token_seconds,
+            error=finished.error,
+            refused=finished.refused,
+            queued_seconds=finished.queued_seconds,
+            seconds=finished.seconds,
+            stop_string=found,
+            mean_logprob=sum(self._logprobs) / len(self._logprobs) if self._logprobs else None,
+        )
+
+    def _give(self, text: str, *, more: int = 0) -> Piece:
+        """A piece with the waiting tokens that begin before its end, or ``more`` characters behind it."""
+        self._given += len(text)
         if text:
-            given += len(text)
-            texts.append(text)
-            yield _piece(index, text, waiting, up_to=given)
-        stopped = cutter.found is not None
-        if stopped:
-            ticket.cancel()
-    if not cutter.found:
-        text = cutter.add(detokenizer.end())
-        text += cutter.end()
-        given += len(text)
-        texts.append(text)
-        if text or waiting:
-            yield _piece(index, text, waiting, up_to=given + 1)
-    elif waiting and waiting[0][1] < given:
-        yield _piece(index, "", waiting, up_to=given)
-    plain = [token for token in produced if token not in end_token_ids]
-    if cutter.found:  # the tokens before it are the reply, if one of them ends where the stop string begins
-        plain = plain[: borders.index(given)] if given in borders else []
-    yield Ended(
-        index=index,
-        reason="stop" if cutter.found and finished.reason != "error" else finished.reason,
-        text="".join(texts),
-        token_ids=tuple(produced),
-        reply_ids=tuple(plain),
-        report=finished.report,
-        first_token_seconds=finished.first_token_seconds,
-        error=finished.error,
-        refused=finished.refused,
-        queued_seconds=finished.queued_seconds,
-        seconds=finished.seconds,
-        stop_string=cutter.found,
-        mean_logprob=sum(logprobs) / len(logprobs) if logprobs else None,
-    )
-
-
-def _piece(index: int, text: str, waiting: list[tuple[NewToken, int]], *, up_to: int) -> Piece:
-    """A piece with those of the ``waiting`` tokens that begin before ``up_to`` characters."""
-    ready = [entry for entry in waiting if entry[1] < up_to]
-    waiting[:] = [entry for entry in waiting if entry[1] >= up_to]
-    return Piece(index, text, tuple(token for token, _ in ready), tuple(offset for _, offset in ready))
+            self._texts.append(text)
+        ready = [entry for entry in self._waiting if entry[1] < self._given + more]
+        self._waiting = [entry for entry in self._waiting if entry[1] >= self._given + more]
+        return Piece(self._index, text, tuple(token for token, _ in ready), tuple(offset for _, offset in ready))
 
 
 class TokenStream:
@@ -166,25 +170,23 @@ class TokenStream:
         end_token_ids: frozenset[int],
     ) -> None:
         self._tickets = tickets
-        self._arguments = {"decode": decode, "stops": stops, "end_token_ids": end_token_ids}
+        self._choices = [
+            Choice(index, decode=decode, stops=stops, end_token_ids=end_token_ids) for index in range(len(tickets))
+        ]
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Piece | Ended] = asyncio.Queue()
+        self._over: set[int] = set()
+        """Choices that have ended, or that nobody waits for any more."""
 
     async def __aenter__(self) -> Self:
-        try:
-            for index, ticket in enumerate(self._tickets):
-                threading.Thread(target=self._follow, args=(index, ticket), name="kvboost-stream", daemon=True).start()
-        except BaseException:  # no thread could be started, and ``__aexit__`` does not run for a failed entry
-            self._cancel()
-            raise
+        for index, ticket in enumerate(self._tickets):
+            ticket.listen(partial(self._deliver, index))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._cancel()
-
-    def _cancel(self) -> None:
+        self._over.update(range(len(self._tickets)))
         for ticket in self._tickets:
             ticket.cancel()
 
@@ -196,15 +198,27 @@ class TokenStream:
             left -= isinstance(event, Ended)
             yield event
 
-    def _follow(self, index: int, ticket: Ticket) -> None:
-        try:
-            for event in follow(ticket, index=index, **self._arguments):  # type: ignore[arg-type]
-                self._put(event)
-        except Exception as error:  # noqa: BLE001 - a thread has nobody to raise to: the client is told
-            log_failure(_log, error, "an answer could not be read")
-            ticket.cancel()
-            self._put(Ended(index, "error", "", (), (), None, None, error=repr(error)))
-
-    def _put(self, event: Piece | Ended) -> None:
+    def _deliver(self, index: int, event: NewToken | Finished) -> None:
+        """In the thread that runs the job."""
         with suppress(RuntimeError):  # the loop is closed: the server has stopped, and nobody listens
-            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+            self._loop.call_soon_threadsafe(self._read, index, event)
+
+    def _read(self, index: int, event: NewToken | Finished) -> None:
+        """On the loop. An error ends the choice: the client is told."""
+        if index in self._over:
+            return
+        choice = self._choices[index]
+        try:
+            if isinstance(event, Finished):
+                self._over.add(index)
+                for last in choice.end(event):
+                    self._events.put_nowait(last)
+            elif (piece := choice.add(event)) is not None:
+                self._events.put_nowait(piece)
+            if choice.is_stopped:
+                self._tickets[index].cancel()
+        except Exception as error:  # noqa: BLE001 - a callback of the loop has nobody to raise to
+            log_failure(_log, error, "an answer could not be read")
+            self._over.add(index)
+            self._tickets[index].cancel()
+            self._events.put_nowait(Ended(index, "error", "", (), (), None, None, error=repr(error)))
