@@ -15,7 +15,7 @@ from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.places import CheckPlaces
 from kvboost.approx.shadow import ServedRequest, ShadowChecks, answers_differ
 from kvboost.core.prefiller import RequestCancelled
-from kvboost.engine import activity
+from kvboost.engine import parts
 from kvboost.engine.decoding import Decoder
 from kvboost.scheduler.jobs import Job
 from kvboost.scheduler.runner import BatchRunner
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("prices_as_guessed")
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer checks are enough, and a moment without requests is idle."""
     monkeypatch.setitem(levels._SHARE, "auto", 0.3)
-    monkeypatch.setattr(activity, "_QUIET_S", -1.0)
+    monkeypatch.setattr(parts, "_QUIET_S", -1.0)
 
 
 def prompt(seed: int) -> list[int]:

@@ -19,7 +19,7 @@ from kvboost.approx.repair import Repairer
 from kvboost.approx.shadow import ShadowChecks
 from kvboost.approx.trust import EarnedTrust, TrustState
 from kvboost.core.guarded import GuardedStore
-from kvboost.engine import activity
+from kvboost.engine import parts
 from tests.approx.test_find import HEAD, ONE, QUESTION, TWO, engine_for, joined, text, warm
 from tests.approx.test_shadow import _ask, _served
 
@@ -174,7 +174,7 @@ def test_a_check_of_another_repair_counts_for_nothing() -> None:
 def quick(monkeypatch: pytest.MonkeyPatch, prices_as_guessed: None) -> None:
     """Fewer checks are enough, and a moment without requests is idle."""
     monkeypatch.setitem(levels._SHARE, "auto", 0.3)
-    monkeypatch.setattr(activity, "_QUIET_S", -1.0)
+    monkeypatch.setattr(parts, "_QUIET_S", -1.0)
 
 
 def ask_checked(engine: KVBoost, seed: int) -> Any:
@@ -321,9 +321,9 @@ def test_a_check_waits_until_no_request_runs() -> None:
 
 
 def test_a_model_in_use_is_not_idle() -> None:
-    watched = activity.Activity()
+    watched = parts.Activity()
     with watched:
         assert not watched.idle()
     assert not watched.idle()  # it may go on at once
-    time.sleep(activity._QUIET_S + 0.02)
+    time.sleep(parts._QUIET_S + 0.02)
     assert watched.idle()
