@@ -120,7 +120,9 @@ def _session(engine: KVBoost) -> Session:
 
 def forget_requests(engine: KVBoost) -> None:
     """Non-prefix reuse forgets which beginnings it has seen, as if every request were the first of its kind."""
-    _session(engine).prefiller.approx.forget()
+    approx = _session(engine).prefiller.approx
+    if isinstance(approx, ApproxReuse):
+        approx.forget()
 
 
 def _approx(engine: KVBoost) -> ApproxReuse:

@@ -430,7 +430,9 @@ def test_a_prompt_that_comes_again_becomes_exact(tiny: Tiny) -> None:
     assert (reuse.exact_tokens, reuse.moved_tokens) == (len(HEAD + TWO), len(ONE))
 
 
-@pytest.mark.parametrize("stage", ["place", "repair"])
+@pytest.mark.parametrize(
+    "stage", ["kvboost.approx.reposition.KeyRepositioner.place", "kvboost.approx.repair.Repairer.repair"]
+)
 def test_a_failure_while_moving_is_computed_instead(stage: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     engine = engine_for(model, recompute_ratio=0.3)
@@ -440,7 +442,7 @@ def test_a_failure_while_moving_is_computed_instead(stage: str, tiny: Tiny, monk
     def failing(*args: Any, **kwargs: Any) -> None:
         raise OSError("out of luck")
 
-    monkeypatch.setattr(engine.session.prefiller.approx, stage, failing)
+    monkeypatch.setattr(stage, failing)
     with pytest.warns(RuntimeWarning, match="out of luck"):
         found = read(engine, HEAD, text(9, 64), TWO, ONE, QUESTION)
     full = read(engine_for(model, quality="exact"), HEAD, text(9, 64), TWO, ONE, QUESTION)

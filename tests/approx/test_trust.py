@@ -261,7 +261,7 @@ def test_a_check_stores_nothing_that_was_cleared(tiny: Tiny, when: str, monkeypa
     engine = engine_for(tiny("llama"), quality="auto", recompute_ratio=1.0, force_approx=True)
     warm(engine, HEAD, ONE, TWO)
     begun, go_on = threading.Event(), threading.Event()
-    where = (shadow, "answers_differ") if when == "before the check" else (ApproxReuse, "place")
+    where = (shadow, "answers_differ") if when == "before the check" else (ApproxReuse, "repair")
     held = getattr(*where)
 
     def after_clear(*args: Any, **kwargs: Any) -> Any:

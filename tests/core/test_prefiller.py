@@ -66,18 +66,15 @@ class Approx(NoApprox):
     def replay(self, blocks: Mapping[int, KVBlock]) -> ApproxSpans:
         return ApproxSpans("replayed", blocks, replayed=True)
 
-    def place(self, state: PrefillState) -> None:
-        self.asked.append("place")
-
-    def repair(self, state: PrefillState) -> None:
+    def repair(self, state: PrefillState) -> str | None:
+        self.asked.append("repair")
         if self._error is not None:
-            raise self._error
+            return f"because of {self._error}"
+        state.clock.lap("move")
         ids = self._run.runner.upload(state.tokens[state.num_computed : state.last_step])
         self._run.runner.append(ids, state.cache, logits=False)
         state.repaired(RepairOutcome(5, 0.25, (40, 41)))
-
-    def failed(self, error: Exception) -> str:
-        return f"because of {error}"
+        return None
 
     def keep(self, state: PrefillState) -> int:
         return 3
@@ -315,7 +312,7 @@ def test_repositioned_chunks_are_repaired_and_reported(run: Prefiller) -> None:
         other.commit(state)
         report = state.report()
         assert other.commit_decoded(state, [5]) == 0
-    assert approx.asked[1:] == ["place", "observe"]
+    assert approx.asked[1:] == ["repair", "observe"]
     assert (report.exact_tokens, report.moved_tokens, report.recomputed_tokens, report.fresh_tokens) == (0, 16, 5, 84)
     assert report.segments == (("fresh", 40), ("recomputed", 2), ("moved", 14), ("fresh", 44))
     assert (report.error_estimate, report.approximate, report.bitwise) == (0.25, "some", False)

@@ -285,8 +285,8 @@ class ApproxReuse:
             return spans
         return replace(spans, expected_seconds=expected, compute_seconds=0.0 if self._force else compute)
 
-    def failed(self, error: Exception) -> str:
-        """Count an error of placing or repairing, warn once, and return the reason for the report."""
+    def _failure(self, error: Exception) -> str:
+        """Count an error of moving or repairing, warn once, and return the reason for the report."""
         if isinstance(error, RepairTooSlow):
             self.costs.observe_repair(expected=error.expected, seconds=error.seconds)
             return str(error)
@@ -296,22 +296,30 @@ class ApproxReuse:
             warnings.warn(f"{reason}; further failures are only counted", RuntimeWarning, stacklevel=4)
         return reason
 
-    def place(self, state: PrefillState) -> None:
-        """Copy the repositioned chunks to their new positions, keys re-rotated."""
-        assert state.spans is not None
-        moves = (
-            Move(self._model.codec.unpack(block.tensors), block.start, state.prompt.chunks[index].start)
-            for index, block in sorted(state.spans.blocks.items())
-        )
-        self._model.repositioner.place(slab_cache(state), moves)
+    def repair(self, state: PrefillState) -> str | None:
+        """Move the chunks of ``state``, recompute selected positions, and compute what is missing between them.
 
-    def repair(self, state: PrefillState) -> None:
-        """Recompute selected positions of the repositioned chunks, and compute what is missing between them."""
+        Returns why that failed, None if it did not.
+        """
         assert state.spans is not None
-        self._repairers[state.spans.rung].repair(state)
+        try:
+            self._move(state, state.spans)
+            state.clock.lap("move")
+            self._repairers[state.spans.rung].repair(state)
+        except Exception as error:  # noqa: BLE001 - a cache may only help: what cannot be repaired is computed
+            return self._failure(error)
         if not state.spans.replayed:
             with self._counting:  # only now: a repair may be dropped until it is done
                 self.repositioned_chunks += len(state.spans.blocks)
+        return None
+
+    def _move(self, state: PrefillState, spans: ApproxSpans) -> None:
+        """Copy the repositioned chunks to their new positions, keys re-rotated."""
+        moves = (
+            Move(self._model.codec.unpack(block.tensors), block.start, state.prompt.chunks[index].start)
+            for index, block in sorted(spans.blocks.items())
+        )
+        self._model.repositioner.place(slab_cache(state), moves)
 
     def observe(self, state: PrefillState) -> None:
         """Update the cost model with the times of placing and repairing."""

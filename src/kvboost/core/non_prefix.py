@@ -1,14 +1,15 @@
 """What a prefill asks of non-prefix reuse, as a Protocol, and the answers where there is none.
 
-Implemented by :mod:`kvboost.approx`. Invariant: core does not import it, and works without it.
+Implemented by :mod:`kvboost.approx`; the engine asks that for everything else (:mod:`kvboost.engine.optional`).
+Invariant: core does not import it, and works without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from kvboost.core.guarded import GuardedStore
 from kvboost.core.prefill import PrefillState
 from kvboost.core.spans import ApproxSpans
 from kvboost.types import Chunk, KVBlock, LoadReport, NonPrefixReuseStats
@@ -17,13 +18,8 @@ from kvboost.types import Chunk, KVBlock, LoadReport, NonPrefixReuseStats
 class NonPrefixReuse(Protocol):
     """Reuse of chunks from other positions. KV is approximate from the first such chunk on."""
 
-    @property
-    def reason(self) -> str | None:
-        """Why there is no non-prefix reuse; None if there is."""
-        ...
-
     def boundaries(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Where documents that it was told of are cut in a prompt."""
+        """Where documents that it knows are cut in a prompt."""
         ...
 
     def first_wanted(self, chunks: Sequence[Chunk], *, available: int) -> int | None:
@@ -43,12 +39,11 @@ class NonPrefixReuse(Protocol):
         """The spans of a prompt that was prefilled with these blocks before."""
         ...
 
-    def place(self, state: PrefillState) -> None:
-        """Copy the repositioned chunks of ``state`` into its cache."""
-        ...
+    def repair(self, state: PrefillState) -> str | None:
+        """Copy the chunks found for ``state`` into its cache, and fill it up to the last step.
 
-    def repair(self, state: PrefillState) -> None:
-        """Fill the cache up to the last step, and call :meth:`PrefillState.repaired`."""
+        Calls :meth:`PrefillState.repaired`. Returns why it failed, None if it did not; raises nothing.
+        """
         ...
 
     def keep(self, state: PrefillState) -> int:
@@ -59,48 +54,14 @@ class NonPrefixReuse(Protocol):
         """Update cost estimates from a prefill whose first token exists."""
         ...
 
-    def failed(self, error: Exception) -> str:
-        """Count an error of placing or repairing, and return the reason for the report."""
-        ...
 
-    def forget(self) -> None:
-        """The store was cleared."""
-        ...
-
-    def for_tenant(self, store: GuardedStore) -> NonPrefixReuse:
-        """The same over another tenant's store."""
-        ...
-
-    def stats(self) -> NonPrefixReuseStats:
-        """Counts and bounds of its shadow checks."""
-        ...
-
-    @property
-    def repositioned_chunks(self) -> int:
-        """Chunks repositioned so far."""
-        ...
-
-    def describe(self) -> str:
-        """One line: on or off, with the settings or the reason."""
-        ...
-
-    def allow(self) -> None:
-        """Allow it again after checks have stopped it."""
-        ...
-
-    def close(self) -> None:
-        """Remove its hooks from the model."""
-        ...
-
-
+@dataclass(frozen=True)
 class NoApprox:
-    """Exact reuse only."""
+    """Exact reuse only. Nothing is found, so there is nothing to replay, repair, keep or observe."""
 
+    reason: str | None = None
+    """Why, if the settings would allow non-prefix reuse."""
     repositioned_chunks = 0
-
-    def __init__(self, reason: str | None = None) -> None:
-        """``reason`` is why, if the settings would allow non-prefix reuse."""
-        self.reason = reason
 
     def boundaries(self, tokens: Sequence[int]) -> Sequence[int]:
         """None."""
@@ -120,29 +81,16 @@ class NoApprox:
         """Never called."""
         raise AssertionError("a prompt without repositioned chunks has none to replay")
 
-    def place(self, state: PrefillState) -> None:
-        """Nothing to place."""
-
-    def repair(self, state: PrefillState) -> None:
-        """Nothing to repair."""
+    def repair(self, state: PrefillState) -> str | None:
+        """Never called."""
+        raise AssertionError("nothing was repositioned")
 
     def keep(self, state: PrefillState) -> int:
-        """Nothing to keep."""
+        """Nothing."""
         return 0
 
     def observe(self, state: PrefillState) -> None:
-        """Nothing to observe."""
-
-    def failed(self, error: Exception) -> str:
-        """Cannot fail."""
-        raise AssertionError("nothing was repositioned") from error
-
-    def forget(self) -> None:
-        """Nothing to forget."""
-
-    def for_tenant(self, store: GuardedStore) -> NonPrefixReuse:
-        """Shared by all tenants."""
-        return self
+        """Nothing."""
 
     def stats(self) -> NonPrefixReuseStats:
         """Off."""
@@ -151,9 +99,3 @@ class NoApprox:
     def describe(self) -> str:
         """Off, and why."""
         return f"off: {self.reason or 'by the settings'}"
-
-    def allow(self) -> None:
-        """Nothing to allow."""
-
-    def close(self) -> None:
-        """Nothing to close."""

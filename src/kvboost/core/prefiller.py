@@ -211,12 +211,9 @@ class Prefiller:
         self._run_steps(state, to=min(to(), state.plan.approx_start), cancelled=cancelled)
         if state.awaits_repair and to() >= state.last_step:
             state.clock.lap("prefill")
-            try:
-                self.approx.place(state)  # only now: a step clears the positions behind its own
-                state.clock.lap("move")
-                self.approx.repair(state)
-            except Exception as error:  # noqa: BLE001 - a cache may only help: what cannot be repaired is computed
-                state.drop_approx(self.approx.failed(error))
+            failure = self.approx.repair(state)  # only now: a step clears the positions behind its own
+            if failure is not None:
+                state.drop_approx(failure)
                 state.clock.lap("move")
         self._run_steps(state, to=to(), cancelled=cancelled)
         state.clock.lap("prefill")

@@ -97,7 +97,6 @@ class Session:
     def clear(self) -> None:
         """Drop what is cached outside the store."""
         self.prefiller.pool.clear()
-        self.prefiller.approx.forget()
 
     def refusal(self, tokens: int) -> str | None:
         """Why a prompt of this length cannot reuse anything; None if it can."""

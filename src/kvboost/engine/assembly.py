@@ -16,6 +16,7 @@ from kvboost.core.chunking import chunk_size_for, make_chunker
 from kvboost.core.costs import CostModel
 from kvboost.core.guarded import GuardedStore
 from kvboost.core.identity import PromptKeys
+from kvboost.core.non_prefix import NoApprox
 from kvboost.core.prefiller import Prefiller
 from kvboost.core.session import KVBudget, Session
 from kvboost.core.workspaces import WorkspacePool
@@ -68,13 +69,17 @@ class Assembly:
         if self.stores is not None:
             store = self.stores.open(tenant, root=keys.namespace())
         guarded = GuardedStore(store)
-        approx, pool = own.approx.for_tenant(guarded), own.pool.for_tenant()
-        prefiller = replace(own, keys=keys, store=guarded, pool=pool, approx=approx)
+        approx = optional.non_prefix(self.session)
+        if not isinstance(approx, NoApprox):
+            approx = approx.for_tenant(guarded)
+        prefiller = replace(own, keys=keys, store=guarded, pool=own.pool.for_tenant(), approx=approx)
         return replace(self.session, tenant=tenant, store=store, prefiller=prefiller)
 
     def close(self) -> None:
         """Remove all hooks from the model, and give it its own attention again."""
-        self.session.prefiller.approx.close()
+        approx = optional.non_prefix(self.session)
+        if not isinstance(approx, NoApprox):
+            approx.close()
         if self.runner.tiles is not None:
             take_back(self.runner.model)
             self.runner.tiles = None

@@ -20,6 +20,7 @@ from kvboost.core.session import Session, nothing_to_fetch
 from kvboost.engine.assembly import checked_config, split_settings
 from kvboost.engine.estimate import estimate_engine
 from kvboost.engine.generation import Request, prefill_only, warm
+from kvboost.engine.optional import non_prefix
 from kvboost.engine.parts import EngineParts
 from kvboost.engine.prompts import PromptView
 from kvboost.engine.stats import TierState, cache_stats, describe, tier_states, verify
@@ -405,12 +406,13 @@ class KVBoost(PromptView):
         With ``quality="auto"`` it starts the trial again instead: answers are exact until non-prefix reuse has earned
         its place anew, also if it had earned it, and what was kept in the cache directory is overwritten.
         """
-        if self.session is not None:
-            self.session.prefiller.approx.allow()
+        approx = non_prefix(self.session)
+        if not isinstance(approx, NoApprox):
+            approx.allow()
 
     def _session_with_approx(self, otherwise: str) -> Session:
         """The session, or ConfigError without non-prefix reuse."""
-        approx = self.session.prefiller.approx if self.session is not None else NoApprox(self.parts.refusal)
+        approx = non_prefix(self.session, self.parts.refusal)
         if self.session is None or isinstance(approx, NoApprox):
             reason = approx.reason or "quality is exact; set it to 'auto', 'high' or 'fast'"
             raise ConfigError(f"{otherwise} ({reason})")

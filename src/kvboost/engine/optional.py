@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from kvboost.config import EngineConfig
 from kvboost.core.non_prefix import NoApprox, NonPrefixReuse
 from kvboost.core.prefiller import Prefiller
-from kvboost.core.session import KVPaging
+from kvboost.core.session import KVPaging, Session
 from kvboost.errors import ConfigError
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from kvboost.approx.find import ApproxReuse
 
 
 class ApproxSettings(Protocol):
@@ -50,6 +53,11 @@ def approx_settings(config: EngineConfig, *, weights: str, family: str, conditio
     except ModuleNotFoundError as error:
         return _ExactOnly(f"the package {error.name} is not installed")
     return setup.approx_settings(config, weights=weights, family=family, conditions=conditions)
+
+
+def non_prefix(session: Session | None, refusal: str | None = None) -> ApproxReuse | NoApprox:
+    """A session's non-prefix reuse; without a session there is none, because of ``refusal``."""
+    return cast("ApproxReuse | NoApprox", session.prefiller.approx) if session is not None else NoApprox(refusal)
 
 
 def check_approx_settings(config: EngineConfig) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvboost.core.guarded import GuardedStore
-from kvboost.core.non_prefix import NoApprox
 from kvboost.core.session import Session
 from kvboost.core.verify import warm_equals_cold
+from kvboost.engine.optional import non_prefix
 from kvboost.engine.parts import EngineParts
 from kvboost.engine.stores import Stores
 from kvboost.extend import ChunkStore
@@ -26,7 +26,7 @@ def cache_stats(store: ChunkStore, *, session: Session | None, parts: EnginePart
     stats = store.stats(ask_tiers=ask_tiers) if isinstance(store, TieredStore) else store.stats()
     lookups = stats.hits + stats.misses
     prefiller = session.prefiller if session is not None else None
-    approx = prefiller.approx if prefiller is not None else NoApprox(parts.refusal)
+    approx = non_prefix(session, parts.refusal)
     stores = parts.assembly.stores if parts.assembly is not None else None
     tiers = tier_states([store], stores).values()
     repositioned = approx.repositioned_chunks
@@ -71,7 +71,7 @@ def _describe_reuse(parts: EngineParts, session: Session) -> dict[str, str]:
     if budget.limit is not None:
         paged = f"more goes to pages of {budget.paging.page_tokens} tokens" if budget.paging else "more is refused"
         lines["KV of a request"] = f"at most {budget.limit} bytes; {paged}"
-    lines["non-prefix reuse"] = session.prefiller.approx.describe()
+    lines["non-prefix reuse"] = non_prefix(session).describe()
     return lines
 
 

@@ -13,7 +13,9 @@ from typing import Generic, Self, TypeVar
 
 from kvboost.config import EngineConfig
 from kvboost.core.arrange import ServedPaths
+from kvboost.core.non_prefix import NoApprox
 from kvboost.core.session import Session
+from kvboost.engine.optional import non_prefix
 from kvboost.engine.parts import EngineParts
 from kvboost.errors import ConfigError
 from kvboost.extend import ChunkStore, LayeredStore, StoreListener
@@ -135,8 +137,9 @@ class TenantView:
         """Drop everything stored for this tenant, in every tier. A store passed to the engine is cleared as a whole."""
         if self._root is not None and not self.parts.owns_store:
             raise ConfigError("the store was given to the engine and is shared by all tenants; clear it there")
-        if self.session is not None:
-            self.session.prefiller.approx.forget()  # first: a check must not store again what is cleared now
+        approx = non_prefix(self.session)
+        if not isinstance(approx, NoApprox):
+            approx.forget()  # first: a check must not store again what is cleared now
         self._store.clear()
         self._served.clear()
         if self.session is not None:
