@@ -16,7 +16,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from kvboost.approx.calibrate import approx_over
+from kvboost.approx.comparisons import approx_over
 from kvboost.approx.find import ApproxReuse
 from kvboost.approx.levels import Repair, choose_repairs
 from kvboost.approx.probe import probe_reposition
@@ -50,7 +50,7 @@ from kvboost.hf.ragged import RaggedRunner, SharedPrefix, exchanged, gains_excha
 from kvboost.hf.rows import RowBatch
 from kvboost.hf.runner import ModelRunner
 from kvboost.offload.rates import measure_rates
-from kvboost.offload.weights import model_on_disk
+from kvboost.offload.weights.load import model_on_disk
 from kvboost.scheduler.jobs import Finished, Job, NewToken
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.store import MemoryStore, RedisTier

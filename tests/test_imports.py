@@ -10,7 +10,9 @@ import pytest
 
 _LIGHT = [
     "kvboost.capacity",
-    "kvboost.explain",
+    "kvboost.explain.explanation",
+    "kvboost.explain.log",
+    "kvboost.explain.report",
     "kvboost.types",
     "kvboost.config",
     "kvboost.errors",

@@ -24,11 +24,10 @@ from benchmarks.bench.workloads import RECIPES, TextRequest, build, with_text
 from benchmarks.common.journal import Journal, Kind, check_same
 from benchmarks.internals import ModelSource, break_table, load_tokenizer
 from kvboost import __version__
-from kvboost.bench.capacity import hit_rates
 from kvboost.bench.compare import EXACT, Sample, quality_settings, spread_out, take_turns
+from kvboost.bench.mine import hit_rates
 from kvboost.bench.report import BenchError, Progress, Spread, say
-from kvboost.bench.texts import Writer
-from kvboost.bench.workloads import encode
+from kvboost.bench.workloads import Writer, encode
 
 KIND = Kind("kvboost bench", 3, ("workload", "rival", "repeat"))
 CAPACITY, RECOMPUTE = "(capacity)", "(recompute)"

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.traces import Trace
+from kvboost.fleet.index import ShortKeys
 from kvboost.fleet.route import RoutePrompt
-from kvboost.fleet.summary import ShortKeys
 from kvboost.types import Chunk
 
 _PADDING = bytes(24)  # stores and summaries take keys of 32 bytes

@@ -14,9 +14,8 @@ import numpy.typing as npt
 
 from benchmarks.common.fleet_load import Request
 from benchmarks.common.fleet_sim import SHARED, Simulation, Strategy
-from kvboost.fleet.index import FleetIndex
+from kvboost.fleet.index import FleetIndex, KeyUpdate, ShortKeys
 from kvboost.fleet.route import Router
-from kvboost.fleet.summary import KeyUpdate, ShortKeys
 
 _NONE: ShortKeys = np.empty(0, dtype=np.uint64)
 _ABOVE = 1.5  # times the shortest queue: prefix affinity goes elsewhere, as vllm-router does

@@ -22,9 +22,8 @@ import numpy.typing as npt
 from benchmarks.common.fleet_load import Request
 from benchmarks.common.key_summary import KeySummary
 from kvboost.extend import EvictionPolicy
-from kvboost.fleet.index import FleetIndex
+from kvboost.fleet.index import FleetIndex, KeyUpdate, ShortKeys
 from kvboost.fleet.route import RouteCosts
-from kvboost.fleet.summary import KeyUpdate, ShortKeys
 from kvboost.store import MemoryStore
 from kvboost.store.eviction import LeastExpected
 from kvboost.types import Chunk, KVBlock, PutOutcome

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvboost.fleet.summary import KeyUpdate, ShortKeys, short_keys
+from kvboost.fleet.index import KeyUpdate, ShortKeys, short_keys
 
 
 class KeySummary:

@@ -13,7 +13,7 @@ def count_events() -> Counter[str]:
     from kvboost.integrations.vllm import worker
 
     counts: Counter[str] = Counter()
-    begin, take = worker.WorkerSide.begin, worker.WorkerSide.take_counts
+    begin, take = worker.WorkerSide.begin, worker.WorkerSide.drain_counts
     preempt = Scheduler._preempt_request
 
     def counted_begin(self: Any, orders: Any) -> None:
@@ -30,7 +30,7 @@ def count_events() -> Counter[str]:
         preempt(self, *request, **how)
 
     worker.WorkerSide.begin = counted_begin  # type: ignore[method-assign]
-    worker.WorkerSide.take_counts = counted_take  # type: ignore[method-assign]
+    worker.WorkerSide.drain_counts = counted_take  # type: ignore[method-assign]
     Scheduler._preempt_request = counted_preempt
     return counts
 
@@ -83,13 +83,13 @@ def seed_fault(name: str) -> None:
     elif name == "weights ignored":
         identity._weights = lambda model, load: ""
     elif name == "more is claimed than is held":
-        told = scheduler.SchedulerSide.told
+        told = scheduler.SchedulerSide.learn
 
         def claim_all(self: Any, report: Any) -> None:
             report.held = {number: len(self._fetches[number].wanted) for number in report.held}
             told(self, report)
 
-        scheduler.SchedulerSide.told = claim_all  # type: ignore[method-assign]
+        scheduler.SchedulerSide.learn = claim_all  # type: ignore[method-assign]
     elif name == "one page off":
         plain_slots = worker.slots_of
         worker.slots_of = lambda pages, **at: plain_slots(pages.roll(1), **at)

@@ -21,9 +21,8 @@ from benchmarks.common.key_summary import KeySummary
 from benchmarks.common.measure import positive
 from benchmarks.internals import FixedChunker, chunk_keys, token_array
 from kvboost.bench.report import BenchError, Report, Spread
-from kvboost.fleet.index import FleetIndex
+from kvboost.fleet.index import FleetIndex, KeyUpdate, ShortKeys, short_keys
 from kvboost.fleet.route import RouteCosts, RoutePrompt, Router
-from kvboost.fleet.summary import KeyUpdate, ShortKeys, short_keys
 from kvboost.types import Chunk
 
 _T = TypeVar("_T")

@@ -18,7 +18,7 @@ from benchmarks.common.measure import positive
 from benchmarks.offload.weight_streaming import SIZES, make_checkpoint, tensor_bytes
 from kvboost.bench.report import Report, Spread
 from kvboost.engine import KVBoost
-from kvboost.offload.weights import streamer_of
+from kvboost.offload.weights.streamer import streamer_of
 from kvboost.types import GenerationResult
 
 QUICK = {"small": True, "tokens": 4, "rounds": 1}

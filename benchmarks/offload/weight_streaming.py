@@ -35,7 +35,8 @@ from benchmarks.internals import root_key
 from kvboost.bench.report import BenchError, Report, say
 from kvboost.direct_io import up_to_page
 from kvboost.engine import KVBoost
-from kvboost.offload.weights import FileSource, HostLink, WeightStreamer, streamer_of
+from kvboost.offload.weights.link import FileSource, HostLink
+from kvboost.offload.weights.streamer import WeightStreamer, streamer_of
 
 QUICK = {"part": "families"}
 _HEADROOM = 200 * 10**6  # beside the weights: activations, KV, stacks of threads, digests at loading

@@ -12,8 +12,7 @@ import pytest
 from kvboost import KVBoost
 from kvboost.approx import levels
 from kvboost.approx.guard import ReuseGuard
-from kvboost.approx.places import CheckPlaces
-from kvboost.approx.shadow import ServedRequest, ShadowChecks, answers_differ
+from kvboost.approx.shadow import CheckPlaces, ServedRequest, ShadowChecks, answers_differ
 from kvboost.core.prefiller import RequestCancelled
 from kvboost.engine import parts
 from kvboost.engine.decoding import Decoder

@@ -14,8 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvboost.approx.trust import EarnedTrust, TrustState
-from kvboost.approx.trust_file import TrustFile
+from kvboost.approx.trust import EarnedTrust, TrustFile, TrustState
 from tests.approx.test_find import HEAD, ONE, QUESTION, TWO, engine_for, text, warm
 from tests.approx.test_shadow import _ask
 

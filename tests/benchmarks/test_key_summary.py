@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.common.key_summary import KeySummary
-from kvboost.fleet.index import FleetIndex
-from kvboost.fleet.summary import short_keys
+from kvboost.fleet.index import FleetIndex, short_keys
 
 _STEPS = st.lists(
     st.one_of(

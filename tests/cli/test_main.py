@@ -22,7 +22,7 @@ from kvboost.cli.calibrate import read_prompts
 from kvboost.cli.logs import log_with_time, logging_to_stderr, note_with_time, set_level
 from kvboost.cli.main import app
 from kvboost.store.tiers.disk.files import Files
-from tests.approx.test_calibrate import traffic
+from tests.approx.test_comparisons import traffic
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 

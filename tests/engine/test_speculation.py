@@ -16,7 +16,7 @@ from transformers import StoppingCriteria
 
 from kvboost import ConfigError, GenerationMode, KVBoost
 from kvboost.hf.numerics import choose
-from kvboost.offload.weights import streamer_of
+from kvboost.offload.weights.streamer import streamer_of
 from kvboost.scheduler.runner import BatchRunner
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer

@@ -12,7 +12,7 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.errors import ConfigError
-from kvboost.offload.weights import streamer_of
+from kvboost.offload.weights.streamer import streamer_of
 from kvboost.store import MemoryStore
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer

@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 
 from kvboost.core.keys import token_array
-from kvboost.explain import Explanation, FaultKind, LoggedPrompt, explain, html_page, read_log, text_report
+from kvboost.explain.explanation import Explanation, explain
+from kvboost.explain.faults import FaultKind
+from kvboost.explain.log import read_log
+from kvboost.explain.replay import LoggedPrompt
+from kvboost.explain.report import html_page, text_report
 from kvboost.types import Break
 
 Chat = list[tuple[str, str]]

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from kvboost.core.costs import CostModel
 from kvboost.core.keys import chunk_keys
 from kvboost.errors import ConfigError
-from kvboost.fleet.index import FleetIndex
+from kvboost.fleet.index import FleetIndex, KeyUpdate, short_keys
 from kvboost.fleet.route import RouteCosts, RoutePrompt, Router
-from kvboost.fleet.summary import KeyUpdate, short_keys
 
 _NAMES = ("a", "b", "c")
 _CHUNKS = 5

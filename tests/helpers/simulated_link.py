@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from kvboost.direct_io import page_aligned, up_to_page
-from kvboost.offload.weights.link import Budget
-from kvboost.offload.weights.source import Extent, Source
+from kvboost.offload.weights.link import Budget, Extent, Source
 from kvboost.streams import Copies
 
 POISON = 0xFF  # of every byte: not a number in any floating type

@@ -18,7 +18,7 @@ from kvboost.hf.fingerprint import ModelIdentity
 from kvboost.hf.loaded_weights import LoadedWeights, find_checkpoint
 from kvboost.hf.loading import ModelSource
 from kvboost.hf.probe import probe_model
-from kvboost.offload.weights import load_model
+from kvboost.offload.weights.load import load_model
 from tests.helpers.files import same_times
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer

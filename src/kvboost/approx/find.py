@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 
 from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.levels import Repair
-from kvboost.approx.pace import RepairTooSlow
 from kvboost.approx.probe import probe_reposition
 from kvboost.approx.recompute import RecomputeRunner, probe_recompute
 from kvboost.approx.registry import DocumentRegistry
-from kvboost.approx.repair import MAX_QUERY_TOKENS, Repairer, slab_cache
+from kvboost.approx.repair import MAX_QUERY_TOKENS, Repairer, RepairTooSlow, slab_cache
 from kvboost.approx.reposition import KeyRepositioner, Move
 from kvboost.approx.trust import EarnedTrust
 from kvboost.core.backend import Codec

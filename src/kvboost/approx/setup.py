@@ -13,8 +13,7 @@ from kvboost.approx.find import ApproxReuse, probe_approx
 from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.levels import Repair, choose_repairs, must_be_earned, tolerated_share
 from kvboost.approx.shadow import FIRST_TOKENS
-from kvboost.approx.trust import EarnedTrust
-from kvboost.approx.trust_file import TrustFile
+from kvboost.approx.trust import EarnedTrust, TrustFile
 from kvboost.config import EngineConfig
 from kvboost.core.identity import PromptKeys
 from kvboost.core.non_prefix import NoApprox, NonPrefixReuse

@@ -24,7 +24,6 @@ import torch
 
 from kvboost.approx.find import ApproxReuse
 from kvboost.approx.guard import ReuseGuard
-from kvboost.approx.places import CheckPlaces, TakenPlace
 from kvboost.approx.trust import EarnedTrust
 from kvboost.core.prefill import ChunkedPrompt
 from kvboost.core.prefiller import Prefiller, RequestCancelled
@@ -259,3 +258,41 @@ class ShadowChecks:
             warnings.warn(f"non-prefix reuse is now off: {reason}", RuntimeWarning, stacklevel=1)
         elif not before and self._guard.allowed:
             logger.info("non-prefix reuse is now on: checks have shown that it changes few enough answers")
+
+
+class CheckPlaces:
+    """So many requests may be on trial, wait for a check, or be checked at a time."""
+
+    def __init__(self, count: int) -> None:
+        self._lock = threading.Lock()
+        self._free = count
+
+    @property
+    def any_free(self) -> bool:
+        """Whether one could be taken now."""
+        return self._free > 0
+
+    def take(self) -> TakenPlace | None:
+        """A place, or None if all are taken."""
+        with self._lock:
+            if self._free == 0:
+                return None
+            self._free -= 1
+            return TakenPlace(self)
+
+    def _give_back(self, place: TakenPlace) -> None:
+        with self._lock:
+            self._free += place.held
+            place.held = False
+
+
+class TakenPlace:
+    """One of the places."""
+
+    def __init__(self, places: CheckPlaces) -> None:
+        self._places = places
+        self.held = True
+
+    def release(self) -> None:
+        """Leave it to another request. Harmless the second time."""
+        self._places._give_back(self)

@@ -3,18 +3,28 @@
 Used instead of :class:`kvboost.approx.guard.ReuseGuard` with ``quality="auto"``. Repairs are tried one after another,
 cheapest first, on requests that are answered exactly. Invariant: no repair is chosen for a request before its upper
 bound was below the tolerated share, and none any longer once its lower bound is above it. What checks have shown may be
-kept for the next process (:mod:`kvboost.approx.trust_file`): the bounds are valid over its checks and these together.
+kept for the next process (:class:`TrustFile`): the bounds are valid over its checks and these together.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvboost.approx.guard import DisagreementBound, Standing
-from kvboost.approx.places import TakenPlace
+
+if TYPE_CHECKING:
+    from kvboost.core.spans import CheckPlace
 
 _MAX_CHECKS = 400  # a repair whose share lies next to the tolerated one would be tried forever
 _RECENT = 200  # checks of a repair in use that are also judged by themselves: a good past must not hide a bad present
@@ -33,16 +43,6 @@ class TrustState:
     recent_differed: int = 0
 
 
-class TrustKeeper(Protocol):
-    """Keeps a state for the next process."""
-
-    def load(self) -> TrustState | None:
-        """What was kept last for the model as it is now; None if nothing was, or it is of no use."""
-
-    def save(self, state: TrustState, *, anew: bool = False) -> None:
-        """Keep this, if that can be done; raises nothing. ``anew``: also if a later repair was tried already."""
-
-
 class EarnedTrust:
     """Tries repairs in order and allows the first that is proven good enough. Thread-safe.
 
@@ -51,7 +51,7 @@ class EarnedTrust:
     """
 
     def __init__(
-        self, tolerated: float, *, repairs: Sequence[str], confidence: float = 0.95, keeper: TrustKeeper | None = None
+        self, tolerated: float, *, repairs: Sequence[str], confidence: float = 0.95, keeper: TrustFile | None = None
     ) -> None:
         """``repairs`` are their names, in the order they are tried."""
         self._tolerated, self._names = tolerated, tuple(repairs)
@@ -61,7 +61,7 @@ class EarnedTrust:
         """Held, before the other one, by who changes the state: states are kept in the order in which they came."""
         self.has_place: Callable[[], bool] = lambda: False
         """Whether another request could be checked; set by who checks. If not, none is put on trial."""
-        self.reserve: Callable[[], TakenPlace | None] = lambda: None
+        self.reserve: Callable[[], CheckPlace | None] = lambda: None
         """A place for a request that begins, if it is one of those to check; set by who checks."""
         self._keeper = keeper
         self._bound = self._recent = DisagreementBound(self._confidence)
@@ -170,3 +170,80 @@ class EarnedTrust:
             good = bound.excludes(self._tolerated) and not self._is_worse(bound)
             low, high = (low, middle) if good else (middle + 1, high)
         return high
+
+
+_log = logging.getLogger(__name__)
+_USELESS = (OSError, ValueError, KeyError, TypeError)  # what reading a file raises that is none of ours
+_MOST = 2**40  # checks that can be
+_FORMAT = 1  # raise it when a repair computes something else than before: what was shown is then of another repair
+
+
+class TrustFile:
+    """Keeps what checks have shown beside the disk tier, so that the next process goes on there.
+
+    One small JSON file for each model, dtype, codec, chunking, tolerated share and list of repairs: with any of them
+    changed, trust has to be earned again. A file is replaced as a whole; one that cannot be read, or is not what was
+    written, counts as none. The counts are those of one process at a time: of several with one directory the last is
+    kept, except that a repair which one of them has given up stays given up. All adapters of a model share a file, as
+    they share a verdict.
+    """
+
+    def __init__(self, directory: Path, *, identity: Callable[[], str]) -> None:
+        """``identity`` names everything the checks depend on, as it is now."""
+        self._identity, self._made_for = identity, identity()
+        self._path = directory / f"{hashlib.sha256(self._made_for.encode()).hexdigest()[:32]}.json"
+        self._failed = False
+
+    def load(self) -> TrustState | None:
+        """What was kept last for this identity."""
+        try:
+            return self._read()
+        except _USELESS as error:
+            _log.warning("%s cannot be used, so trust is earned anew: %r", self._path, error)
+            return None
+
+    def save(self, state: TrustState, *, anew: bool = False) -> None:
+        """Keep this for the next process. If that fails it is said once, and nothing else changes."""
+        try:
+            if self._identity() != self._made_for:
+                return  # the model was changed in this process, and the next one loads the files as they were
+            with suppress(*_USELESS):
+                kept = self._read()
+                if kept is not None and kept.rung > state.rung and not anew:
+                    return  # another process has given this repair up
+            self._write(state)
+        except Exception as error:  # noqa: BLE001 - checks go on, whatever keeps them from being kept
+            if not self._failed:
+                _log.warning("%s cannot be written, so the next process earns trust anew: %r", self._path, error)
+            self._failed = True
+
+    def _read(self) -> TrustState | None:
+        try:
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        if (content["format"], content["identity"]) != (_FORMAT, self._made_for):
+            raise ValueError("it was written by another version")
+        return _checked(TrustState(**content["state"]))
+
+    def _write(self, state: TrustState) -> None:
+        content = json.dumps(
+            {"format": _FORMAT, "identity": self._made_for, "state": dataclasses.asdict(state)}, indent=1
+        )
+        self._path.parent.mkdir(mode=0o700, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False, encoding="utf-8") as file:
+            try:
+                file.write(content + "\n")
+                file.flush()
+                os.replace(file.name, self._path)  # whole or not at all: other processes read it
+            except OSError:
+                os.unlink(file.name)
+                raise
+
+
+def _checked(state: TrustState) -> TrustState:
+    counts = ((state.checked, state.differed), (state.recent_checked, state.recent_differed))
+    whole = all(type(one) is int for one in (state.rung, *counts[0], *counts[1])) and type(state.earned) is bool
+    if not whole or state.rung < 0 or any(not 0 <= differed <= checked < _MOST for checked, differed in counts):
+        raise ValueError(f"no state of a trial: {state}")
+    return state

@@ -1,14 +1,15 @@
 """How much memory a model, a context and a batch take, and how fast they would run: arithmetic, nothing is loaded."""
 
-from kvboost.capacity.budgets import HOST_BUDGETS, MemoryBudgets, device_budgets
 from kvboost.capacity.memory import (
+    HOST_BUDGETS,
     MAX_IDLE,
     MAX_STEP,
-    Activations,
+    MemoryBudgets,
     MemoryEstimate,
     ModelShape,
     WeightMemory,
     Workload,
+    device_budgets,
     estimate_memory,
     paged_memory,
     request_bytes,
@@ -18,21 +19,18 @@ from kvboost.capacity.memory import (
     step_limit,
     workspace_capacity,
 )
-from kvboost.capacity.options import Machine, Option, list_options
-from kvboost.capacity.speed import Rates, Speed, expected_speed
+from kvboost.capacity.options import Machine, Option, Rates, expected_speed, list_options
 
 __all__ = [
     "HOST_BUDGETS",
     "MAX_IDLE",
     "MAX_STEP",
-    "Activations",
     "Machine",
     "MemoryBudgets",
     "MemoryEstimate",
     "ModelShape",
     "Option",
     "Rates",
-    "Speed",
     "WeightMemory",
     "Workload",
     "device_budgets",

@@ -1,6 +1,8 @@
-"""What fits as asked, and what would fit with streamed weights, paged KV, fewer bits or smaller caches.
+"""What fits as asked, how fast it would run, and what would fit with streamed weights, paged KV or smaller caches.
 
-Used by ``kvboost doctor``. Invariant: an option that is said to fit has an estimated peak within the available memory.
+Used by ``kvboost doctor``. Speeds are bounds from what must be moved and multiplied, as if nothing else took time: a
+real run stays below them. Invariants: an option that is said to fit has an estimated peak within the available memory;
+less memory never makes an estimate faster.
 """
 
 from __future__ import annotations
@@ -9,10 +11,45 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from kvboost.capacity.memory import MemoryEstimate, ModelShape, WeightMemory, Workload, estimate_memory
-from kvboost.capacity.speed import Rates, Speed, expected_speed
 from kvboost.errors import ConfigError
 
 _SHARES = (2, 4, 8)  # a half, a quarter, an eighth of the KV stays in memory
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this machine does in a second, measured."""
+
+    memory: float
+    """Bytes of weights multiplied with one token's states: what decoding reads."""
+    multiply: float
+    """Multiplications and additions, with as many tokens as a step of prefill has."""
+    disk: float
+    """Bytes read past the page cache."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second, of all requests together."""
+
+    prefill: float
+    decode: float
+    limited_by: str
+    """What decoding waits for: ``memory`` or ``disk``."""
+
+
+def expected_speed(shape: ModelShape, work: Workload, estimate: MemoryEstimate, rates: Rates) -> Speed:
+    """Prefill of a prompt of ``work.context`` tokens, and decoding behind it."""
+    # A token is multiplied with every matrix once, and attends to half of the context on average.
+    flops = 2 * shape.parameters + 4 * shape.heads * shape.head_dim * shape.layers * work.context // 2
+    tokens = min(work.step_tokens, work.context)
+    streaming = estimate.weights.streamed / rates.disk
+    spilled = estimate.kv_spilled / rates.disk
+    prefill = max(flops / rates.multiply, (streaming + spilled / work.batch / 2) / tokens)
+    in_memory = (shape.parameters * shape.element + estimate.kv + estimate.kv_spilled) / rates.memory
+    from_disk = streaming + spilled
+    decode = max(in_memory, from_disk)
+    return Speed(1.0 / prefill, work.batch / decode, "disk" if from_disk > in_memory else "memory")
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def mine(
     from kvboost.bench.workloads import Request
     from kvboost.cli.explain import encoded
     from kvboost.config import parse_bytes
-    from kvboost.explain import read_log
+    from kvboost.explain.log import read_log
     from kvboost.hf.breaks import break_table
     from kvboost.hf.loading import ModelSource, load_resident, load_tokenizer
 

@@ -17,7 +17,8 @@ from kvboost.cli.output import ProgressBar, note
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvboost.explain import LoggedPrompt, LogRecord
+    from kvboost.explain.log import LogRecord
+    from kvboost.explain.replay import LoggedPrompt
 
 _ANY_ID = 2**31  # the model, which knows how many ids there are, is not loaded
 
@@ -48,8 +49,9 @@ def explain(
     ] = None,
 ) -> None:
     """Show where the reuse of your prompts breaks and why, what that costs, and what to change."""
-    from kvboost.explain import explain as explain_log
-    from kvboost.explain import html_page, read_log, text_report
+    from kvboost.explain.explanation import explain as explain_log
+    from kvboost.explain.log import read_log
+    from kvboost.explain.report import html_page, text_report
 
     records = read_log(log)
     if html is not None and not html.expanduser().resolve().parent.is_dir():
@@ -79,8 +81,8 @@ def encoded(records: Sequence[LogRecord], tokenizer: Any, log: Path) -> Iterator
 
     from kvboost.core.chunking import NaturalChunker
     from kvboost.core.keys import token_array
-    from kvboost.explain import LoggedPrompt
     from kvboost.explain.explanation import CHUNK_TOKENS
+    from kvboost.explain.replay import LoggedPrompt
     from kvboost.hf.prompt import PromptEncoder
 
     encoder = PromptEncoder(tokenizer, max_tokens=None, vocab_size=_ANY_ID)

@@ -30,7 +30,7 @@ from kvboost.extend import ChunkStore
 from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.loading import ModelSource
 from kvboost.hf.prompt import Messages, Prompt
-from kvboost.offload.weights import load_model
+from kvboost.offload.weights.load import load_model
 from kvboost.store import MemoryStore, TieredStore
 from kvboost.types import CacheStats, GenerationMode, GenerationResult, HotChunk, PrefillResult
 
@@ -338,7 +338,7 @@ class KVBoost(PromptView):
         the fewest positions shown to stay within its quality.
         """
         session = self._session_with_approx("nothing to calibrate: this engine does no non-prefix reuse")
-        from kvboost.approx.calibrate import calibrate
+        from kvboost.approx.comparisons import calibrate
 
         encoded = [self.encode(prompt) for prompt in prompts]
         ends = boundaries if boundaries is not None else [()] * len(encoded)

@@ -15,7 +15,7 @@ from kvboost.hf.device_memory import memory_available, resident_bytes
 from kvboost.hf.loading import ModelSource, load_tokenizer
 from kvboost.hf.shape import stored_bytes_per_token
 from kvboost.offload.rates import measure_rates
-from kvboost.offload.weights import ModelOnDisk, model_on_disk
+from kvboost.offload.weights.load import ModelOnDisk, model_on_disk
 
 _CONTEXT = 4096
 

@@ -1,6 +1,6 @@
 """What became of a log of prompts: a bar for each, and the faults.
 
-Made by :func:`explain` for ``kvboost explain``; :mod:`kvboost.explain.text` and :mod:`kvboost.explain.page` show it.
+Made by :func:`explain` for ``kvboost explain``; :mod:`kvboost.explain.report` shows it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from kvboost.core.chunking import BreakTable, NaturalChunker
+from kvboost.explain.differences import Decode
 from kvboost.explain.faults import Fault, gather, losses_of
 from kvboost.explain.replay import LoggedPrompt, Replay, Replayed
-from kvboost.explain.slots import Decode
 
 CHUNK_TOKENS = 32
 EXACT, KNOWN, NEW = "exact", "known", "new"

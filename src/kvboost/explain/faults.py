@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvboost.explain.align import Run, aligned_runs, common_prefix
+from kvboost.explain.differences import Decode, Run, Slot, aligned_runs, clipped, common_prefix, read_slot
 from kvboost.explain.replay import LoggedPrompt, Replayed
-from kvboost.explain.slots import Decode, Slot, clipped, read_slot
 from kvboost.extend import TokenArray
 
 _SLOT_TOKENS = 64

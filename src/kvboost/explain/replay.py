@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvboost.core.chunking import NaturalChunker
 from kvboost.core.keys import chunk_keys, tail_keys
-from kvboost.explain.align import common_prefix
+from kvboost.explain.differences import common_prefix
 from kvboost.extend import TokenArray
 from kvboost.types import Chunk
 

@@ -23,8 +23,7 @@ from kvboost.core.costs import CostModel
 from kvboost.core.keys import key_pairs
 from kvboost.errors import ConfigError
 from kvboost.extend import TokenArray
-from kvboost.fleet.index import FleetIndex, Holders
-from kvboost.fleet.summary import SHORT_BYTES, ShortKeys, joined_short_keys
+from kvboost.fleet.index import SHORT_BYTES, FleetIndex, Holders, ShortKeys, joined_short_keys
 
 _Floats = npt.NDArray[np.float64]
 _ALL = ~np.uint64(0)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from kvboost import KVBoost
+from kvboost.fleet.index import KeyUpdate
 from kvboost.fleet.route import RouteCosts
-from kvboost.fleet.summary import KeyUpdate
 from kvboost.integrations.ray.told import Facts
 from tests.integrations.ray.fleets import text
 from tests.integrations.ray.test_prompts import _facts

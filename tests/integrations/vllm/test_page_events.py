@@ -39,7 +39,7 @@ class Announced:
         self.tokens: dict[bytes, list[int]] = {}
 
     def hear(self, events: PageEvents) -> None:
-        for event in events.take():
+        for event in events.drain():
             for page in event.hashes:
                 if event.is_stored:
                     assert (event.tier, page) not in self.pages, "announced twice"
@@ -115,7 +115,7 @@ def test_pages_without_the_right_names_are_not_announced(hashes: int) -> None:
     (chunk,) = chunks_of(asked, 20)
     events.describe(asked, [chunk])
     events.apply([("memory", chunk.prefix_key, True)])
-    assert events.take() == []
+    assert events.drain() == []
 
 
 def test_changes_are_taken_once_and_in_order() -> None:
@@ -123,5 +123,5 @@ def test_changes_are_taken_once_and_in_order() -> None:
     chunk = chunks_of(ASKED[0], 8)[0]
     changes.stored("memory", block_of(chunk))
     changes.removed("memory", [chunk.prefix_key])
-    assert changes.take() == [("memory", chunk.prefix_key, True), ("memory", chunk.prefix_key, False)]
-    assert changes.take() == []
+    assert changes.drain() == [("memory", chunk.prefix_key, True), ("memory", chunk.prefix_key, False)]
+    assert changes.drain() == []

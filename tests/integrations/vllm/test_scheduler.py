@@ -37,7 +37,7 @@ def sides(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         sys.modules.pop(name, None)
 
 
-def _place(*, store: Any = None, mode: str = "exact") -> Any:
+def _setup(*, store: Any = None, mode: str = "exact") -> Any:
     chunker = make_chunker("natural", size=_PAGE, breaks=None)
     fields = dict.fromkeys(("weights", "config", "rope", "dtype", "attention", "numerics"), "x")
     keys = RequestKeys(fields, chunker=chunker, tenant="t", codec="c")
@@ -95,7 +95,7 @@ def _read(side: Any, sides: Any, request: Any) -> list[Chunk]:
     side.allocated(request, [], 0)
     pages = list(range(-(-len(request.all_token_ids) // _PAGE)))
     (save,) = side.orders(_step(request, pages=pages)).saves
-    side.told(sides.messages.Report(stored=[(chunk.prefix_key, chunk.content_key) for chunk in save.chunks]))
+    side.learn(sides.messages.Report(stored=[(chunk.prefix_key, chunk.content_key) for chunk in save.chunks]))
     side.finished(request)
     return list(save.chunks)
 
@@ -106,7 +106,7 @@ _TOKENS = [100 + (7 * i) % 1000 for i in range(10 * _PAGE + 1)]
 def test_who_queues_longer_than_our_patience_still_gets_what_is_stored(
     sides: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    side = sides.scheduler.SchedulerSide(_place())
+    side = sides.scheduler.SchedulerSide(_setup())
     _read(side, sides, _request(_TOKENS))
     monkeypatch.setattr(sides.scheduler, "_PATIENCE_S", 0.05)
     late = _request(_TOKENS, "late")
@@ -114,7 +114,7 @@ def test_who_queues_longer_than_our_patience_still_gets_what_is_stored(
     time.sleep(0.1)
     assert side.matched(late, 0) is None, "it is fetched"
     (fetch,) = side.orders(_step(_request([], "nobody"), fresh=False)).fetches
-    side.told(sides.messages.Report(held={fetch.number: len(fetch.chunks)}))
+    side.learn(sides.messages.Report(held={fetch.number: len(fetch.chunks)}))
     assert side.matched(late, 0) == 10 * _PAGE
     side.finished(late)
     slow = _request(_TOKENS, "slow")
@@ -125,7 +125,7 @@ def test_who_queues_longer_than_our_patience_still_gets_what_is_stored(
 
 
 def test_what_the_store_did_not_take_is_offered_once_more_from_the_beginning(sides: Any) -> None:
-    side = sides.scheduler.SchedulerSide(_place())
+    side = sides.scheduler.SchedulerSide(_setup())
     stored = _read(side, sides, _request(_TOKENS))
     longer = _request([*_TOKENS, *range(2000, 2000 + 4 * _PAGE)])
     side.arrived(longer)
@@ -135,17 +135,17 @@ def test_what_the_store_did_not_take_is_offered_once_more_from_the_beginning(sid
     (save,) = side.orders(_step(longer, computed=10 * _PAGE, pages=pages)).saves
     assert save.chunks[0].start > stored[0].end, "the beginning is thought to be stored"
     report = sides.messages.Report
-    side.told(report(refused={"r"}))
+    side.learn(report(refused={"r"}))
     longer.all_token_ids = [*longer.all_token_ids, 5]
     (again,) = side.orders(_step(longer, computed=len(longer.all_token_ids) - 1, fresh=False)).saves
     assert again.chunks[0].start == 0
     assert again.pages == pages[: len(again.pages)]
-    side.told(report(refused={"r"}))
+    side.learn(report(refused={"r"}))
     assert not side.orders(_step(longer, computed=len(longer.all_token_ids) - 1, fresh=False)).saves, "not for ever"
 
 
 def test_moved_text_is_claimed_where_vllm_has_a_page_more_than_we_hold(sides: Any) -> None:
-    side = sides.scheduler.SchedulerSide(_place(mode="approximate"))
+    side = sides.scheduler.SchedulerSide(_setup(mode="approximate"))
     stored = _read(side, sides, _request(_TOKENS))
     asked = _request([*_TOKENS[: 2 * _PAGE + 3], *_TOKENS[4 * _PAGE :]], "other")
     side.arrived(asked)
@@ -154,13 +154,13 @@ def test_moved_text_is_claimed_where_vllm_has_a_page_more_than_we_hold(sides: An
     exact = next(i for i, (one, other) in enumerate(zip(fetch.chunks, stored, strict=False)) if one != other)
     assert fetch.chunks[exact - 1].end < 2 * _PAGE, "we hold less than vLLM has"
     moved = list(range(exact + 1, len(fetch.chunks)))
-    side.told(sides.messages.Report(held={fetch.number: exact}, moved={fetch.number: moved}))
+    side.learn(sides.messages.Report(held={fetch.number: exact}, moved={fetch.number: moved}))
     claimed = side.matched(asked, 2 * _PAGE)
     assert claimed == (fetch.chunks[-1].end // _PAGE - 2) * _PAGE
 
 
 def test_an_unknown_mode_is_off(sides: Any, caplog: pytest.LogCaptureFixture) -> None:
-    side = sides.scheduler.SchedulerSide(_place())
+    side = sides.scheduler.SchedulerSide(_setup())
     request = _request(_TOKENS, kvboost="Off")
     side.arrived(request)
     assert "'Off' is not a mode" in caplog.text
@@ -192,7 +192,7 @@ def _settled(side: Any, request: Any) -> int:
 
 @pytest.mark.parametrize("lasting", [True, False])
 def test_after_a_reset_nothing_is_written_under_a_name_that_nobody_finds(sides: Any, lasting: bool) -> None:
-    side = sides.scheduler.SchedulerSide(_place(store=_Tier() if lasting else None))
+    side = sides.scheduler.SchedulerSide(_setup(store=_Tier() if lasting else None))
     before = _request(_TOKENS)
     side.arrived(before)
     assert _settled(side, before) == 0
@@ -206,7 +206,7 @@ def test_after_a_reset_nothing_is_written_under_a_name_that_nobody_finds(sides: 
 
 
 def test_a_lookup_that_fails_is_a_miss(sides: Any, caplog: pytest.LogCaptureFixture) -> None:
-    side = sides.scheduler.SchedulerSide(_place(store=_Tier(OSError("gone"))))
+    side = sides.scheduler.SchedulerSide(_setup(store=_Tier(OSError("gone"))))
     request = _request(_TOKENS)
     side.arrived(request)
     assert _settled(side, request) == 0
@@ -223,7 +223,7 @@ def test_a_fetch_that_nobody_wants_any_more_is_not_begun(sides: Any, monkeypatch
         raise OSError("nothing here")
 
     store = SimpleNamespace(lease=lease, close=lambda: None)
-    side = sides.worker.WorkerSide(_place(store=store))
+    side = sides.worker.WorkerSide(_setup(store=store))
     messages = sides.messages
     chunk: Any = object()
     side.begin(messages.Orders(fetches=[messages.Fetch(number, [chunk]) for number in range(3)]))

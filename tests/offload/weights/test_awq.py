@@ -13,8 +13,8 @@ from kvboost import KVBoost
 from kvboost.errors import ConfigError
 from kvboost.hf.checkpoint import Shards
 from kvboost.offload.weights import awq as module
-from kvboost.offload.weights import streamer_of
 from kvboost.offload.weights.awq import AwqWeights, Int4Linear
+from kvboost.offload.weights.streamer import streamer_of
 from tests.helpers.awq import quantise, save_awq
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer

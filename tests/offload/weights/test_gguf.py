@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kvboost import KVBoost
-from kvboost.offload.weights import load, streamer_of
+from kvboost.offload.weights import load
+from kvboost.offload.weights.streamer import streamer_of
 from tests.helpers.files import same_times
 from tests.helpers.models import smollm2_gguf
 

@@ -12,7 +12,7 @@ import torch
 
 from kvboost.direct_io import PAGE
 from kvboost.errors import CapacityError
-from kvboost.offload.weights import AcceleratorLink, Extent, HostLink, Link
+from kvboost.offload.weights.link import AcceleratorLink, Extent, HostLink, Link
 from tests.helpers.simulated_link import SimulatedLink
 
 

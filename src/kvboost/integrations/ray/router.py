@@ -22,9 +22,8 @@ from kvboost.core.chunking import make_chunker
 from kvboost.core.keys import token_array
 from kvboost.errors import ConfigError
 from kvboost.extend import Chunker
-from kvboost.fleet.index import FleetIndex
+from kvboost.fleet.index import FleetIndex, KeyUpdate
 from kvboost.fleet.route import Choice, RouteCosts, RoutePrompt, Router
-from kvboost.fleet.summary import KeyUpdate
 from kvboost.hf.breaks import break_table
 from kvboost.hf.light_tokenizer import light_tokenizer
 from kvboost.integrations.ray.prompts import AskedPrompt, PromptReader

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from kvboost.core.keys import fingerprint_root
-from kvboost.fleet.summary import KeyUpdate, short_keys
+from kvboost.fleet.index import KeyUpdate, short_keys
 from kvboost.types import Fingerprint
 
 MAX_BLOCKS = 2**16  # told of one replica: a megabyte every few seconds

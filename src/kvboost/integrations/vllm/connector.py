@@ -13,21 +13,70 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.integrations.vllm.messages import Orders, Report
 from kvboost.integrations.vllm.page_events import PageEvent
-from kvboost.integrations.vllm.place import ends_at_once, make_place
 from kvboost.integrations.vllm.scheduler import SchedulerSide
-from kvboost.integrations.vllm.stats import Metrics, Stats
+from kvboost.integrations.vllm.setup import ends_at_once, make_setup
 from kvboost.integrations.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger(__name__)
+
+COUNTS = {
+    "loaded_tokens": "Prompt tokens whose KV came from KVBoost's store instead of being computed.",
+    "moved_tokens": "Prompt tokens whose KV was computed behind other text and re-rotated: approximate.",
+    "computed_tokens": "Prompt tokens computed between moved ones, where nothing was found.",
+    "recomputed_tokens": "Prompt tokens that were found behind other text and computed again, as a mean over layers.",
+    "saved_tokens": "Tokens whose KV was put into KVBoost's store.",
+    "refused_saves": "Saves that the store did not take: what comes before was evicted, or there was no room.",
+    "failed_loads": "Loads that failed. Their tokens were computed.",
+    "failed_saves": "Saves that failed. Their tokens are computed again next time.",
+}
+"""What the worker counts."""
+
+
+class Stats(KVConnectorStats):  # type: ignore[misc]
+    """Counts on their way from a worker to the log and the metrics."""
+
+    def reset(self) -> None:
+        """Begin again."""
+        self.data: dict[str, int] = {}
+
+    def aggregate(self, other: Any) -> Stats:
+        """The sums: over steps for one worker, over workers for one step."""
+        names = self.data.keys() | other.data.keys()
+        return Stats(data={name: self.data.get(name, 0) + other.data.get(name, 0) for name in names})
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the log."""
+        return {f"kvboost {name.replace('_', ' ')}": count for name, count in sorted(self.data.items())}
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not self.data
+
+
+class Metrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """Prometheus counters ``vllm:kvboost_loaded_tokens`` and so on."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {}
+        for name, text in COUNTS.items():
+            counter = self._counter_cls(f"vllm:kvboost_{name}", text, labelnames=labelnames)
+            self._counters[name] = {index: counter.labels(*labels) for index, labels in per_engine_labelvalues.items()}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what happened since the last call."""
+        for name, count in transfer_stats_data.items():
+            self._counters[name][engine_idx].inc(count)
 
 
 class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -44,19 +93,19 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._refused: dict[int, int] = {}
         try:
-            place = make_place(vllm_config, kv_cache_config, version=vllm.__version__)
+            setup = make_setup(vllm_config, kv_cache_config, version=vllm.__version__)
         except UnsupportedModelError as error:
             _log.warning("kvboost: this model's KV is not kept: %s", error)
             return
         if role is KVConnectorRole.SCHEDULER:
-            if place.has_tiers and ends_at_once(vllm_config):
+            if setup.has_tiers and ends_at_once(vllm_config):
                 _log.warning(
                     "kvboost: a server that is stopped loses KV that it has not written yet; start it with "
                     "--shutdown-timeout 30, and it writes first"
                 )
-            self._scheduler = SchedulerSide(place)
+            self._scheduler = SchedulerSide(setup)
         else:
-            self._worker = WorkerSide(place)
+            self._worker = WorkerSide(setup)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -106,7 +155,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> Stats | None:
         """Counts since the last call."""
-        counts = self._worker.take_counts() if self._worker is not None else {}
+        counts = self._worker.drain_counts() if self._worker is not None else {}
         return Stats(data=counts) if counts else None
 
     def shutdown(self) -> None:
@@ -147,7 +196,7 @@ class KVBoostConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The workers' report."""
         report = connector_output.kv_connector_worker_meta
         if self._scheduler is not None and isinstance(report, Report):
-            self._scheduler.told(report)
+            self._scheduler.learn(report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Its pages are free at once: what was worth keeping has been read."""

@@ -1,4 +1,4 @@
-"""What the two sides of the connector tell each other with every step."""
+"""What the two sides of the connector say to each other with every step."""
 
 from __future__ import annotations
 
@@ -81,5 +81,5 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What the worker's tiers have gained and lost, if vLLM publishes KV events."""
 
     def aggregate(self, other: Any) -> Report:
-        """There is one worker: see :func:`kvboost.integrations.vllm.place.make_place`."""
+        """There is one worker: see :func:`kvboost.integrations.vllm.setup.make_setup`."""
         raise NotImplementedError("KVBoostConnector runs with one worker")

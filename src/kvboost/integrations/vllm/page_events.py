@@ -24,7 +24,7 @@ _MAX_CHUNKS = 2**16
 
 
 class Changes:
-    """A :class:`kvboost.extend.StoreListener` that notes what it is told. Thread-safe."""
+    """A :class:`kvboost.extend.StoreListener` that notes what changes. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ class Changes:
         with self._lock:
             self._changes += [(tier, key, False) for key in keys]
 
-    def take(self) -> list[Change]:
+    def drain(self) -> list[Change]:
         """What was noted since the last call."""
         with self._lock:
             changes, self._changes = self._changes, []
@@ -115,7 +115,7 @@ class PageEvents:
         for key in list(self._chunks):
             self._forget(key)
 
-    def take(self) -> list[PageEvent]:
+    def drain(self) -> list[PageEvent]:
         """What happened since the last call."""
         events, self._events = self._events, []
         return events

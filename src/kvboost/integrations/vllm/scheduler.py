@@ -22,15 +22,12 @@ from kvboost.core.guarded import GuardedStore
 from kvboost.core.identity import PromptKeys
 from kvboost.integrations.vllm.messages import IDLE_S, Fetch, Load, Orders, Report, Save
 from kvboost.integrations.vllm.page_events import PageEvent, PageEvents
-from kvboost.integrations.vllm.place import MODES, Place
+from kvboost.integrations.vllm.setup import Setup, mode_of
 from kvboost.types import Chunk, context_before
 
 _LOOKUPS = 4
 _PATIENCE_S = 10.0  # then it is computed: a tier may hang
 _MAX_KNOWN = 2**20  # keys of stored chunks that are remembered
-OPTION = "kvboost"
-"""In a request's ``kv_transfer_params``: ``{"kvboost": "off"}`` neither reads nor writes the store; ``"exact"`` and
-``"approximate"`` are the others."""
 _LEAST_MOVED = 0.5  # of the tokens behind the exact ones: with more gaps than that, computing is no slower
 
 
@@ -78,9 +75,9 @@ class _Tracked:
 class SchedulerSide:
     """Everything the connector does in the scheduler. Used from its one thread; only lookups are in another."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._store = place.open(memory=False) if place.has_tiers else None
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._store = setup.open(memory=False) if setup.has_tiers else None
         self._guarded = GuardedStore(self._store) if self._store is not None else None
         self._lookups = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="kvboost-lookup")
         self._requests: dict[str, _Tracked] = {}
@@ -94,21 +91,21 @@ class SchedulerSide:
         self._numbers = itertools.count()
         self._failures = 0
         self._is_off = False
-        self._events = PageEvents(place.block_size) if place.has_events else None
+        self._events = PageEvents(setup.block_size) if setup.has_events else None
 
     # What vLLM asks
 
     def arrived(self, request: Any) -> None:
         """A request is new: begin to look for it."""
-        mode = "off" if self._is_off else _mode_of(request, self._place.settings.mode)
-        keys = self._place.keys.of(request.cache_salt, request.lora_request) if mode != "off" else None
+        mode = "off" if self._is_off else mode_of(request, self._setup.settings.mode)
+        keys = self._setup.keys.of(request.cache_salt, request.lora_request) if mode != "off" else None
         if keys is not None:
             tracked = self._requests[request.request_id] = _Tracked(request, keys)
             tracked.anywhere = mode == "approximate" and request.lora_request is None
             self._look(tracked)
 
     def matched(self, request: Any, local: int) -> int | None:
-        """Tokens behind the first ``local`` ones that can be loaded; None: not known yet."""
+        """How many tokens after the first ``local`` ones can be loaded; None: not known yet."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or request.skip_reading_prefix_cache:
             return 0  # such a request is not asked again, whatever the answer
@@ -152,10 +149,10 @@ class SchedulerSide:
 
         Nobody could find again what is written there under the name of unknown weights.
         """
-        if self._place.has_tiers and not self._is_off:
+        if self._setup.has_tiers and not self._is_off:
             self._is_off = True
             _log.warning("kvboost: the cache was reset, so the weights may be others; reuse is off until a restart")
-        self._place.keys.renew()
+        self._setup.keys.renew()
         self._known.clear()
         self._contents.clear()
         for tracked in self._requests.values():
@@ -175,22 +172,22 @@ class SchedulerSide:
             self._scheduled(request, pages, computed=computed, output=output, anew=request in cached.resumed_req_ids)
         orders, self._orders = self._orders, Orders()
         orders.failures = self._failures
-        idle = self._place.may_wait and not output.total_num_scheduled_tokens
+        idle = self._setup.may_wait and not output.total_num_scheduled_tokens
         orders.idle = idle and not self._await_lookup()
         return orders
 
     def _await_lookup(self) -> bool:
-        """Wait a moment for a lookup: vLLM asks again at once, and its loop would keep our threads from running.
+        """Wait a moment for a lookup; False if none is under way.
 
-        False if nothing is looked for.
+        vLLM asks again at once. Without a wait, its loop would leave our threads no time to run.
         """
         looking = [t.found for t in self._requests.values() if t.state is _State.LOOKING and t.found is not None]
         if looking:
             wait(looking, timeout=IDLE_S, return_when=FIRST_COMPLETED)
         return bool(looking)
 
-    def told(self, report: Report) -> None:
-        """What the worker has done."""
+    def learn(self, report: Report) -> None:
+        """Take note of what the worker has done."""
         if report.failures:
             self._failures += report.failures
             for each in self._requests.values():  # what was offered since may have been dropped
@@ -212,7 +209,7 @@ class SchedulerSide:
                 self._correct(tracked)
 
     def _correct(self, tracked: _Tracked) -> None:
-        """What was found is stored, what was not was evicted, or was another server's and is lost."""
+        """Remember what a fetch found, and forget the rest: it was evicted, or belonged to a server that is gone."""
         found, missed = tracked.wanted[: tracked.held], tracked.wanted[tracked.held :]
         self._known.update(dict.fromkeys(chunk.prefix_key for chunk in found))
         for index, chunk in enumerate(missed, tracked.held):
@@ -221,7 +218,10 @@ class SchedulerSide:
                 self._contents.pop(chunk.content_key, None)
 
     def _offer_again(self, request: str) -> None:
-        """The store may have evicted chunks of a request that vLLM still has, and nobody looked for: once more all."""
+        """Offer all chunks of a request once more. The store may have evicted some that vLLM still has in its pages.
+
+        Nobody looks such chunks up, so nobody would notice.
+        """
         tracked = self._requests.get(request)
         if tracked is None or tracked.offered_again:
             return
@@ -238,7 +238,7 @@ class SchedulerSide:
 
     def take_events(self) -> list[PageEvent]:
         """Pages that the worker's tiers have gained and lost since the last call."""
-        return self._events.take() if self._events is not None else []
+        return self._events.drain() if self._events is not None else []
 
     def close(self) -> None:
         """Close what was opened to look."""
@@ -289,7 +289,7 @@ class SchedulerSide:
         # The tiers are not asked for texts here: the worker finds out when it fetches.
         if anywhere and run < len(chunks) and (asks or any(c.content_key in self._contents for c in chunks[run:])):
             return chunks
-        size = self._place.block_size
+        size = self._setup.block_size
         behind = chunks[run - 1] if run else None
         for tail in keys.tails(root, tokens, behind=behind):
             if tail.end % size == 0 and self._run([tail], asks=asks):
@@ -305,7 +305,7 @@ class SchedulerSide:
 
     def _whole_pages(self, tracked: _Tracked, end: int) -> int:
         """Tokens in whole pages up to ``end``; the last token is always computed."""
-        size = self._place.block_size
+        size = self._setup.block_size
         return min(end, int(tracked.request.num_tokens) - 1) // size * size
 
     def _held_end(self, tracked: _Tracked, local: int) -> int:
@@ -352,10 +352,10 @@ class SchedulerSide:
         if ready < tracked.cut_at and not prompt_read:
             return
         chunks = self._new_chunks(tracked, list(tokens[:ready]), with_tail=prompt_read)
-        tracked.cut_at = ready + self._place.settings.engine.chunk_tokens  # not at every token: all of it is cut again
+        tracked.cut_at = ready + self._setup.settings.engine.chunk_tokens  # not at every token: all of it is cut again
         tracked.tail_kept = tracked.tail_kept or prompt_read
         if chunks:
-            size = self._place.block_size
+            size = self._setup.block_size
             # The end of a prompt may begin before a chunk that ends behind it.
             first = min(chunk.start for chunk, _ in chunks) // size
             last = -(-max(chunk.end for chunk, _ in chunks) // size)
@@ -366,7 +366,7 @@ class SchedulerSide:
 
     def _new_chunks(self, tracked: _Tracked, tokens: list[int], *, with_tail: bool) -> list[tuple[Chunk, bytes]]:
         """The complete chunks that are not stored yet, with their contexts; at a prompt's end also its last pages."""
-        keys, size = tracked.keys, self._place.block_size
+        keys, size = tracked.keys, self._setup.block_size
         root = keys.snapshot().root
         chunks = keys.chunks(root, tokens, ())
         new = [
@@ -381,18 +381,6 @@ class SchedulerSide:
             if tail is not None and tail.prefix_key not in self._known:
                 new.append((tail, context_before([*before, tail], len(before))))
         return new
-
-
-def _mode_of(request: Any, default: str) -> str:
-    """How a request is served: its own wish, the server's default, or off if more than its tokens decide its KV."""
-    plain = request.prompt_token_ids is not None and request.prompt_embeds is None and not request.mm_features
-    if not plain or request.pooling_params is not None:
-        return "off"
-    wish = (request.kv_transfer_params or {}).get(OPTION, default)
-    if wish not in MODES:
-        _log.warning("kvboost: %r is not a mode; the request is served without us; use %s", wish, ", ".join(MODES))
-        return "off"
-    return str(wish)
 
 
 def set_apart(request: Any) -> None:

@@ -21,12 +21,11 @@ from kvboost.approx.reposition import Move
 from kvboost.core.guarded import EmptyLease, GuardedStore
 from kvboost.errors import UnsupportedModelError
 from kvboost.extend import ChunkStore, ContentLease, Lease
-from kvboost.integrations.vllm.decoder import Decoder, find_decoder
+from kvboost.integrations.vllm.decoder import Decoder, build_moved, find_decoder
 from kvboost.integrations.vllm.messages import IDLE_S, Fetch, Load, Orders, Report, Save
-from kvboost.integrations.vllm.moved import place_moved
 from kvboost.integrations.vllm.page_events import Changes
 from kvboost.integrations.vllm.pages import Pages, learn_order, slots_of
-from kvboost.integrations.vllm.place import Place
+from kvboost.integrations.vllm.setup import Setup
 from kvboost.store import MemoryStore, TieredStore
 from kvboost.types import Chunk, KVBlock, PutOutcome
 
@@ -58,9 +57,9 @@ class _Held:
 class WorkerSide:
     """The worker's store and pages."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._store: ChunkStore = place.open(memory=True)
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._store: ChunkStore = setup.open(memory=True)
         self._guarded = GuardedStore(self._store)
         self._fetchers = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="kvboost-fetch")
         self._lock = threading.Condition()  # notified of every fetch that is over
@@ -73,25 +72,25 @@ class WorkerSide:
         self._decoder: Decoder | None = None
         self._counts: Counter[str] = Counter()
         self._changes: Changes | None = None
-        if place.has_events and isinstance(self._store, MemoryStore | TieredStore):
+        if setup.has_events and isinstance(self._store, MemoryStore | TieredStore):
             self._changes = Changes()
             self._store.listen(self._changes)
 
     def register(self, layers: Mapping[str, Any], caches: Mapping[str, torch.Tensor]) -> None:
         """Learn the order of the pages. Raises UnsupportedModelError if they cannot be read."""
-        place, size = self._place, self._place.block_size
-        heads, dim = place.spec.heads, place.spec.dim
+        setup, size = self._setup, self._setup.block_size
+        heads, dim = setup.spec.heads, setup.spec.dim
         orders: dict[Any, torch.Tensor] = {}
-        for name in place.layers:
+        for name in setup.layers:
             layer, cache = layers[name], caches[name]
             kind = (type(layer.impl), cache.shape[1:], cache.stride(), cache.dtype, cache.device)
             if kind not in orders:
                 orders[kind] = learn_order(layer, cache, heads=heads, tokens=size, dim=dim)
             self._pages.append(Pages(layer, cache, heads=heads, dim=dim, order=orders[kind]))
         try:
-            self._decoder = find_decoder(dict(layers), place.layers)
+            self._decoder = find_decoder(dict(layers), setup.layers)
         except UnsupportedModelError as error:
-            level = logging.WARNING if place.settings.mode == "approximate" else logging.INFO
+            level = logging.WARNING if setup.settings.mode == "approximate" else logging.INFO
             _log.log(level, "kvboost: approximate reuse is off: %s", error)
 
     def begin(self, orders: Orders) -> None:
@@ -111,7 +110,7 @@ class WorkerSide:
                 self._failures += 1
                 with self._lock:
                     self._report.failures += 1
-                size = self._place.block_size
+                size = self._setup.block_size
                 self._failed_pages.update(load.pages[load.start // size : -(-load.end // size)])
             finally:
                 self._release(load.fetch)
@@ -138,11 +137,11 @@ class WorkerSide:
         with self._lock:
             report, self._report = self._report, Report()
         if self._changes is not None:
-            report.changes = self._changes.take()
+            report.changes = self._changes.drain()
         return report if report != Report() else None
 
-    def take_counts(self) -> dict[str, int]:
-        """Counts since the last call, by the names of :data:`kvboost.integrations.vllm.stats.COUNTS`."""
+    def drain_counts(self) -> dict[str, int]:
+        """Counts since the last call, by the names of :data:`kvboost.integrations.vllm.connector.COUNTS`."""
         counts, self._counts = self._counts, Counter()
         return dict(counts)
 
@@ -197,7 +196,7 @@ class WorkerSide:
             states = self._joined(chunks, blocks, start=load.start, end=load.end)
             self._counts["loaded_tokens"] += load.end - load.start
         pages = torch.tensor(load.pages, dtype=torch.int64, device=self._pages[0].device)
-        slots = slots_of(pages, tokens=self._place.block_size, start=load.start, end=load.end)
+        slots = slots_of(pages, tokens=self._setup.block_size, start=load.start, end=load.end)
         for layer, target in enumerate(self._pages):
             target.write(slots, states[2 * layer : 2 * layer + 2].to(target.device))
         self._guarded.used([chunk.prefix_key for chunk in chunks])
@@ -208,21 +207,21 @@ class WorkerSide:
         Nothing is read from pages: those that vLLM has by itself may only be computed in this step.
         """
         assert self._decoder is not None
-        place, count = self._place, len(held.exact.blocks)
+        setup, count = self._setup, len(held.exact.blocks)
         exact = min(held.chunks[count - 1].end if count else 0, load.end)
-        shape = (2 * len(self._pages), place.spec.heads, load.end, place.spec.dim)
-        states = torch.zeros(shape, dtype=place.spec.dtype, device=self._pages[0].device)
+        shape = (2 * len(self._pages), setup.spec.heads, load.end, setup.spec.dim)
+        states = torch.zeros(shape, dtype=setup.spec.dtype, device=self._pages[0].device)
         if exact:
             known = self._joined(held.chunks[:count], held.exact.blocks, start=0, end=exact)
             states[:, :, :exact] = known.to(states.device)
         found = ((held.chunks[index].start, block) for index, block in held.blocks.items())
         moves = (
-            Move(place.codec.unpack(block.tensors), old_start=block.start, new_start=start)
+            Move(setup.codec.unpack(block.tensors), old_start=block.start, new_start=start)
             for start, block in found
             if start < load.end
         )
-        ratio = place.settings.recompute_ratio
-        gaps, again = place_moved(self._decoder, states, moves, tokens=load.tokens, exact=exact, ratio=ratio)
+        ratio = setup.settings.recompute_ratio
+        gaps, again = build_moved(self._decoder, states, moves, tokens=load.tokens, exact=exact, ratio=ratio)
         # vLLM may have a page more by itself than the exact chunks reach.
         self._counts["loaded_tokens"] += max(0, exact - load.start)
         self._counts["computed_tokens"] += gaps
@@ -236,7 +235,7 @@ class WorkerSide:
         for chunk, block in zip(chunks, blocks, strict=True):
             first, last = max(start, chunk.start), min(end, chunk.end)
             if first < last:
-                (states,) = self._place.codec.unpack(block.tensors)
+                (states,) = self._setup.codec.unpack(block.tensors)
                 parts.append(states[:, :, first - chunk.start : last - chunk.start])
         joined = torch.cat(parts, dim=2)
         if joined.shape[2] != end - start:
@@ -244,9 +243,9 @@ class WorkerSide:
         return joined
 
     def _save(self, save: Save) -> None:
-        pages, spec = torch.tensor(save.pages, device=self._pages[0].device), self._place.spec
+        pages, spec = torch.tensor(save.pages, device=self._pages[0].device), self._setup.spec
         states = torch.empty(
-            (2 * len(self._pages), spec.heads, len(pages) * self._place.block_size, spec.dim), dtype=spec.dtype
+            (2 * len(self._pages), spec.heads, len(pages) * self._setup.block_size, spec.dim), dtype=spec.dtype
         )
         for index, layer in enumerate(self._pages):
             out = states[2 * index : 2 * index + 2]
@@ -254,12 +253,12 @@ class WorkerSide:
                 layer.read_into(out, pages)
             else:  # one copy of a layer, in order
                 out.copy_(layer.read(pages))
-        offset = save.first_page * self._place.block_size
+        offset = save.first_page * self._setup.block_size
         for chunk, context in zip(save.chunks, save.contexts, strict=True):
 
             def make(chunk: Chunk = chunk, context: bytes = context) -> KVBlock:
                 part = states[:, :, chunk.start - offset : chunk.end - offset].clone()
-                packed = self._place.codec.pack([part], start=chunk.start)
+                packed = self._setup.codec.pack([part], start=chunk.start)
                 return KVBlock.of(chunk, tuple(packed), context=context, bitwise=True)
 
             outcome = self._guarded.keep(make)

@@ -1,7 +1,8 @@
-"""Loads a model whose weights need not fit into memory.
+"""Loads a model whose weights need not fit into memory, or says what it would be without reading them.
 
-Called by the engine. Invariant: the model computes what the resident one computes, to the bit, as its weights are the
-same bytes in the same shapes; when everything fits, it is the resident one.
+Called by the engine and by memory estimates. Invariants: the model computes what the resident one computes, to the bit,
+as its weights are the same bytes in the same shapes, and is the resident one when everything fits; a folder and the
+model loaded from it have the same shape.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,18 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 from transformers.utils.hub import cached_file
 
+from kvboost.capacity import ModelShape, WeightMemory
 from kvboost.direct_io import up_to_page
 from kvboost.errors import ConfigError
+from kvboost.hf.cache import KVLayout
 from kvboost.hf.checkpoint import Shards, checkpoint_files, sample_pages
 from kvboost.hf.loading import ModelSource, load_checkpoint, load_resident, load_tokenizer, loading_errors
+from kvboost.hf.shape import layout_of_config, shape_of
 from kvboost.offload.weights.awq import AwqWeights
-from kvboost.offload.weights.link import AcceleratorLink, HostLink, Link
+from kvboost.offload.weights.link import AcceleratorLink, Extent, FileSource, HostLink, HostSource, Link, Source
 from kvboost.offload.weights.placement import WeightPlacement, place_weights
 from kvboost.offload.weights.skeleton import Skeleton, build_skeleton
 from kvboost.offload.weights.slabs import Pieces, SlabFolder, make_slabs
-from kvboost.offload.weights.source import Extent, FileSource, HostSource, Source
 from kvboost.offload.weights.streamer import WeightStreamer
 
 _PIECE = 8 * 2**20  # bytes
@@ -208,3 +212,49 @@ def _free_memory() -> int:
 
 def _only(arguments: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: arguments[name] for name in names if name in arguments}
+
+
+@dataclass(frozen=True)
+class ModelOnDisk:
+    """A model whose weights stay on disk."""
+
+    shape: ModelShape
+    layout: KVLayout
+    weights: WeightMemory
+    attention: str
+    dtype: torch.dtype
+    files: tuple[Path, ...]
+    _skeleton: Skeleton
+
+    def streamed(self, budget: int) -> WeightMemory:
+        """Where the weights would be with this budget. Raises ConfigError with the minimum if it is too small."""
+        if self._skeleton.total_bytes <= budget:
+            return self.weights
+        return place_weights(self._skeleton.rest, self._skeleton.slabs, budget=budget).memory
+
+
+def model_on_disk(source: ModelSource) -> ModelOnDisk:
+    """The model, built without its weights. Raises ConfigError for a model that cannot be estimated."""
+    try:
+        config = AutoConfig.from_pretrained(source.path)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ConfigError(f"cannot estimate {source.name!r}: its weights are quantised, which is not built so far")
+        files = checkpoint_files(source.path)
+        shards = Shards(files)
+        dtype = dtype_asked_for(source.dtype, config, shards)
+        skeleton = build_skeleton(config, dtype=dtype)
+        layout = layout_of_config(config, dtype=dtype, device=source.torch_device)
+        shape = shape_of(skeleton.model, layout)
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:  # Transformers raises either for a folder that lacks files
+        raise ConfigError(f"cannot estimate {source.name!r}: {error}") from error
+    except AttributeError as error:
+        raise ConfigError(f"{config.model_type} does not say how many heads and layers it has ({error})") from error
+    stored = {tensor.dtype for tensor in shards.tensors.values()}
+    weights = WeightMemory(
+        resident=skeleton.total_bytes,
+        converted_from=sum(file.stat().st_size for file in files) if stored != {dtype} else 0,
+    )
+    attention = str(skeleton.model.config._attn_implementation)
+    return ModelOnDisk(shape, layout, weights, attention, dtype, tuple(files), skeleton)

@@ -12,8 +12,8 @@ from math import ceil
 
 from kvboost.capacity import WeightMemory
 from kvboost.errors import ConfigError
+from kvboost.offload.weights.link import Extent
 from kvboost.offload.weights.slabs import Slab, Weight
-from kvboost.offload.weights.source import Extent
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ import torch
 
 from kvboost.capacity import WeightMemory
 from kvboost.hf.weights import attach_streamed_weights, streamed_weights_of
-from kvboost.offload.weights.link import Link
+from kvboost.offload.weights.link import Link, Source
 from kvboost.offload.weights.placement import Unit, WeightPlacement
 from kvboost.offload.weights.slabs import SlabFolder, Weight
-from kvboost.offload.weights.source import Source
 
 
 @dataclass(frozen=True)

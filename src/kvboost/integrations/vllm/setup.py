@@ -1,4 +1,7 @@
-"""Opens the store of one process of a vLLM server, from the connector's ``kv_connector_extra_config``."""
+"""What both sides of the connector derive from a vLLM server's configuration, and how a request is served.
+
+Read by both sides when they are made. Invariant: every process of a server derives the same.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +46,9 @@ _OWN = (
 )
 """Settings of an engine that the connector takes too, with the same meaning."""
 MODES = ("exact", "approximate", "off")
+OPTION = "kvboost"
+"""In a request's ``kv_transfer_params``: ``{"kvboost": "off"}`` neither reads nor writes the store; ``"exact"`` and
+``"approximate"`` are the others."""
 _RATIO = 0.15
 _PATIENCE_S = 1.0
 """For a remote server that is slow to answer: threads of the connector wait, while vLLM runs other requests."""
@@ -83,7 +89,7 @@ def connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
 
 
 @dataclass(frozen=True)
-class Place:
+class Setup:
     """What both sides of a connector derive alike from a server's configuration."""
 
     settings: ConnectorConfig
@@ -116,10 +122,10 @@ class Place:
     def has_tiers(self) -> bool:
         """Whether there is anything below the worker's memory."""
         config = self.settings.engine
-        return any(place is not None for place in (config.disk_cache_dir, config.remote_url, config.object_url))
+        return any(tier is not None for tier in (config.disk_cache_dir, config.remote_url, config.object_url))
 
 
-def make_place(vllm_config: Any, kv_cache_config: Any, *, version: str) -> Place:
+def make_setup(vllm_config: Any, kv_cache_config: Any, *, version: str) -> Setup:
     """Raises UnsupportedModelError for a server whose pages cannot be kept, and ConfigError for bad settings."""
     settings = connector_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
     config = settings.engine
@@ -144,7 +150,19 @@ def make_place(vllm_config: Any, kv_cache_config: Any, *, version: str) -> Place
     # With asynchronous scheduling another step may be under way, and ranks of data parallelism step together.
     may_wait = not vllm_config.scheduler_config.async_scheduling and parallel.data_parallel_size == 1
     settings = replace(settings, engine=config)
-    return Place(settings, layers, block_size, layout, codec, chunker, keys, has_events, may_wait)
+    return Setup(settings, layers, block_size, layout, codec, chunker, keys, has_events, may_wait)
+
+
+def mode_of(request: Any, default: str) -> str:
+    """How a request is served: its own wish, the server's default, or off if more than its tokens decide its KV."""
+    plain = request.prompt_token_ids is not None and request.prompt_embeds is None and not request.mm_features
+    if not plain or request.pooling_params is not None:
+        return "off"
+    wish = (request.kv_transfer_params or {}).get(OPTION, default)
+    if wish not in MODES:
+        _log.warning("kvboost: %r is not a mode; the request is served without us; use %s", wish, ", ".join(MODES))
+        return "off"
+    return str(wish)
 
 
 def ends_at_once(vllm_config: Any) -> bool:

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from kvboost.approx.find import ApproxReuse
-from kvboost.approx.pace import Paced, RepairTooSlow
-from kvboost.approx.repair import _Selector
+from kvboost.approx.repair import Paced, RepairTooSlow, _Selector
 from kvboost.core.spans import ApproxSpans
 from kvboost.hf.runner import ModelRunner
 from tests.approx.test_find import HEAD, ONE, QUESTION, TWO, engine_for, read, warm
@@ -40,7 +39,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("kvboost.approx.pace.perf_counter", lambda: made.now)
+    monkeypatch.setattr("kvboost.approx.repair.perf_counter", lambda: made.now)
     return made
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvboost.errors import ConfigError
-from kvboost.integrations.vllm import place
-from kvboost.integrations.vllm.place import Place, connector_config, ends_at_once
+from kvboost.integrations.vllm import setup
+from kvboost.integrations.vllm.setup import Setup, connector_config, ends_at_once
 
 
 def test_defaults_are_exact_and_in_memory() -> None:
@@ -41,11 +41,11 @@ def test_who_only_looks_gives_no_memory_to_a_fleet(monkeypatch: pytest.MonkeyPat
         given.append(config.remote_url)
         return SimpleNamespace(open=lambda tenant, root: None)
 
-    monkeypatch.setattr(place, "Stores", stores)
+    monkeypatch.setattr(setup, "Stores", stores)
     nothing: Any = SimpleNamespace(namespace=lambda: b"")
     url = "mooncake://host:1?protocol=rdma"
     config = connector_config({"remote_url": f"{url}&segment=1GiB"})
-    Place(config, [], 16, nothing, nothing, nothing, nothing).open(memory=memory)
+    Setup(config, [], 16, nothing, nothing, nothing, nothing).open(memory=memory)
     assert given == [f"{url}&segment=1GiB" if memory else url]
 
 
