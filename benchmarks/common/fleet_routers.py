@@ -95,7 +95,7 @@ def ray_affinity() -> Strategy:
         keys, prompt = request.prompt.prefix_keys, request.prompt
         found = {}
         for name in queues:
-            place = sent.place(name)
+            place = sent.bit_of(name)
             bits = (sent.holders(keys)[:, (place or 0) // 64] >> np.uint64((place or 0) % 64)) & np.uint64(1)
             run = np.logical_and.accumulate(bits.astype(bool)) if place is not None else np.zeros(len(keys), dtype=bool)
             found[name] = float(prompt.chunk_tokens[run].sum())

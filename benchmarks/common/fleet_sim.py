@@ -301,7 +301,7 @@ class Simulation:
         self._asked.update(names)
         held = self.index.holders(np.array(names, dtype=np.uint64))
         bits = np.unpackbits(held.view(np.uint8), axis=1, bitorder="little")
-        shared = self.index.place(SHARED)
+        shared = self.index.bit_of(SHARED)
         if shared is not None:
             bits[:, shared] = 0
         copies = bits.sum(axis=1).tolist()

@@ -25,7 +25,7 @@ def update(added: list[int], dropped: list[int] | None = None, *, whole: bool = 
 
 def holders(index: FleetIndex, keys: list[int]) -> list[set[str]]:
     rows = index.holders(np.array(keys, dtype=np.uint64))
-    places = {name: place for name in index.replicas if (place := index.place(name)) is not None}
+    places = {name: place for name in index.replicas if (place := index.bit_of(name)) is not None}
     return [{n for n, p in places.items() if int(row[p // 64]) >> p % 64 & 1} for row in rows]
 
 

@@ -23,8 +23,7 @@ from kvboost.cli.logs import log_with_time, note_with_time
 from kvboost.cli.settings import Settings
 from kvboost.config import RunnerConfig
 from kvboost.errors import ClosedError, ConfigError, with_extra
-from kvboost.integrations.ray.config import RayConfig
-from kvboost.integrations.ray.installed import need_ray
+from kvboost.integrations.ray.config import RayConfig, need_ray
 from kvboost.serve.config import ServerConfig
 from kvboost.serve.security.limits import Limits
 

@@ -16,7 +16,7 @@ from kvboost.cli.output import note
 from kvboost.cli.settings import Settings
 from kvboost.config import parse_bytes
 from kvboost.errors import CapacityError, ConfigError, PlaceError
-from kvboost.integrations.ray.installed import need_ray
+from kvboost.integrations.ray.config import need_ray
 
 if TYPE_CHECKING:
     from kvboost.integrations.ray.warm import Warming
@@ -115,7 +115,7 @@ def warm(
 
 
 def _warm_pool(warming: Warming, *, hours: float | None, budget: str | None) -> None:
-    from kvboost.integrations.ray.clusters import connect
+    from kvboost.integrations.ray.config import connect
 
     connect(cpus=warming.actors)
     note(f"reading {len(warming.paths)} documents with {warming.actors} of {warming.model}")

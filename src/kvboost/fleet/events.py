@@ -90,7 +90,7 @@ decode_batch = msgspec.msgpack.Decoder(EventBatch).decode
 
 
 class StoreEvents:
-    """A :class:`kvboost.extend.StoreListener` that makes events of what it is told. Thread-safe."""
+    """A :class:`kvboost.extend.StoreListener` that makes events of what it hears. Thread-safe."""
 
     def __init__(self, publish: Callable[[Sequence[KVEvent]], None], *, memory_medium: str = MEDIUM_CPU) -> None:
         """``publish`` must return at once; ``memory_medium`` says where the memory store's tensors lie."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvboost.errors import ConfigError, DamagedRecordError
 
 ShortKeys = npt.NDArray[np.uint64]
-"""The first eight bytes of keys. Never 0, which marks an empty place in an index."""
+"""The first eight bytes of keys. Never 0, which marks an empty row in an index."""
 
 SHORT_BYTES = 8
 _KEY_BYTES = 32  # of SHA-256
@@ -48,6 +48,12 @@ class KeyUpdate:
     added: ShortKeys
     dropped: ShortKeys
     whole: bool
+
+    @classmethod
+    def of_held(cls, held: Sequence[tuple[bytes, bytes]]) -> KeyUpdate:
+        """Everything a replica has in memory, from the key and the content key of each block."""
+        keys = short_keys([key for pair in held for key in pair])
+        return cls(np.unique(keys), keys[:0], whole=True)
 
     def to_bytes(self) -> bytes:
         """For sending: eight bytes per key behind a short header."""
@@ -81,7 +87,7 @@ class FleetIndex:
     def __init__(self) -> None:
         self._table: Holders = np.zeros((_LEAST_ROWS, 2), dtype=np.uint64)
         self._taken = 0  # rows with a key, held by somebody or not
-        self._places: dict[str, int] = {}
+        self._bits: dict[str, int] = {}
         self._free: list[int] = []
 
     @property
@@ -92,19 +98,19 @@ class FleetIndex:
     @property
     def replicas(self) -> tuple[str, ...]:
         """Those that are known."""
-        return tuple(self._places)
+        return tuple(self._bits)
 
     def __len__(self) -> int:
         """How many keys somebody holds."""
         return int(np.count_nonzero(self._table[:, 1:].any(axis=1)))
 
-    def place(self, replica: str) -> int | None:
+    def bit_of(self, replica: str) -> int | None:
         """The number of its bit in :data:`Holders`; None if nothing is known of it."""
-        return self._places.get(replica)
+        return self._bits.get(replica)
 
     def apply(self, replica: str, update: KeyUpdate) -> None:
         """Take over what ``replica`` has sent. One that is new joins the fleet."""
-        word, bit = self._bit_of(replica)
+        word, bit = self._mask_of(replica)
         if update.whole:
             self._table[:, 1 + word] &= ~bit
         if len(update.dropped):
@@ -116,10 +122,10 @@ class FleetIndex:
 
     def forget(self, replica: str) -> None:
         """``replica`` has gone, and what it held with it."""
-        if replica in self._places:
-            word, bit = self._bit_of(replica)
+        if replica in self._bits:
+            word, bit = self._mask_of(replica)
             self._table[:, 1 + word] &= ~bit
-            self._free.append(self._places.pop(replica))
+            self._free.append(self._bits.pop(replica))
 
     def holders(self, keys: ShortKeys) -> Holders:
         """For each key, who holds it: [keys, words]."""
@@ -130,24 +136,24 @@ class FleetIndex:
 
     def held_by(self, replica: str, keys: ShortKeys) -> npt.NDArray[np.bool_]:
         """Which of these keys a replica holds."""
-        place = self._places.get(replica)
-        if place is None:
+        bit = self._bits.get(replica)
+        if bit is None:
             return np.zeros(len(keys), dtype=bool)
-        bits = self.holders(keys)[:, place // _WORD] >> np.uint64(place % _WORD)
+        bits = self.holders(keys)[:, bit // _WORD] >> np.uint64(bit % _WORD)
         return (bits & np.uint64(1)).astype(bool)
 
-    def _bit_of(self, replica: str) -> tuple[int, np.uint64]:
-        place = self._places.get(replica)
-        if place is None:
+    def _mask_of(self, replica: str) -> tuple[int, np.uint64]:
+        bit = self._bits.get(replica)
+        if bit is None:
             if not replica:
                 raise ConfigError("a replica needs a name; give the one that its requests are sent to")
-            place = self._places[replica] = self._free.pop() if self._free else len(self._places)
-            words = place // _WORD + 1
+            bit = self._bits[replica] = self._free.pop() if self._free else len(self._bits)
+            words = bit // _WORD + 1
             if words >= self._table.shape[1]:
                 wider = np.zeros((len(self._table), 1 + words), dtype=np.uint64)
                 wider[:, : self._table.shape[1]] = self._table
                 self._table = wider
-        return place // _WORD, np.uint64(1) << np.uint64(place % _WORD)
+        return bit // _WORD, np.uint64(1) << np.uint64(bit % _WORD)
 
     def _find(self, keys: ShortKeys) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """The row of each key, and whether it is there; else the empty row where it would be."""
@@ -156,7 +162,7 @@ class FleetIndex:
         there = names[rows]
         known = there == keys
         on = np.flatnonzero(~known & (there != 0))
-        while len(on):  # further from their own place, a few at a time
+        while len(on):  # further from their own row, a few at a time
             rows[on] = (rows[on] + 1) & last
             there = names[rows[on]]
             known[on] = there == keys[on]
@@ -187,5 +193,5 @@ class FleetIndex:
             rows *= 2
         self._table = np.zeros((rows, self._table.shape[1]), dtype=np.uint64)
         self._taken = 0
-        places = self._insert(held[:, 0])
-        self._table[places, 1:] = held[:, 1:]
+        rows_of_held = self._insert(held[:, 0])
+        self._table[rows_of_held, 1:] = held[:, 1:]

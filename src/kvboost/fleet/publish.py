@@ -60,7 +60,7 @@ class EventPublisher:
         self._lock = threading.Lock()
         self._waiting: deque[KVEvent] = deque()
         self._max_waiting = max_waiting
-        self._dropped = self._told_dropped = 0
+        self._dropped = self._reported_drops = 0
         self._number = 0
         self._woken = self._closed = False
         self._ending = threading.Event()
@@ -161,13 +161,13 @@ class EventPublisher:
                 dropped = self._dropped
             if not events:
                 return
-            if dropped > self._told_dropped:
+            if dropped > self._reported_drops:
                 self._number += 1  # nobody gets this number
                 _log.warning(
                     "%d KV events were dropped, too many waited to be sent; subscribers must start anew",
-                    dropped - self._told_dropped,
+                    dropped - self._reported_drops,
                 )
-                self._told_dropped = dropped
+                self._reported_drops = dropped
             self._send(events)
 
     def _send(self, events: list[Any]) -> None:

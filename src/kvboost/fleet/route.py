@@ -82,9 +82,9 @@ class RouteCosts:
         return cls(compute, move, load)
 
     @classmethod
-    def median(cls, told: Iterable[RouteCosts]) -> RouteCosts:
+    def median(cls, measured: Iterable[RouteCosts]) -> RouteCosts:
         """What is typical of several replicas. One that has loaded nothing yet says nothing about loading."""
-        each = list(told)
+        each = list(measured)
         finite = [costs.load for costs in each if math.isfinite(costs.load)]
         compute, move, place = (
             statistics.median_low(getattr(costs, name) for costs in each) for name in ("compute", "move", "place")
@@ -190,11 +190,11 @@ class Router:
     def expect(self, prompt: RoutePrompt, *, replicas: Sequence[str], approximate: bool = True) -> Expected:
         """What the prompt would take on each of ``replicas``, were they idle."""
         costs, tokens = self.costs, prompt.chunk_tokens
-        places = [self.index.place(name) for name in replicas]
+        bits = [self.index.bit_of(name) for name in replicas]
         prefix, run = self._exact_run(prompt.prefix_keys)
         content = self.index.holders(prompt.content_keys) if approximate else np.zeros_like(prefix)
         shared_prefix, shared_content = self._shared_by_all(prefix), self._shared_by_all(content)
-        if None in places:  # of a replica that is new nothing is known, but it can load what all can
+        if None in bits:  # of a replica that is new nothing is known, but it can load what all can
             nobody = np.zeros_like(run[:, :1])
             prefix, content = np.hstack((prefix, nobody)), np.hstack((content, nobody))
             run = np.hstack((run, np.bitwise_and.accumulate(shared_prefix)))
@@ -210,7 +210,7 @@ class Router:
         for number in sorted(range(len(kinds)), key=lambda number: kinds[number][0]):
             seconds, where = kinds[number]
             if seconds < costs.compute and where.any():
-                found[number] = _tokens_held(where & unclaimed, tokens, places)
+                found[number] = _tokens_held(where & unclaimed, tokens, bits)
                 unclaimed &= ~where
         computed = prompt.prompt_tokens - found.sum(axis=0)
         spent = [seconds * row for (seconds, _), row in zip(kinds, found, strict=True) if row.any()]
@@ -239,18 +239,18 @@ class Router:
 
     def _shared_by_all(self, held: Holders) -> Holders:
         """All bits of the chunks that the shared tier holds: [chunks, 1]."""
-        place = self.index.place(self._shared) if self._shared is not None else None
-        if place is None:
+        number = self.index.bit_of(self._shared) if self._shared is not None else None
+        if number is None:
             return np.zeros((len(held), 1), dtype=np.uint64)
-        bit = (held[:, place // 64] >> np.uint64(place % 64)) & np.uint64(1)
+        bit = (held[:, number // 64] >> np.uint64(number % 64)) & np.uint64(1)
         return (bit * _ALL)[:, None]
 
 
-def _tokens_held(held: Holders, tokens: _Floats, places: Sequence[int | None]) -> _Floats:
+def _tokens_held(held: Holders, tokens: _Floats, bits: Sequence[int | None]) -> _Floats:
     """How many tokens each of these replicas holds. None is the last bit, which belongs to no replica."""
     octets = held.astype("<u8").view(np.uint8)
-    if None not in places:
-        octets = octets[:, : max(place or 0 for place in places) // 8 + 1]  # the replicas that there are
-    bits = np.unpackbits(octets, axis=1, bitorder="little").astype(np.float32)  # [chunks, replicas]
+    if None not in bits:
+        octets = octets[:, : max(bit or 0 for bit in bits) // 8 + 1]  # the replicas that there are
+    held_bits = np.unpackbits(octets, axis=1, bitorder="little").astype(np.float32)  # [chunks, replicas]
     # Whole numbers are exact in float32 up to 16 million tokens.
-    return (tokens.astype(np.float32) @ bits)[[-1 if place is None else place for place in places]].astype(np.float64)
+    return (tokens.astype(np.float32) @ held_bits)[[-1 if bit is None else bit for bit in bits]].astype(np.float64)

@@ -32,7 +32,7 @@ def test_without_ray_it_says_what_to_install(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not there
-    monkeypatch.setattr("kvboost.integrations.ray.installed.find_spec", lambda name: None)
+    monkeypatch.setattr("kvboost.integrations.ray.config.find_spec", lambda name: None)
     (tmp_path / "a.txt").write_text("hello")
     assert main([command, "no-model", *([str(tmp_path)] if command == "warm" else []), "--ray"]) == 2
     assert 'pip install ".[ray]"' in capsys.readouterr().err

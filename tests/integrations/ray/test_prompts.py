@@ -15,12 +15,11 @@ import pytest
 from kvboost import KVBoost
 from kvboost.core.chunking import make_chunker
 from kvboost.core.keys import token_array
-from kvboost.fleet.index import FleetIndex
+from kvboost.fleet.index import FleetIndex, KeyUpdate
 from kvboost.fleet.route import RouteCosts, RoutePrompt, Router
 from kvboost.hf.breaks import break_table
 from kvboost.hf.light_tokenizer import light_tokenizer
-from kvboost.integrations.ray.prompts import PromptReader
-from kvboost.integrations.ray.told import Facts, held_update
+from kvboost.integrations.ray.prompts import Facts, PromptReader
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve.app import make_app
 from kvboost.serve.security.auth import Keys
@@ -83,7 +82,7 @@ def test_the_keys_are_those_that_the_server_stores_under(
         headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         assert ask(app, "POST", path, json=body, headers=headers).status_code == 200
         app.state.service.close()
-    held = held_update(engine.held_keys(10**6))
+    held = KeyUpdate.of_held(engine.held_keys(10**6))
 
     tokenizer = light_tokenizer(str(model))
     facts = _facts(engine)
@@ -101,7 +100,7 @@ def test_the_keys_are_those_that_the_server_stores_under(
 
     index = FleetIndex()
     index.apply("has it", held)
-    index.apply("has nothing", held_update([]))
+    index.apply("has nothing", KeyUpdate.of_held([]))
     router = Router(index, RouteCosts(compute=1.0, move=0.2))
     choice = router.choose(prompt, queues={"has nothing": 0.0, "has it": 0.0})
     assert (choice.replica, choice.known) == ("has it", True)

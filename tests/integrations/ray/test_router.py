@@ -16,7 +16,7 @@ import pytest
 from kvboost import KVBoost
 from kvboost.fleet.index import KeyUpdate
 from kvboost.fleet.route import RouteCosts
-from kvboost.integrations.ray.told import Facts
+from kvboost.integrations.ray.prompts import Facts
 from tests.integrations.ray.fleets import text
 from tests.integrations.ray.test_prompts import _facts
 

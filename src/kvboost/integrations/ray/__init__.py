@@ -19,7 +19,7 @@ __all__ = ["RayConfig", "build_app", "run_app"]
 def __getattr__(name: str) -> Any:
     if name not in ("build_app", "run_app"):
         raise AttributeError(f"module 'kvboost.integrations.ray' has no attribute {name!r}")
-    from kvboost.integrations.ray.installed import need_ray
+    from kvboost.integrations.ray.config import need_ray
 
     need_ray()
     return getattr(importlib.import_module("kvboost.integrations.ray.app"), name)

@@ -18,8 +18,7 @@ from ray.serve.config import RequestRouterConfig
 
 from kvboost.config import RunnerConfig
 from kvboost.errors import ConfigError
-from kvboost.integrations.ray.clusters import connect, last_line
-from kvboost.integrations.ray.config import RayConfig
+from kvboost.integrations.ray.config import RayConfig, connect, last_line
 from kvboost.integrations.ray.front import Front
 from kvboost.integrations.ray.replica import Replica
 from kvboost.serve.config import ServerConfig
@@ -27,7 +26,7 @@ from kvboost.serve.security.limits import Limits
 
 NAME = "kvboost"
 """Of the application, unless its user gives another."""
-_TOLD_S = 2.0  # between two times that a replica says what it holds
+_STATS_S = 2.0  # between two times that a replica says what it holds
 _FLUSH_S = 30.0  # to write what waits for the tiers, after the last request
 
 
@@ -113,7 +112,7 @@ def _router_config(model: str, server: ServerConfig) -> RequestRouterConfig:
             "model_name": server.served_model_name,
             "key_files": [str(file) if file is not None else None for file in files],
         },
-        request_routing_stats_period_s=_TOLD_S,
+        request_routing_stats_period_s=_STATS_S,
     )
 
 

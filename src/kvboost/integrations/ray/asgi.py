@@ -1,4 +1,4 @@
-"""HTTP requests to an ASGI app in the same process, and what of a request another process can be told.
+"""HTTP requests to an ASGI app in the same process, and what of a request another process can be sent.
 
 Used by :mod:`kvboost.integrations.ray.front` and :mod:`kvboost.integrations.ray.replica`. Invariant: a caller that
 stops listening looks to the app like a client that has gone, so the app ends what it began.
@@ -12,12 +12,23 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
-_TOLD = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server")
+_CARRIED = (
+    "type",
+    "http_version",
+    "method",
+    "scheme",
+    "path",
+    "raw_path",
+    "query_string",
+    "headers",
+    "client",
+    "server",
+)
 
 
 def plain_scope(scope: Scope) -> dict[str, Any]:
     """A request without the objects of the server that received it."""
-    return {"asgi": {"version": "3.0"}, "root_path": "", **{name: scope[name] for name in _TOLD if name in scope}}
+    return {"asgi": {"version": "3.0"}, "root_path": "", **{name: scope[name] for name in _CARRIED if name in scope}}
 
 
 class LocalApp:

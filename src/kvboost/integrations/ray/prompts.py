@@ -1,17 +1,19 @@
-"""The prompt of an HTTP request, as the replica that gets it will read it: token ids, and where they are cut.
+"""How a replica reads, cuts and names the prompt of an HTTP request: token ids, their cuts, the root of their keys.
 
-Used by :mod:`kvboost.integrations.ray.router`, in the front's process: needs neither torch nor a model. Invariant: what
-cannot be read here is no error; the replica says what is wrong with it.
+Used by :mod:`kvboost.integrations.ray.router`, in the front's process: needs neither torch nor ray. A replica sends its
+:class:`Facts` once, as plain values. Invariant: what cannot be read here is no error; the replica says what is wrong.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
 
 from pydantic import ValidationError
 from starlette.types import Scope
 
+from kvboost.core.keys import fingerprint_root
 from kvboost.errors import ConfigError
 from kvboost.serve.errors import ApiError
 from kvboost.serve.generation.offers import as_function
@@ -20,6 +22,34 @@ from kvboost.serve.schemas.chat import ChatRequest
 from kvboost.serve.schemas.completions import CompletionRequest
 from kvboost.serve.security.auth import Keys
 from kvboost.serve.security.limits import Limits, check_json
+from kvboost.types import Fingerprint
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What of a replica does not change: how it cuts prompts and names their KV."""
+
+    fingerprint: Fingerprint
+    """Of the engine's own tenant."""
+    chunking: str
+    chunk_tokens: int
+    approximate: bool
+    """Whether it uses text behind other text."""
+    shares: bool
+    """Whether what it computes goes to a tier that all replicas read."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As Serve carries it."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Self:
+        """As it was sent."""
+        return cls(**{**given, "fingerprint": Fingerprint(**given["fingerprint"])})
+
+    def root(self, tenant: str) -> bytes:
+        """What the keys of a tenant's prompts are derived from; callers without a tenant have the engine's own."""
+        return fingerprint_root(replace(self.fingerprint, tenant=tenant or self.fingerprint.tenant))
 
 
 @dataclass(frozen=True)

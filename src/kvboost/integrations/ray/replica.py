@@ -1,7 +1,7 @@
 """One copy of the model under Ray Serve: the same HTTP app as ``kvboost serve``, asked through a Serve handle.
 
-Made by Ray Serve from :func:`kvboost.integrations.ray.app.build_app`. Invariants: a replica that is told to go answers
-what it has begun, then writes what waits for the tiers below; what it tells the router is a hint, never a promise.
+Made by Ray Serve from :func:`kvboost.integrations.ray.app.build_app`. Invariants: a replica that has to go answers
+what it has begun, then writes what waits for the tiers below; what it sends the router is a hint, never a promise.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from starlette.types import Message
 
 from kvboost.config import RunnerConfig
 from kvboost.engine import KVBoost
+from kvboost.fleet.index import KeyUpdate
 from kvboost.fleet.route import RouteCosts
 from kvboost.integrations.ray.asgi import LocalApp
-from kvboost.integrations.ray.told import MAX_BLOCKS, Facts, held_update
+from kvboost.integrations.ray.prompts import Facts
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve.config import ServerConfig
 from kvboost.serve.run import app_of, busy_interpreter
 from kvboost.serve.security.auth import Keys
 from kvboost.serve.security.limits import Limits
 
+_MAX_BLOCKS = 2**16  # that one replica names: a megabyte every few seconds
 _OWN_TIERS = ("host", "disk")  # the others are shared by all replicas
 _RECOMPUTE_RATIO = 0.15  # of repositioned tokens, where the engine chooses it itself
 
@@ -87,7 +89,7 @@ class Replica:
         load = sum(tier.load_seconds for tier in work) / loaded if loaded else math.inf
         ratio = config.recompute_ratio if config.recompute_ratio is not None else _RECOMPUTE_RATIO
         costs = RouteCosts.of(session.prefiller.costs, recompute_ratio=ratio, load=load)
-        return {"keys": held_update(self._engine.held_keys(MAX_BLOCKS)).to_bytes(), "costs": asdict(costs)}
+        return {"keys": KeyUpdate.of_held(self._engine.held_keys(_MAX_BLOCKS)).to_bytes(), "costs": asdict(costs)}
 
     async def __del__(self) -> None:
         """Called by Serve when no request runs any more, before the process ends."""

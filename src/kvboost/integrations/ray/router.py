@@ -1,6 +1,6 @@
 """Ray Serve's request router for replicas that hold KV: where a prompt's first token is expected soonest.
 
-Named in the deployment's ``RequestRouterConfig``; Serve makes one in every front. Replicas tell what they hold as their
+Named in the deployment's ``RequestRouterConfig``; Serve makes one in every front. Replicas send what they hold as their
 routing stats. :mod:`kvboost.fleet.route` chooses. Invariants: no torch; whoever knows nothing lets Serve choose of two
 drawn replicas the one with the shorter queue; a choice that cannot take the request falls back to the others.
 """
@@ -26,8 +26,7 @@ from kvboost.fleet.index import FleetIndex, KeyUpdate
 from kvboost.fleet.route import Choice, RouteCosts, RoutePrompt, Router
 from kvboost.hf.breaks import break_table
 from kvboost.hf.light_tokenizer import light_tokenizer
-from kvboost.integrations.ray.prompts import AskedPrompt, PromptReader
-from kvboost.integrations.ray.told import Facts
+from kvboost.integrations.ray.prompts import AskedPrompt, Facts, PromptReader
 from kvboost.serve.security.auth import Keys
 
 _log = logging.getLogger("kvboost.serve")
@@ -63,7 +62,7 @@ class ContentRouter(RequestRouter):  # type: ignore[misc]
         self._router: Router | None = None
         self._kinds: dict[str, _Kind | None] = {}
         self._kind_of: dict[str, str] = {}
-        self._told: dict[str, bytes] = {}
+        self._sent: dict[str, bytes] = {}
         self._costs: dict[str, RouteCosts] = {}
         self._shared_keys = 0
         self._prompts: OrderedDict[str, dict[str, RoutePrompt]] = OrderedDict()
@@ -75,27 +74,27 @@ class ContentRouter(RequestRouter):  # type: ignore[misc]
             _log.warning("requests go to the shorter of two queues, whatever replicas hold: %s", error)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Called by Serve whenever replicas come, go or tell something."""
+        """Called by Serve whenever replicas come, go or send something."""
         there = {replica.replica_id.unique_id for replica in replicas}
         for gone in self._kind_of.keys() - there:
             del self._kind_of[gone]
-            self._told.pop(gone, None)
+            self._sent.pop(gone, None)
             self._costs.pop(gone, None)
             self._index.forget(gone)
         for replica in replicas:
             if self._tokenizer is not None and replica.replica_metadata:
-                self._take(replica.replica_id.unique_id, replica.replica_metadata, replica.routing_stats)
+                self._learn(replica.replica_id.unique_id, replica.replica_metadata, replica.routing_stats)
         super().update_replicas(replicas)
 
-    def _take(self, name: str, metadata: dict[str, Any], stats: dict[str, Any]) -> None:
+    def _learn(self, name: str, metadata: dict[str, Any], stats: dict[str, Any]) -> None:
         facts = Facts.from_dict(metadata)
         spec = repr(facts)
         if spec not in self._kinds:
             self._kinds[spec] = self._kind(facts)
         self._kind_of[name] = spec
-        if not stats or self._told.get(name) == stats["keys"]:
+        if not stats or self._sent.get(name) == stats["keys"]:
             return
-        self._told[name] = stats["keys"]
+        self._sent[name] = stats["keys"]
         update = KeyUpdate.from_bytes(stats["keys"])
         self._index.apply(name, update)
         if facts.shares:

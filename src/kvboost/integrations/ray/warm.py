@@ -30,7 +30,7 @@ from kvboost.approx.documents import (
 from kvboost.engine import KVBoost
 from kvboost.engine.documents import named_documents
 from kvboost.errors import CapacityError, ConfigError, PlaceError
-from kvboost.integrations.ray.clusters import last_line
+from kvboost.integrations.ray.config import last_line
 from kvboost.integrations.ray.warm_plan import CorpusSurvey, SurveyedDocument, WarmPlan, spread
 from kvboost.store.tiers.mooncake import giving_nothing
 from kvboost.types import GenerationMode
@@ -39,7 +39,7 @@ _TIMED_TOKENS = 512  # prefilled by every actor, for the estimate of the time
 _SURVEY_BATCH = 128  # documents: one round trip, and one wait, for all of them
 _GROUPS_AT_ONCE = 4
 _UNWRITTEN_BYTES = 2**26  # of groups: far less than the queue of writes holds
-_OWN_PLACES = ("disk_cache_dir", "disk_cache_bytes")
+_OWN_TIERS = ("disk_cache_dir", "disk_cache_bytes")
 _PATIENCE_S = 10.0
 _ASKED_AGAIN_S = 0.2
 
@@ -73,8 +73,8 @@ class Warming:
     def survey(self, *, progress: bool = True) -> CorpusSurvey:
         """Read and tokenise the corpus, and ask the shared tier what it has of it."""
         rows = [{"index": index, "path": str(path)} for index, path in enumerate(self.paths)]
-        told = self._run(_Survey, rows, batch_size=_SURVEY_BATCH)
-        with tqdm(told, total=len(rows), unit="doc", desc="reading", disable=not progress) as bar:
+        surveyed = self._run(_Survey, rows, batch_size=_SURVEY_BATCH)
+        with tqdm(surveyed, total=len(rows), unit="doc", desc="reading", disable=not progress) as bar:
             found = sorted(bar, key=lambda row: int(row["index"]))
         if failed := next((row["failed"] for row in found if row["failed"]), None):
             raise PlaceError(failed)  # raised by an actor, it would come as Ray's trace
@@ -110,8 +110,8 @@ class Warming:
                 documents += int(row["documents"]) if not row["left"] else 0
                 left += int(row["documents"]) if row["left"] else 0
                 new += int(row["new"])
-                told = int(row["groups"]), int(row["unsaved"])
-                unsaved[row["actor"]] = max(unsaved.get(row["actor"], told), told)
+                so_far = int(row["groups"]), int(row["unsaved"])
+                unsaved[row["actor"]] = max(unsaved.get(row["actor"], so_far), so_far)
                 bar.update(int(row["documents"]))
         return WarmResult(documents, new, sum(chunks for _, chunks in unsaved.values()), left)
 
@@ -141,8 +141,8 @@ class _Encoder:
 
     def __init__(self, *, model: str, engine: Mapping[str, Any], head: str | None) -> None:
         # Nobody waits for an answer here, and a server that is taken for empty is filled again. What one machine has
-        # on its disk, or lends to a Mooncake Store while it runs, is not stored for the others.
-        shared = {name: value for name, value in engine.items() if name not in _OWN_PLACES}
+        # on its disk, or gives to a Mooncake Store while it runs, is not stored for the others.
+        shared = {name: value for name, value in engine.items() if name not in _OWN_TIERS}
         if "remote_url" in shared:
             shared["remote_url"] = giving_nothing(shared["remote_url"])
         self.engine = KVBoost.from_pretrained(model, **{"remote_timeout_seconds": _PATIENCE_S, **shared})
