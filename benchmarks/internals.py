@@ -18,12 +18,12 @@ import torch
 
 from kvboost.approx.comparisons import approx_over
 from kvboost.approx.find import ApproxReuse
-from kvboost.approx.levels import Repair, choose_repairs
 from kvboost.approx.probe import probe_reposition
 from kvboost.approx.registry import DocumentRegistry
 from kvboost.approx.repair import _Selector
 from kvboost.approx.reposition import KeyRepositioner, Move
-from kvboost.approx.select import STRATEGIES, Auto, CacheBlend, Even, First, Nothing, Query
+from kvboost.approx.select import STRATEGIES, Auto, CacheBlend, Even, First, Nothing, Query, Repair
+from kvboost.approx.setup import choose_repairs
 from kvboost.config import EngineConfig
 from kvboost.core.arrange import ServedPaths
 from kvboost.core.chunking import ContentChunker, FixedChunker, NaturalChunker, make_chunker

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from kvboost.approx.levels import choose_repairs
 from kvboost.approx.select import STRATEGIES, CacheBlend, Selective, make_strategy
+from kvboost.approx.setup import choose_repairs
 from kvboost.config import EngineConfig
 from kvboost.errors import ConfigError
 from kvboost.extend import RepairSituation, RepairStrategy

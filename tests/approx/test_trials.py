@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvboost import KVBoost
-from kvboost.approx import levels
+from kvboost.approx import setup
 from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.shadow import CheckPlaces, ServedRequest, ShadowChecks, answers_differ
 from kvboost.core.prefiller import RequestCancelled
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("prices_as_guessed")
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer checks are enough, and a moment without requests is idle."""
-    monkeypatch.setitem(levels._SHARE, "auto", 0.3)
+    monkeypatch.setitem(setup._SHARE, "auto", 0.3)
     monkeypatch.setattr(parts, "_QUIET_S", -1.0)
 
 
@@ -219,7 +219,7 @@ def test_an_interrupted_check_goes_on_where_it_stopped(tiny: Tiny) -> None:
 @pytest.mark.usefixtures("quick")
 def test_a_repair_that_fails_is_followed_by_one_that_is_earned(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a random model nothing recomputed changes answers, and all recomputed none."""
-    monkeypatch.setitem(levels._RATIO, "fast", 1.0)
+    monkeypatch.setitem(setup._RATIO, "fast", 1.0)
     engine = on_trial(tiny)
     assert engine.parts.shadow is not None
     trust, seen = engine.session.prefiller.approx.guard, list[tuple[bool, bool, int]]()

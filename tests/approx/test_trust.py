@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvboost import KVBoost
-from kvboost.approx import levels, shadow
+from kvboost.approx import setup, shadow
 from kvboost.approx.find import ApproxReuse
 from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.repair import Repairer
@@ -173,7 +173,7 @@ def test_a_check_of_another_repair_counts_for_nothing() -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, prices_as_guessed: None) -> None:
     """Fewer checks are enough, and a moment without requests is idle."""
-    monkeypatch.setitem(levels._SHARE, "auto", 0.3)
+    monkeypatch.setitem(setup._SHARE, "auto", 0.3)
     monkeypatch.setattr(parts, "_QUIET_S", -1.0)
 
 

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvboost.approx.guard import ReuseGuard
-from kvboost.approx.levels import Repair
 from kvboost.approx.probe import probe_reposition
 from kvboost.approx.recompute import RecomputeRunner, probe_recompute
 from kvboost.approx.registry import DocumentRegistry
 from kvboost.approx.repair import MAX_QUERY_TOKENS, Repairer, RepairTooSlow, slab_cache
 from kvboost.approx.reposition import KeyRepositioner, Move
+from kvboost.approx.select import Repair
 from kvboost.approx.trust import EarnedTrust
 from kvboost.core.backend import Codec
 from kvboost.core.costs import CostModel

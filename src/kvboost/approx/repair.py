@@ -13,9 +13,9 @@ from time import perf_counter
 
 import torch
 
-from kvboost.approx.levels import Repair
 from kvboost.approx.recompute import MAX_POSITIONS, PositionSelector, RecomputeRunner
 from kvboost.approx.reposition import KeyRepositioner
+from kvboost.approx.select import Repair
 from kvboost.approx.spread import Spread
 from kvboost.core.prefill import PrefillState
 from kvboost.core.spans import ApproxSpans, RepairOutcome

@@ -1,8 +1,8 @@
-"""Strategies that select which positions of repositioned chunks are recomputed: a dataclass with one method each.
+"""Strategies that select which positions of repositioned chunks are recomputed, and a repair with one of them.
 
-Called by the engine while it repairs a prompt. A repositioned chunk's keys and values were computed behind other text.
-Recomputing every position makes them exact, recomputing a few makes them nearly so. Invariant: a choice depends only on
-the given situation, so the same request recomputes the same positions.
+Called while a prompt is repaired. A strategy is a dataclass with one method. A repositioned chunk's KV was computed
+behind other text: recomputing every position makes it exact, recomputing a few nearly so. Invariant: a choice depends
+only on the given situation, so the same request recomputes the same positions.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from kvboost.errors import ConfigError
 from kvboost.extend import RepairSituation, RepairStrategy
 
 _NO_LAYERS = range(0)
+_MANY_LAYERS = 1000  # of a model that is not known where a repair is named
 
 
 def _highest(score: torch.Tensor, count: int) -> torch.Tensor:
@@ -172,3 +173,20 @@ def make_strategy(strategy: Any) -> RepairStrategy:
         kind = type(strategy).__name__
         raise ConfigError(f"recompute_strategy must be a name or a RepairStrategy; {kind} lacks {', '.join(missing)}")
     return strategy
+
+
+@dataclass(frozen=True)
+class Repair:
+    """A strategy and the share of repositioned tokens it may recompute."""
+
+    strategy: RepairStrategy
+    ratio: float
+    tolerated_error: float
+    """Largest error estimate; above it more positions are recomputed."""
+    tolerated_share: float
+    """Largest share of answers that may differ from a full prefill's. Shadow checks enforce it, if there are any."""
+
+    def __str__(self) -> str:
+        whole = min(self.strategy.decision_layers(_MANY_LAYERS), default=0)
+        more = f", and all of them in the first {whole} layers" if whole and self.ratio < 1.0 else ""
+        return f"{self.strategy.name}, {self.ratio:.0%} of the positions recomputed{more}"

@@ -1,17 +1,19 @@
-"""Builds an engine's non-prefix reuse from its settings, after testing what the model supports.
+"""The repairs for each ``quality`` a user can choose, and an engine's non-prefix reuse with them.
 
-Called only by the engine's assembly. Without this package an engine has exact reuse only.
+Called by :mod:`kvboost.engine.optional`, after testing what the model supports. Without this package an engine has
+exact reuse only. The figures of the levels are in docs/results/recompute.md and yardstick.md.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvboost.approx.calibration import Calibration
 from kvboost.approx.find import ApproxReuse, probe_approx
 from kvboost.approx.guard import ReuseGuard
-from kvboost.approx.levels import Repair, choose_repairs, must_be_earned, tolerated_share
+from kvboost.approx.select import Repair, Selective, make_strategy
 from kvboost.approx.shadow import FIRST_TOKENS
 from kvboost.approx.trust import EarnedTrust, TrustFile
 from kvboost.config import EngineConfig
@@ -19,8 +21,80 @@ from kvboost.core.identity import PromptKeys
 from kvboost.core.non_prefix import NoApprox, NonPrefixReuse
 from kvboost.core.prefiller import Prefiller
 from kvboost.errors import ConfigError, UnsupportedModelError
+from kvboost.extend import RepairStrategy
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.runner import ModelRunner
+
+_STRATEGY = {"llama": "auto", "gemma3_text": "auto"}
+_OTHERS = "cacheblend"
+"""What helps one family helps another less: `auto` was best on SmolLM2 and Gemma 3, CacheBlend on Qwen2.5. On all three
+CacheBlend was better than no repair, so families that were not measured get it. It also takes two whole layers of all
+positions, and gives no error estimate: ``tolerated_error`` has no effect there."""
+_RATIO = {"high": 0.5, "fast": 0.15}
+# Of the error estimate: slightly above what 95 % of ordinary prompts had with 15 % recomputed, so that unusual
+# requests get more.
+_TOLERATED = {"high": 0.03, "fast": 0.05}
+# Of answers whose first tokens may differ before shadow checks stop non-prefix reuse.
+_SHARE = {"auto": 0.05, "high": 0.2, "fast": 0.5}
+
+
+def choose_repairs(
+    config: EngineConfig, calibration: Calibration | None = None, *, family: str | None = None
+) -> tuple[Repair, ...]:
+    """The repairs for these settings, this model's calibration and its family; none if non-prefix reuse is off.
+
+    ``family`` is the ``model_type`` of its config. Only a quality that must be earned has several repairs: they are
+    tried in this order, cheapest first.
+    """
+    if config.quality == "exact" or config.quality == 0.0:
+        return ()
+    if not must_be_earned(config) or config.recompute_strategy is not None or config.recompute_ratio is not None:
+        repair = _choose_repair(config, calibration, family)
+        return (repair,) if repair is not None else ()
+    share = tolerated_share(config)
+    nothing = Repair(make_strategy("none"), 0.0, math.inf, share)
+    strategy = _strategy_for(family)
+    return nothing, *(Repair(strategy, _RATIO[level], _TOLERATED[level], share) for level in ("fast", "high"))
+
+
+def must_be_earned(config: EngineConfig) -> bool:
+    """Whether non-prefix reuse stays off until checks on this engine's own requests have proven it."""
+    return config.quality == "auto" and config.calibration is None
+
+
+def _strategy_for(family: str | None) -> RepairStrategy:
+    return make_strategy(_STRATEGY.get(family or "", _OTHERS))
+
+
+def _choose_repair(config: EngineConfig, calibration: Calibration | None, family: str | None) -> Repair | None:
+    if calibration is not None:
+        row = calibration.choose(tolerated_share(config))
+        if row is None:
+            return None
+        # Without an estimate to compare with, only the ratio was measured.
+        tolerated = math.inf if row.typical_estimate is None else row.typical_estimate
+        return Repair(make_strategy(row.strategy), row.ratio, tolerated, tolerated_share(config))
+    given = config.recompute_strategy
+    strategy = make_strategy(given) if given is not None else _strategy_for(family)
+    if config.recompute_overlap is not None:
+        if not isinstance(strategy, Selective):
+            raise ConfigError(
+                f'recompute_overlap belongs to recompute_strategy="selective", not to {strategy.name!r}; leave it out'
+            )
+        strategy = replace(strategy, overlap=config.recompute_overlap)
+    level = config.quality if config.quality in _RATIO else "high"
+    assert isinstance(level, str)
+    ratio = config.recompute_ratio if config.recompute_ratio is not None else _RATIO[level]
+    if strategy.name == "none":
+        ratio = 0.0
+    # An explicit ratio is never exceeded.
+    tolerated = _TOLERATED[level] if config.recompute_ratio is None else math.inf
+    return Repair(strategy, ratio, tolerated, tolerated_share(config))
+
+
+def tolerated_share(config: EngineConfig) -> float:
+    """The share of answers that may differ from a full prefill's, for this ``quality``."""
+    return _SHARE.get(config.quality, 0.0) if isinstance(config.quality, str) else float(config.quality)
 
 
 def check_approx_settings(config: EngineConfig) -> None:

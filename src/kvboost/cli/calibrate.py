@@ -39,7 +39,7 @@ def calibrate(
     """Measure on your prompts which tokens non-prefix reuse must recompute."""
     note(f"loading {model}")  # before torch is imported, which may take seconds
     from kvboost.approx.calibration import MIN_COMPARISONS
-    from kvboost.approx.levels import tolerated_share
+    from kvboost.approx.setup import tolerated_share
     from kvboost.config import EngineConfig
     from kvboost.engine import KVBoost
 
