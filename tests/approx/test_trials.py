@@ -12,7 +12,7 @@ import pytest
 from kvboost import KVBoost
 from kvboost.approx import setup
 from kvboost.approx.guard import ReuseGuard
-from kvboost.approx.shadow import CheckPlaces, ServedRequest, ShadowChecks, answers_differ
+from kvboost.approx.shadow import CheckSlots, ServedRequest, ShadowChecks, answers_differ
 from kvboost.core.prefiller import RequestCancelled
 from kvboost.engine import parts
 from kvboost.engine.decoding import Decoder
@@ -63,18 +63,18 @@ class Held:
 
     @property
     def free(self) -> int:
-        return self.shadow._places._free
+        return self.shadow._slots._free
 
 
-def test_places_are_given_back_once() -> None:
-    places = CheckPlaces(1)
-    taken = places.take()
-    assert taken is not None
-    assert (places.take(), places.any_free) == (None, False)
-    taken.release()
-    taken.release()
-    assert places.take() is not None
-    assert places.take() is None
+def test_slots_are_given_back_once() -> None:
+    slots = CheckSlots(1)
+    reserved = slots.reserve()
+    assert reserved is not None
+    assert (slots.reserve(), slots.any_free) == (None, False)
+    reserved.release()
+    reserved.release()
+    assert slots.reserve() is not None
+    assert slots.reserve() is None
 
 
 def test_of_a_batch_the_first_three_are_on_trial_and_no_more_is_looked_up(tiny: Tiny) -> None:
@@ -102,7 +102,7 @@ def test_the_requests_that_begin_first_are_checked_not_those_that_end_first(tiny
 
 
 @pytest.mark.parametrize("how", ["prefill", "generate", "generate_batch", "runner", "nothing to move"])
-def test_a_request_without_an_answer_leaves_its_place(tiny: Tiny, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_without_an_answer_leaves_its_slot(tiny: Tiny, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = on_trial(tiny)
     held = Held(engine)
     if how == "prefill":
@@ -134,7 +134,7 @@ def test_a_request_without_an_answer_leaves_its_place(tiny: Tiny, how: str, monk
     engine.close()
 
 
-def test_in_use_a_request_takes_its_place_when_it_begins_too(tiny: Tiny) -> None:
+def test_in_use_a_request_has_its_slot_when_it_begins_too(tiny: Tiny) -> None:
     engine = on_trial(tiny, recompute_ratio=1.0)
     held = Held(engine)
     trust = engine.session.prefiller.approx.guard
@@ -142,7 +142,7 @@ def test_in_use_a_request_takes_its_place_when_it_begins_too(tiny: Tiny) -> None
         trust.observe(False)
     prompts = [prompt(seed) for seed in range(5)]
     results = engine.generate_batch(prompts, max_new_tokens=2, **_NEVER)
-    assert all(result.reuse.moved_tokens for result in results), "without a place it is answered all the same"
+    assert all(result.reuse.moved_tokens for result in results), "without a slot it is answered all the same"
     assert [request.prompt.tokens for request in held.made()] == prompts[:3]
     engine.close()
 
@@ -178,7 +178,7 @@ def test_a_check_that_never_ends_does_not_keep_the_others_from_theirs() -> None:
     for number in (1, 2):
         shadow.offer(_served(number))
     shadow.wait()
-    assert (guard.bound.checked, shadow.dropped, shadow._places._free) == (1, 1, 3)
+    assert (guard.bound.checked, shadow.dropped, shadow._slots._free) == (1, 1, 3)
     shadow.close()
 
 

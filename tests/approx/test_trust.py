@@ -281,7 +281,7 @@ def test_a_check_stores_nothing_that_was_cleared(tiny: Tiny, when: str, monkeypa
 
 
 @pytest.mark.usefixtures("quick")
-def test_nothing_is_looked_up_for_a_check_that_has_no_place(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_looked_up_for_a_check_that_has_no_slot(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(tiny("llama"), quality="auto", recompute_ratio=1.0, force_approx=True)
     warm(engine, HEAD, ONE, TWO)
     trust = engine.session.prefiller.approx.guard

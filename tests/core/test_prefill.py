@@ -262,11 +262,11 @@ def test_closing_releases_every_lease() -> None:
 def test_only_what_was_repaired_is_checked_and_the_lease_stays() -> None:
     released: list[int] = []
     lease: Any = SimpleNamespace(release=lambda: released.append(1), blocks=[])
-    place: Any = SimpleNamespace(release=lambda: released.append(2))
+    slot: Any = SimpleNamespace(release=lambda: released.append(2))
     block = KVBlock(b"k", None, b"c", b"", (), 0, bitwise=False)
     run = prefiller()
     with run.open(_TEXT) as state:
-        state.reposition(ApproxSpans("none", {2: block}, lease=lease, place=place, ratio=0.5))
+        state.reposition(ApproxSpans("none", {2: block}, lease=lease, slot=slot, ratio=0.5))
         assert state.repair_tokens == 8, "half of what is repositioned; nothing is missing before it"
         assert state.take_checked() is None
         run.advance(state, to=32)
@@ -275,10 +275,10 @@ def test_only_what_was_repaired_is_checked_and_the_lease_stays() -> None:
         assert (state.num_computed, state.num_exact) == (48, 32)
         checked = state.take_checked()
         assert checked is not None
-        assert (checked.place, type(checked.lease)) == (place, EmptyLease)
+        assert (checked.slot, type(checked.lease)) == (slot, EmptyLease)
         assert state.spans is not None
-        assert (state.spans.place, state.spans.lease) == (None, lease)
-    assert released == [1], "the place is the check's"
+        assert (state.spans.slot, state.spans.lease) == (None, lease)
+    assert released == [1], "the slot is the check's"
 
 
 def test_tiers_and_declined_loads_of_both_leases_are_reported() -> None:

@@ -23,7 +23,7 @@ def test_what_follows_is_one_deeper_than_the_deepest() -> None:
     assert ApproxSpans("none", {0: _block(2), 1: _block(1)}).depth == 3
 
 
-def test_releasing_leaves_the_lease_and_the_place() -> None:
+def test_releasing_leaves_the_lease_and_the_slot() -> None:
     released: list[str] = []
 
     def held(name: str) -> Any:
@@ -31,5 +31,5 @@ def test_releasing_leaves_the_lease_and_the_place() -> None:
 
     ApproxSpans("none", {}, lease=held("lease")).release()
     assert released == ["lease"]
-    ApproxSpans("none", {}, lease=held("lease"), place=held("place")).release()
-    assert released == ["lease", "lease", "place"]
+    ApproxSpans("none", {}, lease=held("lease"), slot=held("slot")).release()
+    assert released == ["lease", "lease", "slot"]

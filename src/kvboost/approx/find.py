@@ -1,4 +1,4 @@
-"""Reuse of chunks that were computed at other positions: find, decide, place, and store what is computed behind them.
+"""Reuse of chunks that were computed at other positions: find, decide, move, and store what is computed behind them.
 
 Hooks into a prefill as its :class:`kvboost.core.non_prefix.NonPrefixReuse`; :mod:`kvboost.approx.repair` recomputes.
 Invariants: nothing computed behind a repositioned chunk is stored under an exact key; the last step is never
@@ -188,7 +188,7 @@ class ApproxReuse:
     def first_wanted(self, chunks: Sequence[Chunk], *, available: int) -> int | None:
         """The first chunk that :meth:`find` would look for; None if it would not look. Changes nothing."""
         allowed, trying, _ = self.guard.standing
-        if not allowed and not (trying and isinstance(self.guard, EarnedTrust) and self.guard.has_place()):
+        if not allowed and not (trying and isinstance(self.guard, EarnedTrust) and self.guard.has_slot()):
             return None
         return self._first_wanted(chunks, available)
 
@@ -209,18 +209,18 @@ class ApproxReuse:
         """
         allowed, trying, rung = self.guard.standing
         # Before anything is known of the request: which ones are checked must not depend on how soon they end.
-        place = self.guard.reserve() if isinstance(self.guard, EarnedTrust) and (allowed or trying) else None
-        if not allowed and place is None:
+        slot = self.guard.reserve() if isinstance(self.guard, EarnedTrust) and (allowed or trying) else None
+        if not allowed and slot is None:
             return None, self.guard.reason
         found: ApproxSpans | None = None
         try:
             found, reason = self._look_up(chunks, available, prompt_tokens=prompt_tokens, fetched=fetched, rung=rung)
         finally:
-            if found is None and place is not None:
-                place.release()
+            if found is None and slot is not None:
+                slot.release()
         if found is None:
             return None, reason
-        return replace(found, on_trial=not allowed, place=place), None if allowed else self.guard.reason
+        return replace(found, on_trial=not allowed, slot=slot), None if allowed else self.guard.reason
 
     def _look_up(
         self, chunks: Sequence[Chunk], available: int, *, prompt_tokens: int, fetched: LoadReport | None, rung: int
@@ -338,11 +338,11 @@ class ApproxReuse:
         if spans.depth > _MAX_DEPTH:
             return 0
         new = 0
-        places = {chunk.start: index for index, chunk in enumerate(chunks)}
+        numbers = {chunk.start: index for index, chunk in enumerate(chunks)}
         for segment in state.plan.fresh:
             if segment.start < state.plan.approx_start or segment.end > state.num_computed or segment.chunk is None:
                 continue
-            context = context_before(chunks, places[segment.start])
+            context = context_before(chunks, numbers[segment.start])
             new += self._put(state, segment.chunk, context, depth=spans.depth)
         return new
 

@@ -35,7 +35,7 @@ class _Document:
     """Ascending, from 0 to its length."""
 
 
-class _Place(NamedTuple):
+class _Cut(NamedTuple):
     """A cut in a document."""
 
     document: _Document
@@ -68,7 +68,7 @@ class DocumentRegistry:
         self._max_tokens = max_tokens
         self._lock = threading.Lock()
         self._documents: OrderedDict[Hashable, _Document] = OrderedDict()
-        self._places: dict[int, list[_Place]] = {}  # by the hash of the first tokens behind each cut
+        self._by_hash: dict[int, list[_Cut]] = {}  # by the hash of the first tokens behind each cut
         self._tokens = 0
 
     def __len__(self) -> int:
@@ -84,7 +84,7 @@ class DocumentRegistry:
             self._documents[name] = document
             self._tokens += len(ids)
             for value, cut in _anchors(document):
-                self._places.setdefault(value, []).append(_Place(document, cut))
+                self._by_hash.setdefault(value, []).append(_Cut(document, cut))
             dropped = 0
             while self._tokens > self._max_tokens and len(self._documents) > 1:
                 self._drop(next(iter(self._documents)))
@@ -101,13 +101,13 @@ class DocumentRegistry:
         """Remove all."""
         with self._lock:
             self._documents.clear()
-            self._places.clear()
+            self._by_hash.clear()
             self._tokens = 0
 
     def boundaries(self, tokens: Sequence[int]) -> list[int]:
         """Where to cut a prompt so that the documents in it have the chunks they were prefilled in, ascending."""
         with self._lock:
-            return self._search(token_array(tokens)) if self._places else []
+            return self._search(token_array(tokens)) if self._by_hash else []
 
     def _search(self, ids: TokenArray) -> list[int]:
         hashes = window_hashes(ids).tolist()
@@ -116,8 +116,8 @@ class DocumentRegistry:
         last = HASH_WINDOW - 1  # of the window that is looked up
         while last < len(hashes):
             start = last - HASH_WINDOW + 1
-            places = self._places.get(hashes[last], ())
-            matches = [_match(ids, start, place, behind=behind) for place in places[-_MAX_ALIKE:]]
+            found = self._by_hash.get(hashes[last], ())
+            matches = [_match(ids, start, cut, behind=behind) for cut in found[-_MAX_ALIKE:]]
             best = max(matches, key=lambda match: match.found, default=None)
             if best is None or best.found < HASH_WINDOW:  # nothing, or the same words for a while
                 last += 1
@@ -134,11 +134,11 @@ class DocumentRegistry:
             return False
         self._tokens -= len(document.tokens)
         for value, _ in _anchors(document):
-            left = [place for place in self._places.get(value, ()) if place.document is not document]
+            left = [cut for cut in self._by_hash.get(value, ()) if cut.document is not document]
             if left:
-                self._places[value] = left
+                self._by_hash[value] = left
             else:
-                self._places.pop(value, None)
+                self._by_hash.pop(value, None)
         return True
 
 
@@ -153,9 +153,9 @@ def _anchors(document: _Document) -> list[tuple[int, int]]:
     ]
 
 
-def _match(ids: TokenArray, start: int, place: _Place, *, behind: int) -> _Match:
-    """How far the prompt from ``start`` on, and back to ``behind``, is the document around ``place``."""
-    document, cut = place
+def _match(ids: TokenArray, start: int, found: _Cut, *, behind: int) -> _Match:
+    """How far the prompt from ``start`` on, and back to ``behind``, is the document around that cut."""
+    document, cut = found
     ahead = _same(ids[start:], document.tokens[cut:])
     back = _same(ids[behind:start][::-1], document.tokens[:cut][::-1])
     return _Match(document, cut - back, cut + ahead, start - cut)

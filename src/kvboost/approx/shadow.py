@@ -1,11 +1,9 @@
 """Answers requests both ways, in the background, and counts how often the answers differ.
 
-Made by the engine if ``shadow_share`` is above zero: it then checks that share of the approximate requests. Made also
-for reuse that must be earned: it then checks, while no request runs, those that could have been approximate.
-Invariants: no request waits for a check to end, but it shares the device with a check that has begun; a check in idle
-time ends when a request comes, between two steps, and is begun again later, a few times; at most three requests hold
-blocks for a check. For reuse that must be earned they are chosen when they begin, so not by their answers' lengths.
-The counts feed an always-valid bound (:mod:`kvboost.approx.guard`), which switches non-prefix reuse off or on.
+Made by the engine: for ``shadow_share``, to check that share of approximate requests, or for reuse that must be earned,
+to check in idle time those that could have been approximate. Invariants: no request waits for a check to end; a check
+in idle time ends when a request comes, between two steps; at most three requests hold blocks for a check; for reuse
+that must be earned they are chosen when they begin, so not by their answers' lengths.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.trust import EarnedTrust
 from kvboost.core.prefill import ChunkedPrompt
 from kvboost.core.prefiller import Prefiller, RequestCancelled
-from kvboost.core.spans import ApproxSpans, CheckPlace
+from kvboost.core.spans import ApproxSpans, CheckSlot
 from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.runner import ModelRunner
 from kvboost.types import KVBlock
 
 FIRST_TOKENS = 8  # compared per answer: enough to diverge, few enough to be cheap
-_PLACES = 3  # each holds its blocks, outside the store's budget
-_MAX_TRIES = 20  # of a check that requests interrupt: others wait for its place
+_SLOTS = 3  # each holds its blocks, outside the store's budget
+_MAX_TRIES = 20  # of a check that requests interrupt: others wait for its slot
 _LOOK_S = 0.05  # how often a check that waits for an idle moment looks for one
 
 logger = logging.getLogger(__name__)
@@ -57,7 +55,7 @@ class ServedRequest:
     """The repair that was used or is tried."""
     cleared: int = 0
     """How often its tenant's store had been cleared when it ended."""
-    place: CheckPlace | None = None
+    slot: CheckSlot | None = None
     """What it was given when it began; None if it is chosen when it ends, or not at all."""
 
     @classmethod
@@ -79,7 +77,7 @@ class ServedRequest:
             adapter,
             rung=spans.rung,
             cleared=prefiller.approx.cleared,
-            place=spans.place,
+            slot=spans.slot,
         )
 
 
@@ -88,7 +86,7 @@ def answers_differ(
 ) -> bool | None:
     """Whether the most likely token differs from a full prefill's at any of the first generated tokens.
 
-    Both runs prefill the prompt and the same generated tokens. None if the chunks could not be placed again. With
+    Both runs prefill the prompt and the same generated tokens. None if the chunks could not be moved again. With
     ``idle``, the full prefill is stored, so that the prompt is exact next time; RequestCancelled if a request came
     meanwhile, and what was computed until then is stored, so that the next try goes on there.
     """
@@ -161,9 +159,9 @@ class ShadowChecks:
         It raises RequestCancelled if a request came and it is to be tried again.
         """
         self._check, self._share, self._guard = check, share, guard
-        self._places = CheckPlaces(_PLACES)
+        self._slots = CheckSlots(_SLOTS)
         if isinstance(guard, EarnedTrust):
-            guard.has_place, guard.reserve = lambda: self._places.any_free, self._reserve
+            guard.has_slot, guard.reserve = lambda: self._slots.any_free, self._reserve
         self._idle = idle or (lambda: True)
         self._random = random.Random()
         self._closed = False
@@ -175,22 +173,22 @@ class ShadowChecks:
     def _is_chosen(self) -> bool:
         return self._random.random() < self._share
 
-    def _reserve(self) -> TakenPlace | None:
-        """A place for a request that begins, with probability ``share``."""
-        return self._places.take() if self._is_chosen() else None
+    def _reserve(self) -> ReservedSlot | None:
+        """A slot for a request that begins, with probability ``share``."""
+        return self._slots.reserve() if self._is_chosen() else None
 
     def offer(self, request: ServedRequest) -> None:
-        """Queue this request for a check, if it has a place or, for a guard that gives none, is chosen now."""
+        """Queue this request for a check, if it has a slot or, for a guard that gives none, is chosen now."""
         standing = self._guard.standing
         if self._closed or not request.produced or not (standing.allowed or standing.trying):
-            if request.place is not None:
-                request.place.release()
+            if request.slot is not None:
+                request.slot.release()
             return
-        if request.place is None:
+        if request.slot is None:
             if isinstance(self._guard, EarnedTrust) or not self._is_chosen():
                 return
-            request = replace(request, place=self._places.take())
-            if request.place is None:
+            request = replace(request, slot=self._slots.reserve())
+            if request.slot is None:
                 self.dropped += 1  # checks cannot keep up: those that end first, or in calm moments, count for more
                 return
         self._queued.put(request)
@@ -225,8 +223,8 @@ class ShadowChecks:
             except Warning:
                 pass  # the user turned warnings into errors; cache_stats() has the same information
             finally:
-                if request is not None and request.place is not None:
-                    request.place.release()
+                if request is not None and request.slot is not None:
+                    request.slot.release()
                 self._queued.task_done()
 
     def _try(self, request: ServedRequest) -> None:
@@ -260,8 +258,12 @@ class ShadowChecks:
             logger.info("non-prefix reuse is now on: checks have shown that it changes few enough answers")
 
 
-class CheckPlaces:
-    """So many requests may be on trial, wait for a check, or be checked at a time."""
+class CheckSlots:
+    """So many requests may be on trial, wait for a check, or be checked at a time. Thread-safe.
+
+    A slot is reserved when a request begins, and is free once its check is over. Reserved at the end of a request, it
+    would go to the shortest answers first, and the requests before that would hold their blocks without a limit.
+    """
 
     def __init__(self, count: int) -> None:
         self._lock = threading.Lock()
@@ -269,30 +271,30 @@ class CheckPlaces:
 
     @property
     def any_free(self) -> bool:
-        """Whether one could be taken now."""
+        """Whether one could be reserved now."""
         return self._free > 0
 
-    def take(self) -> TakenPlace | None:
-        """A place, or None if all are taken."""
+    def reserve(self) -> ReservedSlot | None:
+        """A slot, or None if all are reserved."""
         with self._lock:
             if self._free == 0:
                 return None
             self._free -= 1
-            return TakenPlace(self)
+            return ReservedSlot(self)
 
-    def _give_back(self, place: TakenPlace) -> None:
+    def _release(self, slot: ReservedSlot) -> None:
         with self._lock:
-            self._free += place.held
-            place.held = False
+            self._free += slot.held
+            slot.held = False
 
 
-class TakenPlace:
-    """One of the places."""
+class ReservedSlot:
+    """One of the slots."""
 
-    def __init__(self, places: CheckPlaces) -> None:
-        self._places = places
+    def __init__(self, slots: CheckSlots) -> None:
+        self._slots = slots
         self.held = True
 
     def release(self) -> None:
         """Leave it to another request. Harmless the second time."""
-        self._places._give_back(self)
+        self._slots._release(self)

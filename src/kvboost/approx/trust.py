@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from kvboost.approx.guard import DisagreementBound, Standing
 
 if TYPE_CHECKING:
-    from kvboost.core.spans import CheckPlace
+    from kvboost.core.spans import CheckSlot
 
 _MAX_CHECKS = 400  # a repair whose share lies next to the tolerated one would be tried forever
 _RECENT = 200  # checks of a repair in use that are also judged by themselves: a good past must not hide a bad present
@@ -59,10 +59,10 @@ class EarnedTrust:
         self._lock = threading.Lock()
         self._saving = threading.Lock()
         """Held, before the other one, by who changes the state: states are kept in the order in which they came."""
-        self.has_place: Callable[[], bool] = lambda: False
+        self.has_slot: Callable[[], bool] = lambda: False
         """Whether another request could be checked; set by who checks. If not, none is put on trial."""
-        self.reserve: Callable[[], CheckPlace | None] = lambda: None
-        """A place for a request that begins, if it is one of those to check; set by who checks."""
+        self.reserve: Callable[[], CheckSlot | None] = lambda: None
+        """A slot for a request that begins, if it is one of those to check; set by who checks."""
         self._keeper = keeper
         self._bound = self._recent = DisagreementBound(self._confidence)
         self._resume((keeper.load() if keeper is not None else None) or TrustState())

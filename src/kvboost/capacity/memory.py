@@ -1,10 +1,8 @@
-"""Estimates the peak memory of a model that runs requests, from its shape alone.
+"""Estimates the peak memory of a model that runs requests, from its shape; and shares out what is free of a device.
 
 Used by the engine (``estimate_memory``), by ``kvboost doctor`` and by the server's admission. Every term is something
 that is allocated, named beside it; no factor is fitted to measurements. Invariant: more context, more requests side by
 side or more bits never make an estimate smaller.
-
-Also what an engine takes of a device where no setting says: shares of what is free once the weights are there.
 """
 
 from __future__ import annotations

@@ -273,14 +273,14 @@ class PrefillState:
     def take_checked(self) -> ApproxSpans | None:
         """What a check of this request is about: what was repositioned, or could have been.
 
-        Their place goes along; the lease stays here.
+        Their slot goes along; the lease stays here.
         """
         if self._spans is None:
             trial, self.trial = self.trial, None
             return trial
         if not self.is_repaired:
             return None
-        spans, self._spans = replace(self._spans, lease=EmptyLease()), replace(self._spans, place=None)
+        spans, self._spans = replace(self._spans, lease=EmptyLease()), replace(self._spans, slot=None)
         return spans
 
     def detach(self) -> KVCache:

@@ -21,8 +21,8 @@ def repair_end(tokens: int, *, moved_end: int, cut_end: int) -> int:
     return moved_end if tokens - moved_end <= _MAX_TAIL else cut_end
 
 
-class CheckPlace(Protocol):
-    """One of the few places for requests that are checked."""
+class CheckSlot(Protocol):
+    """One of the few slots for requests that are checked."""
 
     def release(self) -> None:
         """Leave it to another request. Harmless the second time."""
@@ -48,7 +48,7 @@ class ApproxSpans:
     """The share of their tokens that it recomputes."""
     on_trial: bool = False
     """To be checked once the prompt was answered without them."""
-    place: CheckPlace | None = None
+    slot: CheckSlot | None = None
     """Held until the request was checked, or will not be."""
     replayed: bool = False
     """Of a check: no request uses them."""
@@ -61,8 +61,8 @@ class ApproxSpans:
     def release(self) -> None:
         """They are not used, or no more."""
         self.lease.release()
-        if self.place is not None:
-            self.place.release()
+        if self.slot is not None:
+            self.slot.release()
 
 
 @dataclass(frozen=True)

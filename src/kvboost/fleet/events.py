@@ -1,20 +1,8 @@
 """KV events in vLLM's wire format: what a store has gained and lost, as cache-aware routers read it.
 
-:class:`StoreEvents` makes them from a store, :mod:`kvboost.fleet.publish` sends them, :mod:`kvboost.fleet.subscribe`
-receives ours and vLLM's. Invariant: vLLM 0.32 decodes what is encoded here, and the other way round
-(``tests/integrations/vllm/test_events.py``).
-
-One chunk is one block: its hash is the chunk's prefix key, its parent is the chunk before it, ``block_size`` is its
-length. What that is worth to a router depends on how it finds blocks:
-
-- One that cuts prompts as the engine does and looks for the same keys (:mod:`kvboost.fleet` itself) can use all.
-- One that hashes ``token_ids`` anew in blocks of a fixed size can use chunks only where they have that size: run the
-  engine with ``chunking="fixed"`` and that ``chunk_size``. Chunks cut at natural places have any length, and such a
-  router finds little or nothing of them.
-- One that keeps a tree of the prompts it has sent itself reads no events.
-
-KV that is not the exact beginning of a prompt (non-prefix reuse) must not be found by its tokens. It is announced
-without any, with ``block_size`` 0 and no parent, as vLLM does with blocks that it cannot describe.
+:class:`StoreEvents` makes them from a store; docs/fleet.md says what they are worth to which router. Invariants: vLLM
+0.32 decodes what is encoded here, and the other way round (``tests/integrations/vllm/test_events.py``); one chunk is
+one block, named by its prefix key; KV that is not the exact beginning of a prompt is announced without its tokens.
 """
 
 from __future__ import annotations

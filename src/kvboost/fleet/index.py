@@ -1,10 +1,8 @@
 """Which replicas hold a key, in eight bytes per key: what each of them sends, and one table of it for all.
 
-Used by :class:`kvboost.fleet.route.Router` and by whoever carries updates to it. The table uses open addressing in one
-array: a row is a short key and a bit for each replica. Keys are SHA-256, so their own bits are the hash. Invariants: an
-update that is lost or late makes a hint stale, never an answer wrong, as the replica looks into its own store anyway; a
-row that nobody holds any more stays until the table is made again, so no search ends early; at most half of the rows
-are used.
+Used by :class:`kvboost.fleet.route.Router` and by whoever carries updates to it. The table uses open addressing; keys
+are SHA-256, so their own bits are the hash. Invariants: an update that is lost or late makes a hint stale, never an
+answer wrong; a row that nobody holds any more stays until the table is made again, so no search ends early.
 """
 
 from __future__ import annotations

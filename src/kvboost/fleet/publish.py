@@ -1,12 +1,9 @@
 """Publishes KV events over ZeroMQ, framed as vLLM does it, with a replay of what was sent lately.
 
-Made by ``kvboost serve --kv-events``. A message is ``(topic, sequence number, payload)``. A subscriber that misses one
-sends the number to begin with to the replay socket and gets all batches from there that are still remembered, then one
-numbered -1. Invariants: :meth:`EventPublisher.publish` never waits; what waits and what is remembered is bounded; where
-events are dropped a number is left out, so that every subscriber notices.
-
-There is no authentication and no encryption, as in vLLM, and events carry the token ids of all prompts: publish to
-networks that may read them.
+Made by ``kvboost serve --kv-events``. A message is ``(topic, sequence number, payload)``; the last of a replay has the
+number -1. Invariants: :meth:`EventPublisher.publish` never waits; what waits and what is remembered is bounded; where
+events are dropped a number is left out, so that every subscriber notices. As in vLLM nothing is authenticated or
+encrypted, and events carry the token ids of all prompts.
 """
 
 from __future__ import annotations

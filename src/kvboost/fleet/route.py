@@ -1,11 +1,9 @@
 """Which replica a request goes to: the one from which its first token is expected soonest.
 
-Used by the request router of a fleet and by the simulator. For every replica: what of the prompt is in its memory,
-exactly or elsewhere in other prompts, what it would load from the shared tier and what it would compute; that in
-seconds, plus its queue, plus what the tokens it does not hold will cost others, whose KV they evict. Invariants: only
-replicas with a queue are chosen; holding more or waiting less never makes a replica less likely; the chosen one's queue
-is longer than the shortest by no more than what it saves itself and others, so a hot document spreads as soon as
-waiting for it takes longer than that.
+Used by the request router of a fleet and by the simulator. Counted are the seconds for what a replica has in memory,
+loads and computes, its queue, and what the new tokens evict of others. Invariants: holding more or waiting less never
+makes a replica less likely; the chosen one's queue is longer than the shortest by no more than what it saves, so a hot
+document spreads as soon as waiting for it takes longer than that.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""What the worker's store gains and loses, as events about vLLM's pages.
+"""What the worker's store gains and loses, as events about vLLM's pages, which routers know already.
 
-The worker notes chunks (:class:`Changes`), the scheduler's side knows which pages of which request they are
-(:class:`PageEvents`), and the connector hands them to vLLM's own publisher (``take_events``). Pages have vLLM's own
-hashes and one size, so routers that know vLLM's events need to know nothing new. Invariants: a page is announced in a
-tier while a chunk in which it ends is stored there (the chunks before are, too, or were when it came); pages of
+The worker notes chunks (:class:`Changes`), the scheduler's side turns them into pages (:class:`PageEvents`) for vLLM's
+own publisher. Invariants: a page is announced in a tier while a chunk in which it ends is stored there; pages of
 requests with approximate KV are never announced; what is remembered is bounded.
 """
 

@@ -1,7 +1,7 @@
 """Reads and writes vLLM's KV pages without knowing how a backend orders their elements.
 
 Made once per worker. Backends keep pages in orders of their own: by head, in columns, in tiles for matrix units. They
-all write them in one place, ``do_kv_cache_update``. So pages are written through that, and the order is learnt from
+all write them in one function, ``do_kv_cache_update``. So pages are written through that, and the order is learnt from
 it: numbers written to a spare page and read back say where each element went. Invariant: what :meth:`Pages.read`
 returns is what was written, to the bit.
 """
@@ -74,33 +74,33 @@ def learn_order(layer: Any, cache: torch.Tensor, *, heads: int, tokens: int, dim
     numbers = torch.arange(1, count + 1).view(2, heads, tokens, dim)
     slots = torch.arange(tokens, dtype=torch.int64, device=cache.device)
     found = torch.zeros(count, dtype=torch.int64)
-    place = 1
-    while place <= count:
-        digits = (numbers // place % _BASE).to(cache.device, cache.dtype)
+    unit = 1  # of the digit that is written
+    while unit <= count:
+        digits = (numbers // unit % _BASE).to(cache.device, cache.dtype)
         keys, values = digits.transpose(1, 2).contiguous()
         layer.impl.do_kv_cache_update(layer, keys, values, page, slots)
-        found += page.reshape(-1).cpu().to(torch.int64) * place
-        place *= _BASE
+        found += page.reshape(-1).cpu().to(torch.int64) * unit
+        unit *= _BASE
     if not torch.equal(found.sort().values, numbers.view(-1)):
         raise UnsupportedModelError("a page does not hold each key and value once, as the model computes them")
     return found.argsort().to(cache.device)
 
 
 def _steps_of(order: torch.Tensor) -> list[tuple[int, ...]] | None:
-    """For keys and for values: the first element's place, and the steps to the next head, token and dimension.
+    """For keys and for values: the first element's index, and the steps to the next head, token and dimension.
 
-    None if the places of [keys and values, heads, tokens, dim] are not at equal steps, as in tiles.
+    None if the indices of [keys and values, heads, tokens, dim] are not at equal steps, as in tiles.
     """
     found = []
-    for places in order.cpu():
-        first, steps = int(places[0, 0, 0]), []
+    for indices in order.cpu():
+        first, steps = int(indices[0, 0, 0]), []
         expected = torch.tensor(first)
-        for axis, length in enumerate(places.shape):
-            step = int(places.select(axis, min(1, length - 1))[0, 0]) - first
+        for axis, length in enumerate(indices.shape):
+            step = int(indices.select(axis, min(1, length - 1))[0, 0]) - first
             shape = [-1 if each == axis else 1 for each in range(3)]
             expected = expected + (torch.arange(length) * step).view(shape)
             steps.append(step)
-        if not torch.equal(places, expected):
+        if not torch.equal(indices, expected):
             return None
         found.append((first, *steps))
     return found

@@ -1,12 +1,7 @@
-"""Where streamed weights come from, and how they get to where they are computed with.
+"""Where streamed weights come from, and how they get to where they are computed with: within a budget, in order.
 
-Used by the streamer alone. Invariant: a source gives the same bytes from the slabs' files and from host memory. The
-contract of every link, of the simulated one in ``tests/helpers`` too:
-
-- ``allocate`` never gives out more than the budget, whatever was asked before.
-- ``copy`` returns at once. The copy begins when ``after`` has happened and not before; copies run in the order asked.
-- ``event`` stands for all that was computed so far by the calling thread.
-- ``wait`` lets nothing computed afterwards begin before the copy is whole. A copy that failed raises here.
+Used by the streamer alone. Invariants: a source gives the same bytes from the slabs' files and from host memory; a link
+keeps the contract of :class:`Link`, the simulated one in ``tests/helpers`` too.
 """
 
 from __future__ import annotations
@@ -94,7 +89,7 @@ class HostSource:
 
 
 class Link(Protocol):
-    """Copies weights to where they are computed with."""
+    """Copies weights to where they are computed with. Copies run in the order in which they were asked for."""
 
     @property
     def allocated(self) -> int:
@@ -102,19 +97,19 @@ class Link(Protocol):
         ...
 
     def allocate(self, size: int) -> torch.Tensor:
-        """Memory [bytes] that begins at a page. Raises CapacityError beyond the budget."""
+        """Memory [bytes] that begins at a page. Raises CapacityError beyond the budget, whatever was asked before."""
         ...
 
     def copy(self, source: Source, extent: Extent, into: torch.Tensor, *, after: Any) -> Any:
-        """Begin to copy a part of a slab, after that event; returns what :meth:`wait` waits for."""
+        """Copy a part of a slab once that event has happened, and not before. Returns at once what to wait for."""
         ...
 
     def event(self) -> Any:
-        """What was computed so far."""
+        """All that was computed so far by the calling thread."""
         ...
 
     def wait(self, copy: Any) -> None:
-        """What is computed from here on sees the copied bytes."""
+        """Let nothing be computed from here on before the copy is whole. A copy that failed raises here."""
         ...
 
     def close(self) -> None:
