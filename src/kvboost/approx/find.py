@@ -269,10 +269,10 @@ class ApproxReuse:
             expected += self.costs.prefill_seconds(forwards=1, tokens=min(prompt_tokens - end, MAX_QUERY_TOKENS))
         compute = self.costs.prefill_seconds(forwards=1, tokens=end - begin)  # in one step, if memory allows
         # What follows the repair runs in a forward of its own, which computing everything does not need.
-        behind = prompt_tokens - end
+        rest = prompt_tokens - end
         seconds = self.costs.reposition_seconds(found) + self.costs.repair_factor * expected
-        seconds += self.costs.prefill_seconds(forwards=1, tokens=behind)
-        cost = seconds / self.costs.prefill_seconds(forwards=1, tokens=end - begin + behind)
+        seconds += self.costs.prefill_seconds(forwards=1, tokens=rest)
+        cost = seconds / self.costs.prefill_seconds(forwards=1, tokens=end - begin + rest)
         if cost > _MAX_COST and not self._force:
             self.costs.repair_refused()
             return (

@@ -49,20 +49,20 @@ def aligned_runs(here: TokenArray, there: TokenArray, *, start: int) -> list[Run
             if nearest is not None and found - at >= nearest[0]:
                 break
             low, high = np.searchsorted(hashes, ours[found], "left"), np.searchsorted(hashes, ours[found], "right")
-            places = by_hash[low:high]  # ascending
-            index = int(np.searchsorted(places, behind))
-            if index < len(places):
-                place = int(places[index])
-                gap = found - at + place - behind
+            matches = by_hash[low:high]  # ascending
+            index = int(np.searchsorted(matches, behind))
+            if index < len(matches):
+                match = int(matches[index])
+                gap = found - at + match - behind
                 if nearest is None or gap < nearest[0]:
-                    nearest = gap, found, place
+                    nearest = gap, found, match
         if nearest is None:
             return runs
-        _, found, place = nearest
-        tokens = common_prefix(here[start + found :], there[start + place :])
+        _, found, match = nearest
+        tokens = common_prefix(here[start + found :], there[start + match :])
         if tokens >= _GRAM:  # equal hashes of other tokens are no run
-            runs.append(Run(start + found, start + place, tokens))
-        at, behind = found + max(1, tokens), place + max(1, tokens)
+            runs.append(Run(start + found, start + match, tokens))
+        at, behind = found + max(1, tokens), match + max(1, tokens)
 
 
 def _gram_hashes(tokens: TokenArray) -> npt.NDArray[np.uint64]:

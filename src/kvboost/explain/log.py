@@ -41,21 +41,21 @@ def read_log(file: Path) -> list[LogRecord]:
 
 
 def _record(line: str, file: Path, number: int) -> LogRecord:
-    place = f"{file}, line {number}"
+    where = f"{file}, line {number}"
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{place} is not JSON ({error}); repair that line") from error
+        raise ConfigError(f"{where} is not JSON ({error}); repair that line") from error
     if isinstance(record, dict) and isinstance(record.get("prompt"), str):
         return LogRecord(number, prompt=record["prompt"])
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         raise ConfigError(
-            f'{place} has neither "prompt" with a text nor "messages" with a list; write {{"prompt": "..."}} or '
+            f'{where} has neither "prompt" with a text nor "messages" with a list; write {{"prompt": "..."}} or '
             '{"messages": [{"role": "user", "content": "..."}]}'
         )
     if not all(isinstance(message, Mapping) and "role" in message for message in messages):
-        raise ConfigError(f'{place}: every message needs a "role"; write {{"role": "user", "content": "..."}}')
+        raise ConfigError(f'{where}: every message needs a "role"; write {{"role": "user", "content": "..."}}')
     tools = record.get("tools")
     return LogRecord(
         number, messages=[_flat(message) for message in messages], tools=tools if isinstance(tools, list) else None

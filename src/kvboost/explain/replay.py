@@ -88,9 +88,9 @@ class Replay:
         near = list(dict.fromkeys(near))
         common = max((common_prefix(tokens, self.prompts[index].tokens) for index in near), default=0)
         for chunk in chunks:
-            place = len(self.prompts), chunk.start
-            self._prefixes.setdefault(chunk.prefix_key, deque(maxlen=_KEPT)).append(place[0])
-            self._contents.setdefault(chunk.content_key, deque(maxlen=_KEPT)).append(place)
+            origin = len(self.prompts), chunk.start
+            self._prefixes.setdefault(chunk.prefix_key, deque(maxlen=_KEPT)).append(origin[0])
+            self._contents.setdefault(chunk.content_key, deque(maxlen=_KEPT)).append(origin)
         self.prompts.append(prompt)
         return Replayed(prompt, exact, known, origins, near, common)
 

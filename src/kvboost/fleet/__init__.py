@@ -1,1 +1,1 @@
-"""Many replicas as one system: what each of them holds, what it tells others, where a request goes. No torch."""
+"""Many replicas as one system: what each of them holds, what it sends others, where a request goes. No torch."""

@@ -184,7 +184,7 @@ class FleetIndex:
         return rows
 
     def _rebuild(self, coming: int) -> None:
-        """Without the keys that nobody holds, and with space for as many as there are and are ``coming``."""
+        """Without the keys that nobody holds, and with room for as many as there are and are ``coming``."""
         held = self._table[self._table[:, 1:].any(axis=1)]
         rows = _LEAST_ROWS
         while rows < 3 * (len(held) + coming):  # so a table that is half full is doubled

@@ -253,4 +253,4 @@ class EventSubscriber:
         try:
             self._on_lost(reason)
         except Exception:  # noqa: BLE001 - the thread must go on
-            _log.exception("the loss of KV events (%s) could not be told", reason)
+            _log.exception("the loss of KV events (%s) could not be reported", reason)

@@ -72,7 +72,7 @@ def _streamer(folder: SlabFolder, link: SimulatedLink, budget: int, source: Any 
 
 def _check(streamer: WeightStreamer, link: SimulatedLink, index: int, seconds: Callable[[], float]) -> None:
     """Compute with a unit: its weights must be there from the beginning to the end."""
-    places = streamer._places[index]
+    places = streamer._targets[index]
     tensors = [(place.module._parameters[place.key], _number(place.weight.name)) for place in places]
 
     def work() -> None:
@@ -195,10 +195,10 @@ def test_a_weight_that_is_not_there_has_no_memory(folder: SlabFolder) -> None:
     link = SimulatedLink(budget=budget)
     streamer = _streamer(folder, link, budget)
     streamer.need(0)
-    assert [p.module._parameters[p.key].device.type for p in streamer._places[0]] == ["cpu", "cpu"]
+    assert [p.module._parameters[p.key].device.type for p in streamer._targets[0]] == ["cpu", "cpu"]
     streamer.need(1)
     for index in (0, *range(2, _LAYERS)):
-        assert [p.module._parameters[p.key].device.type for p in streamer._places[index]] == ["meta", "meta"]
+        assert [p.module._parameters[p.key].device.type for p in streamer._targets[index]] == ["meta", "meta"]
     link.close()
 
 
@@ -264,7 +264,7 @@ def test_passes_of_several_threads_take_turns(folder: SlabFolder) -> None:
 def test_a_digest_follows_the_name_and_is_read_again_only_for_another(folder: SlabFolder) -> None:
     link = SimulatedLink(budget=_budget(folder, resident=0))
     streamer = _streamer(folder, link, _budget(folder, resident=0))
-    place = streamer._places[2][1]
+    place = streamer._targets[2][1]
     assert streamer.holds(place.module, place.key)
     assert streamer.digest(place.module, place.key, place.weight.name).hex() == folder.digests[place.weight.name]
     renamed = streamer.digest(place.module, place.key, "base." + place.weight.name)

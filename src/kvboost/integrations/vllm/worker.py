@@ -1,7 +1,7 @@
 """The worker's side: holds the store, writes held KV into pages, and keeps what a step has computed.
 
 Runs in the worker's process, on the thread that runs the model; only fetching from slower tiers is in the background.
-Invariant: KV is written into pages only from a lease that the scheduler was told of, so a claim never fails for want
+Invariant: KV is written into pages only from a lease that the scheduler knows of, so a claim never fails for want
 of it. A request whose fetch fails is computed.
 """
 

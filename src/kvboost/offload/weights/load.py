@@ -99,7 +99,7 @@ def put_together(
         extent = Extent(skeleton.rest.name, 0, up_to_page(skeleton.rest.size))
         link.wait(link.copy(files, extent, memory, after=link.event()))
         for weight in skeleton.rest.weights:
-            skeleton.place(weight.name, weight.view(memory))
+            skeleton.put(weight.name, weight.view(memory))
         _move_buffers(skeleton.model, device)
         source: Source = files
         if device.type != "cpu" and placement.memory.streamed <= _free_memory() // 2:

@@ -38,7 +38,7 @@ class Skeleton:
     model: Any
     layers: list[torch.nn.Module]
     rest: Slab
-    """Weights that always stay: outside the layers, vectors, and what is used in several places."""
+    """Weights that always stay: outside the layers, vectors, and what is used more than once."""
     slabs: tuple[Slab, ...]
     """The matrices of each layer."""
     aliases: dict[str, list[str]]
@@ -49,7 +49,7 @@ class Skeleton:
         """Bytes of all weights, without the slabs' padding."""
         return sum(weight.size for slab in (self.rest, *self.slabs) for weight in slab.weights)
 
-    def place(self, name: str, tensor: torch.Tensor) -> None:
+    def put(self, name: str, tensor: torch.Tensor) -> None:
         """Put a weight where it belongs, under all its names."""
         for alias in self.aliases[name]:
             path, _, key = alias.rpartition(".")

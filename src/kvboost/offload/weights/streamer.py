@@ -2,7 +2,7 @@
 
 Sits on a model as hooks and round its decoder's forward. Invariants: a weight is a view into a buffer that holds it, or
 a placeholder without memory, so an unannounced use is an error and never a wrong number; a buffer is filled
-anew only behind all that was computed with it; one forward pass runs at a time, as there are two buffers for all.
+anew only after all that was computed with it; one forward pass runs at a time, as there are two buffers for all.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class _Buffer:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A parameter of a module."""
+class _Target:
+    """A parameter of a module, which gets its weight while it is needed."""
 
     module: torch.nn.Module
     key: str
@@ -64,8 +64,10 @@ class WeightStreamer:
     ) -> None:
         self.placement, self.folder = placement, folder
         self._link, self._source = link, source
-        self._places = [[_place(model, weight) for weight in unit.weights] for unit in placement.units]
-        self._keys = {(id(p.module), p.key): (unit, p) for unit in placement.streamed for p in self._places[unit.index]}
+        self._targets = [[_target(model, weight) for weight in unit.weights] for unit in placement.units]
+        self._keys = {
+            (id(p.module), p.key): (unit, p) for unit in placement.streamed for p in self._targets[unit.index]
+        }
         self._views: dict[tuple[int, int], list[torch.nn.Parameter]] = {}
         self._lock = threading.RLock()  # held over each forward pass
         self._current = -1
@@ -75,8 +77,8 @@ class WeightStreamer:
         self._buffers = [_Buffer(link.allocate(placement.buffer_bytes), None) for _ in placement.streamed[:2]]
         for buffer in self._buffers:
             buffer.free_after = link.event()
-        for place in (place for unit in placement.streamed for place in self._places[unit.index]):
-            place.module._parameters[place.key] = place.placeholder
+        for target in (target for unit in placement.streamed for target in self._targets[unit.index]):
+            target.module._parameters[target.key] = target.placeholder
         self._aim(len(placement.units))
 
     def attach(self, model: Any, layers: Sequence[torch.nn.Module]) -> None:
@@ -91,13 +93,13 @@ class WeightStreamer:
             for unit in self.placement.units:
                 layers[unit.layer].register_forward_pre_hook(self._hook(unit))
         else:
-            for unit, places in zip(self.placement.units, self._places, strict=True):
-                for module in {id(place.module): place.module for place in places}.values():
+            for unit, targets in zip(self.placement.units, self._targets, strict=True):
+                for module in {id(target.module): target.module for target in targets}.values():
                     module.register_forward_pre_hook(self._hook(unit))
         attach_streamed_weights(model, self)
 
     def need(self, index: int) -> None:
-        """Have this unit's weights in place for what is computed next; what the last one held may be overwritten."""
+        """Have this unit's weights ready for what is computed next; what the last one held may be overwritten."""
         with self._lock:
             if index == self._current:
                 return
@@ -114,8 +116,8 @@ class WeightStreamer:
                 self._buffers[number].unit, self._current = -1, -1  # it holds nothing whole
                 raise
             self._waited += time.perf_counter() - begun
-            for place, view in zip(self._places[index], self._views_of(number, index), strict=True):
-                place.module._parameters[place.key] = view
+            for target, view in zip(self._targets[index], self._views_of(number, index), strict=True):
+                target.module._parameters[target.key] = view
 
     def stats(self) -> StreamStats:
         """Counters since the model was loaded."""
@@ -132,10 +134,10 @@ class WeightStreamer:
 
     def digest(self, module: torch.nn.Module, key: str, name: str) -> bytes:
         """The digest of such a parameter under the name it has now."""
-        unit, place = self._keys[id(module), key]
-        if name == place.weight.name:
+        unit, target = self._keys[id(module), key]
+        if name == target.weight.name:
             return bytes.fromhex(self.folder.digests[name])  # was compared with the bytes when the slab was opened
-        return bytes.fromhex(self.folder.digest(unit.extent.slab, place.weight, name=name))
+        return bytes.fromhex(self.folder.digest(unit.extent.slab, target.weight, name=name))
 
     def _one_at_a_time(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A forward pass during which no other one runs, however it ends."""
@@ -162,8 +164,8 @@ class WeightStreamer:
         left, self._current = self._current, -1
         if left < 0 or left in self.placement.resident:
             return
-        for place in self._places[left]:
-            place.module._parameters[place.key] = place.placeholder
+        for target in self._targets[left]:
+            target.module._parameters[target.key] = target.placeholder
         for buffer in self._buffers:
             if buffer.unit == left:
                 buffer.free_after = self._link.event()
@@ -194,8 +196,8 @@ class WeightStreamer:
             unit = self.placement.units[index]
             memory = self._link.allocate(unit.extent.size)
             self._link.wait(self._link.copy(self._source, unit.extent, memory, after=self._link.event()))
-            for place, parameter in zip(self._places[index], _parameters(unit, memory), strict=True):
-                place.module._parameters[place.key] = parameter
+            for target, parameter in zip(self._targets[index], _parameters(unit, memory), strict=True):
+                target.module._parameters[target.key] = parameter
 
 
 def streamer_of(model: Any) -> WeightStreamer | None:
@@ -224,7 +226,7 @@ def _parameters(unit: Unit, memory: torch.Tensor) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(view(weight), requires_grad=False) for weight in unit.weights]
 
 
-def _place(model: Any, weight: Weight) -> _Place:
+def _target(model: Any, weight: Weight) -> _Target:
     module, _, key = weight.name.rpartition(".")
     empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-    return _Place(model.get_submodule(module), key, weight, torch.nn.Parameter(empty, requires_grad=False))
+    return _Target(model.get_submodule(module), key, weight, torch.nn.Parameter(empty, requires_grad=False))
