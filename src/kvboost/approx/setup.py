@@ -107,9 +107,7 @@ class ApproxSettings:
     """How repositioned chunks are repaired."""
 
     repairs: tuple[Repair, ...]
-    """In the order they are tried; none if non-prefix reuse is off."""
-    refusal: str | None = None
-    """Why it is off although the settings allow it."""
+    """In the order they are tried; at least one."""
     earned: bool = True
     """Whether it may be used at once."""
     trust_dir: Path | None = None
@@ -118,12 +116,10 @@ class ApproxSettings:
     @property
     def recomputed_share(self) -> float:
         """The share of repositioned tokens that is recomputed."""
-        return self.repairs[0].ratio if self.repairs else 0.0
+        return self.repairs[0].ratio
 
     def reuse(self, prefiller: Prefiller, runner: ModelRunner, layout: KVLayout, *, force: bool) -> NonPrefixReuse:
         """Non-prefix reuse over the store of ``prefiller``; a NoApprox with the reason if there is none."""
-        if not self.repairs:
-            return NoApprox(self.refusal)
         try:
             model = probe_approx(runner, layout, prefiller.codec, self.repairs)
         except UnsupportedModelError as error:
@@ -148,11 +144,13 @@ class ApproxSettings:
         return EarnedTrust(share, repairs=names, keeper=keeper)
 
 
-def approx_settings(config: EngineConfig, *, weights: str, family: str, conditions: str) -> ApproxSettings:
-    """The settings for a model with these weights, ``model_type``, codec and chunking."""
+def approx_settings(config: EngineConfig, *, weights: str, family: str, conditions: str) -> ApproxSettings | NoApprox:
+    """The settings for a model with these weights, ``model_type``, codec and chunking; a NoApprox if it is off."""
     if config.calibration is None:
         directory = Path(config.disk_cache_dir).expanduser() / "trust" if config.disk_cache_dir is not None else None
         repairs = choose_repairs(config, family=family)
+        if not repairs:
+            return NoApprox()
         return ApproxSettings(repairs, earned=not must_be_earned(config), trust_dir=directory)
     calibration = Calibration.load(config.calibration)
     if calibration.weights != weights:
@@ -166,10 +164,11 @@ def approx_settings(config: EngineConfig, *, weights: str, family: str, conditio
             f"{conditions!r}; calibrate again with them, or leave calibration out"
         )
     repairs = choose_repairs(config, calibration, family=family)
-    if repairs or config.quality == "exact":
+    if repairs:
         return ApproxSettings(repairs)
-    return ApproxSettings(
-        (),
+    if config.quality == "exact":
+        return NoApprox()
+    return NoApprox(
         f"the calibration shows no repair that changes at most {tolerated_share(config):.3g} of the answers "
         f"(the best is {calibration.best_share:.3g})",
     )

@@ -154,14 +154,17 @@ def assemble(runner: ModelRunner, tokenizer: Any, *, config: EngineConfig, store
     costs = CostModel()
     stores: Stores | None = None
     if store is None:
-        share = approx.recomputed_share
+        share = 0.0 if isinstance(approx, NoApprox) else approx.recomputed_share
         stores = Stores(config, layout=facts.layout, codec=codec, costs=costs, repaired_share=share)
         store = stores.open(config.tenant, root=keys.namespace())
     prefiller = Prefiller(
         runner=runner, codec=codec, keys=keys, store=GuardedStore(store), pool=pool, rule=numerics.rule, costs=costs
     )
-    reuse = approx.reuse(prefiller, runner, facts.layout, force=config.force_approx)
-    prefiller = replace(prefiller, approx=reuse)
+    if isinstance(approx, NoApprox):
+        prefiller = replace(prefiller, approx=approx)
+    else:
+        reuse = approx.reuse(prefiller, runner, facts.layout, force=config.force_approx)
+        prefiller = replace(prefiller, approx=reuse)
     session = Session(config.tenant, store, prefiller, facts, budget, config.reuse_generated)
     return Assembly(config, runner, facts, identity, chunker, stores, session)
 

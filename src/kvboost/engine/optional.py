@@ -6,52 +6,27 @@ the missing package is reported. They are imported only if a setting needs them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from kvboost.config import EngineConfig
-from kvboost.core.non_prefix import NoApprox, NonPrefixReuse
-from kvboost.core.prefiller import Prefiller
+from kvboost.core.non_prefix import NoApprox
 from kvboost.core.session import KVPaging, Session
 from kvboost.errors import ConfigError
-from kvboost.hf.cache import KVLayout
-from kvboost.hf.runner import ModelRunner
 
 if TYPE_CHECKING:
     from kvboost.approx.find import ApproxReuse
+    from kvboost.approx.setup import ApproxSettings
 
 
-class ApproxSettings(Protocol):
-    """The settings of non-prefix reuse."""
-
-    @property
-    def recomputed_share(self) -> float:
-        """The share of repositioned tokens that is recomputed."""
-        ...
-
-    def reuse(self, prefiller: Prefiller, runner: ModelRunner, layout: KVLayout, *, force: bool) -> NonPrefixReuse:
-        """Non-prefix reuse for this model; a NoApprox with the reason if there is none."""
-        ...
-
-
-@dataclass(frozen=True)
-class _ExactOnly:
-    reason: str | None
-    recomputed_share = 0.0
-
-    def reuse(self, prefiller: Prefiller, runner: ModelRunner, layout: KVLayout, *, force: bool) -> NonPrefixReuse:
-        return NoApprox(self.reason)
-
-
-def approx_settings(config: EngineConfig, *, weights: str, family: str, conditions: str) -> ApproxSettings:
-    """The settings for a model with these weights, ``model_type``, codec and chunking."""
+def approx_settings(config: EngineConfig, *, weights: str, family: str, conditions: str) -> ApproxSettings | NoApprox:
+    """The settings for a model with these weights, ``model_type``, codec and chunking; a NoApprox if it is off."""
     if config.quality == "exact" and config.calibration is None:
-        return _ExactOnly(None)
+        return NoApprox()
     try:
         from kvboost.approx import setup
     except ModuleNotFoundError as error:
-        return _ExactOnly(f"the package {error.name} is not installed")
+        return NoApprox(f"the package {error.name} is not installed")
     return setup.approx_settings(config, weights=weights, family=family, conditions=conditions)
 
 
