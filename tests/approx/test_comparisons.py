@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvboost import ConfigError, KVBoost
-from kvboost.approx import calibrate as subject
+from kvboost.approx import comparisons as subject
 from kvboost.approx.calibration import Calibration, CalibrationRow
 from kvboost.approx.select import Selective
 from tests.approx.test_find import HEAD, QUESTION, engine_for, text

@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 import kvboost
-from kvboost.approx import calibrate as calibration
+from kvboost.approx import comparisons as calibration
 from kvboost.cli import main
 from kvboost.cli.calibrate import read_prompts
 from kvboost.cli.logs import log_with_time, logging_to_stderr, note_with_time, set_level

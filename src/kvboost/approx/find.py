@@ -80,10 +80,6 @@ class ApproxModel:
     recompute: RecomputeRunner
     codec: Codec
 
-    def close(self) -> None:
-        """Remove the hooks from the model."""
-        self.recompute.close()
-
 
 def probe_approx(runner: ModelRunner, layout: KVLayout, codec: Codec, repairs: Sequence[Repair]) -> ApproxModel:
     """Test what the repairs need. Raises UnsupportedModelError with the reason if the model does not support it."""
@@ -148,11 +144,7 @@ class ApproxReuse:
 
     def close(self) -> None:
         """Remove the hooks from the model."""
-        self._model.close()
-
-    def allow(self) -> None:
-        """Reset the guard and allow reuse again."""
-        self.guard.reset()
+        self._model.recompute.close()
 
     def stats(self) -> NonPrefixReuseStats:
         """Counts and bounds of the shadow checks."""
@@ -175,11 +167,6 @@ class ApproxReuse:
     def repair_settings(self) -> Repair:
         """How repositioned chunks are repaired."""
         return self._repairs[self.guard.standing.rung]
-
-    @property
-    def reason(self) -> str | None:
-        """Why the guard does not allow reuse; None while it does."""
-        return self.guard.reason
 
     def boundaries(self, tokens: Sequence[int]) -> Sequence[int]:
         """Where the documents in a prompt are cut. While the guard has stopped reuse too: keys must stay the same."""

@@ -408,12 +408,13 @@ class KVBoost(PromptView):
         """
         approx = non_prefix(self.session)
         if not isinstance(approx, NoApprox):
-            approx.allow()
+            approx.guard.reset()
 
     def _session_with_approx(self, otherwise: str) -> Session:
         """The session, or ConfigError without non-prefix reuse."""
         approx = non_prefix(self.session, self.parts.refusal)
-        if self.session is None or isinstance(approx, NoApprox):
+        if isinstance(approx, NoApprox):
             reason = approx.reason or "quality is exact; set it to 'auto', 'high' or 'fast'"
             raise ConfigError(f"{otherwise} ({reason})")
+        assert self.session is not None
         return self.session
