@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from kvboost.cli import output
-from kvboost.cli.output import ProgressBar, age, reuse_line, size
-from kvboost.types import GenerationResult, ReuseReport
+from kvboost.cli.output import ProgressBar, age, size
 
 
 class Terminal(io.StringIO):
@@ -49,12 +48,3 @@ def test_sizes_and_ages() -> None:
         "1 d",
         "0 s",
     ]
-
-
-def test_the_line_about_reuse_names_what_stood_in_the_way() -> None:
-    report = ReuseReport(1, 2, 3, 4, bitwise=False, reason="the model is odd")
-    result = GenerationResult("", (1, 2), tuple(range(10)), "stop", 12.3, 1000.0, report)
-    assert reuse_line(result) == (
-        "[10 prompt tokens: 1 exact, 2 non-prefix, 3 recomputed, 4 fresh (approximate); "
-        "first token after 12 ms, 2 new ones at 2.0/s; the model is odd]"
-    )

@@ -67,7 +67,7 @@ def dies(runner):
 
 def begin(service, *arguments, **settings):
     made(service, *arguments, **settings)
-    service.streams.enter("a client whose answer is still being sent")  # so that there is something to drain
+    service.streams.add("a client whose answer is still being sent")  # so that there is something to drain
 
 made, Service.__init__ = Service.__init__, begin
 BatchRunner._decode = dies if sys.argv[1] == "dies" else lambda runner: time.sleep(3600)

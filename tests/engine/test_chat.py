@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvboost import ConfigError, KVBoost
-from kvboost.cli.conversation import Conversation
+from kvboost.cli.chat import Conversation
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 

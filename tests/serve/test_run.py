@@ -15,8 +15,8 @@ import uvicorn
 from kvboost import ConfigError, KVBoost
 from kvboost.errors import ClosedError
 from kvboost.scheduler.runner import BatchRunner
-from kvboost.serve import Keys, Limits, ServerConfig, serve
-from kvboost.serve.run import _bind, _Server, with_enough_files
+from kvboost.serve import Keys, ServerConfig, serve
+from kvboost.serve.run import _bind, _Server
 from tests.serve.conftest import SECRET
 
 
@@ -102,33 +102,3 @@ def test_what_cannot_work_is_said(
     runner: Any = None  # nothing gets so far as to run a job
     with make_engine() as engine, pytest.raises(ConfigError, match=message):
         serve(engine, runner, ServerConfig(**{"served_model_name": "tiny", **config}), **arguments)
-
-
-def test_it_may_open_a_file_for_each_connection() -> None:
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = Limits(max_connections=1024)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
-        assert with_enough_files(limits) is limits
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1024 + 128, hard)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@pytest.mark.parametrize(
-    ("soft", "hard", "taken"), [(600, 1000, 1000 - 128), (100, 200, 100), (600, -1, 600 - 128)], ids=str
-)
-def test_it_takes_as_many_connections_as_it_may_open_files(
-    soft: int, hard: int, taken: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    resource = pytest.importorskip("resource")
-
-    def limit(_: int, wanted: tuple[int, int]) -> None:
-        if hard == -1:
-            raise ValueError("current limit exceeds maximum limit")  # as macOS has it
-
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
-    monkeypatch.setattr(resource, "setrlimit", limit)
-    assert with_enough_files(Limits(max_connections=1024)).max_connections == taken
-    assert f"it takes {taken} connections and not 1024; raise the limit (ulimit -Hn) to 1152" in caplog.text

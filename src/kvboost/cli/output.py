@@ -1,4 +1,4 @@
-"""What commands print: sizes, ages, a progress bar, a line about what was reused.
+"""What commands print: sizes, ages, notes, a progress bar.
 
 Used by the commands. Invariant: answers go to the output, everything else to the error output, so that
 ``kvboost ... | other`` gets answers only.
@@ -13,8 +13,6 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
-from kvboost.types import GenerationResult
 
 _DELAY_S = 2.0
 
@@ -74,22 +72,3 @@ def age(moment: float | None, *, now: float | None = None) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-def reuse_line(result: GenerationResult) -> str:
-    """What was reused for an answer, and how fast it came."""
-    report = result.reuse
-    parts = [
-        f"{report.exact_tokens} exact",
-        f"{report.moved_tokens} non-prefix",
-        f"{report.recomputed_tokens} recomputed",
-        f"{report.fresh_tokens} fresh",
-    ]
-    bits = "bit for bit as without the cache" if report.bitwise else "approximate"
-    line = (
-        f"{result.prompt_tokens} prompt tokens: {', '.join(parts)} ({bits}); "
-        f"first token after {result.ttft_ms:.0f} ms, {len(result.token_ids)} new ones at {result.tokens_per_sec:.1f}/s"
-    )
-    if (draft := result.speculation) is not None:
-        line += f" ({draft.accepted} of {draft.proposed} proposed tokens accepted in {draft.passes} passes)"
-    return f"[{line}; {report.reason}]" if report.reason else f"[{line}]"

@@ -21,22 +21,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvboost.engine import KVBoost
 from kvboost.errors import ConfigError
 from kvboost.scheduler.jobs import JobRunner
-from kvboost.serve.api import cache, health, messages, models, tokens
+from kvboost.serve.api import cache, messages, status, tokens
 from kvboost.serve.api.chat import chat_completions
+from kvboost.serve.api.common import IGNORED
 from kvboost.serve.api.completions import completions
-from kvboost.serve.api.headers import IGNORED
 from kvboost.serve.api.responses import responses
 from kvboost.serve.errors import ApiError, from_validation, speaks_anthropic
 from kvboost.serve.generation.service import Service
-from kvboost.serve.observability.metrics import CountResponses
 from kvboost.serve.observability.requests import RequestLog
 from kvboost.serve.observability.tracing import Tracing
 from kvboost.serve.security.auth import Access, Gate, Keys
-from kvboost.serve.security.bodies import BodyLimit
-from kvboost.serve.security.json_body import JsonRoute
+from kvboost.serve.security.bodies import BodyLimit, JsonRoute
 from kvboost.serve.security.limits import Limits
 from kvboost.serve.security.rates import RateLimit
-from kvboost.serve.ui.page import page
 
 
 @dataclass(frozen=True)
@@ -48,20 +45,20 @@ class Route:
 
 
 ROUTES: Mapping[tuple[str, str], Route] = {
-    ("GET", "/"): Route(Access.OPEN, page),  # without any numbers; they come from the routes below
-    ("GET", "/health"): Route(Access.OPEN, health.health),
-    ("GET", "/ready"): Route(Access.OPEN, health.ready),
+    ("GET", "/"): Route(Access.OPEN, status.page),  # without any numbers; they come from the routes below
+    ("GET", "/health"): Route(Access.OPEN, status.health),
+    ("GET", "/ready"): Route(Access.OPEN, status.ready),
     ("POST", "/v1/chat/completions"): Route(Access.USER, chat_completions),
     ("POST", "/v1/completions"): Route(Access.USER, completions),
     ("POST", "/v1/responses"): Route(Access.USER, responses),
     ("POST", "/v1/messages"): Route(Access.USER, messages.messages),
     ("POST", "/v1/messages/count_tokens"): Route(Access.USER, messages.count_tokens),
-    ("GET", "/v1/models"): Route(Access.USER, models.models),
-    ("GET", "/v1/models/{model:path}"): Route(Access.USER, models.model),
+    ("GET", "/v1/models"): Route(Access.USER, status.models),
+    ("GET", "/v1/models/{model:path}"): Route(Access.USER, status.model),
     ("POST", "/tokenize"): Route(Access.USER, tokens.tokenize),
     ("POST", "/detokenize"): Route(Access.USER, tokens.detokenize),
     ("POST", "/v1/arrange"): Route(Access.USER, tokens.arrange),
-    ("GET", "/metrics"): Route(Access.ADMIN, health.metrics),
+    ("GET", "/metrics"): Route(Access.ADMIN, status.metrics),
     ("GET", "/v1/cache"): Route(Access.ADMIN, cache.show),
     ("POST", "/v1/cache/warm"): Route(Access.ADMIN, cache.warm),
     ("POST", "/v1/cache/pin"): Route(Access.ADMIN, cache.pin),
@@ -124,9 +121,8 @@ def make_app(
         (Tracing, {"paths": frozenset(path for method, path in ROUTES if method == "POST")}),
         (Gate, gate),
         *([(CORSMiddleware, {"allow_origins": origins, **_CORS})] if origins else []),
-        (RequestLog, {}),
-        (CountResponses, {"metrics": service.metrics}),
-        (_UnderRoot, {"root": root_path}),
+        (RequestLog, {"metrics": service.metrics}),
+        *([(_UnderRoot, {"root": root_path})] if root_path else []),
     ]
     for middleware, arguments in middlewares:  # the last one is outermost
         app.add_middleware(middleware, **arguments)
@@ -182,7 +178,7 @@ class _UnderRoot:
         self._app, self._root = app, root
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._root and scope["type"] == "http":
+        if scope["type"] == "http":
             scope["root_path"] = self._root  # for /openapi.json
             if f"{scope['path']}/".startswith(self._root + "/"):
                 scope["path"] = scope["path"].removeprefix(self._root) or "/"

@@ -8,41 +8,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import math
 import signal
 import socket
 import ssl
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from kvboost.engine import KVBoost
-from kvboost.errors import ClosedError, ConfigError
+from kvboost.errors import ClosedError, ConfigError, with_extra
 from kvboost.scheduler.jobs import JobRunner
 from kvboost.serve.app import make_app
 from kvboost.serve.config import ServerConfig
-from kvboost.serve.events import check_events, published_events
 from kvboost.serve.generation.service import Service
-from kvboost.serve.malloc import bounded_malloc
+from kvboost.serve.process import busy_interpreter, with_enough_files
 from kvboost.serve.security.auth import Keys, check_binding, is_loopback
 from kvboost.serve.security.connection import bounded_connection
 from kvboost.serve.security.limits import Limits
 
+if TYPE_CHECKING:
+    from kvboost.fleet.publish import EventPublisher
+
 _log = logging.getLogger("kvboost.serve")
-_OWN_FILES = 128  # beside connections: weights, tiers, their clients, pipes
-_SWITCH_S = (
-    0.001  # a busy thread hands the interpreter over after so long; the event loop and the model ask for it often
-)
 
 
 class _Server(uvicorn.Server):
@@ -72,7 +67,7 @@ class _Server(uvicorn.Server):
         """Called by uvicorn ten times a second: whether to stop."""
         if self._deadline is None and not self._service.runner.load().alive:
             self._drain()  # nobody else would end a server that answers with errors only
-        if self._deadline is not None and (not self._service.streams.running or time.monotonic() >= self._deadline):
+        if self._deadline is not None and (not self._service.streams.held or time.monotonic() >= self._deadline):
             self.should_exit = True
         return await super().on_tick(counter)
 
@@ -171,22 +166,6 @@ def app_of(engine: KVBoost, runner: JobRunner, config: ServerConfig, *, keys: Ke
     return app
 
 
-@contextlib.contextmanager
-def busy_interpreter() -> Iterator[None]:
-    """Settings of this process while it serves."""
-    # Imports leave some 400,000 objects. A collection that walks over them stops every request for 0.3 seconds.
-    gc.collect()
-    gc.freeze()
-    switch = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH_S)
-    try:
-        with bounded_malloc():
-            yield
-    finally:
-        sys.setswitchinterval(switch)
-        gc.unfreeze()
-
-
 def check_reach(config: ServerConfig, keys: Keys) -> None:
     """Refuse who could reach the server without being meant to, and a certificate that cannot be used."""
     check_binding(config.host, keys, allow_open=config.allow_open)
@@ -247,41 +226,11 @@ def read_keys_again(keys: Keys) -> None:
         _log.info("the keys were read again: %d tenant%s", count, "" if count == 1 else "s")
 
 
-def with_enough_files(limits: Limits) -> Limits:
-    """Let this process open a file for each connection. If it may not: limits with fewer connections, and a warning.
-
-    Without a file left, a server takes no connections at all, not even for /health, and its tiers fail.
-    """
-    try:
-        import resource
-    except ModuleNotFoundError:  # Windows, which has no such limit
-        return limits
-    needed = limits.max_connections + _OWN_FILES
-    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if allowed == resource.RLIM_INFINITY or allowed >= needed:
-        return limits
-    raised = needed if most == resource.RLIM_INFINITY else min(needed, most)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, most))
-    except (OSError, ValueError) as error:
-        _log.warning("the limit of open files cannot be raised to %d (%s)", raised, error)
-    else:
-        allowed = raised
-    fewer = max(allowed - _OWN_FILES, allowed // 2)
-    if fewer >= limits.max_connections:
-        return limits
-    _log.warning(
-        "this process may open %d files, so it takes %d connections and not %d; raise the limit (ulimit -Hn) to %d, or "
-        "set max_connections",
-        *(allowed, fewer, limits.max_connections, needed),
-    )
-    return replace(limits, max_connections=fewer)
-
-
 def check_port(config: ServerConfig) -> None:
     """Refuse a port that is in use now, and KV events that cannot be published, before a model is loaded."""
     _listen(config).close()
-    check_events(config)
+    if config.kv_events is not None:
+        _publisher(config).close()
 
 
 def _listen(config: ServerConfig) -> socket.socket:
@@ -304,3 +253,37 @@ def _bind(host: str, port: int) -> socket.socket:
         listening.close()
         raise
     return listening
+
+
+@contextlib.contextmanager
+def published_events(engine: KVBoost, config: ServerConfig) -> Iterator[None]:
+    """While inside, whoever subscribes is told what all tenants' stores hold. Raises ConfigError if that cannot be."""
+    if config.kv_events is None:
+        yield
+        return
+    with _publisher(config) as publisher:
+        from kvboost.fleet.events import MEDIUM_CPU, MEDIUM_GPU, StoreEvents
+
+        medium = MEDIUM_CPU if engine.model.device.type == "cpu" else MEDIUM_GPU
+        engine.listen(StoreEvents(publisher.publish, memory_medium=medium))
+        if not _stays_here(publisher.endpoint):
+            _log.warning(
+                "KV events on %s have the token ids of all prompts in them, and whoever can connect can read them; "
+                "keep them in a network of your own",
+                publisher.endpoint,
+            )
+        yield
+
+
+def _stays_here(endpoint: str) -> bool:
+    scheme, _, address = endpoint.partition("://")
+    return scheme == "ipc" or is_loopback(address.rpartition(":")[0])
+
+
+def _publisher(config: ServerConfig) -> EventPublisher:
+    try:
+        from kvboost.fleet.publish import EventPublisher
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"KV events need {error.name}, which is missing; {with_extra('fleet')}") from error
+    assert config.kv_events is not None
+    return EventPublisher(config.kv_events, replay_endpoint=config.kv_events_replay, topic=config.kv_events_topic)

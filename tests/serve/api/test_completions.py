@@ -53,7 +53,8 @@ class _Drawn:
 
     def submit(self, job: Any) -> Any:
         drawn = next(self.answers)
-        return SimpleNamespace(events=lambda: iter([*drawn, Finished("stop", None)]), cancel=lambda: None)
+        events = [*drawn, Finished("stop", None)]
+        return SimpleNamespace(listen=lambda deliver: [deliver(event) for event in events], cancel=lambda: None)
 
     def load(self) -> RunnerLoad:
         return RunnerLoad(0, 0, 0)

@@ -10,7 +10,7 @@ import pytest
 from jsonschema import validate
 
 from kvboost import KVBoost
-from kvboost.serve.api.response_items import ItemEvents
+from kvboost.serve.api.responses import ItemEvents
 from kvboost.serve.generation import items
 from kvboost.serve.generation.items import ResponseMemory, to_turns
 from kvboost.serve.generation.parts import Content, Reasoning
@@ -133,7 +133,7 @@ def test_a_server_that_drains_waits_until_a_response_is_remembered(
     remember, answering = running.service.responses.remember, []
 
     def noted(*given: Any, **more: Any) -> None:
-        answering.append(running.service.streams.running)
+        answering.append(running.service.streams.held)
         remember(*given, **more)
 
     monkeypatch.setattr(running.service.responses, "remember", noted)

@@ -17,6 +17,7 @@ from kvboost.failures import log_failure
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve import Keys
 from kvboost.serve.app import make_app
+from kvboost.serve.observability import requests
 from kvboost.serve.observability.requests import CutOffError, RequestLog
 from kvboost.serve.security.auth import tenant_of
 from kvboost.types import tenant_digest
@@ -105,7 +106,7 @@ def test_a_failure_is_answered_counted_and_logged_with_its_id(
     assert answer.headers["x-request-id"] == "the-one"
     failed, line = _lines(caplog)
     assert failed.startswith("request=the-one failed: KeyError at observability/test_requests.py:")
-    assert " in fail < api/models.py:" in failed
+    assert " in fail < api/status.py:" in failed
     assert "moon" not in caplog.text, "what it says may be a client's"
     assert "status=500 request=the-one" in line
     assert b'kvboost_http_responses_total{status="500"}' in keyed.service.metrics.text()
@@ -119,7 +120,9 @@ def test_what_fails_behind_the_headers_tells_the_web_server_nothing(
         raise KeyError(_SECRET)
 
     with pytest.raises(CutOffError) as told:
-        ask(RequestLog(begun_and_failed), "GET", "/", headers={"x-request-id": "the-one"})
+        ask(
+            RequestLog(begun_and_failed, metrics=keyed.service.metrics), "GET", "/", headers={"x-request-id": "the-one"}
+        )
     assert "moon" not in "".join(traceback.format_exception(told.value)) + caplog.text
     assert "request=the-one failed: KeyError at" in caplog.text
 
@@ -209,3 +212,20 @@ def test_pages_of_other_sites_count_as_nobody_known(keyed: Running, caplog: pyte
         foreign = {"Origin": "https://attacker.example", "Sec-Fetch-Site": "cross-site"}
         assert ask(app, "GET", "/v1/models", headers=foreign).status_code == 403
     assert len(_lines(caplog)) == 60
+
+
+def test_the_model_of_a_tenant_is_looked_at_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    def namespace() -> bytes:
+        nonlocal looks
+        looks += 1
+        return bytes([looks]) * 32
+
+    keys = SimpleNamespace(keys=SimpleNamespace(namespace=namespace))
+    view = SimpleNamespace(config=SimpleNamespace(tenant="t"), session=SimpleNamespace(prefiller=keys))
+    engine: Any = SimpleNamespace(views=lambda: [view])
+    listed = requests.Spaces(engine).listed
+    assert [listed()[0]["model"] for _ in range(3)] == ["01" * 6] * 3
+    monkeypatch.setattr(requests, "_MODEL_S", 0.0)
+    assert listed()[0]["model"] == "02" * 6, "the model was changed meanwhile"

@@ -2,17 +2,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from kvboost.serve import Keys, Limits
-from kvboost.serve.security.json_size import VALUES, has_more
+from kvboost.serve.security.bodies import VALUES, ClientGoneError, disconnected, has_more, parse, while_connected
 from tests.serve.asgi import ask
 from tests.serve.conftest import ADMIN_KEY, KEY, Running
 
@@ -102,7 +105,7 @@ def test_a_body_of_millions_of_values_is_not_parsed(
     def fail(*arguments: Any, **keywords: Any) -> None:
         raise AssertionError("parsed")
 
-    monkeypatch.setattr("kvboost.serve.security.json_body.parse", fail)
+    monkeypatch.setattr("kvboost.serve.security.bodies.parse", fail)
     answer = ask(
         keyed.app, "POST", "/v1/completions", key=KEY, content=body, headers={"Content-Type": "application/json"}
     )
@@ -116,7 +119,7 @@ def test_a_body_of_many_lists_and_objects_is_not_parsed(keyed: Running, monkeypa
     def fail(*arguments: Any, **keywords: Any) -> None:
         raise AssertionError("parsed")
 
-    monkeypatch.setattr("kvboost.serve.security.json_body.parse", fail)
+    monkeypatch.setattr("kvboost.serve.security.bodies.parse", fail)
     lists = b"[" + b"[], " * 20_000 + b"[]]"
     answer = ask(keyed.app, "POST", "/v1/completions", key=KEY, content=lists)
     assert answer.json()["error"]["code"] == "too_many_containers"
@@ -253,3 +256,94 @@ def test_values_are_counted_outside_of_strings(value: Any) -> None:
     count = marks(value)
     assert not has_more(text, VALUES, count)
     assert has_more(text, VALUES, count - 1)
+
+
+_SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+_VALUES = st.recursive(_SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=20)
+
+
+def outcome(parser: Any, body: bytes) -> Any:
+    try:
+        return "value", repr(parser(body))
+    except (ValueError, RecursionError) as error:
+        return type(error), str(error)
+
+
+@settings(max_examples=200, deadline=None)
+@given(_VALUES, st.booleans())
+def test_values_are_those_of_pythons_parser(value: Any, ascii_only: bool) -> None:
+    body = json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+    assert outcome(parse, body) == outcome(json.loads, body)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=40) | st.text(alphabet='[]{}",:0123456789.eE+-truefalsn \\u\n', max_size=40).map(str.encode))
+@example(b"1" * 5000)
+@example(b"[" * 5000)
+@example(b'"\\ud800"')
+@example(b"\xef\xbb\xbf[1]")
+@example(b"1e400")
+@example(b"-0")
+@example(b"NaN")
+@example(b"[1,]")
+@example(b'{"a":1,"a":2}')
+def test_what_is_broken_is_refused_in_the_same_words(body: bytes) -> None:
+    assert outcome(parse, body) == outcome(json.loads, body)
+
+
+def test_numbers_are_as_exact() -> None:
+    for text in ("0.1", "1e-7", "123456789012345678901234567890", "2.2250738585072014e-308", "1.7976931348623157e308"):
+        assert parse(text.encode()) == json.loads(text)
+    assert math.isnan(parse(b"NaN"))
+    with pytest.raises(json.JSONDecodeError):
+        parse(b"{")
+
+
+def messages(*kinds: str) -> Callable[[], Awaitable[dict[str, Any]]]:
+    """A connection that sends these and is silent then."""
+    left = list(kinds)
+
+    async def receive() -> dict[str, Any]:
+        if not left:
+            await asyncio.sleep(60)
+        return {"type": left.pop(0)}
+
+    return receive
+
+
+def test_only_a_disconnect_is_the_end() -> None:
+    async def wait() -> None:
+        receive = messages("http.request", "http.request", "http.disconnect", "left")
+        await asyncio.wait_for(disconnected(receive), 10)
+        assert (await receive())["type"] == "left"
+
+    asyncio.run(wait())
+
+
+def test_work_is_cancelled_when_the_client_goes_and_not_before() -> None:
+    ended: list[str] = []
+
+    async def work(seconds: float) -> str:
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+        return "done"
+
+    async def run() -> None:
+        assert await while_connected(messages("http.request"), work(0.01)) == "done"
+        assert ended == []
+        with pytest.raises(ClientGoneError):
+            await while_connected(messages("http.request", "http.disconnect"), work(60))
+        assert ended == ["cancelled"], "before it returned"
+
+    asyncio.run(run())
+
+
+def test_an_error_of_the_work_is_raised() -> None:
+    async def work() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        asyncio.run(while_connected(messages(), work()))

@@ -32,7 +32,7 @@ def test_a_key_that_fills_the_memory_is_refused_and_another_is_not() -> None:
             await go.wait()
             await send({"type": "http.response.start", "status": 200, "headers": []})
 
-        pool = FairPool(1, max_waiting=8, name="test")
+        pool = FairPool(max_waiting=8, name="test")
         limited = BodyLimit(app, limits=Limits(max_total_body_bytes=100), pool=pool)
 
         async def request(tenant: str, size: int) -> int:
@@ -106,7 +106,7 @@ def test_one_keys_many_bodies_do_not_come_before_anothers_one() -> None:
         async def app(scope: Any, receive: Any, send: Any) -> None:
             ended.append(scope["state"]["caller"].tenant)
 
-        limited = BodyLimit(app, limits=Limits(), pool=FairPool(1, max_waiting=8, name="test"))
+        limited = BodyLimit(app, limits=Limits(), pool=FairPool(max_waiting=8, name="test"))
 
         async def request(tenant: str) -> None:
             pieces = iter(range(9, -1, -1))
@@ -135,7 +135,7 @@ def _received(limits: Limits, pieces: int, *, bodies: int, stuck: int = 0) -> tu
         async def send(message: Any) -> None:
             pass
 
-        limited = BodyLimit(app, limits=limits, pool=FairPool(1, max_waiting=8, name="test"))
+        limited = BodyLimit(app, limits=limits, pool=FairPool(max_waiting=8, name="test"))
 
         async def request(count: int, *, ends: bool = True) -> None:
             left = iter(range(count - 1, -1, -1))

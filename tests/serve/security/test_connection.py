@@ -61,7 +61,7 @@ def _posted(body: bytes) -> bytes:
 
 
 def _idle(running: Running) -> bool:
-    return running.runner.alive == 0 and running.service.streams.running == 0
+    return running.runner.alive == 0 and running.service.streams.held == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -75,7 +75,7 @@ def test_a_client_that_goes_away_cancels_its_job(slow: Running, stream: bool) ->
             while b"data: {" not in connection.recv(65536):
                 pass
     assert _until(lambda: _idle(slow))
-    listed = slow.service.recent.listed()
+    listed = slow.service.metrics.recent()
     if stream:
         assert listed[-1]["prompt"] == len("hello")
     # One that is left while its job is submitted is not listed; one that was answered to its end would be.
@@ -103,7 +103,7 @@ def test_a_client_that_does_not_read_is_cut_off(unread: Running) -> None:
         connection.sendall(_posted(json.dumps(body).encode()))
         assert _until(lambda: unread.runner.alive == 1)
         assert _until(lambda: _idle(unread), seconds=20)
-    last = unread.service.recent.listed()[-1]
+    last = unread.service.metrics.recent()[-1]
     assert last["finish"] == "cancelled"
     assert last["new"] < 1500
 
@@ -120,7 +120,7 @@ def test_a_client_that_reads_slowly_gets_everything(unread: Running) -> None:
             got += read
             time.sleep(0.02)
     assert _until(lambda: _idle(unread))
-    assert unread.service.recent.listed()[-1]["finish"] != "cancelled"
+    assert unread.service.metrics.recent()[-1]["finish"] != "cancelled"
 
 
 def test_a_client_that_goes_away_while_it_waits_for_its_turn(slow: Running) -> None:
@@ -131,7 +131,7 @@ def test_a_client_that_goes_away_while_it_waits_for_its_turn(slow: Running) -> N
         with socket.create_connection(("127.0.0.1", slow.port)) as second:
             second.sendall(_posted(body))
             assert _until(lambda: slow.runner.alive == 2)
-        assert _until(lambda: slow.service.streams.running == 1)
+        assert _until(lambda: slow.service.streams.held == 1)
     assert _until(lambda: _idle(slow))
 
 
@@ -409,7 +409,7 @@ def test_what_clients_held_comes_back_when_they_go_at_any_moment(
     def nothing_left() -> bool:
         load = running.runner.load()
         held = running.engine._store.stats().leased + load.running + load.waiting + load.cached_bytes
-        return held == 0 and running.service.streams.running == 0
+        return held == 0 and running.service.streams.held == 0
 
     assert _until(nothing_left, seconds=10), "1 s on a quiet machine: the benchmark http_disconnects"
     assert len(running.runner.jobs) > 4  # of some of those that went, too; others went before they were one

@@ -10,8 +10,7 @@ from concurrent.futures import Future
 import pytest
 
 from kvboost.serve.errors import ApiError
-from kvboost.serve.security.fair_pool import FairPool
-from kvboost.serve.security.pace import Pace
+from kvboost.serve.security.fair_pool import FairPool, Pace
 
 
 class _Work:
@@ -52,7 +51,7 @@ def _tasks(pool: FairPool, work: _Work, names: str) -> list[asyncio.Task[str]]:
 
 def test_one_tenants_many_prompts_do_not_come_before_anothers_one() -> None:
     async def scenario() -> list[str]:
-        pool, work = FairPool(1, max_waiting=10, name="test"), _Work()
+        pool, work = FairPool(max_waiting=10, name="test"), _Work()
         first = await _blocked(pool, work)
         tasks = _tasks(pool, work, "a1 a2 a3 b1 c1 b2")
         await asyncio.sleep(0)
@@ -66,7 +65,7 @@ def test_one_tenants_many_prompts_do_not_come_before_anothers_one() -> None:
 
 def test_what_waits_is_bounded_and_has_room_for_another_tenant() -> None:
     async def scenario() -> None:
-        pool, work = FairPool(1, max_waiting=3, name="test"), _Work()
+        pool, work = FairPool(max_waiting=3, name="test"), _Work()
         first = await _blocked(pool, work)
         tasks = _tasks(pool, work, "a1 a2 a3")
         await asyncio.sleep(0)
@@ -85,7 +84,7 @@ def test_what_waits_is_bounded_and_has_room_for_another_tenant() -> None:
 
 def test_what_nobody_waits_for_is_not_begun() -> None:
     async def scenario() -> list[str]:
-        pool, work = FairPool(1, max_waiting=10, name="test"), _Work()
+        pool, work = FairPool(max_waiting=10, name="test"), _Work()
         first = await _blocked(pool, work)
         gone, stays = _tasks(pool, work, "a1 a2")
         await asyncio.sleep(0)
@@ -101,7 +100,7 @@ def test_what_nobody_waits_for_is_not_begun() -> None:
 
 def test_what_nobody_waits_for_takes_no_place_in_the_queue() -> None:
     async def scenario() -> None:
-        pool, work = FairPool(1, max_waiting=1, name="test"), _Work()
+        pool, work = FairPool(max_waiting=1, name="test"), _Work()
         first = await _blocked(pool, work)
         (gone,) = _tasks(pool, work, "a1")
         await asyncio.sleep(0)
@@ -120,7 +119,7 @@ def test_what_nobody_waits_for_takes_no_place_in_the_queue() -> None:
 
 def test_the_end_of_an_answer_is_never_refused() -> None:
     async def scenario() -> None:
-        pool, work = FairPool(1, max_waiting=1, name="test"), _Work()
+        pool, work = FairPool(max_waiting=1, name="test"), _Work()
         first = await _blocked(pool, work)
         tasks = _tasks(pool, work, "a1")
         await asyncio.sleep(0)
@@ -135,7 +134,7 @@ def test_the_end_of_an_answer_is_never_refused() -> None:
 
 def test_the_end_of_an_answer_is_done_also_if_its_client_has_gone() -> None:
     async def scenario() -> list[str]:
-        pool, work = FairPool(1, max_waiting=10, name="test"), _Work()
+        pool, work = FairPool(max_waiting=10, name="test"), _Work()
         first = await _blocked(pool, work)
         gone = asyncio.create_task(pool.finish("a", work.note, "a1"))
         await asyncio.sleep(0)
@@ -154,7 +153,7 @@ def test_a_prompt_that_was_cancelled_as_its_turn_came_is_not_held(monkeypatch: p
         pass
 
     async def scenario() -> None:
-        pool, prompt = FairPool(1, max_waiting=10, name="test"), Prompt()
+        pool, prompt = FairPool(max_waiting=10, name="test"), Prompt()
         held = weakref.ref(prompt)
         monkeypatch.setattr(Future, "set_running_or_notify_cancel", lambda future: False)
         gone = asyncio.create_task(pool.run("a", lambda prompt: None, prompt))
@@ -178,7 +177,7 @@ def test_a_prompt_that_was_cancelled_as_its_turn_came_is_not_held(monkeypatch: p
 
 def test_an_error_is_raised_where_the_result_is_waited_for() -> None:
     async def scenario() -> None:
-        pool = FairPool(1, max_waiting=10, name="test")
+        pool = FairPool(max_waiting=10, name="test")
         with pytest.raises(ZeroDivisionError):
             await pool.run("a", lambda: 1 // 0)
         assert await pool.run("a", lambda: 2) == 2, "the thread goes on"
@@ -189,7 +188,7 @@ def test_an_error_is_raised_where_the_result_is_waited_for() -> None:
 
 def test_one_that_worked_rests_while_the_other_goes_on() -> None:
     async def scenario() -> None:
-        pool, work = FairPool(1, max_waiting=10, name="test", pace=Pace(1000.0)), _Work()
+        pool, work = FairPool(max_waiting=10, name="test", pace=Pace(1000.0)), _Work()
 
         def busy() -> None:
             until = time.thread_time() + 0.05
@@ -210,9 +209,9 @@ def test_one_that_worked_rests_while_the_other_goes_on() -> None:
 
 def test_a_request_rests_before_it_is_begun_and_not_between_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr("kvboost.serve.security.pace._MAX_REST_S", 1e9)
+        monkeypatch.setattr("kvboost.serve.security.fair_pool._MAX_REST_S", 1e9)
         pace, work = Pace(1e9), _Work()
-        reading, compiling = (FairPool(1, max_waiting=10, name="test", pace=pace) for _ in range(2))
+        reading, compiling = (FairPool(max_waiting=10, name="test", pace=pace) for _ in range(2))
 
         async def request(name: str) -> None:
             with pace.here("a"):
@@ -238,7 +237,7 @@ def test_a_request_rests_before_it_is_begun_and_not_between_its_stages(monkeypat
 
 def test_what_goes_on_with_a_request_comes_before_what_begins_one() -> None:
     async def scenario() -> list[str]:
-        pool, other, work = FairPool(1, max_waiting=10, name="test"), FairPool(1, max_waiting=10, name="test"), _Work()
+        pool, other, work = FairPool(max_waiting=10, name="test"), FairPool(max_waiting=10, name="test"), _Work()
 
         async def request(name: str) -> None:
             with pool.pace.here("a"):
@@ -262,8 +261,8 @@ def test_what_goes_on_with_a_request_comes_before_what_begins_one() -> None:
 
 def test_who_rests_goes_on_when_the_others_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr("kvboost.serve.security.pace._HERE_S", 0.1)
-        pool, work = FairPool(1, max_waiting=10, name="test", pace=Pace(1e9)), _Work()
+        monkeypatch.setattr("kvboost.serve.security.fair_pool._HERE_S", 0.1)
+        pool, work = FairPool(max_waiting=10, name="test", pace=Pace(1e9)), _Work()
         with pool.pace.here("b"):
             await pool.run("a", time.sleep, 0.01)
             rests = _tasks(pool, work, "a1")
@@ -277,7 +276,7 @@ def test_who_rests_goes_on_when_the_others_have_gone(monkeypatch: pytest.MonkeyP
 
 def test_a_pool_whose_tenants_rest_can_be_closed() -> None:
     async def scenario() -> None:
-        pool = FairPool(1, max_waiting=10, name="closed-at-rest", pace=Pace(1e9))
+        pool = FairPool(max_waiting=10, name="closed-at-rest", pace=Pace(1e9))
         with pool.pace.here("b"):
             await pool.run("a", time.sleep, 0.01)
             task = asyncio.create_task(pool.run("a", time.sleep, 0))
@@ -291,8 +290,8 @@ def test_a_pool_whose_tenants_rest_can_be_closed() -> None:
 
 def test_the_end_of_an_answer_does_not_rest_and_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr("kvboost.serve.security.pace._MAX_REST_S", 1e9)
-        pool, work = FairPool(1, max_waiting=10, name="test", pace=Pace(1e9)), _Work()
+        monkeypatch.setattr("kvboost.serve.security.fair_pool._MAX_REST_S", 1e9)
+        pool, work = FairPool(max_waiting=10, name="test", pace=Pace(1e9)), _Work()
         with pool.pace.here("b"):
             await pool.run("a", time.sleep, 0.01)
             rests = _tasks(pool, work, "a1")
@@ -307,7 +306,7 @@ def test_the_end_of_an_answer_does_not_rest_and_comes_first(monkeypatch: pytest.
 
 def test_a_pool_closed_while_it_works_ends_its_thread() -> None:
     async def scenario() -> None:
-        pool, work = FairPool(1, max_waiting=10, name="closed-at-work"), _Work()
+        pool, work = FairPool(max_waiting=10, name="closed-at-work"), _Work()
         first = await _blocked(pool, work)
         pool.close()
         work.go.set()
@@ -319,7 +318,7 @@ def test_a_pool_closed_while_it_works_ends_its_thread() -> None:
 
 def test_a_thread_that_cannot_start_costs_one_request_and_not_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        pool, work = FairPool(1, max_waiting=10, name="no-thread"), _Work()
+        pool, work = FairPool(max_waiting=10, name="no-thread"), _Work()
 
         def cannot(thread: threading.Thread) -> None:
             raise RuntimeError("can't start new thread")

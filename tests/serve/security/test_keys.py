@@ -14,8 +14,7 @@ from kvboost import ConfigError, KVBoost
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve import Keys, Limits
 from kvboost.serve.app import make_app
-from kvboost.serve.security.auth import tenant_named, tenant_of
-from kvboost.serve.security.key_files import check_key
+from kvboost.serve.security.auth import check_key, tenant_named, tenant_of
 from tests.serve.asgi import ask
 from tests.serve.conftest import ADMIN_KEY, KEY, OTHER_KEY, SECRET, Running
 

@@ -9,54 +9,54 @@ from kvboost.errors import BusyError
 from kvboost.scheduler.jobs import Job, RunnerLoad, Ticket
 from kvboost.serve.app import make_app
 from kvboost.serve.errors import ApiError
-from kvboost.serve.security.limits import Limits, Shares, Streams, check_count, check_json, is_deeper
+from kvboost.serve.security.limits import Limits, Shares, check_count, check_json, is_deeper
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer
 from tests.serve.asgi import ask
 
 
 def test_a_key_that_takes_all_streams_does_not_shut_out_another() -> None:
-    streams = Streams(2)
-    streams.enter("a")
-    streams.enter("a")
+    streams = Shares(2, refusal="2 requests are being answered")
+    streams.add("a")
+    streams.add("a")
     with pytest.raises(ApiError, match="2 requests are being answered"):
-        streams.enter("a")
-    streams.enter("b")
+        streams.add("a")
+    streams.add("b")
     with pytest.raises(ApiError, match="2 requests are being answered"):
-        streams.enter("b")
+        streams.add("b")
     for tenant in "aab":
-        streams.leave(tenant)
-    assert streams.running == 0
-    streams.enter("b")
-    streams.enter("b")
+        streams.give_back(tenant)
+    assert streams.held == 0
+    streams.add("b")
+    streams.add("b")
 
 
 def test_bytes_are_shared_evenly_once_they_are_all_taken() -> None:
     shares = Shares(100, refusal="the requests have 100 bytes")
-    shares.take("a", 100)
+    shares.add("a", 100)
     with pytest.raises(ApiError) as refused:
-        shares.take("a", 1)
+        shares.add("a", 1)
     assert refused.value.status == 429
     assert refused.value.message == "the requests have 100 bytes, this server's limit; try again in a moment"
     assert (refused.value.code, refused.value.headers) == ("too_many_requests", {"Retry-After": "1"})
     assert shares.held == 100, "what was refused is not held"
-    shares.take("b", 50)
+    shares.add("b", 50)
     with pytest.raises(ApiError):
-        shares.take("b", 1)
+        shares.add("b", 1)
     shares.give_back("a", 100)
     assert shares.held == 50
-    shares.take("b", 50)
+    shares.add("b", 50)
     shares.give_back("b", 100)
     assert shares.held == 0
-    shares.take("c", 100)
+    shares.add("c", 100)
 
 
 def test_a_tenant_without_anything_gets_one_even_if_its_share_is_less() -> None:
-    streams = Streams(1)
-    streams.enter("a")
-    streams.enter("b")
+    streams = Shares(1, refusal="1 requests are being answered")
+    streams.add("a")
+    streams.add("b")
     with pytest.raises(ApiError):
-        streams.enter("b")
+        streams.add("b")
 
 
 @pytest.mark.parametrize("value", [0, -1])

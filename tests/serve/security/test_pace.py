@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvboost.serve.security import pace as module
-from kvboost.serve.security.pace import Pace
+from kvboost.serve.security import fair_pool as module
+from kvboost.serve.security.fair_pool import Pace
 
 
 class Clock:

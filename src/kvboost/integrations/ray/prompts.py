@@ -18,8 +18,7 @@ from kvboost.errors import ConfigError
 from kvboost.serve.errors import ApiError
 from kvboost.serve.generation.offers import as_function
 from kvboost.serve.generation.prompts import ChatPrompts, effort_variables, to_turn
-from kvboost.serve.schemas.chat import ChatRequest
-from kvboost.serve.schemas.completions import CompletionRequest
+from kvboost.serve.schemas.chat import ChatRequest, CompletionRequest
 from kvboost.serve.security.auth import Keys
 from kvboost.serve.security.limits import Limits, check_json
 from kvboost.types import Fingerprint

@@ -24,7 +24,8 @@ from kvboost.integrations.ray.asgi import LocalApp
 from kvboost.integrations.ray.prompts import Facts
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve.config import ServerConfig
-from kvboost.serve.run import app_of, busy_interpreter
+from kvboost.serve.process import busy_interpreter
+from kvboost.serve.run import app_of
 from kvboost.serve.security.auth import Keys
 from kvboost.serve.security.limits import Limits
 

@@ -6,19 +6,17 @@ import asyncio
 import time
 from dataclasses import asdict
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.errors import CapacityError, ConfigError, StoreError
 from kvboost.scheduler.jobs import Sampling
 from kvboost.serve.api.chat import encode_either
-from kvboost.serve.api.dependencies import AppService
-from kvboost.serve.api.health import describe_tiers
-from kvboost.serve.api.sse import while_connected
+from kvboost.serve.api.common import AppService
+from kvboost.serve.api.status import describe_tiers
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.requests import Answer, GenerationRequest
 from kvboost.serve.generation.service import Service
-from kvboost.serve.schemas.tokens import WarmRequest
+from kvboost.serve.schemas.chat import WarmRequest
 from kvboost.serve.security.auth import Caller
 
 
@@ -35,7 +33,7 @@ async def show(service: AppService) -> Response:
             "cache": stats,
             "tiers": describe_tiers(service),
             "load": {"running": load.running, "waiting": load.waiting, "kv_bytes": load.cached_bytes},
-            "streams": service.streams.running,
+            "streams": service.streams.held,
             "tenants": service.keys.tenants,
             "spaces": await asyncio.to_thread(service.spaces.listed),
             "pins": [asdict(pin) for pin in service.pins.listed()],
@@ -49,19 +47,29 @@ async def show(service: AppService) -> Response:
                 }
                 for chunk in hottest
             ],
-            "requests": service.recent.listed(),
+            "requests": service.metrics.recent(),
         }
     )
 
 
-async def warm(service: AppService, body: WarmRequest, request: Request) -> Response:
+async def warm(service: AppService, body: WarmRequest) -> Response:
     """Prefill a prompt for one tenant."""
-    return await while_connected(request, _warm(service, body))
+    answer = await _prefill(service, await _generation(service, body))
+    return JSONResponse({"object": "kvboost.warm", "prompt_tokens": answer.prompt_tokens, **answer.reuse()})
 
 
-async def pin(service: AppService, body: WarmRequest, request: Request) -> Response:
+async def pin(service: AppService, body: WarmRequest) -> Response:
     """Prefill a prompt and hold it against eviction."""
-    return await while_connected(request, _pin(service, body))
+    generation = await _generation(service, body)
+    await _prefill(service, generation)
+    ((ids, boundaries),) = generation.prompts
+    try:
+        pin = await asyncio.to_thread(service.pins.add, ids, boundaries=boundaries, tenant=generation.caller.tenant)
+    except CapacityError as error:
+        raise ApiError(413, str(error), code="too_many_pins") from error
+    except ConfigError as error:
+        raise bad_request(str(error), param="prompt") from error
+    return JSONResponse({"object": "kvboost.pin", **asdict(pin)})
 
 
 async def unpin(service: AppService, pin: str) -> Response:
@@ -83,24 +91,6 @@ async def _prefill(service: Service, generation: GenerationRequest) -> Answer:
         async for _ in answer.events():
             pass
     return answer
-
-
-async def _warm(service: Service, body: WarmRequest) -> Response:
-    answer = await _prefill(service, await _generation(service, body))
-    return JSONResponse({"object": "kvboost.warm", "prompt_tokens": answer.prompt_tokens, **answer.reuse()})
-
-
-async def _pin(service: Service, body: WarmRequest) -> Response:
-    generation = await _generation(service, body)
-    await _prefill(service, generation)
-    ((ids, boundaries),) = generation.prompts
-    try:
-        pin = await asyncio.to_thread(service.pins.add, ids, boundaries=boundaries, tenant=generation.caller.tenant)
-    except CapacityError as error:
-        raise ApiError(413, str(error), code="too_many_pins") from error
-    except ConfigError as error:
-        raise bad_request(str(error), param="prompt") from error
-    return JSONResponse({"object": "kvboost.pin", **asdict(pin)})
 
 
 async def clear(service: AppService) -> Response:

@@ -9,13 +9,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.scheduler.jobs import NewToken
-from kvboost.serve.api.dependencies import AppService
-from kvboost.serve.api.headers import unread, with_ignored
-from kvboost.serve.api.sse import DONE, EventStream, chained, while_connected
+from kvboost.serve.api.common import DONE, AppCaller, AppService, streamed, unread, with_ignored
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.answers import AnswerReader
 from kvboost.serve.generation.offers import Offer, as_function, make_offer
@@ -26,9 +23,8 @@ from kvboost.serve.generation.sampling import sampling_of
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Ended, Piece
 from kvboost.serve.schemas.base import Message, NamedChoice
-from kvboost.serve.schemas.chat import ChatRequest
-from kvboost.serve.schemas.tokens import TokenizeRequest, WarmRequest
-from kvboost.serve.security.auth import Caller, caller_of
+from kvboost.serve.schemas.chat import ChatRequest, TokenizeRequest, WarmRequest
+from kvboost.serve.security.auth import Caller
 from kvboost.serve.security.limits import check_json
 
 
@@ -124,16 +120,12 @@ class _Chat:
         return {**effort, **given}
 
 
-async def chat_completions(service: AppService, body: ChatRequest, request: Request) -> Response:
+async def chat_completions(service: AppService, body: ChatRequest, caller: AppCaller) -> Response:
     """Answer a chat, whole or as a stream."""
-    return await while_connected(request, _answered(_Chat(service, body, caller_of(request))))
-
-
-async def _answered(chat: _Chat) -> Response:
+    chat = _Chat(service, body, caller)
     generation = await chat.ask()
-    if chat.body.stream:
-        return with_ignored(EventStream(await chained(_stream(chat, generation))), chat.ignored)
-    return with_ignored(await _whole(chat, generation), chat.ignored)
+    answer = await (streamed(_stream(chat, generation)) if body.stream else _whole(chat, generation))
+    return with_ignored(answer, chat.ignored)
 
 
 async def _whole(chat: _Chat, generation: GenerationRequest) -> Response:

@@ -6,30 +6,22 @@ import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.scheduler.jobs import NewToken
-from kvboost.serve.api.dependencies import AppService
-from kvboost.serve.api.headers import with_ignored
-from kvboost.serve.api.sse import DONE, EventStream, chained, while_connected
+from kvboost.serve.api.common import DONE, AppCaller, AppService, streamed, with_ignored
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.requests import GenerationRequest
 from kvboost.serve.generation.sampling import sampling_of
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Piece
-from kvboost.serve.schemas.completions import CompletionRequest
-from kvboost.serve.security.auth import Caller, caller_of
+from kvboost.serve.schemas.chat import CompletionRequest
 
 _DEFAULT_TOKENS = 16  # OpenAI's
 
 
-async def completions(service: AppService, body: CompletionRequest, request: Request) -> Response:
+async def completions(service: AppService, body: CompletionRequest, caller: AppCaller) -> Response:
     """Continue prompts, whole or as a stream."""
-    return await while_connected(request, _answered(service, body, caller_of(request)))
-
-
-async def _answered(service: Service, body: CompletionRequest, caller: Caller) -> Response:
     service.check_model(body.model)
     sampling, stops = sampling_of(
         body, limits=service.limits, vocab_size=service.vocab_size, max_new_tokens=body.max_tokens
@@ -68,9 +60,8 @@ async def _answered(service: Service, body: CompletionRequest, caller: Caller) -
         for prompt in (prompts if body.echo else ())
     ]
     writer = _Writer(service, body, generation, echoed)
-    if body.stream:
-        return with_ignored(EventStream(await chained(writer.stream())), body.ignored())
-    return with_ignored(await writer.whole(), body.ignored())
+    answer = await (streamed(writer.stream()) if body.stream else writer.whole())
+    return with_ignored(answer, body.ignored())
 
 
 def _choices_made(body: CompletionRequest, *, max_choices: int) -> int:

@@ -9,14 +9,11 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.scheduler.jobs import Sampling
 from kvboost.serve.api.chat import encode_turns
-from kvboost.serve.api.dependencies import AppService
-from kvboost.serve.api.headers import unread, with_ignored
-from kvboost.serve.api.sse import EventStream, chained, while_connected
+from kvboost.serve.api.common import AppCaller, AppService, streamed, unread, with_ignored
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.answers import AnswerReader, answer_parts
 from kvboost.serve.generation.blocks import to_turns
@@ -28,19 +25,15 @@ from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Ended
 from kvboost.serve.schemas.messages import CountTokensRequest, MessagesRequest
 from kvboost.serve.schemas.responses import InlineSchemaFormat
-from kvboost.serve.security.auth import Caller, caller_of
+from kvboost.serve.security.auth import Caller
 
 _PATH = "/v1/messages"
 _CHOICES: dict[str, Choice] = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
 _Event = tuple[str, dict[str, Any]]
 
 
-async def messages(service: AppService, body: MessagesRequest, request: Request) -> Response:
+async def messages(service: AppService, body: MessagesRequest, caller: AppCaller) -> Response:
     """Answer a conversation, whole or as a stream."""
-    return await while_connected(request, _answered(service, body, caller_of(request)))
-
-
-async def _answered(service: Service, body: MessagesRequest, caller: Caller) -> Response:
     if body.messages[-1].role == "assistant":
         raise bad_request("the last message is the assistant's, which this server does not continue; end with a user's")
     offer, prompt = await _read(service, body, caller)
@@ -72,17 +65,13 @@ async def _answered(service: Service, body: MessagesRequest, caller: Caller) -> 
     )
     writing = _MessageWriter(service, prompt, reader)
     ignored = [*body.ignored(), *unread(service.chats, _variables(body))]
-    if not body.stream:
-        return with_ignored(await writing.whole(generation), ignored)
-    return with_ignored(EventStream(await chained(writing.stream(generation)), failure=_failure), ignored)
+    events = writing.stream(generation)
+    answer = await (streamed(events, failure=_failure) if body.stream else writing.whole(events))
+    return with_ignored(answer, ignored)
 
 
-async def count_tokens(service: AppService, body: CountTokensRequest, request: Request) -> Response:
+async def count_tokens(service: AppService, body: CountTokensRequest, caller: AppCaller) -> Response:
     """How many tokens a conversation has."""
-    return await while_connected(request, _counted(service, body, caller_of(request)))
-
-
-async def _counted(service: Service, body: CountTokensRequest, caller: Caller) -> Response:
     _, prompt = await _read(service, body, caller)
     return JSONResponse({"input_tokens": len(prompt.token_ids)})
 
@@ -139,11 +128,11 @@ class _MessageWriter:
     def __init__(self, service: Service, prompt: ChatPrompt, reader: AnswerReader) -> None:
         self._service, self._prompt, self._reader = service, prompt, reader
 
-    async def whole(self, generation: GenerationRequest) -> Response:
+    async def whole(self, events: AsyncIterator[_Event]) -> Response:
         """The message as one object."""
         message: dict[str, Any] = {}
         arguments = ""
-        async for name, event in self.stream(generation):
+        async for name, event in events:
             if name == "message_start":
                 message = event["message"]
             elif name == "content_block_start":

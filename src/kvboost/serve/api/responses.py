@@ -5,37 +5,35 @@ Invariant: a whole response is the last event of its stream, so both say the sam
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import secrets
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from starlette.requests import Request
+from pydantic import TypeAdapter
 from starlette.responses import JSONResponse, Response
 
 from kvboost.scheduler.jobs import Sampling
 from kvboost.serve.api.chat import encode_turns
-from kvboost.serve.api.dependencies import AppService
-from kvboost.serve.api.headers import unread, with_ignored
-from kvboost.serve.api.response_items import Event, ItemEvents
-from kvboost.serve.api.sse import EventStream, chained, while_connected
+from kvboost.serve.api.common import AppCaller, AppService, streamed, unread, with_ignored
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.answers import AnswerReader, answer_parts
 from kvboost.serve.generation.items import to_turns
 from kvboost.serve.generation.offers import Offer, as_function, make_offer
+from kvboost.serve.generation.parts import CallArguments, CallOpened, Part, Reasoning
 from kvboost.serve.generation.prompts import ChatPrompt, Turn, check_arguments, effort_variables
 from kvboost.serve.generation.requests import Answer, GenerationRequest
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Ended
-from kvboost.serve.schemas.responses import FunctionCall, FunctionTool, NamedTool, ResponsesRequest
-from kvboost.serve.security.auth import Caller, caller_of
+from kvboost.serve.schemas.responses import FunctionCall, FunctionTool, InputItem, NamedTool, ResponsesRequest
+from kvboost.serve.security.auth import Caller
 from kvboost.serve.security.bodies import add_remembered_bytes
 
+Event = tuple[str, dict[str, Any]]
+_ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 
-async def responses(service: AppService, body: ResponsesRequest, request: Request) -> Response:
+
+async def responses(service: AppService, body: ResponsesRequest, caller: AppCaller) -> Response:
     """Answer, whole or as a stream of events."""
-    return await while_connected(request, _answered(service, body, caller_of(request)))
-
-
-async def _answered(service: Service, body: ResponsesRequest, caller: Caller) -> Response:
     service.check_model(body.model)
     offer = _offered(service, body)
     wanted = body.text.format if body.text is not None else None
@@ -79,9 +77,8 @@ async def _answered(service: Service, body: ResponsesRequest, caller: Caller) ->
     )
     writing = _ResponseWriter(service, body, reader, prompt, turns)
     ignored = [*body.ignored(), *unread(service.chats, {"reasoning.effort": variables})]
-    if not body.stream:
-        return with_ignored(await writing.whole(generation), ignored)
-    return with_ignored(EventStream(await chained(writing.stream(generation))), ignored)
+    events = writing.stream(generation)
+    return with_ignored(await (streamed(events) if body.stream else writing.whole(events)), ignored)
 
 
 def _conversation(service: Service, body: ResponsesRequest, caller: Caller) -> list[Turn]:
@@ -126,10 +123,10 @@ class _ResponseWriter:
         self._service, self._body, self._reader, self._prompt, self._turns = service, body, reader, prompt, turns
         self._items = ItemEvents()
 
-    async def whole(self, generation: GenerationRequest) -> Response:
+    async def whole(self, events: AsyncIterator[Event]) -> Response:
         """The response as one object."""
         last: dict[str, Any] = {}
-        async for _, event in self.stream(generation):
+        async for _, event in events:
             last = event
         return JSONResponse(last["response"])
 
@@ -186,7 +183,7 @@ class _ResponseWriter:
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": format_},
             "tool_choice": self._choice(),
-            "tools": [_told(tool) for tool in body.tools or []],
+            "tools": [_shown(tool) for tool in body.tools or []],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": _usage(answer) if ended is not None else None,
@@ -199,7 +196,7 @@ class _ResponseWriter:
         return _dumped(choice) if isinstance(choice, NamedTool) else choice or "auto"
 
 
-def _told(tool: FunctionTool) -> dict[str, Any]:
+def _shown(tool: FunctionTool) -> dict[str, Any]:
     """A tool as clients read it: these two fields are there whatever they hold."""
     return {"parameters": tool.parameters, "strict": tool.strict, **_dumped(tool)}
 
@@ -222,3 +219,87 @@ def _usage(answer: Answer) -> dict[str, Any]:
         "total_tokens": usage["total_tokens"],
         "kvboost": usage["kvboost"],
     }
+
+
+class ItemEvents:
+    """Writes parts of an answer as items, and events that tell how they grow.
+
+    One item is open at a time, and each is closed by the event that gives it whole.
+    """
+
+    def __init__(self) -> None:
+        self.output: list[dict[str, Any]] = []
+        """The items so far. The last one is open until the next begins."""
+
+    def as_input(self) -> list[InputItem]:
+        """The items as a client would send them back."""
+        return _ITEMS.validate_python(self.output)
+
+    def add(self, part: Part) -> Iterator[Event]:
+        """The events of the next part."""
+        if isinstance(part, CallOpened):
+            yield from self._begin("fc_", type="function_call", call_id=part.id, name=part.name, arguments="")
+        elif isinstance(part, CallArguments):
+            self.output[-1]["arguments"] += part.text
+            yield "response.function_call_arguments.delta", {**self._where(), "delta": part.text}
+        elif isinstance(part, Reasoning):
+            if not self._is_open("reasoning"):
+                yield from self._begin("rs_", type="reasoning", summary=[], content=[])
+                yield from self._begin_part({"type": "reasoning_text", "text": ""})
+            yield self._grown(part.text, "response.reasoning_text.delta")
+        else:
+            yield from self._said(part.text)
+
+    def end(self, status: str) -> Iterator[Event]:
+        """The end of the last item. A response without any gets an empty message: clients look at the first."""
+        if not self.output:
+            yield from self._said("")
+        yield from self._close(status)
+
+    def _said(self, text: str) -> Iterator[Event]:
+        if not self._is_open("message"):
+            yield from self._begin("msg_", type="message", role="assistant", content=[])
+            yield from self._begin_part({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
+        if text:
+            name, fields = self._grown(text, "response.output_text.delta")
+            yield name, {**fields, "logprobs": []}
+
+    def _is_open(self, kind: str) -> bool:
+        return bool(self.output) and self.output[-1]["type"] == kind and self.output[-1]["status"] == "in_progress"
+
+    def _begin(self, prefix: str, **fields: Any) -> Iterator[Event]:
+        yield from self._close("completed")
+        self.output.append({"id": prefix + secrets.token_hex(12), **fields, "status": "in_progress"})
+        yield "response.output_item.added", {"output_index": self._index, "item": dict(self.output[-1])}
+
+    def _begin_part(self, part: dict[str, Any]) -> Iterator[Event]:
+        yield "response.content_part.added", {**self._where(), "content_index": 0, "part": dict(part)}
+        self.output[-1]["content"] = [part]
+
+    def _grown(self, text: str, name: str) -> Event:
+        self.output[-1]["content"][0]["text"] += text
+        return name, {**self._where(), "content_index": 0, "delta": text}
+
+    def _close(self, status: str) -> Iterator[Event]:
+        """The whole of the open item, if there is one."""
+        if not self.output or self.output[-1]["status"] != "in_progress":
+            return
+        item = self.output[-1]
+        item["status"] = status
+        if item["type"] == "function_call":
+            whole = {"name": item["name"], "arguments": item["arguments"]}
+            yield "response.function_call_arguments.done", {**self._where(), **whole}
+        else:
+            (part,) = item["content"]
+            name = "response.reasoning_text.done" if item["type"] == "reasoning" else "response.output_text.done"
+            logprobs: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+            yield name, {**self._where(), "content_index": 0, "text": part["text"], **logprobs}
+            yield "response.content_part.done", {**self._where(), "content_index": 0, "part": part}
+        yield "response.output_item.done", {"output_index": self._index, "item": item}
+
+    @property
+    def _index(self) -> int:
+        return len(self.output) - 1
+
+    def _where(self) -> dict[str, Any]:
+        return {"item_id": self.output[-1]["id"], "output_index": self._index}

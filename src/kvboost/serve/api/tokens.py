@@ -4,37 +4,25 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvboost.engine.prompts import ArrangedPrompt
 from kvboost.errors import CapacityError, ConfigError
 from kvboost.serve.api.chat import encode_either
-from kvboost.serve.api.dependencies import AppService
-from kvboost.serve.api.sse import while_connected
+from kvboost.serve.api.common import AppCaller, AppService
 from kvboost.serve.errors import bad_request
-from kvboost.serve.generation.service import Service
-from kvboost.serve.schemas.tokens import ArrangeRequest, DetokenizeRequest, TokenizeRequest
-from kvboost.serve.security.auth import Caller, caller_of
+from kvboost.serve.schemas.chat import ArrangeRequest, DetokenizeRequest, TokenizeRequest
 
 
-async def tokenize(service: AppService, body: TokenizeRequest, request: Request) -> Response:
+async def tokenize(service: AppService, body: TokenizeRequest, caller: AppCaller) -> Response:
     """The token ids of a text or of a chat, as a generation would use them."""
-    return await while_connected(request, _tokenized(service, body, caller_of(request)))
-
-
-async def _tokenized(service: Service, body: TokenizeRequest, caller: Caller) -> Response:
     service.check_model(body.model)
     tokens, _ = await encode_either(service, body, caller)
     return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_positions})
 
 
-async def detokenize(service: AppService, body: DetokenizeRequest, request: Request) -> Response:
+async def detokenize(service: AppService, body: DetokenizeRequest, caller: AppCaller) -> Response:
     """The text of token ids, with special tokens written out; of several lists of them, the text of each."""
-    return await while_connected(request, _detokenized(service, body, caller_of(request)))
-
-
-async def _detokenized(service: Service, body: DetokenizeRequest, caller: Caller) -> Response:
     service.check_model(body.model)
     several = [run for run in body.tokens if isinstance(run, list)]
     runs = several or [[token for token in body.tokens if isinstance(token, int)]]
@@ -48,12 +36,8 @@ async def _detokenized(service: Service, body: DetokenizeRequest, caller: Caller
     return JSONResponse({"prompt": texts if several else texts[0]})
 
 
-async def arrange(service: AppService, body: ArrangeRequest, request: Request) -> Response:
+async def arrange(service: AppService, body: ArrangeRequest, caller: AppCaller) -> Response:
     """The texts of a prompt in an order that begins as one arranged before for this key."""
-    return await while_connected(request, _arranged(service, body, caller_of(request)))
-
-
-async def _arranged(service: Service, body: ArrangeRequest, caller: Caller) -> Response:
     service.check_model(body.model)
     fields = body.model_dump(exclude={"model"})
     if body.ranks is not None and body.ranks.count("{}") != 1:

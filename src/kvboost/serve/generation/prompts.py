@@ -21,7 +21,7 @@ from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.lengths import PromptLengths
 from kvboost.serve.generation.replies import ReplyMemory, TextBefore
 from kvboost.serve.schemas.base import Message
-from kvboost.serve.security.json_size import check_size
+from kvboost.serve.security.bodies import check_size
 from kvboost.serve.security.limits import Limits
 
 _MAX_LOST = 32  # messages that are not in the text; then the rest is not searched for either

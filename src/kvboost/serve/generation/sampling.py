@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from kvboost.scheduler.jobs import Sampling
 from kvboost.serve.errors import bad_request
-from kvboost.serve.schemas.choices import Choices
+from kvboost.serve.schemas.chat import Choices
 from kvboost.serve.security.limits import Limits
 
 

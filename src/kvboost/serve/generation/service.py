@@ -33,17 +33,14 @@ from kvboost.serve.generation.text import token_bytes
 from kvboost.serve.generation.token_stream import Ended, TokenStream, milliseconds, seconds_per_token
 from kvboost.serve.generation.tokenizing import Tokenizing
 from kvboost.serve.observability.kept import KeptStats
-from kvboost.serve.observability.metrics import Metrics
-from kvboost.serve.observability.recent import RecentRequests, RequestRecord
-from kvboost.serve.observability.requests import current_request
-from kvboost.serve.observability.spaces import Spaces, stored_tenant
+from kvboost.serve.observability.metrics import Metrics, RequestRecord
+from kvboost.serve.observability.requests import Spaces, current_request, stored_tenant
 from kvboost.serve.observability.tracing import RequestSpan, current_span
 from kvboost.serve.schemas.base import ResponseFormat
 from kvboost.serve.schemas.responses import InlineSchemaFormat
 from kvboost.serve.security.auth import Caller, Keys
-from kvboost.serve.security.fair_pool import FairPool
-from kvboost.serve.security.limits import Limits, Streams
-from kvboost.serve.security.pace import Pace
+from kvboost.serve.security.fair_pool import FairPool, Pace
+from kvboost.serve.security.limits import Limits, Shares
 from kvboost.serve.security.rates import Rates
 
 _log = logging.getLogger("kvboost.serve")
@@ -86,18 +83,17 @@ class Service:
         self.token_bytes = token_bytes(engine.tokenizer)
         self.grammars = Grammars(engine.tokenizer, vocab_size=self.vocab_size, end_token_ids=self.end_token_ids)
         self.responses = ResponseMemory(limits.max_remembered_bytes)
-        self.streams = Streams(limits.max_streams)
+        self.streams = Shares(limits.max_streams, refusal=f"{limits.max_streams} requests are being answered")
         self.rates = Rates(limits)
         pace, most = Pace(_REST), limits.max_waiting_prompts
         # A schema can take seconds: one thread, in which the tenants take turns.
-        self.compiling = FairPool(1, max_waiting=most, name="kvboost-grammar", pace=pace)
+        self.compiling = FairPool(max_waiting=most, name="kvboost-grammar", pace=pace)
         # Large requests are counted, parsed and tokenised in one thread, as the interpreter runs one at a time.
-        self.reading = FairPool(1, max_waiting=most, name="kvboost-large", pace=pace)
+        self.reading = FairPool(max_waiting=most, name="kvboost-large", pace=pace)
         self.tokenizing = Tokenizing(max_waiting=most, large=self.reading)
         self.kept = KeptStats(engine)
         self.spaces = Spaces(engine)
         self.metrics = Metrics(self.kept, runner)
-        self.recent = RecentRequests()
         self.pins = Pins(engine)
         self.draining = False
         self.started = int(time.time())
@@ -193,7 +189,7 @@ class Service:
         """Start the jobs of ``generation``; none is left running at the end of the block."""
         if self.draining:
             raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
-        self.streams.enter(generation.caller.tenant)
+        self.streams.add(generation.caller.tenant)
         started, span = time.monotonic(), current_span()
         answer: Answer | None = None
         try:
@@ -211,7 +207,7 @@ class Service:
                 if answer is not None:
                     self._count(answer, seconds=time.monotonic() - started, span=span)
             finally:
-                self.streams.leave(generation.caller.tenant)  # last: a server that is idle has counted everything
+                self.streams.give_back(generation.caller.tenant)  # last: a server that is idle has counted everything
 
     async def _submitted(self, generation: GenerationRequest) -> list[Ticket]:
         """Submit the jobs of ``generation``. A client that disconnects meanwhile must not leave them behind."""
@@ -337,7 +333,6 @@ class Service:
             queue_ms=milliseconds(min(queued, default=None)),
             token_ms=milliseconds(seconds_per_token(answer.ended)),
         )
-        self.recent.add(record)
         self.metrics.count(record)
         self.rates.spend(answer.request.caller.key_id, record.new)
         if span is not None:

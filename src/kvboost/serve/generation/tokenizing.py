@@ -1,7 +1,7 @@
 """Tokenises prompts in threads of their own: one for those of large requests, one for all others.
 
 Used by the endpoints. Invariant: a short prompt never waits for a long one to be tokenised. In each thread the tenants
-take turns, and in that of large requests they rest for others (:mod:`kvboost.serve.security.pace`).
+take turns, and in that of large requests they rest for others (:class:`kvboost.serve.security.fair_pool.Pace`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Tokenizing:
 
     def __init__(self, *, max_waiting: int, large: FairPool) -> None:
         """``large`` reads large requests."""
-        self._short = FairPool(1, max_waiting=max_waiting, name="kvboost-tokenize")
+        self._short = FairPool(max_waiting=max_waiting, name="kvboost-tokenize")
         self._long = large
 
     @property

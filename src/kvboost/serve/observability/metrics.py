@@ -1,23 +1,23 @@
-"""Prometheus metrics of one server, in a registry of its own.
+"""What a server counts: Prometheus metrics, in a registry of its own, and its last requests.
 
-Counted by :class:`kvboost.serve.generation.service.Service`, read by GET /metrics. Invariant: labels take few values,
-none of them from a client, so that nobody can grow them.
+Counted by :class:`kvboost.serve.generation.service.Service` and the request log, read by /metrics and /v1/cache.
+Invariant: labels take few values, none of them from a client, so nobody can grow them; no word of a prompt is kept.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost.scheduler.jobs import JobRunner
 from kvboost.serve.observability.kept import KeptStats
-from kvboost.serve.observability.recent import RequestRecord
 from kvboost.types import NonPrefixReuseStats
 
 _WORK = {
@@ -32,6 +32,36 @@ _WORK = {
 }
 _TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_MAX_RECENT = 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord:
+    """What one request computed and reused. Token counts are of its prompt, except ``new``."""
+
+    id: str
+    endpoint: str
+    at: float
+    """Seconds since 1970, when it ended."""
+    prompt: int
+    """All of them. Where they came from is not known of an answer that was cancelled: the next four are 0 then."""
+    exact: int
+    moved: int
+    """The recomputed ones included."""
+    recomputed: int
+    fresh: int
+    new: int
+    ttft_ms: float | None
+    total_ms: float
+    saved_ms: float
+    """What computing the reused tokens would have taken, as the engine expects from its recent requests."""
+    finish: str
+    reason: str | None
+    """Why something was not reused."""
+    queue_ms: float | None = None
+    """Until the first job was admitted."""
+    token_ms: float | None = None
+    """For each token after the first; None where there is one at most."""
 
 
 class _Live(Collector):
@@ -111,6 +141,7 @@ class Metrics:
     """Counters and histograms of requests, and the engine's own. Thread-safe."""
 
     def __init__(self, kept: KeptStats, runner: JobRunner) -> None:
+        self._recent: deque[RequestRecord] = deque(maxlen=_MAX_RECENT)
         self._registry = CollectorRegistry()
         self._registry.register(_Live(kept, runner))
         registry = self._registry
@@ -143,6 +174,7 @@ class Metrics:
 
     def count(self, record: RequestRecord) -> None:
         """One answer that ended."""
+        self._recent.append(record)
         self._requests.labels(record.endpoint, record.finish).inc()
         moved = record.moved - record.recomputed  # each token of a prompt counts once
         sources = {"exact": record.exact, "moved": moved, "recomputed": record.recomputed, "fresh": record.fresh}
@@ -163,23 +195,10 @@ class Metrics:
         """One HTTP response."""
         self._responses.labels(str(status)).inc()
 
+    def recent(self) -> list[dict[str, Any]]:
+        """The last requests as JSON takes them, the newest last."""
+        return [asdict(record) for record in list(self._recent)]
+
     def text(self) -> bytes:
         """As Prometheus reads it."""
         return generate_latest(self._registry)
-
-
-class CountResponses:
-    """Counts responses by status, refused ones too. The outermost layer."""
-
-    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on and count the response."""
-
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._metrics.responded(message["status"])
-            await send(message)
-
-        await self._app(scope, receive, counted if scope["type"] == "http" else send)

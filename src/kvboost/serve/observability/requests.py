@@ -1,6 +1,6 @@
-"""One id and one log line for every request: numbers, never a word of a client's.
+"""One id and one log line for every request: numbers, never a word of a client's. Tenants are named as stores do.
 
-The layer around the app. :class:`kvboost.serve.generation.service.Service` adds what was computed and reused.
+The outermost layer. :class:`kvboost.serve.generation.service.Service` adds what was computed and reused.
 Invariants: every response names the request's id; of what a client sends only the id is logged, and only if it is
 short and made of plain characters; a request that fails is answered with a 500, if it can be; who has no key cannot
 fill a disk with lines, nor keep out those about callers who have one.
@@ -12,6 +12,7 @@ import logging
 import math
 import re
 import secrets
+import threading
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,10 +21,11 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvboost.engine import KVBoost
 from kvboost.failures import log_failure
 from kvboost.serve.errors import ApiError
-from kvboost.serve.observability.recent import RequestRecord
-from kvboost.serve.observability.spaces import stored_tenant
+from kvboost.serve.observability.metrics import Metrics, RequestRecord
+from kvboost.types import tenant_digest
 
 REQUEST_ID = "x-request-id"
 _GIVEN_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -32,6 +34,8 @@ _PROBES = ("/health", "/ready", "/metrics")
 _CLIENT_GONE = 499  # no response was begun, as its reader had gone
 _MAX_UNKNOWN = 60  # lines about requests of nobody known
 _MINUTE_S = 60.0
+_TENANT_DIGITS, _MODEL_DIGITS = 8, 12  # as many as ``kvboost cache stat`` shows
+_MODEL_S = 60.0  # a model that changes has its new id after so long
 
 _log = logging.getLogger("kvboost.serve")
 
@@ -57,11 +61,40 @@ def current_request() -> RequestNote | None:
     return _current.get()
 
 
-class RequestLog:
-    """Gives requests an id and writes a line about each."""
+def stored_tenant(tenant: str) -> str:
+    """What a tenant is called where KV is stored, in short: a store has digests of names only. "-" for no name."""
+    return tenant_digest(tenant).hex()[:_TENANT_DIGITS] if tenant else "-"
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+
+class Spaces:
+    """The tenants that an engine has served. Thread-safe."""
+
+    def __init__(self, engine: KVBoost) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._models: dict[str, str] = {}  # by tenant, once in a while: each takes a look at all weights
+        self._looked_at = 0.0
+
+    def listed(self) -> list[dict[str, str]]:
+        """Each tenant with its ids: its own, and the one its model has for it."""
+        found = []
+        with self._lock:
+            if time.monotonic() - self._looked_at > _MODEL_S:
+                self._models.clear()
+                self._looked_at = time.monotonic()
+            for view in self._engine.views():
+                tenant, session = view.config.tenant, view.session
+                if session is not None and tenant not in self._models:
+                    self._models[tenant] = session.prefiller.keys.namespace().hex()[:_MODEL_DIGITS]
+                found.append({"tenant": tenant, "id": stored_tenant(tenant), "model": self._models.get(tenant, "-")})
+        return found
+
+
+class RequestLog:
+    """Gives requests an id, writes a line about each and counts the responses, refused ones too."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
         self._unknown = 0  # requests of nobody known in this minute
         self._minute_ends = -math.inf
 
@@ -81,6 +114,7 @@ class RequestLog:
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
                 MutableHeaders(scope=message)[REQUEST_ID] = note.id
+                self._metrics.responded(status)
             await send(message)
 
         try:

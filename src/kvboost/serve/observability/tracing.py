@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvboost.serve.observability.recent import RequestRecord
+from kvboost.serve.observability.metrics import RequestRecord
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -79,6 +79,9 @@ NO_EFFECT: Any = Field(description=_INERT)
 Inert = Annotated[Any, NO_EFFECT]
 """A field that clients of other servers send and that has no effect here, whatever it says."""
 Text = Annotated[str, AfterValidator(_no_half_surrogates)]
+_T = TypeVar("_T")
+Listed = Annotated[list[_T], Field(fail_fast=True)]
+"""A list of which the first wrong entry is reported."""
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**31)]], Field(fail_fast=True)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Schema = dict[str, Any]
@@ -155,6 +158,16 @@ class TextPart(Body):
     cache_control: CacheControl | None = None
 
 
+def _text_or_list(content: Any) -> str:
+    return "str" if isinstance(content, str) else "list[part]"
+
+
+TextOr = Annotated[
+    Annotated[Text, Tag("str")] | Annotated[Listed[_T], Tag("list[part]")],
+    Discriminator(_text_or_list),
+]
+"""A text, or a list of parts. The tags are what refusals leave out of a field's name: no client has written them."""
+
 _EXPECTED = 'expected {"type": "text", "text": "..."}'
 _IMAGES = {"image_url", "image", "input_image", "video_url", "video"}
 _OTHER_PARTS = _IMAGES | {"input_audio", "audio", "file", "input_file", "document"}
@@ -224,7 +237,7 @@ class Message(Body):
     reasoning_content: Text | None = None
     """What an assistant wrote to itself, as it was answered. Templates decide what becomes of it."""
     name: Name | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: Listed[ToolCall] | None = None
     tool_call_id: Text | None = None
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None

@@ -1,4 +1,7 @@
-"""What /v1/chat/completions takes."""
+"""What OpenAI's two older endpoints take, and those that read a prompt without answering it.
+
+Used by these endpoints, and by the router of a fleet. Invariant: as in :mod:`kvboost.serve.schemas.base`.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,74 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from kvboost.serve.schemas.base import NO_EFFECT, Inert, Messages, NamedChoice, Tool, at_most, unsupported
-from kvboost.serve.schemas.choices import Choices
+from kvboost.serve.schemas.base import (
+    NO_EFFECT,
+    Body,
+    Inert,
+    Listed,
+    Messages,
+    NamedChoice,
+    ResponseFormat,
+    SamplingBody,
+    Text,
+    TokenIds,
+    Tool,
+    at_most,
+    at_most_lists,
+    unsupported,
+)
 
+_MAX_STOP_TOKENS = 128
+_MAX_LISTS = 1024  # more than an answer names segments
+_MAX_DOCUMENTS = 128  # of one prompt; the search for an order looks at all of them at every step
+_Biases = dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[float, Field(ge=-100, le=100)]]
 _TextOnly = Annotated[list[Literal["text"]], Field(fail_fast=True, max_length=1)]
+
+
+class StreamOptions(Body):
+    """How to stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Inert = None
+
+
+class Choices(SamplingBody):
+    """What the two older endpoints take as well."""
+
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: Annotated[
+        Text | Listed[Text] | None,
+        at_most("stop", lambda limits: limits.max_stop_strings),
+    ] = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[_Biases | None, at_most("logit_bias", lambda limits: limits.max_logit_bias)] = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    """0 or -1 for all tokens."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    """Over the prompt and the answer, as in vLLM. The bounds keep the scores finite."""
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop_token_ids: Annotated[TokenIds | None, at_most("stop_token_ids", lambda limits: _MAX_STOP_TOKENS)] = None
+    ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[
+        None, unsupported("reused tokens of a prompt are not computed, so they have no log-probabilities")
+    ] = None
+    user: Inert = None
+    metadata: Inert = None
+    store: Inert = None
+    service_tier: Inert = None
+    safety_identifier: Inert = None
+    prompt_cache_retention: Inert = None
+    prompt_cache_options: Inert = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with what it cost."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 class ChatRequest(Choices):
@@ -20,9 +87,7 @@ class ChatRequest(Choices):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[
-        Annotated[list[Tool], Field(fail_fast=True)] | None, at_most("tools", lambda limits: limits.max_tools)
-    ] = None
+    tools: Annotated[Listed[Tool] | None, at_most("tools", lambda limits: limits.max_tools)] = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -37,3 +102,55 @@ class ChatRequest(Choices):
     audio: Annotated[None, unsupported("it takes and writes text only; leave it out")] = None
     web_search_options: Annotated[None, unsupported("it does not search; leave it out")] = None
     moderation: Annotated[None, unsupported("it does not moderate; leave it out")] = None
+
+
+class CompletionRequest(Choices):
+    """POST /v1/completions."""
+
+    prompt: Annotated[
+        Text | TokenIds | Listed[Text] | Listed[TokenIds],
+        at_most_lists("prompt", lambda limits: limits.max_prompts),
+    ]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    suffix: Annotated[None, unsupported("write the prompt as your model expects it to be filled in")] = None
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: a text or a chat."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize: token ids, or several lists of them."""
+
+    model: Text | None = None
+    tokens: Annotated[
+        TokenIds | Listed[TokenIds],
+        at_most_lists("tokens", lambda limits: _MAX_LISTS),
+    ]
+
+
+class ArrangeRequest(Body):
+    """POST /v1/arrange: the texts of a prompt, as :meth:`kvboost.KVBoost.arrange` takes them."""
+
+    model: Text | None = None
+    documents: Annotated[Listed[Text], at_most("documents", lambda limits: _MAX_DOCUMENTS)]
+    head: Text | None = None
+    volatile: Text | None = None
+    question: Text | None = None
+    keep: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=0)]] = (0, 0)
+    ranks: Text | None = None
+
+
+class WarmRequest(Body):
+    """POST /v1/cache/warm and /v1/cache/pin: a text, token ids or a chat to prefill, for one tenant."""
+
+    prompt: Text | TokenIds | None = None
+    messages: Messages | None = None
+    tenant: Annotated[Text, Field(max_length=64)] | None = None

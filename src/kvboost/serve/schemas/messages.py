@@ -12,9 +12,11 @@ from kvboost.serve.schemas.base import (
     Body,
     CacheControl,
     Inert,
+    Listed,
     SamplingBody,
     Schema,
     Text,
+    TextOr,
     at_most,
     text_only,
 )
@@ -61,16 +63,7 @@ class ToolUseBlock(Body):
     caller: Inert = None
 
 
-def _text_or_blocks(content: Any) -> str:
-    return "str" if isinstance(content, str) else "list[block]"
-
-
-# The tags are what refusals leave out of a field's name, as no client has written them.
-OnlyText = Annotated[
-    Annotated[Text, Tag("str")]
-    | Annotated[list[Annotated[TextBlock, _TEXT_ONLY]], Field(fail_fast=True), Tag("list[block]")],
-    Discriminator(_text_or_blocks),
-]
+OnlyText = TextOr[Annotated[TextBlock, _TEXT_ONLY]]
 
 
 class ToolResultBlock(Body):
@@ -116,10 +109,7 @@ class InputMessage(Body):
 
     role: Literal["user", "assistant", "system"]
     """A system message in the middle is what newer coding agents write."""
-    content: Annotated[
-        Annotated[Text, Tag("str")] | Annotated[list[Block], Field(fail_fast=True), Tag("list[block]")],
-        Discriminator(_text_or_blocks),
-    ]
+    content: TextOr[Block]
 
     @model_validator(mode="after")
     def _blocks_of_its_role(self) -> Self:
@@ -189,9 +179,7 @@ class CountTokensRequest(Body):
         at_most("messages", lambda limits: limits.max_messages),
     ]
     system: OnlyText | None = None
-    tools: Annotated[
-        Annotated[list[CustomTool], Field(fail_fast=True)] | None, at_most("tools", lambda limits: limits.max_tools)
-    ] = None
+    tools: Annotated[Listed[CustomTool] | None, at_most("tools", lambda limits: limits.max_tools)] = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -241,7 +229,7 @@ class MessagesRequest(CountTokensRequest, SamplingBody):
     max_tokens: Annotated[int, Field(ge=1)]
     """At most: an answer ends earlier where the model's positions or the server's limit end."""
     stop_sequences: Annotated[
-        Annotated[list[Annotated[Text, AfterValidator(_short)]], Field(fail_fast=True)] | None,
+        Listed[Annotated[Text, AfterValidator(_short)]] | None,
         at_most("stop_sequences", lambda limits: limits.max_stop_strings),
     ] = None
     top_k: Annotated[int, Field(ge=0)] | None = None

@@ -11,11 +11,13 @@ from kvboost.serve.schemas.base import (
     Body,
     Inert,
     JsonObjectFormat,
+    Listed,
     Name,
     SamplingBody,
     Schema,
     Text,
     TextFormat,
+    TextOr,
     TextPart,
     at_most,
     text_only,
@@ -33,16 +35,7 @@ class ItemPart(TextPart):
     logprobs: _Empty | None = None
 
 
-def _text_or_parts(content: Any) -> str:
-    return "str" if isinstance(content, str) else "list[part]"
-
-
-# The tags are what refusals leave out of a field's name, as no client has written them.
-Parts = Annotated[
-    Annotated[Text, Tag("str")]
-    | Annotated[list[Annotated[ItemPart, _TEXT_ONLY]], Field(fail_fast=True), Tag("list[part]")],
-    Discriminator(_text_or_parts),
-]
+Parts = TextOr[Annotated[ItemPart, _TEXT_ONLY]]
 
 
 class InputMessage(Body):
@@ -89,8 +82,8 @@ class ReasoningItem(Body):
     """What an assistant thought earlier."""
 
     type: Literal["reasoning"]
-    summary: Annotated[list[ReasoningText], Field(fail_fast=True)]
-    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    summary: Listed[ReasoningText]
+    content: Listed[ReasoningText] | None = None
     id: Text | None = None
     encrypted_content: Text | None = None
     """Of another server, which only that one can read: it is left out."""
@@ -181,9 +174,7 @@ class ResponsesRequest(SamplingBody):
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: TextSettings | None = None
-    tools: Annotated[
-        Annotated[list[FunctionTool], Field(fail_fast=True)] | None, at_most("tools", lambda limits: limits.max_tools)
-    ] = None
+    tools: Annotated[Listed[FunctionTool] | None, at_most("tools", lambda limits: limits.max_tools)] = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: Annotated[Text, Field(max_length=64)] | None = None

@@ -11,25 +11,28 @@ import hashlib
 import hmac
 import ipaddress
 import os
+import re
 import secrets
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from starlette.responses import JSONResponse
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvboost.errors import ConfigError
-from kvboost.private import make_secret, read_secret
+from kvboost.private import make_secret, read_private, read_secret
 from kvboost.serve.errors import ApiError
-from kvboost.serve.security.key_files import KeyFiles, check_key, read_keys
 from kvboost.serve.security.limits import Limits
 
 _TENANT_PURPOSE = b"kvboost tenant v2:"
 _NAME_PURPOSE = b"kvboost named tenant v2:"
+_MIN_LENGTH = 8
+_LINE = re.compile(r"(?:([\w.@-]{1,64}):\s+)?(\S+)")
+"""Of a file of keys: a key, or ``NAME: KEY``. Keys have no spaces, so nothing else looks like it."""
 
 
 class Access(enum.Enum):
@@ -51,6 +54,13 @@ class Caller:
     """Tells the keys of one tenant apart; empty where no key is needed."""
 
 
+class _KeyFiles(NamedTuple):
+    """Where the keys of a server are."""
+
+    api_keys: str | Path | None
+    admin_key: str | Path | None
+
+
 class Keys:
     """The keys of a server. Without any, every caller is the admin: that is for one's own machine."""
 
@@ -61,7 +71,7 @@ class Keys:
         admin_key: str | None = None,
         named: Mapping[str, Sequence[str]] | None = None,
         secret: bytes | None = None,
-        files: KeyFiles | None = None,
+        files: _KeyFiles | None = None,
     ) -> None:
         """``named`` are the keys of tenants with a name; each of ``api_keys`` is a tenant of its own.
 
@@ -94,11 +104,12 @@ class Keys:
 
         ``secret`` is a file too; None takes the installation's, which is made if there is none.
         """
-        return cls._read(KeyFiles(api_keys, admin_key), _read_secret(secret) if api_keys is not None else None)
+        return cls._read(_KeyFiles(api_keys, admin_key), _read_secret(secret) if api_keys is not None else None)
 
     @classmethod
-    def _read(cls, files: KeyFiles, secret: bytes | None) -> Self:
-        admin, lines = read_keys(files.admin_key, name="admin_key_file"), read_keys(files.api_keys, name="api_key_file")
+    def _read(cls, files: _KeyFiles, secret: bytes | None) -> Self:
+        admin = _read_keys(files.admin_key, name="admin_key_file")
+        lines = _read_keys(files.api_keys, name="api_key_file")
         if len(admin) > 1:
             raise ConfigError("the file for the admin key holds several lines; give one key")
         named: dict[str, list[str]] = {}
@@ -138,6 +149,38 @@ class Keys:
             if hmac.compare_digest(known, digest):
                 found = caller
         return found if scheme.lower() == b"bearer" else None
+
+
+def _read_keys(file: str | Path | None, *, name: str) -> list[tuple[str | None, str]]:
+    """The keys of a file, each with the name of its tenant, if it has one. No message holds a key."""
+    if file is None:
+        return []
+    remedy = "give a text file with one key per line"
+    try:
+        lines = read_private(file, name=name, remedy=remedy).decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is no text ({error}); {remedy}") from error
+    keys: list[tuple[str | None, str]] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        found = _LINE.fullmatch(line.strip())
+        if found is None:
+            raise ConfigError(f"line {number} of {file} is neither a key nor 'NAME: KEY'; write one key per line")
+        check_key(found[2], called=f"the key in line {number} of {file}")
+        keys.append((found[1], found[2]))
+    if not keys:
+        raise ConfigError(f"{file} holds no key; write one per line, for example from `openssl rand -hex 32`")
+    return keys
+
+
+def check_key(key: str, *, called: str = "a key") -> None:
+    """Refuse one that can be guessed, or that no header carries. ``called`` says which it is."""
+    if len(key) < _MIN_LENGTH or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(
+            f"{called} needs {_MIN_LENGTH} or more printable ASCII characters without spaces; "
+            "make one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+        )
 
 
 def _read_secret(file: str | Path | None) -> bytes | None:
@@ -298,9 +341,3 @@ def _is_of_another_site(headers: Mapping[bytes, bytes]) -> bool:
         return True
     origin = headers.get(b"origin")
     return origin is not None and origin.partition(b"://")[2].lower() != headers.get(b"host", b"").lower()
-
-
-def caller_of(request: Any) -> Caller:
-    """The caller whom the gate let through."""
-    caller: Caller = request.scope["state"]["caller"]
-    return caller

@@ -1,38 +1,49 @@
-"""Bounds a request's body in bytes and in time, whatever its headers say. Runs before the app's routing.
+"""Receives and parses request bodies, bounded in bytes, in time and in values, whatever their headers say.
 
-While a body is parsed, :func:`limits_now` says what the server takes: pydantic has no other way to know. From then on
-:func:`request_bytes_now` says how large it was.
+:class:`BodyLimit` runs before the app's routing, :class:`JsonRoute` is the class of its routes. Invariants: a body is
+whole and small enough before anything reads it; a large one is counted and parsed in a pool, as no other request and no
+step of the model runs meanwhile; what Python's JSON parser takes is taken, and what it refuses is refused in its words.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import defaultdict
+from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from starlette.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvboost.serve.errors import ApiError
 from kvboost.serve.security.fair_pool import FairPool
-from kvboost.serve.security.json_body import PARSED, read_large
-from kvboost.serve.security.json_size import SMALL_BYTES
-from kvboost.serve.security.leaving import ClientGoneError, while_connected
 from kvboost.serve.security.limits import Limits, Shares
 
+T = TypeVar("T")
+VALUES = b",[{"
+CONTAINERS = b"[{"  # each costs its reader as much as many values
+_PARSED = "kvboost.parsed"  # a request's large body, in its ASGI scope
+_SMALL_BYTES = 64 * 2**10  # counted and parsed in a millisecond or two, whatever is in them
+_WINDOW = 64 * 2**10  # bytes that are looked at in one call, which lets nobody else run
+_STRINGS = re.compile(rb'"[^"]*+"?')
 _PAUSE_S = 0.002  # before the next piece of a body (64 KiB or more), for each other body of its tenant that comes
 _MAX_PAUSE_S = 0.05
 _COMES_S = 1.0  # a body comes as long as its last piece is younger
+_CLIENT_GONE = 499  # nobody reads it; it is what logs and metrics show
 _limits: ContextVar[Limits | None] = ContextVar("limits of this request's server", default=None)
+_request_bytes: ContextVar[int] = ContextVar("bytes of this request", default=0)
 
 
 def limits_now() -> Limits:
-    """Of the server that parses a body now; the defaults outside of any."""
+    """Of the server that parses a body now, as pydantic's checks have no other way to know; else the defaults."""
     return _limits.get() or Limits()
-
-
-_request_bytes: ContextVar[int] = ContextVar("bytes of this request", default=0)
 
 
 def request_bytes_now() -> int:
@@ -45,15 +56,40 @@ def add_remembered_bytes(nbytes: int) -> None:
     _request_bytes.set(_request_bytes.get() + nbytes)
 
 
+class ClientGoneError(Exception):
+    """Nobody waits for an answer any more."""
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone. Call it once the whole body has been received."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` returns or raises. It is cancelled when the client goes away, which raises ClientGoneError."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(disconnected(receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        working.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+    if working.cancelled():
+        raise ClientGoneError
+    return working.result()
+
+
 class _Held:
     """What one request holds of the bytes that all may."""
 
     def __init__(self, shares: Shares, tenant: str) -> None:
         self._shares, self.tenant, self._bytes = shares, tenant, 0
 
-    def take(self, nbytes: int) -> None:
+    def add(self, nbytes: int) -> None:
         """So many more. Raises a 429."""
-        self._shares.take(self.tenant, nbytes)
+        self._shares.add(self.tenant, nbytes)
         self._bytes += nbytes
 
     def release(self) -> None:
@@ -65,7 +101,7 @@ class BodyLimit:
     """Hands requests on whose bodies are small and whole; answers the others."""
 
     def __init__(self, app: ASGIApp, *, limits: Limits, pool: FairPool) -> None:
-        """``pool`` looks at large bodies, and its pace is told who is here."""
+        """``pool`` looks at large bodies, and its pace learns who is here."""
         self._app, self._limits, self._pool = app, limits, pool
         refusal = f"the requests under way have {limits.max_total_body_bytes} bytes"
         self._bytes = Shares(limits.max_total_body_bytes, refusal=refusal)
@@ -95,12 +131,12 @@ class BodyLimit:
                 self._coming[held.tenant].pop(held, None)
                 if not self._coming[held.tenant]:
                     del self._coming[held.tenant]
-            if body is not None and json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):
+            if json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):
                 no_json = "the body is not valid JSON: it is no UTF-8; send a JSON object in UTF-8"
                 raise ApiError(400, no_json, code="invalid_json")
-            if body is not None and len(body) > SMALL_BYTES:
-                reading = self._pool.run(held.tenant, read_large, body, self._limits)
-                scope[PARSED] = await while_connected(receive, reading)
+            if len(body) > _SMALL_BYTES:
+                reading = self._pool.run(held.tenant, _read_large, body, self._limits)
+                scope[_PARSED] = await while_connected(receive, reading)
         except (ApiError, TimeoutError) as error:
             late = f"the body took longer than {self._limits.body_seconds:g} seconds"
             refusal = error if isinstance(error, ApiError) else ApiError(408, late, code="too_slow")
@@ -109,8 +145,6 @@ class BodyLimit:
             return
         except ClientGoneError:
             return
-        if body is None:
-            return  # the client has gone
         replayed = False
 
         async def replay() -> Message:
@@ -124,12 +158,10 @@ class BodyLimit:
         _request_bytes.set(len(body))
         await self._app(scope, replay, send)
 
-    async def _body(self, scope: Scope, receive: Receive, held: _Held) -> bytes | None:
-        limit = self._limits.max_body_bytes
-        refusal = ApiError(413, f"the body is larger than {limit} bytes, this server's limit", code="too_large")
+    async def _body(self, scope: Scope, receive: Receive, held: _Held) -> bytes:
         for name, value in scope["headers"]:
-            if name == b"content-length" and value.isdigit() and int(value[:19]) > limit:
-                raise refusal
+            if name == b"content-length" and value.isdigit():
+                self._check_bytes(int(value[:19]))
         parts: list[bytes] = []
         size = 0
         now = asyncio.get_running_loop().time
@@ -138,12 +170,11 @@ class BodyLimit:
             async with asyncio.timeout_at(deadline):
                 message = await receive()
             if message["type"] == "http.disconnect":
-                return None
+                raise ClientGoneError
             parts.append(message.get("body", b""))
             size += len(parts[-1])
-            if size > limit:
-                raise refusal
-            held.take(len(parts[-1]))
+            self._check_bytes(size)
+            held.add(len(parts[-1]))
             if not message.get("more_body", False):
                 return b"".join(parts)
             # Receiving a body keeps the event loop busy: one tenant's 64 would come before every other request. What is
@@ -154,3 +185,91 @@ class BodyLimit:
             others = sum(came - last < _COMES_S for last in coming.values()) - 1
             await asyncio.sleep(min(_MAX_PAUSE_S, _PAUSE_S * others))
             deadline += now() - came  # the client is not late by what the server waited
+
+    def _check_bytes(self, size: int) -> None:
+        if size > (limit := self._limits.max_body_bytes):
+            raise ApiError(413, f"the body is larger than {limit} bytes, this server's limit", code="too_large")
+
+
+def check_size(text: bytes, limits: Limits, *, what: str, status: int = 413, param: str | None = None) -> None:
+    """Refuse UTF-8 that takes long to parse. ``what`` begins the refusal: "the body has"."""
+    for marks, limit, name, code in (
+        (VALUES, limits.max_json_values, "values", "too_many_values"),
+        (CONTAINERS, limits.max_json_containers, "lists and objects", "too_many_containers"),
+    ):
+        if has_more(text, marks, limit):
+            message = f"{what} more than {limit} {name}, this server's limit; send fewer"
+            raise ApiError(status, message, param=param, code=code)
+
+
+def has_more(text: bytes, marks: bytes, limit: int) -> bool:
+    """Whether a JSON text has more than ``limit`` of these bytes outside of strings. Broken JSON is no error.
+
+    A parser holds the interpreter until it is done, with a million empty lists for long. This lets others run.
+    """
+    if sum(text.count(mark) for mark in marks) <= limit:
+        return False  # most bodies, at once
+    others = bytes(set(range(256)).difference(marks, b'"'))
+    text = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of quotes begins or ends a string
+    count, opened = 0, b""
+    for begin in range(0, len(text), _WINDOW):
+        window = opened + text[begin : begin + _WINDOW].translate(None, others)
+        opened = b'"' if window.count(b'"') % 2 else b""
+        count += len(_STRINGS.sub(b"", window))
+        if count > limit:
+            return True
+    return False
+
+
+def parse(body: bytes) -> Any:
+    """The values of a JSON text. Pydantic's parser holds the interpreter for less time than Python's own."""
+    try:
+        return from_json(body)
+    except ValueError:
+        return json.loads(body)  # takes half a surrogate pair, and its error says where it is
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    """What a large body holds, or why it is no JSON."""
+
+    value: Any = None
+    error: Exception | None = None
+
+
+def _read_large(body: bytes, limits: Limits) -> _Parsed:
+    """Count and parse a large body. Raises a 413. For a worker thread."""
+    check_size(body, limits, what="the body has")
+    try:
+        return _Parsed(parse(body))
+    except (ValueError, RecursionError) as error:
+        return _Parsed(error=error)
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        """What the body holds. Raises what parsing it raised."""
+        parsed: _Parsed | None = self.scope.pop(_PARSED, None)
+        if parsed is None:
+            return parse(await self.body())
+        if parsed.error is not None:
+            raise parsed.error
+        return parsed.value
+
+
+class JsonRoute(APIRoute):
+    """A route whose body is parsed by :func:`parse`, and whose work ends when the client goes away."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """As FastAPI's own, over requests that parse differently."""
+        handle = super().get_route_handler()
+
+        async def handle_body(request: Request) -> Response:
+            asked = _JsonRequest(request.scope, request.receive)
+            await asked.body()  # from here on the next that is received is the client's leaving
+            try:
+                return await while_connected(asked.receive, handle(asked))
+            except ClientGoneError:
+                return Response(status_code=_CLIENT_GONE)
+
+        return handle if self.body_field is None else handle_body

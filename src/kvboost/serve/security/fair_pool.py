@@ -1,55 +1,131 @@
-"""Runs the work of several tenants on a few threads of its own, one of each tenant in turn.
+"""Runs the work of several tenants in a thread of its own, one piece of each tenant in turn.
 
-Used for tokenising, which takes a second for a few megabytes: a tenant with a hundred such prompts makes another wait
-for one of them, not for all. Invariants: what waits is bounded, and never more than an even share of it is one
-tenant's once it is full; work that nobody waits for any more is dropped unless it was begun or ends an answer. A
-tenant whose work takes long may have to rest before its next request (:mod:`kvboost.serve.security.pace`); what goes
-on with a request comes before what begins one.
+The interpreter runs one thread at a time, so the model as well waits for whoever parses a large body, tokenises a few
+megabytes or compiles a schema. The server has a :class:`FairPool` for each of these and one :class:`Pace` for all.
+Invariants: what waits is bounded, and once that is full, no tenant has more of it than an even share; work that nobody
+waits for any more is dropped, unless it was begun or ends an answer; while other tenants are here, the next request of
+one rests ``rest`` seconds, up to a bound, for each second of a processor that its work took; a request that was begun
+does not rest again, and a tenant that is alone never does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from time import thread_time
+from time import monotonic, thread_time
 from typing import Any, TypeVar
 
 from kvboost.serve.errors import ApiError
-from kvboost.serve.security.pace import Pace, Visit, visit_of
 
 T = TypeVar("T")
 _LOOK_S = 0.5  # who rests is looked at again so often: the others may have gone
+_HERE_S = 2.0  # after its last request a tenant counts as here
+_MAX_REST_S = 5.0  # however much was worked
+
+
+@dataclass(eq=False)
+class _Visit:
+    """A request that is under way."""
+
+    tenant: str
+    begun: bool = False
+    """Whether any of its work was."""
+
+
+_visit: ContextVar[_Visit | None] = ContextVar("the request that is answered", default=None)
+
+
+def _visit_of(tenant: str) -> _Visit | None:
+    """The request that is being answered, if it is this tenant's: an admin's may be for another."""
+    visit = _visit.get()
+    return visit if visit is not None and visit.tenant == tenant else None
+
+
+class Pace:
+    """Who is here, and who rests. Thread-safe."""
+
+    def __init__(self, rest: float) -> None:
+        """For each second of work, ``rest`` seconds of rest."""
+        self._rest = rest
+        self._lock = threading.Lock()
+        self._under_way: Counter[str] = Counter()
+        self._last: dict[str, float] = {}
+        """When a tenant's last request ended, where it was a moment ago."""
+        self._begins: dict[str, float] = {}
+        """When a tenant's next request may begin."""
+
+    @contextmanager
+    def here(self, tenant: str) -> Iterator[None]:
+        """A request of this tenant is under way."""
+        with self._lock:
+            self._under_way[tenant] += 1
+        token = _visit.set(_Visit(tenant))
+        try:
+            yield
+        finally:
+            _visit.reset(token)
+            now = monotonic()
+            with self._lock:
+                self._under_way[tenant] -= 1
+                self._under_way += Counter()  # keeps those that have any
+                self._last[tenant] = now
+                self._last = {name: ended for name, ended in self._last.items() if now - ended < _HERE_S}
+                self._begins = {name: begins for name, begins in self._begins.items() if begins > now}
+
+    def is_under_way(self, tenant: str) -> bool:
+        """Whether a request of this tenant is."""
+        with self._lock:
+            return tenant in self._under_way
+
+    def worked(self, tenant: str, seconds: float) -> None:
+        """Work of this tenant has just ended, and took so much of a processor."""
+        if self._rest:
+            now = monotonic()
+            with self._lock:
+                begins = max(self._begins.get(tenant, now), now) + self._rest * seconds
+                self._begins[tenant] = min(begins, now + _MAX_REST_S)
+
+    def wait(self, tenant: str) -> float:
+        """Seconds until this tenant's next request may begin."""
+        now = monotonic()
+        with self._lock:
+            others = self._under_way.keys() | {name for name, ended in self._last.items() if now - ended < _HERE_S}
+            if not others - {tenant}:
+                return 0.0
+            return max(0.0, self._begins.get(tenant, now) - now)
 
 
 @dataclass(eq=False)
 class _Entry:
     future: Future[Any]
     work: Callable[[], Any]
-    visit: Visit | None
+    visit: _Visit | None
     """The request that it is part of, where that is known."""
 
     @property
     def may_rest(self) -> bool:
-        """Not the end of an answer, nor what goes on with a request."""
+        """Whether this begins a request: the rest of a request and the end of its answer never wait."""
         return not (self.future.running() or (self.visit is not None and self.visit.begun))
 
 
 class FairPool:
-    """Thread-safe. Its threads begin with the first work and end with the process or with :meth:`close`."""
+    """Thread-safe. Its thread begins with the first work and ends with the process or with :meth:`close`."""
 
-    def __init__(self, threads: int, *, max_waiting: int, name: str, pace: Pace | None = None) -> None:
+    def __init__(self, *, max_waiting: int, name: str, pace: Pace | None = None) -> None:
         """``pace`` says how long a tenant rests after its work; if left out, not at all."""
         self.pace = pace or Pace(0.0)
-        self._threads, self._max_waiting, self._name = threads, max_waiting, name
+        self._max_waiting, self._name = max_waiting, name
         self._changed = threading.Condition()
-        self._waiting: OrderedDict[str, deque[_Entry]] = OrderedDict()
+        self._waiting: dict[str, deque[_Entry]] = {}
         """By tenant, in the order of their turns."""
-        self._started = 0
+        self._started = False
         self._closed = False
 
     @property
@@ -71,12 +147,13 @@ class FairPool:
                     headers={"Retry-After": "1"},
                 )
         future: Future[T] = Future()
-        entry = _Entry(future, partial(work, *arguments, **keywords), visit_of(tenant))
+        entry = _Entry(future, partial(work, *arguments, **keywords), _visit_of(tenant))
         self._add(tenant, entry)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            self._drop(tenant, entry)
+            with self._changed:
+                self._drop(tenant, entry)
             raise
 
     async def finish(self, tenant: str, work: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
@@ -92,27 +169,21 @@ class FairPool:
     def _add(self, tenant: str, entry: _Entry) -> None:
         with self._changed:
             own = self._waiting.setdefault(tenant, deque())
-            going_on = next((place for place, other in enumerate(own) if other.may_rest), len(own))
-            own.insert(len(own) if entry.may_rest else going_on, entry)
-            if self._started < self._threads:
+            first_resting = next((index for index, other in enumerate(own) if other.may_rest), len(own))
+            own.insert(len(own) if entry.may_rest else first_resting, entry)
+            if not self._started:
                 try:
                     threading.Thread(target=self._work, name=self._name, daemon=True).start()
-                    self._started += 1
                 except RuntimeError as error:  # the machine has no thread left: the next request tries again
-                    if not self._started:
-                        self._take_out(tenant, entry)
-                        raise ApiError(
-                            503, "the server has no thread for this request; try again", headers={"Retry-After": "5"}
-                        ) from error
+                    self._drop(tenant, entry)
+                    raise ApiError(
+                        503, "the server has no thread for this request; try again", headers={"Retry-After": "5"}
+                    ) from error
+                self._started = True
             self._changed.notify()
 
     def _drop(self, tenant: str, entry: _Entry) -> None:
-        """Take work out of the queue, so that it holds neither its prompt nor another's place."""
-        with self._changed:
-            self._take_out(tenant, entry)
-
-    def _take_out(self, tenant: str, entry: _Entry) -> None:
-        """The same, with the condition held."""
+        """Remove work from the queue: it holds a prompt and counts against others. Needs the condition."""
         own = self._waiting.get(tenant, deque())
         if entry in own:
             own.remove(entry)
@@ -145,7 +216,7 @@ class FairPool:
                 own = self._waiting.pop(tenant)
                 entry = own.popleft()
                 if own:
-                    self._waiting[tenant] = own  # behind the others
+                    self._waiting[tenant] = own  # after the others
                 if entry.visit is not None:
                     entry.visit.begun = True
             future, work = entry.future, entry.work

@@ -92,7 +92,7 @@ class Shares:
         """By all tenants."""
         return self._held.total()
 
-    def take(self, tenant: str, amount: int = 1) -> None:
+    def add(self, tenant: str, amount: int = 1) -> None:
         """So much more. Raises a 429 if that is too much, and the tenant would have more than its even share."""
         even_share = max(1, self._limit // len({*self._held, tenant}))
         if self.held + amount > self._limit and self._held[tenant] + amount > even_share:
@@ -108,26 +108,6 @@ class Shares:
         """So much less."""
         self._held[tenant] -= amount
         self._held += Counter()  # keeps those that have any
-
-
-class Streams:
-    """Counts the requests that generate, by tenant. Used on the event loop only."""
-
-    def __init__(self, max_streams: int) -> None:
-        self._shares = Shares(max_streams, refusal=f"{max_streams} requests are being answered")
-
-    @property
-    def running(self) -> int:
-        """Of all tenants."""
-        return self._shares.held
-
-    def enter(self, tenant: str) -> None:
-        """One more. Raises a 429 if there are too many, of which the tenant has its even share."""
-        self._shares.take(tenant)
-
-    def leave(self, tenant: str) -> None:
-        """One less."""
-        self._shares.give_back(tenant)
 
 
 def check_count(count: int, limit: int, *, param: str) -> None:

@@ -1,15 +1,41 @@
-"""GET /health, /ready and /metrics."""
+"""GET /, /health, /ready, /metrics and /v1/models: what this server is, and how it is.
+
+Called by browsers, orchestrators, scrapers and clients. Invariant: none of them waits for a tier or for the model.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvboost.serve.api.dependencies import AppService
+from kvboost.serve.api.common import AppService
 from kvboost.serve.generation.service import Service
+
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+@cache
+def _page() -> bytes:
+    return files("kvboost.serve").joinpath("ui/page.html").read_bytes()
+
+
+async def page() -> Response:
+    """The page; nothing in it comes from anywhere else."""
+    headers = {
+        "Content-Security-Policy": _POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return Response(_page(), media_type="text/html; charset=utf-8", headers=headers)
 
 
 async def health(service: AppService) -> Response:
@@ -50,3 +76,26 @@ async def metrics(service: AppService) -> Response:
     """The metrics in Prometheus' text format."""
     text = await asyncio.to_thread(service.metrics.text)
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def models(service: AppService) -> Response:
+    """All of them, the model itself first."""
+    cards = [_card(service, name) for name in (service.model_name, *service.adapters)]
+    return JSONResponse({"object": "list", "data": cards})
+
+
+async def model(service: AppService, model: str) -> Response:
+    """One of them, by name."""
+    service.check_model(model)
+    return JSONResponse(_card(service, model))
+
+
+def _card(service: Service, name: str) -> dict[str, object]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "kvboost",
+        "max_model_len": service.max_positions,
+        "parent": None if name == service.model_name else service.model_name,
+    }
