@@ -129,17 +129,16 @@ def _workspace_shared(patch: pytest.MonkeyPatch) -> None:
 
 
 def _weights_not_watched(patch: pytest.MonkeyPatch) -> None:
-    right = fingerprint.TensorWatch.state
+    right = fingerprint.TensorWatch.states
 
-    def without_version(watch: Any, tensor: torch.Tensor) -> Any:
-        storage, number, _, address = right(watch, tensor)
-        return storage, number, 0, address
+    def without_versions(watch: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        return right(watch, tensors)._replace(versions=())
 
-    patch.setattr(fingerprint.TensorWatch, "state", without_version)
+    patch.setattr(fingerprint.TensorWatch, "states", without_versions)
 
 
 def _adapters_not_watched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fingerprint, "adapter_layers", lambda model: ())
+    patch.setattr(fingerprint, "adapter_layers", lambda model, modules: ())
 
 
 def _merges_not_watched(patch: pytest.MonkeyPatch) -> None:

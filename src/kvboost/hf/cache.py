@@ -75,6 +75,8 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
     def __init__(self, key_store: torch.Tensor, value_store: torch.Tensor) -> None:
         super().__init__()
         self.key_store, self.value_store = key_store, value_store  # [batch, heads, capacity, dim]
+        self.in_slab = True
+        """False once it has storage of its own."""
         self.rewritten: torch.Tensor | None = None  # positions that the next update replaces
         self.watched = False
         self.changes: KVChanges | None = None
@@ -86,8 +88,26 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
     def set_length(self, length: int) -> None:
         """Declare positions ``[0, length)`` to be the sequence so far."""
         self.length = length
-        self.keys = self.key_store[:, :, :length]
-        self.values = self.value_store[:, :, :length]
+
+    # Views made when asked for: a request sets the length of every layer before the model does.
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """The keys of positions ``[0, length)``."""
+        return self.key_store[:, :, : self.length]
+
+    @keys.setter
+    def keys(self, keys: None) -> None:
+        """Only Transformers' constructor does it, before there are any."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The values of positions ``[0, length)``."""
+        return self.value_store[:, :, : self.length]
+
+    @values.setter
+    def values(self, values: None) -> None:
+        """Only Transformers' constructor does it, before there are any."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: the storage was made with the layer."""
@@ -161,8 +181,7 @@ class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         )
 
     def _replace(self, key_store: torch.Tensor, value_store: torch.Tensor) -> None:
-        self.key_store, self.value_store = key_store, value_store
-        self.set_length(self.length)
+        self.key_store, self.value_store, self.in_slab = key_store, value_store, False
 
 
 def _squared_change(store: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
@@ -230,12 +249,7 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
     @property
     def is_poolable(self) -> bool:
         """Whether every layer still lives in its slab (no growth, no batch operation since)."""
-        return all(
-            self.layers[slot // 2].key_store.data_ptr() == slab[index].data_ptr()
-            for slab, slots in self._slabs
-            for index, slot in enumerate(slots)
-            if slot % 2 == 0
-        )
+        return all(layer.in_slab for layer in self.layers)
 
     def set_length(self, length: int) -> None:
         """Declare positions ``[0, length)`` of every layer to be the sequence so far."""

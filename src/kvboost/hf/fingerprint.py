@@ -16,19 +16,21 @@ import json
 import sys
 import threading
 import uuid
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch.autograd.graph import increment_version
 
 from kvboost.errors import ConfigError
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.code_digest import attention_code, attention_code_digest, code_digest, model_code_digest
 from kvboost.hf.environment import NumericEnvironment
-from kvboost.hf.layers import walk
+from kvboost.hf.layers import ModuleTree
 from kvboost.hf.loaded_weights import claim_loaded
 from kvboost.hf.peft_layers import AdapterLayer, adapter_layers, merges_missed, plain_path
-from kvboost.hf.weight_digests import TensorState, TensorWatch, Weight, digest_weights, is_streamed, weights_by_owner
+from kvboost.hf.weight_digests import TensorStates, TensorWatch, Weight, digest_weights, is_streamed, weights_by_owner
 from kvboost.hf.weights import streamed_weights_of
 from kvboost.types import ModelSnapshot
 
@@ -42,7 +44,7 @@ class ModelState(NamedTuple):
 
     changes: int
     """Number of calls of ``weights_changed``."""
-    weights: tuple[TensorState, ...]
+    weights: TensorStates
     adapters: tuple[AdapterLayer, ...]
     attention: str
     attention_code: tuple[Any, ...]
@@ -63,12 +65,12 @@ class ModelIdentity:
         self._model = model
         self._lock = threading.Lock()
         self._studied(layout, steps)
-        self._watch = TensorWatch()
+        self._tree, self._watch = ModuleTree(model), TensorWatch()
         self._changes = 0
         self._loaded = claim_loaded(model)
         self._merges_missed = merges_missed()
         self._experts = _experts(model)
-        self._digests: dict[str | None, tuple[tuple[TensorState | None, ...], str]] = {}
+        self._digests: dict[str | None, tuple[TensorStates, str]] = {}
         """The digests of the base model (None) and of each adapter, with the states they were made from."""
         self._config_and_rope = (_config_digest(model), _rope_digest(model))
         self._code = f"code={code_digest()},{model_code_digest(model)}"
@@ -148,19 +150,21 @@ class ModelIdentity:
         if merges_missed() != self._merges_missed:
             increment_version(list(model.parameters()))
             self._merges_missed = merges_missed()
-        adapters = adapter_layers(model)
-        weights: list[TensorState] = []
-        for module in walk(model):
-            for tensors in (module._parameters, module._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is None or name.endswith("inv_freq"):
-                        continue
-                    # A streamed weight is a new tensor every time, and never written to.
-                    if streamer is None or not streamer.holds(module, name):
-                        weights.append(self._watch.state(tensor))
+        modules = self._tree.modules()
+        adapters = adapter_layers(model, modules)
+        owned: list[tuple[Any, Mapping[str, torch.Tensor | None]]] = []  # most modules own none
+        owned += [(module, tensors) for module in modules if (tensors := module._parameters)]
+        owned += [(module, buffers) for module in modules if (buffers := module._buffers)]
+        watched = [
+            tensor
+            for module, tensors in owned
+            for name, tensor in tensors.items()
+            # A streamed weight is a new tensor every time, and never written to.
+            if not (tensor is None or name.endswith("inv_freq") or (streamer and streamer.holds(module, name)))
+        ]
         return ModelState(
             self._changes,
-            tuple(weights),
+            self._watch.states(watched),
             adapters,
             attention := str(model.config._attn_implementation),
             attention_code(attention),
@@ -204,9 +208,7 @@ class ModelIdentity:
         return hasher.hexdigest()
 
     def _digest(self, owner: str | None, weights: list[Weight]) -> str:
-        states = tuple(
-            None if is_streamed(self._model, weight.path) else self._watch.state(weight.tensor) for weight in weights
-        )
+        states = self._watch.states([w.tensor for w in weights if not is_streamed(self._model, w.path)])
         known = self._digests.get(owner)
         if known is None or known[0] != states:
             loaded = None

@@ -24,7 +24,7 @@ from kvboost.errors import ConfigError
 from kvboost.hf.checkpoint import Shards, checkpoint_files
 from kvboost.hf.kept_files import cache_directory, write_whole
 from kvboost.hf.peft_layers import merges_missed
-from kvboost.hf.weight_digests import TensorState, TensorWatch, Weight, weights_by_owner
+from kvboost.hf.weight_digests import TensorStates, TensorWatch, Weight, weights_by_owner
 
 _log = logging.getLogger(__name__)
 _VERSION = 1
@@ -62,7 +62,7 @@ class Checkpoint:
 class LoadedWeights:
     """The weights that came out of a checkpoint as it holds them, and their digests from an earlier start."""
 
-    def __init__(self, path: Path, states: dict[str, TensorState]) -> None:
+    def __init__(self, path: Path, states: dict[str, TensorStates]) -> None:
         self._path, self._states = path, states
         self._watch = TensorWatch()
         self._merges_missed = merges_missed()
@@ -74,7 +74,7 @@ class LoadedWeights:
         """Whether this weight is as it was loaded."""
         if merges_missed() != self._merges_missed:
             return False
-        return self._states.get(weight.name) == self._watch.state(weight.tensor)
+        return self._states.get(weight.name) == self._watch.states([weight.tensor])
 
     def read(self) -> dict[str, bytes]:
         """The digests of an earlier start by the weights' names; none if there was none."""
@@ -119,7 +119,7 @@ def remember_loaded(model: Any, checkpoint: Checkpoint) -> None:
     if getattr(model.config, "quantization_config", None) is not None or not checkpoint.is_unchanged:
         return
     watch = TensorWatch()
-    states: dict[str, TensorState] = {}
+    states: dict[str, TensorStates] = {}
     weights = weights_by_owner(model)[None]
     for weight in weights:
         stored = checkpoint.tensors.get(weight.path)
@@ -128,7 +128,7 @@ def remember_loaded(model: Any, checkpoint: Checkpoint) -> None:
         if stored.dtype == weight.tensor.dtype or (
             stored.dtype.is_floating_point and weight.tensor.is_floating_point()
         ):
-            states[weight.name] = watch.state(weight.tensor)
+            states[weight.name] = watch.states([weight.tensor])
     path = cache_directory() / "weight-digests" / f"{checkpoint.key(model, weights)}.json"
     setattr(model, _ATTRIBUTE, LoadedWeights(path, states))
 

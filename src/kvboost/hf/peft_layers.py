@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 from torch.autograd.graph import increment_version
 
 from kvboost.errors import ConfigError
-from kvboost.hf.layers import walk
 
 # What PEFT puts around a wrapped model and a wrapped layer. Without them a weight has the name it has without PEFT.
 _MODEL_PREFIX = "base_model.model."
@@ -132,10 +131,10 @@ def adapter_layer(path: str, module: Any) -> AdapterLayer | None:
     )
 
 
-def adapter_layers(model: Any) -> tuple[AdapterLayer, ...]:
-    """What the layers of ``model`` do with adapters. Called several times in every request."""
+def adapter_layers(model: Any, modules: Iterable[Any]) -> tuple[AdapterLayer, ...]:
+    """What the layers of ``model`` do with adapters; ``modules`` are all of its own. Called twice in every request."""
     kinds = _peft()[:2] if "peft" in sys.modules else ()
-    found = {module for module in walk(model) if isinstance(module, kinds)} if kinds else None
+    found = {module for module in modules if isinstance(module, kinds)} if kinds else None
     if not found:
         return ()  # almost always: without the names of all modules, which take longer
     layers = (adapter_layer(path, module) for path, module in model.named_modules() if module in found)

@@ -23,8 +23,14 @@ if TYPE_CHECKING:
 
 _HASH_PIECE = 16 * 2**20  # elements
 
-TensorState = tuple[StorageWeakRef, int, int, int]
-"""Changes when a tensor is written to, moved or exchanged."""
+
+class TensorStates(NamedTuple):
+    """Change when one of several tensors is written to, moved or exchanged. One entry for each tensor."""
+
+    storages: tuple[StorageWeakRef, ...]
+    tensors: tuple[int, ...]
+    versions: tuple[int, ...]
+    addresses: tuple[int, ...]
 
 
 class TensorWatch:
@@ -37,19 +43,30 @@ class TensorWatch:
     def __init__(self) -> None:
         self._storages: dict[int, StorageWeakRef] = {}
 
-    def state(self, tensor: torch.Tensor) -> TensorState:
-        """The tensor's current state."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if (known := self._storages.get(key)) is None:
+    def states(self, tensors: Sequence[torch.Tensor]) -> TensorStates:
+        """The tensors' current states. In columns: a request asks twice for hundreds of tensors."""
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        keys, known = [storage._cdata for storage in storages], self._storages
+        for key, storage in zip(keys, storages, strict=True) if not known.keys() >= set(keys) else ():
             # Two threads may both come here: the references are equal, and either keeps the identity taken.
-            known = self._storages[key] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        # Inference tensors count no versions: a write to one of those goes unnoticed.
-        return known, id(tensor), 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
+            known.setdefault(key, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+        return TensorStates(
+            storages=tuple([known[key] for key in keys]),
+            tensors=tuple(map(id, tensors)),
+            versions=_versions(tensors),
+            addresses=tuple([tensor.data_ptr() for tensor in tensors]),
+        )
 
-    def forget_all_but(self, states: Sequence[TensorState]) -> None:
-        """Drop storages that none of ``states`` has. Holders of older states keep their own references."""
-        self._storages = {state[0].cdata: state[0] for state in states}
+    def forget_all_but(self, states: TensorStates) -> None:
+        """Drop storages that ``states`` does not have. Holders of older states keep their own references."""
+        self._storages = {storage.cdata: storage for storage in states.storages}
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    try:
+        return tuple([tensor._version for tensor in tensors])
+    except RuntimeError:  # inference tensors count no versions: a write to one of those goes unnoticed
+        return tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
 
 
 class Weight(NamedTuple):
