@@ -82,7 +82,7 @@ class ChangesBlocks(MemoryStore):
 class RaisesOnAMiss(MemoryStore):
     """Raises where it should miss."""
 
-    def lease(self, chunks: Sequence[Chunk]) -> MemoryLease:
+    def lease(self, chunks: Sequence[Chunk]) -> MemoryLease[KVBlock]:
         if chunks and chunks[0].prefix_key not in self._entries:
             raise KeyError(chunks[0].prefix_key)
         return super().lease(chunks)
@@ -91,21 +91,21 @@ class RaisesOnAMiss(MemoryStore):
 class SkipsGaps(MemoryStore):
     """Finds every stored chunk of a prompt, also behind a missing one."""
 
-    def lease(self, chunks: Sequence[Chunk]) -> MemoryLease:
+    def lease(self, chunks: Sequence[Chunk]) -> MemoryLease[KVBlock]:
         return super().lease([chunk for chunk in chunks if chunk.prefix_key in self._entries])
 
 
 class AllOrNothing(MemoryStore):
     """Finds a prompt only as a whole."""
 
-    def lease(self, chunks: Sequence[Chunk]) -> MemoryLease:
+    def lease(self, chunks: Sequence[Chunk]) -> MemoryLease[KVBlock]:
         return super().lease(chunks if all(c.prefix_key in self._entries for c in chunks) else [])
 
 
 class IgnoresTokens(MemoryStore):
     """Trusts the key alone."""
 
-    def lease(self, chunks: Sequence[Chunk]) -> MemoryLease:
+    def lease(self, chunks: Sequence[Chunk]) -> MemoryLease[KVBlock]:
         stored = [self._entries.get(chunk.prefix_key) for chunk in chunks]
         return super().lease(
             [c._replace(tokens=e.block.tokens) if e else c for c, e in zip(chunks, stored, strict=True)]
@@ -118,7 +118,7 @@ class StoresAgain(MemoryStore):
     def put(self, block: KVBlock) -> PutOutcome:
         outcome = super().put(block)
         if outcome is PutOutcome.PRESENT:
-            self._bytes += block.nbytes
+            self._own.bytes += block.nbytes
             return PutOutcome.STORED
         return outcome
 
@@ -143,7 +143,7 @@ class EvictsForNothing(MemoryStore):
 class HasNoLimit(MemoryStore):
     """Never makes room."""
 
-    def _evict_for(self, nbytes: int) -> bool:
+    def _evict_for(self, block: KVBlock, share: Any) -> bool:
         return True
 
 
@@ -160,8 +160,8 @@ class OffByOneByte(MemoryStore):
     def __init__(self, capacity_bytes: int, *, max_chunks: int | None = None) -> None:
         super().__init__(capacity_bytes + 1, max_chunks=max_chunks)
 
-    def stats(self) -> StoreStats:
-        return replace(super().stats(), capacity_bytes=self._quota - 1)
+    def stats(self, tenant: str | None = None) -> StoreStats:
+        return replace(super().stats(tenant), capacity_bytes=self._capacity - 1)
 
 
 class NeverEvicts(MemoryStore):
@@ -221,40 +221,40 @@ class InsistsOnKnownKeys(MemoryStore):
         super().used([self._entries[key].block.key for key in chain])
 
 
-class ReadableLease(MemoryLease):
+class ReadableLease(MemoryLease[KVBlock]):
     """Still hands out its blocks after release, and releases as often as it is told."""
 
     def release(self) -> None:
-        if self._entries is not None:
-            self._store._release(self._entries)
+        self._store._release(self._entries)
 
 
 class LeasesStayOpen(MemoryStore):
     """Makes such leases."""
 
-    def lease(self, chunks: Sequence[Chunk]) -> MemoryLease:
-        return ReadableLease(self, super().lease(chunks)._entries or [])
+    def lease(self, chunks: Sequence[Chunk]) -> MemoryLease[KVBlock]:
+        lease = super().lease(chunks)
+        return ReadableLease(self, lease._entries, lease.blocks)
 
 
 class ClearsHalf(MemoryStore):
     """Forgets the blocks but not their bytes."""
 
-    def clear(self) -> None:
-        held = self._bytes
-        super().clear()
-        self._bytes = held
+    def clear(self, tenant: str | None = None) -> None:
+        held = self._own.bytes
+        super().clear(tenant)
+        self._own.bytes = held
 
 
 class ClearRevokes(MemoryStore):
     """Takes the blocks from leases that are out."""
 
-    def lease(self, chunks: Sequence[Chunk]) -> MemoryLease:
+    def lease(self, chunks: Sequence[Chunk]) -> MemoryLease[KVBlock]:
         lease = super().lease(chunks)
         self.__dict__.setdefault("out", []).append(lease)
         return lease
 
-    def clear(self) -> None:
-        super().clear()
+    def clear(self, tenant: str | None = None) -> None:
+        super().clear(tenant)
         for lease in self.__dict__.get("out", []):
             lease.release()
 
@@ -269,8 +269,8 @@ class CountsLeasesByKey(MemoryStore):
 class CountsHitsOnly(MemoryStore):
     """Does not say what was asked for in vain."""
 
-    def stats(self) -> StoreStats:
-        return replace(super().stats(), misses=0)
+    def stats(self, tenant: str | None = None) -> StoreStats:
+        return replace(super().stats(tenant), misses=0)
 
 
 class StopsAtAGap(MemoryStore):
@@ -278,11 +278,11 @@ class StopsAtAGap(MemoryStore):
 
     def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> Any:
         lease = super().lease_content(chunks, after=after)
-        entries = list(lease._held())
-        for index in range(1, len(entries)):
-            if entries[index - 1] is None:
-                entries[index] = None
-        lease._entries = entries
+        blocks = list(lease.blocks)
+        for index in range(1, len(blocks)):
+            if blocks[index - 1] is None:
+                blocks[index] = None
+        lease._blocks = blocks
         return lease
 
 
@@ -325,7 +325,7 @@ class HoldsNoContent(MemoryStore):
 
     def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> Any:
         lease = super().lease_content(chunks, after=after)
-        self._release([entry for entry in lease._held() if entry is not None])
+        self._release(lease._entries)
         return lease
 
 
@@ -339,12 +339,12 @@ class RemembersWhatIsGone(MemoryStore):
     def put(self, block: KVBlock) -> PutOutcome:
         outcome = super().put(block)
         if outcome is PutOutcome.STORED:
-            self.gone[block.content_key] = self._entries[block.key]
+            self.gone[block.content_key] = block
         return outcome
 
     def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> Any:
         lease = super().lease_content(chunks, after=after)
-        lease._entries = [self.gone.get(chunk.content_key) for chunk in chunks[after:]]
+        lease._blocks = [self.gone.get(chunk.content_key) for chunk in chunks[after:]]
         return lease
 
 
@@ -355,8 +355,8 @@ class WithoutLock(MemoryStore):
         super().__init__(*args, **kwargs)
         self._lock = NoLock()  # type: ignore[assignment]
 
-    def _evict_for(self, nbytes: int) -> bool:
-        enough = super()._evict_for(nbytes)
+    def _evict_for(self, block: KVBlock, share: Any) -> bool:
+        enough = super()._evict_for(block, share)
         time.sleep(1e-6)
         return enough
 

@@ -100,7 +100,7 @@ def _parents_evicted_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def _budget_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(MemoryStore, "_evict_for", lambda self, nbytes: True)
+    patch.setattr(MemoryStore, "_evict_for", lambda self, block, share: True)
 
 
 def _fingerprint_without(field: str) -> Callable[[pytest.MonkeyPatch], None]:

@@ -145,7 +145,7 @@ def _long_prompt(args: argparse.Namespace) -> dict[str, Any]:
     chunker = NaturalChunker(_LONG_CHUNK, breaks)
     # Chunks and their keys follow from the root that is given with each prompt, not from a model.
     identity: Any = None
-    keys = PromptKeys(identity, chunker=chunker, tenant="", codec="raw", keeps_decoded=False)
+    keys = PromptKeys(identity=identity, chunker=chunker, tenant="", codec="raw", keeps_decoded=False)
     ids = _tokens(-1 - args.seed, _LONG).tolist()
     memory = MemoryStore(_UNLIMITED)
     known, tail = keys.chunks_and_tail(_ROOT, ids[: _LONG - _NEW], ())

@@ -226,8 +226,11 @@ class LayeredStore(ChunkStore, Protocol):
         """Bring up what :meth:`lease_content` would hold. Holds and counts nothing."""
         ...
 
-    def in_background(self, work: Callable[[], T]) -> Future[T] | None:
-        """Run ``work``, which calls this store, on a thread of the store; None if too much waits already."""
+    def in_background(self, work: Callable[[], T], *, tenant: str = "") -> Future[T] | None:
+        """Run ``work``, which calls this store for a tenant, on a thread of the store; None if too much waits already.
+
+        Tenants should not wait for each other's work.
+        """
         ...
 
     def leading_run(self, chunks: Sequence[Chunk]) -> int:

@@ -101,6 +101,8 @@ class Chunk(NamedTuple):
     """``prefix_key`` of the chunk before; None for the first."""
     content_key: bytes
     """Names these tokens at any position."""
+    tenant: str = ""
+    """Whose they are. The keys tell tenants apart; this says whose share of a store they count to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,8 @@ class KVBlock:
     """0: computed behind exact KV only. n: behind repositioned KV whose own ``approx_depth`` was n - 1 at most."""
     ready: Event | None = field(default=None, compare=False, repr=False)
     """When the tensors' bytes are there, on a device that computes later than it is told to. None: they are."""
+    tenant: str = field(default="", compare=False)
+    """As its chunk's."""
 
     @classmethod
     def of(
@@ -139,6 +143,7 @@ class KVBlock:
             bitwise=bitwise,
             start=chunk.start,
             context=context,
+            tenant=chunk.tenant,
         )
 
 

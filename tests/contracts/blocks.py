@@ -32,6 +32,7 @@ def block_of(chunk: Chunk, nbytes: int = SIZE) -> KVBlock:
         nbytes=nbytes,
         bitwise=True,
         start=chunk.start,
+        tenant=chunk.tenant,
     )
 
 

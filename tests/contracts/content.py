@@ -22,10 +22,11 @@ SIZE = 100  # bytes of a block where its size does not matter
 _ROOT = hashlib.sha256(b"contracts").digest()
 
 
-def prompt(*words: str) -> list[Chunk]:
-    """A prompt with one chunk per word. Prompts that begin with the same words share those chunks."""
+def prompt(*words: str, tenant: str = "") -> list[Chunk]:
+    """A prompt with one chunk per word. A tenant's prompts that begin with the same words share those chunks."""
     ids = b"".join(hashlib.sha256(word.encode()).digest()[:16] for word in words)
-    return chunk_keys(_ROOT, np.frombuffer(ids, dtype="<u4"), range(4, 4 * len(words) + 1, 4))
+    root = _ROOT if not tenant else hashlib.sha256(_ROOT + tenant.encode()).digest()
+    return chunk_keys(root, np.frombuffer(ids, dtype="<u4"), range(4, 4 * len(words) + 1, 4), tenant=tenant)
 
 
 class ContentRules:

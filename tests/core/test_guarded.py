@@ -164,7 +164,7 @@ def test_the_first_chunk_that_is_stored_is_found(in_memory: bool) -> None:
     inner = Store([False, True, True])
     assert GuardedStore(inner).first_stored(_CHUNKS, in_memory=in_memory) == _CHUNKS[1]
     keys = [chunk.prefix_key for chunk in _CHUNKS]
-    assert inner.calls == [(keys, {"in_memory": True}) if in_memory else (keys,)]
+    assert inner.calls == [(keys, {"in_memory": in_memory, "tenant": _CHUNKS[0].tenant})]
     assert GuardedStore(Store([False] * 3)).first_stored(_CHUNKS) is None
 
 

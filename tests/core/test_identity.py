@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -29,7 +29,7 @@ class _Model:
 
 def _keys(model: _Model, *, tenant: str = "", codec: str = "raw", keeps_decoded: bool = False) -> PromptKeys:
     chunker = make_chunker("fixed", size=8)
-    return PromptKeys(model, chunker=chunker, tenant=tenant, codec=codec, keeps_decoded=keeps_decoded)
+    return PromptKeys(identity=model, chunker=chunker, tenant=tenant, codec=codec, keeps_decoded=keeps_decoded)
 
 
 def test_a_key_belongs_to_the_model_it_was_made_from() -> None:
@@ -74,13 +74,28 @@ def test_a_namespace_is_the_root_of_no_request() -> None:
 def test_a_tenant_differs_in_nothing_but_its_name() -> None:
     model = _Model()
     salted = PromptKeys(
-        model, chunker=make_chunker("fixed", size=8), tenant="", codec="raw", keeps_decoded=False, salt="s"
+        identity=model, chunker=make_chunker("fixed", size=8), tenant="", codec="raw", keeps_decoded=False, salt="s"
     )
-    assert salted.for_tenant("b").snapshot().root not in (
+    salted.snapshot()  # what one tenant has derived is not the other's
+    assert replace(salted, tenant="b").snapshot().root not in (
         salted.snapshot().root,
-        _keys(model).for_tenant("b").snapshot().root,
+        replace(_keys(model), tenant="b").snapshot().root,
     )
-    assert _keys(model).for_tenant("b").snapshot().root == _keys(model, tenant="b").snapshot().root
+    assert replace(_keys(model), tenant="b").snapshot().root == _keys(model, tenant="b").snapshot().root
+
+
+def test_chunks_say_whose_they_are_and_the_keys_tell_tenants_apart() -> None:
+    ids = list(range(20))
+    cut = {}
+    for tenant in ("a", "b"):
+        keys = _keys(_Model(), tenant=tenant)
+        root = keys.snapshot().root
+        chunks, tail = keys.chunks_and_tail(root, ids, [])
+        assert tail is not None
+        cut[tenant] = [*chunks, tail, *keys.chunks(root, ids, []), *keys.tails(root, ids, behind=chunks[0])]
+        assert {chunk.tenant for chunk in cut[tenant]} == {tenant}
+    one, other = ({key for c in found for key in (c.prefix_key, c.content_key)} for found in cut.values())
+    assert not one & other
 
 
 def test_the_salt_is_in_no_log() -> None:

@@ -76,7 +76,8 @@ def test_a_fetch_runs_in_the_background_as_the_request_is(approx: bool, monkeypa
     own = session(store)
     prompt: Any = SimpleNamespace()
     assert own.fetch(prompt, approx=approx) == "future"
-    ((work,),) = store.calls
+    ((work, given),) = store.calls
+    assert given == {"tenant": own.tenant}
     assert work() == ((own.prefiller, prompt), {"approx": approx})
 
 

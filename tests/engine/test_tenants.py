@@ -92,12 +92,12 @@ def test_a_purge_removes_all_of_a_tenant_and_nothing_else(tier: Tier, tiny: Tiny
         engine.flush()
         model.flush()
         engine.purge_tenant("one")
-        assert one._store.stats().chunks == 0
-        assert sum(below.chunks for below in one._store.stats().below) == 0
+        assert one._store.stats("one").chunks == 0
+        assert sum(below.chunks for below in one._store.stats("one").below) == 0
         assert one.prefill(_LONG).reuse.cached_tokens == 0
         assert other.prefill(_LONG).reuse.cached_tokens > 0
         if tier:  # of whatever model
-            below = model.for_tenant("one")._store.stats().below
+            below = model.for_tenant("one")._store.stats("one").below
             assert sum(each.chunks for each in below) == 0
     if tier:
         with engine_for(tiny("llama"), **tier) as engine:
@@ -128,9 +128,9 @@ def test_a_tenant_stays_within_its_quota_on_this_machine(tiny: Tiny, tmp_path: P
         quiet.prefill(_LONG)
         for seed in range(20):
             loud.prefill(text(100 + seed, 400))
-            assert loud._store.stats().bytes <= 200_000
+            assert loud._store.stats("loud").bytes <= 200_000
         engine.flush()
-        stats = loud._store.stats()
+        stats = loud._store.stats("loud")
         assert stats.evictions > 0
         assert [below.tier for below in stats.below] == ["disk"]
         for below in stats.below:
@@ -145,7 +145,7 @@ def test_a_flood_of_one_tenant_leaves_the_others_their_cache(tiny: Tiny) -> None
         assert cold[1] > 0.9 * len(_LONG) > cold[0] == 0
         for seed in range(30):
             loud.prefill(text(100 + seed, 400))
-        stats = loud._store.stats()
+        stats = loud._store.stats("loud")
         assert stats.evictions > 0, "it was no flood"
         assert found(quiet, _LONG) == cold[1], "another tenant's unique prompts took its place"
         assert stats.bytes > 300_000, "what the others leave free is for whoever needs it"
@@ -160,7 +160,7 @@ def test_the_object_store_has_the_quota_too(
         for seed in range(6):
             view.prefill(text(100 + seed, 400))
         engine.flush()
-        (below,) = view._store.stats().below
+        (below,) = view._store.stats("loud").below
         assert 50_000 < below.bytes <= 100_000
 
 

@@ -254,7 +254,7 @@ def test_a_result_says_what_was_computed_because_loading_is_slow(tiny: Tiny, tmp
         store: Any = second._store
         store._rules = replace(store._rules, compute_seconds=lambda tokens: 1e-6)
         store._token_bytes = 1.0
-        store._speeds[store._tiers[0]].observe(seconds=10.0, nbytes=1)
+        store._speeds["disk"].observe(seconds=10.0, nbytes=1)
         declined = second.prefill(_LONG)
         assert declined.reuse.cached_tokens == 0
         assert declined.reuse.declined_tokens == cached + 1  # the last token is stored, and computed for its logits
@@ -318,9 +318,7 @@ def test_a_tier_that_is_slow_fails_or_lies_changes_no_bit(
     with engine_for(tiny("llama"), disk_cache_dir=tmp_path, quality="exact") as second:
         second.prefill(text(77, 500))  # so that the workspace has rows of something else
         store: Any = second._store
-        disk = store._tiers[0]
-        store._tiers = (other := _OtherTier(disk, hand_out),)
-        store._speeds[other] = store._speeds[disk]
+        store._own.tiers = (_OtherTier(store._own.tiers[0], hand_out),)
         with pytest.warns(RuntimeWarning, match="the disk tier failed") if warns else nullcontext():
             found = second.prefill(_LONG)
         assert found.reuse.exact_tokens == (ends[chunks - 1] if chunks else cached)

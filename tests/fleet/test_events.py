@@ -51,6 +51,12 @@ def stored_in(store: MemoryStore) -> set[bytes]:
     return {key for key, there in zip(keys, store.contains(keys), strict=True) if there}
 
 
+def _of_other(chunk: Chunk) -> Chunk:
+    """The same text of another tenant."""
+    parent = chunk.parent_key[::-1] if chunk.parent_key is not None else None
+    return chunk._replace(prefix_key=chunk.prefix_key[::-1], parent_key=parent, tenant="other")
+
+
 _do = st.one_of(
     st.tuples(st.integers(0, 1), st.integers(0, len(PROMPTS) - 1)),
     st.tuples(st.integers(0, 1), st.sampled_from(["clear"])),
@@ -68,27 +74,23 @@ def test_events_equal_the_stores_contents(chunks: int, quota: int | None, before
     picture = Picture()
     listener = StoreEvents(picture.apply)
     store = MemoryStore(chunks * SIZE, policy=LeafFirstLRU(), quota_bytes=quota)
+    store.open("other")
     # The same texts of another tenant have other keys.
-    stores = [store, store.for_tenant(quota_bytes=quota)]
     of_other = {key: key[::-1] for key in CHUNKS}
-    renamed = [
-        [c._replace(prefix_key=c.prefix_key[::-1], parent_key=c.parent_key and c.parent_key[::-1]) for c in p]
-        for p in PROMPTS
-    ]
+    renamed = [[_of_other(chunk) for chunk in p] for p in PROMPTS]
 
     def do(steps: list[Any]) -> None:
         for tenant, what in steps:
             if what == "clear":
-                stores[tenant].clear()
+                store.clear(("", "other")[tenant])
             else:
-                read(stores[tenant], (PROMPTS, renamed)[tenant][what])
+                read(store, (PROMPTS, renamed)[tenant][what])
 
     do(before)
-    for each in stores:
-        each.listen(listener)
+    store.listen(listener)
     do(after)
     others = list(of_other.values())
-    there = {key for key, found in zip(others, stores[1].contains(others), strict=True) if found}
+    there = {key for key, found in zip(others, store.contains(others), strict=True) if found}
     assert picture.keys("memory") == stored_in(store) | there
     for key, event in picture.held.get("memory", {}).items():
         chunk = CHUNKS.get(key) or CHUNKS[key[::-1]]
@@ -98,13 +100,13 @@ def test_events_equal_the_stores_contents(chunks: int, quota: int | None, before
         assert event.parent_block_hash is None or event.parent_block_hash in picture.held["memory"]
 
 
-def test_a_tenants_store_made_later_is_heard_too() -> None:
+def test_a_tenant_that_is_opened_later_is_heard_too() -> None:
     picture = Picture()
     store = MemoryStore(10 * SIZE)
     store.listen(StoreEvents(picture.apply))
-    other = store.for_tenant()
-    read(other, PROMPTS[0])
-    assert picture.keys("memory") == {chunk.prefix_key for chunk in PROMPTS[0]}
+    store.open("other")
+    read(store, [_of_other(chunk) for chunk in PROMPTS[0]])
+    assert picture.keys("memory") == {chunk.prefix_key[::-1] for chunk in PROMPTS[0]}
 
 
 @pytest.mark.parametrize("kind", ["disk", "host"])

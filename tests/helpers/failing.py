@@ -117,7 +117,7 @@ def over_failing_disk(judge: Judge, directory: Path, files: Failing) -> None:
     with _quietly():
         for number in range(2):
             with _opened(judge, disk_cache_dir=directory) as engine:
-                tier: Any = engine._store._tiers[0]  # type: ignore[attr-defined]
+                tier: Any = engine._store._own.tiers[0]  # type: ignore[attr-defined]
                 tier._files = tier._directory._files = files
                 judge.ask(engine)
                 engine.flush()

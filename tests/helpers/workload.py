@@ -71,66 +71,61 @@ def run(operations: int, *, threads: int, directory: Path, redis_url: str | None
     seen = Seen()
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a tier that is out of time is a miss
-        stores = _open(stack, directory, redis_url)
+        store = _open(stack, directory, redis_url)
         ended = threading.Event()
-        watchers = [threading.Thread(target=_watch, args=(look, seen, ended)) for look in _looks(stores, directory)]
+        watchers = [threading.Thread(target=_watch, args=(look, seen, ended)) for look in _looks(store, directory)]
         share = operations // threads
         errors: list[BaseException] = []
         workers = [
-            threading.Thread(target=_guarded, args=(errors, _work, stores, share, seed * 1000 + number, seen))
+            threading.Thread(target=_guarded, args=(errors, _work, store, share, seed * 1000 + number, seen))
             for number in range(threads)
         ]
         for thread in (*watchers, *workers):
             thread.start()
         for thread in workers:
             thread.join()
-        for store in stores:
-            store.flush()
+        store.flush()
         ended.set()
         for thread in watchers:
             thread.join()
         seen.wrong += [f"an operation raised {error!r}" for error in errors]
-        _settle(stores, directory, seen)
+        _settle(store, directory, seen)
     return seen
 
 
-def _open(stack: ExitStack, directory: Path, redis_url: str | None) -> list[TieredStore]:
+def _open(stack: ExitStack, directory: Path, redis_url: str | None) -> TieredStore:
     formats = [RecordFormat(namespace(tenant=tenant)) for tenant in _TENANTS]
     limits: dict[str, Any] = {"capacity_bytes": BELOW, "tenant_quota_bytes": BELOW_QUOTA, "records": formats[0]}
     memory = MemoryStore(MEMORY, quota_bytes=MEMORY_QUOTA)
     tiers: list[Any] = [DiskTier(directory, **limits)]
     if redis_url is not None:
         tiers.append(RedisTier(redis_url, timeout_s=10.0, records=formats[0]))
-    first = TieredStore(memory, tiers, waiting_bytes=WAITING)
-    stack.enter_context(closing(first))
-    others = [
-        first.for_tenant(memory.for_tenant(quota_bytes=MEMORY_QUOTA), [t.for_namespace(f) for t in tiers])
-        for f in formats[1:]
-    ]
-    for other in others:
-        stack.enter_context(closing(other))
-    return [first, *others]
+    store = TieredStore(memory, tiers, waiting_bytes=WAITING)
+    stack.enter_context(closing(store))
+    for tenant, records in zip(_TENANTS[1:], formats[1:], strict=True):
+        store.open(tenant, [tier.for_namespace(records) for tier in tiers])
+    return store
 
 
-def _chunks(tenant: int, chooser: random.Random) -> list[Chunk]:
+def _chunks(tenant: str, chooser: random.Random) -> list[Chunk]:
     """One of a few hundred prompts of a tenant, some with the same beginning."""
     beginning = chooser.randrange(12)
-    return prompt(f"{tenant}", f"{beginning}", *(f"{chooser.randrange(3)}" for _ in range(chooser.randrange(4))))
+    return prompt(f"{beginning}", *(f"{chooser.randrange(3)}" for _ in range(chooser.randrange(4))), tenant=tenant)
 
 
 def _block(chunk: Chunk) -> KVBlock:
     return block_of(chunk, _SIZES[chunk.prefix_key[0] % 3])
 
 
-def _work(stores: list[TieredStore], operations: int, seed: int, seen: Seen) -> None:
+def _work(store: TieredStore, operations: int, seed: int, seen: Seen) -> None:
     chooser = random.Random(seed)
     held: list[tuple[list[Chunk], Any]] = []
     kinds: Counter[str] = Counter()
     blocks = 0
     try:
         for _ in range(operations):
-            tenant = chooser.randrange(len(stores))
-            store, chunks = stores[tenant], _chunks(tenant, chooser)
+            tenant = chooser.choice(_TENANTS)
+            chunks = _chunks(tenant, chooser)
             kind = chooser.choices(
                 ("lease", "lease content", "put", "used", "release", "stats", "flush", "clear"),
                 (30, 8, 35, 8, 15, 3, 0.2, 0.2),
@@ -154,13 +149,13 @@ def _work(stores: list[TieredStore], operations: int, seed: int, seen: Seen) -> 
                         assert_same(_as_put(block), _as_put(_block(_named(chunk, block))))
                 lease.release()
             elif kind == "stats":
-                stats = store.stats()
+                stats = store.stats(tenant)
                 seen.look("disk, one tenant", stats.below[0].bytes)
                 seen.look("memory, one tenant", stats.bytes)
             elif kind == "flush":
-                store.flush()
+                store.flush(tenant)
             elif kind == "clear":
-                store.clear()
+                store.clear(tenant)
     finally:
         for _, lease in held:
             lease.release()
@@ -172,7 +167,7 @@ def _work(stores: list[TieredStore], operations: int, seed: int, seen: Seen) -> 
 
 def _named(chunk: Chunk, block: KVBlock) -> Chunk:
     """The chunk a block was made from: one found by content may be of another prompt."""
-    return Chunk(block.start, chunk.end, chunk.tokens, block.key, block.parent_key, chunk.content_key)
+    return Chunk(block.start, chunk.end, chunk.tokens, block.key, block.parent_key, chunk.content_key, chunk.tenant)
 
 
 def _as_put(block: KVBlock) -> KVBlock:
@@ -194,12 +189,12 @@ def _watch(look: Callable[[Seen], None], seen: Seen, ended: threading.Event) -> 
     look(seen)
 
 
-def _looks(stores: list[TieredStore], directory: Path) -> list[Callable[[Seen], None]]:
-    memory: MemoryStore = stores[0]._memory
+def _looks(store: TieredStore, directory: Path) -> list[Callable[[Seen], None]]:
+    memory: MemoryStore = store._memory
 
     def at_memory(seen: Seen) -> None:
         seen.look("memory", memory.memory_bytes)
-        seen.look("waiting to be written", stores[0]._writer._queue.bytes)
+        seen.look("waiting to be written", store._writer.waiting_bytes())
 
     def at_disk(seen: Seen) -> None:
         with closing(sqlite3.connect(f"file:{directory / 'index-1.sqlite'}?mode=ro", uri=True, timeout=30)) as index:
@@ -210,22 +205,22 @@ def _looks(stores: list[TieredStore], directory: Path) -> list[Callable[[Seen], 
     return [at_memory, at_disk]
 
 
-def _settle(stores: list[TieredStore], directory: Path, seen: Seen) -> None:
+def _settle(store: TieredStore, directory: Path, seen: Seen) -> None:
     """Afterwards: no lease is out, and every ledger says what is there."""
-    memory = stores[0]._memory
+    memory = store._memory
     held = sum(entry.block.nbytes for entry in memory._entries.values())
     if memory.memory_bytes != held:
         seen.wrong.append(f"the memory's ledger says {memory.memory_bytes:,} of {held:,} bytes")
     if any(entry.leases for entry in memory._entries.values()):
         seen.wrong.append("a lease leaked: its block cannot go")
-    for store in stores:
-        stats = store.stats()
+    for tenant in _TENANTS:
+        stats = store.stats(tenant)
         seen.evictions += stats.evictions + sum(below.evictions for below in stats.below)
         if stats.leased:
             seen.wrong.append(f"{stats.leased} leases leaked")
         if stats.waiting_bytes:
             seen.wrong.append(f"{stats.waiting_bytes:,} bytes still wait after a flush")
-    disk: Any = stores[0]._tiers[0]
+    disk: Any = store._own.tiers[0]
     files = sum(charge(path.stat().st_size) for path in directory.rglob("*.kv"))
     if disk.directory_bytes() != files:
         seen.wrong.append(f"the directory's ledger says {disk.directory_bytes():,} of {files:,} bytes")

@@ -47,7 +47,7 @@ class Gated:
     def __init__(self, engine: Any) -> None:
         self.open, self.began = threading.Event(), threading.Event()
         self.threads: set[str] = set()
-        tier = engine._store._tiers[0]
+        tier = engine._store._of(engine.config.tenant).tiers[0]
         for name in _ASKED:
             if hasattr(tier, name):
                 setattr(tier, name, self._noted(getattr(tier, name), waits=name == "load"))

@@ -22,14 +22,15 @@ def test_no_ledger_is_ever_over_its_limit(tmp_path: Path) -> None:
 
 
 def test_the_watch_sees_a_store_that_takes_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryStore, "_evict_for", lambda self, nbytes: True)
+    monkeypatch.setattr(MemoryStore, "_evict_for", lambda self, block, share: True)
     seen = workload.run(400, threads=2, directory=tmp_path / "cache")
     assert any(found.startswith("memory:") for found in seen.over)
 
 
 def test_the_watch_sees_a_lease_that_leaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(self: MemoryStore, entries: list[_Entry]) -> None:
-        self._leased -= len(entries)
+        for entry in entries:
+            entry.share.leased -= 1
 
     monkeypatch.setattr(MemoryStore, "_release", forgetful)
     seen = workload.run(400, threads=2, directory=tmp_path / "cache")

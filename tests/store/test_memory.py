@@ -34,6 +34,7 @@ def block_of(chunk: Chunk, nbytes: int = 100) -> KVBlock:
         tensors=(),
         nbytes=nbytes,
         bitwise=True,
+        tenant=chunk.tenant,
     )
 
 
@@ -71,9 +72,10 @@ def test_the_keys_in_memory_are_told_and_of_too_many_the_most_used() -> None:
     store = MemoryStore(10_000)
     chunks = prompt("a", "b", "c")
     put_all(store, chunks)
-    other = store.for_tenant()
-    other.put(block_of(prompt("x")[0]))
-    held = [(chunk.prefix_key, chunk.content_key) for chunk in (*chunks, prompt("x")[0])]
+    store.open("other")
+    theirs = prompt("x", tenant="other")[0]
+    store.put(block_of(theirs))
+    held = [(chunk.prefix_key, chunk.content_key) for chunk in (*chunks, theirs)]
     assert sorted(store.held_keys(10)) == sorted(held), "of all tenants"
     store.lease(chunks[:2]).release()
     assert sorted(store.held_keys(2)) == sorted(held[:2])
@@ -119,36 +121,50 @@ def test_stats_name_the_tier_and_close_forgets() -> None:
 
 @pytest.mark.parametrize("policy", [LeafFirstLRU, LeastExpected])
 def test_a_flood_of_several_tenants_leaves_the_others_their_blocks(policy: Callable[[], EvictionPolicy]) -> None:
-    quiet = MemoryStore(3000, policy=policy())
-    put_all(quiet, prompt("q", "r"))
-    loud = [quiet.for_tenant(), quiet.for_tenant()]
+    store = MemoryStore(3000, policy=policy())
+    put_all(store, prompt("q", "r"))
+    loud = ["one", "other"]
+    for tenant in loud:
+        store.open(tenant)
     for number in range(60):
-        for which, store in enumerate(loud):
-            store.lease(prompt(f"{which} {number}")).release()
-            put_all(store, prompt(f"{which} {number}"))
-    assert held_keys(quiet, prompt("q", "r")) == [chunk.prefix_key for chunk in prompt("q", "r")]
-    assert quiet.memory_bytes == 3000, "what others leave free is for whoever needs it"
-    assert sorted(store.stats().chunks for store in loud) == [14, 14]
+        for tenant in loud:
+            store.lease(prompt(f"{number}", tenant=tenant)).release()
+            put_all(store, prompt(f"{number}", tenant=tenant))
+    assert held_keys(store, prompt("q", "r")) == [chunk.prefix_key for chunk in prompt("q", "r")]
+    assert store.memory_bytes == 3000, "what others leave free is for whoever needs it"
+    assert sorted(store.stats(tenant).chunks for tenant in loud) == [14, 14]
 
 
 def test_who_comes_late_gets_an_even_share() -> None:
-    first = MemoryStore(3000, policy=LeafFirstLRU())
-    stores = [first, first.for_tenant(), first.for_tenant()]
-    for which, store in enumerate(stores):
+    store = MemoryStore(3000, policy=LeafFirstLRU())
+    for tenant in ("first", "second", "third"):
+        store.open(tenant)
         for number in range(40):
-            put_all(store, prompt(f"{which} {number}"))
-    assert [store.stats().chunks for store in stores] == [10, 10, 10]
+            put_all(store, prompt(f"{number}", tenant=tenant))
+    assert [store.stats(tenant).chunks for tenant in ("first", "second", "third")] == [10, 10, 10]
+
+
+def test_who_was_not_opened_counts_to_the_stores_own() -> None:
+    store = MemoryStore(1000)
+    store.open("one")
+    put_all(store, prompt("a", tenant="one"))
+    put_all(store, prompt("a", "b", tenant="nobody"))
+    put_all(store, prompt("a"))
+    counted = [store.stats(tenant).chunks for tenant in ("one", "nobody", "", None)]
+    assert counted == [1, 3, 3, 4]
+    store.close("one")
+    assert [store.stats(tenant).chunks for tenant in ("one", None)] == [3, 3]
 
 
 def test_who_makes_no_lookups_keeps_nothing_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = MemoryStore(300, policy=LeafFirstLRU())
-    put_all(gone, prompt("old"))
+    store = MemoryStore(300, policy=LeafFirstLRU())
+    put_all(store, prompt("old"))
     later = monotonic() + 3601
     monkeypatch.setattr(memory, "monotonic", lambda: later)
-    here = gone.for_tenant()
+    store.open("here")
     for number in range(3):
-        put_all(here, prompt(f"{number}"))
-    assert (gone.stats().chunks, here.stats().chunks) == (0, 3)
+        put_all(store, prompt(f"{number}", tenant="here"))
+    assert (store.stats("").chunks, store.stats("here").chunks) == (0, 3)
 
 
 # A model: the same rules written the slow and obvious way.

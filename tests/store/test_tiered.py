@@ -12,7 +12,7 @@ import pytest
 from kvboost.extend import Tier
 from kvboost.store import DiskTier, LoadRules, MemoryStore, RecordFormat, TieredStore
 from kvboost.store.lookup import Speed
-from kvboost.store.write_behind import WriteBehind, WriteQueue
+from kvboost.store.write_behind import WriteBehind
 from kvboost.streams import BlockingStreams
 from kvboost.types import BlockInfo, Chunk, KVBlock, LoadReport, PutOutcome, StoreStats
 from tests.contracts.blocks import block_of, namespace
@@ -233,8 +233,7 @@ def test_whatever_telling_of_a_failure_raises_the_next_block_is_written(caplog: 
         raise LookupError
 
     writer = WriteBehind(
-        WriteQueue(3000),
-        owns_queue=True,
+        3000,
         streams=BlockingStreams(),
         failed=broken,
         tried=broken,
@@ -295,7 +294,7 @@ def test_loading_is_declined_where_computing_is_faster_and_tried_again_later() -
         shelf.held[chunk.prefix_key] = block_of(chunk, _SIZE)
     store = _store(shelf, compute_seconds=lambda tokens: 1.0)
     assert len(held_keys(store, chunks)) == 2  # nothing is known of the tier: it is tried
-    store._speeds[shelf].observe(seconds=100.0, nbytes=_SIZE)
+    store._speeds["shelf"].observe(seconds=100.0, nbytes=_SIZE)
     store._memory.clear()
     assert held_keys(store, chunks) == []
     assert store.stats().loads_declined == 2
@@ -349,7 +348,7 @@ def test_a_lease_says_what_was_declined_and_why() -> None:
     store = _store(near, far, compute_seconds=lambda tokens: 0.5)
     store._note_size(block_of(chunks[0], _SIZE))
     for tier in (near, far):
-        store._speeds[tier].observe(seconds=1000.0, nbytes=_SIZE)
+        store._speeds[tier.name].observe(seconds=1000.0, nbytes=_SIZE)
     tokens = sum(chunk.end - chunk.start for chunk in chunks)
     with store.lease(chunks) as lease:
         loads = lease.loads  # type: ignore[attr-defined]
@@ -360,7 +359,7 @@ def test_a_lease_says_what_was_declined_and_why() -> None:
         assert all(d.load_seconds > 0.5 for d in loads.declined)
         assert loads.declined_at == {chunk.start: chunk.end - chunk.start for chunk in chunks}  # once, not twice
     # What a tier farther off delivers is not left to be computed.
-    store._speeds[far] = Speed()
+    store._speeds["far"] = Speed()
     del far.held[chunks[2].prefix_key]
     with store.lease(chunks) as lease:
         (declined,) = lease.loads.declined  # type: ignore[attr-defined]

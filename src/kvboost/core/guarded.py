@@ -147,8 +147,8 @@ class GuardedStore:
         contains = getattr(self._store, "contains", None)
         if contains is None:
             return None
-        if in_memory and isinstance(self._store, LayeredStore):
-            contains = partial(contains, in_memory=True)
+        if chunks and isinstance(self._store, LayeredStore):
+            contains = partial(contains, in_memory=in_memory, tenant=chunks[0].tenant)
         try:
             found = contains([chunk.prefix_key for chunk in chunks])
             return next((chunk for chunk, there in zip(chunks, found, strict=True) if there), None)

@@ -51,10 +51,10 @@ def token_array(token_ids: Sequence[int]) -> TokenArray:
     return wide.astype(np.uint32)
 
 
-def chunk_keys(root: bytes, tokens: TokenArray, ends: Sequence[int]) -> list[Chunk]:
-    """The chunks that end at ``ends``, with their keys. ``root`` names the model and settings."""
+def chunk_keys(root: bytes, tokens: TokenArray, ends: Sequence[int], *, tenant: str = "") -> list[Chunk]:
+    """The chunks that end at ``ends``, with their keys. ``root`` names the model, the settings and the tenant."""
     raw = tokens.astype(_LITTLE_ENDIAN_IDS, copy=False).tobytes()
-    keys = _Keys(root)
+    keys = _Keys(root, tenant)
     chunks: list[Chunk] = []
     parent: bytes | None = None
     start = 0
@@ -76,10 +76,10 @@ def key_pairs(root: bytes, tokens: TokenArray, ends: Sequence[int]) -> Iterator[
         start = end
 
 
-def tail_keys(root: bytes, tokens: TokenArray, behind: Chunk | None) -> list[Chunk]:
+def tail_keys(root: bytes, tokens: TokenArray, behind: Chunk | None, *, tenant: str = "") -> list[Chunk]:
     """The chunks that ``tokens`` could begin with behind this chunk: of one token, of two, and so on."""
     raw = tokens.astype(_LITTLE_ENDIAN_IDS, copy=False).tobytes()
-    keys = _Keys(root)
+    keys = _Keys(root, tenant)
     start, parent = (behind.end, behind.prefix_key) if behind is not None else (0, None)
     ends = range(TOKEN_BYTES, len(raw) + 1, TOKEN_BYTES)
     return [keys.chunk(raw[:end], start=start, parent=parent) for end in ends]
@@ -88,13 +88,14 @@ def tail_keys(root: bytes, tokens: TokenArray, behind: Chunk | None) -> list[Chu
 class _Keys:
     """Makes chunks under one root."""
 
-    def __init__(self, root: bytes) -> None:
+    def __init__(self, root: bytes, tenant: str = "") -> None:
+        self._tenant = tenant
         self._first = b"kvboost.first.1" + root
         self._content = hashlib.sha256(b"kvboost.content.1" + root)
 
     def chunk(self, body: bytes, *, start: int, parent: bytes | None) -> Chunk:
         key, content = self.pair(body, parent=parent)
-        return Chunk(start, start + len(body) // TOKEN_BYTES, body, key, parent, content)
+        return Chunk(start, start + len(body) // TOKEN_BYTES, body, key, parent, content, self._tenant)
 
     def pair(self, body: bytes, *, parent: bytes | None) -> tuple[bytes, bytes]:
         """The prefix key and the content key of these tokens."""

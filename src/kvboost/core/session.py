@@ -117,7 +117,8 @@ class Session:
     def fetch(self, prompt: ChunkedPrompt, *, approx: bool) -> Future[Fetched] | None:
         """Load what a prefill of the prompt would reuse into memory, in the background; None if too much waits."""
         assert isinstance(self.store, LayeredStore)
-        return self.store.in_background(partial(fetch, self.prefiller, prompt, approx=approx))
+        work = partial(fetch, self.prefiller, prompt, approx=approx)
+        return self.store.in_background(work, tenant=self.tenant)
 
 
 def nothing_to_fetch() -> Future[int]:

@@ -64,7 +64,7 @@ class Assembly:
     def open_session(self, tenant: str) -> Session:
         """Another tenant's keys, store and workspaces around the same model."""
         own = self.session.prefiller
-        keys = own.keys.for_tenant(tenant)
+        keys = replace(own.keys, tenant=tenant)
         store = self.session.store
         if self.stores is not None:
             store = self.stores.open(tenant, root=keys.namespace())
@@ -138,7 +138,7 @@ def assemble(runner: ModelRunner, tokenizer: Any, *, config: EngineConfig, store
     budget = _budget(runner, config, pool, jobs_bytes=budgets.jobs_kv_bytes)
     codec = codec_for(config.kv_cache_bits, facts.layout)
     keys = PromptKeys(
-        identity,
+        identity=identity,
         chunker=chunker,
         tenant=config.tenant,
         codec=codec.name,

@@ -23,7 +23,7 @@ from kvboost.engine.generation import Request, prefill_only, warm
 from kvboost.engine.optional import non_prefix
 from kvboost.engine.parts import EngineParts
 from kvboost.engine.prompts import PromptView
-from kvboost.engine.stats import TierState, cache_stats, describe, tier_states, verify
+from kvboost.engine.stats import TierState, cache_stats, describe, store_stats, tier_states, verify
 from kvboost.engine.text_stream import PieceStream, PieceStreamer
 from kvboost.errors import ConfigError
 from kvboost.extend import ChunkStore
@@ -54,7 +54,7 @@ class KVBoost(PromptView):
 
     def __repr__(self) -> str:
         """The model, what is reused, and how full the memory is."""
-        stats, model = self._store.stats(), self.model.config.model_type
+        stats, model = store_stats(self._store, self._share), self.model.config.model_type
         reuse = f"quality={self.config.quality!r}" if self.parts.refusal is None else "no reuse"
         return f"<KVBoost {model}, {self.model.dtype}, {reuse}: {stats.chunks} chunks, {stats.bytes / 1e6:.1f} MB>"
 
@@ -380,13 +380,14 @@ class KVBoost(PromptView):
 
         ``ask_tiers=False`` does no I/O: what tiers below the memory hold is then as it was last asked.
         """
-        return cache_stats(self._store, session=self.session, parts=self.parts, ask_tiers=ask_tiers)
+        stats = store_stats(self._store, self._share, ask_tiers=ask_tiers)
+        return cache_stats(stats, self._store, session=self.session, parts=self.parts)
 
     def tier_states(self) -> dict[str, TierState]:
         """The tiers below the memory, of all tenants together: whether they answer, and what they did. No I/O."""
         assembly = self.parts.assembly
         shared = assembly.stores if assembly is not None else None
-        return tier_states([view._store for view in self.views()], shared)
+        return tier_states(self._store, shared)
 
     def hottest_chunks(self, limit: int = 10) -> list[HotChunk]:
         """The chunks in memory that were used most often; none if the store does not count."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvboost.engine.engine import KVBoost
+from kvboost.engine.stats import store_stats
 from kvboost.errors import CapacityError, ConfigError
 from kvboost.extend import Lease
 from kvboost.types import TOKEN_BYTES
@@ -58,7 +59,8 @@ class Pins:
             blocks[-1].start + len(blocks[-1].tokens) // TOKEN_BYTES,
             sum(block.nbytes for block in blocks),
         )
-        limit = int(self._max_share * session.store.stats().capacity_bytes)
+        share = session.tenant if self._engine.parts.owns_store else None
+        limit = int(self._max_share * store_stats(session.store, share).capacity_bytes)
         with self._lock:
             held = sum(other.nbytes for other, _ in self._pins.values())
             if held + pin.nbytes <= limit:

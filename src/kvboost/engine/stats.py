@@ -5,7 +5,6 @@ Read by the engine's methods and by the server. Invariant: the tiers' states do 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvboost.core.guarded import GuardedStore
@@ -18,17 +17,23 @@ from kvboost.extend import ChunkStore
 from kvboost.hf.weights import describe_weights
 from kvboost.store import MemoryStore, TieredStore
 from kvboost.store.counters import TierWork
-from kvboost.types import CacheStats
+from kvboost.types import CacheStats, StoreStats
 
 
-def cache_stats(store: ChunkStore, *, session: Session | None, parts: EngineParts, ask_tiers: bool) -> CacheStats:
-    """The store's counters and the engine's own. Hits and misses count looked-up chunks."""
-    stats = store.stats(ask_tiers=ask_tiers) if isinstance(store, TieredStore) else store.stats()
+def store_stats(store: ChunkStore, tenant: str | None, *, ask_tiers: bool = True) -> StoreStats:
+    """What a tenant has in a store of the engine's own; all that is in it without one."""
+    if isinstance(store, TieredStore):
+        return store.stats(tenant, ask_tiers=ask_tiers)
+    return store.stats(tenant) if isinstance(store, MemoryStore) else store.stats()
+
+
+def cache_stats(stats: StoreStats, store: ChunkStore, *, session: Session | None, parts: EngineParts) -> CacheStats:
+    """A tenant's counters in the store, and the engine's own. Hits and misses count looked-up chunks."""
     lookups = stats.hits + stats.misses
     prefiller = session.prefiller if session is not None else None
     approx = non_prefix(session, parts.refusal)
     stores = parts.assembly.stores if parts.assembly is not None else None
-    tiers = tier_states([store], stores).values()
+    tiers = tier_states(store, stores).values()
     repositioned = approx.repositioned_chunks
     return CacheStats(
         hot_chunks=stats.chunks,
@@ -111,12 +116,9 @@ class TierState:
         return 1000 * self.work.load_seconds / self.work.loads if self.work.loads else 0.0
 
 
-def tier_states(stores: Iterable[ChunkStore], shared: Stores | None) -> dict[str, TierState]:
-    """The tiers of these stores, one store for each tenant, by name, fastest first."""
-    total: dict[str, TierWork] = {}
-    for store in stores:
-        for name, work in store.work().items() if isinstance(store, TieredStore) else ():
-            total.setdefault(name, TierWork()).add(work)
+def tier_states(store: ChunkStore, shared: Stores | None) -> dict[str, TierState]:
+    """The tiers of a store by name, fastest first."""
+    total = store.work() if isinstance(store, TieredStore) else {}
     health = shared.health() if shared is not None else {}
     for name, (_, swallowed) in health.items():
         total.setdefault(name, TierWork()).errors += swallowed  # once: tenants share it

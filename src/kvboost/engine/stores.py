@@ -1,8 +1,8 @@
-"""Opens the configured stores for each tenant: memory, and the tiers below it.
+"""The configured store, memory and the tiers below it, and each tenant's share of it.
 
 Made once when an engine is assembled. Invariants: a tier returns only blocks written for this model, this tenant and
-these settings; all tenants together stay within the limits of the places (an object store's is per tenant, a shared
-server's is its own), and share connections and threads.
+these settings; all tenants together stay within the limits of memory, directory and bucket (an object store's is per
+tenant, a shared server's is its own), and share one store, its connections and its threads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from kvboost.config import EngineConfig
 from kvboost.core.costs import CostModel
 from kvboost.errors import EXTRAS, ConfigError, StoreError, with_extra
-from kvboost.extend import ChunkStore, Tier
+from kvboost.extend import Tier
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.codec import KVCodec
 from kvboost.hf.streams import streams_for
@@ -48,8 +48,11 @@ _PAGE_BYTES = (2**16, 2**21)  # at least and at most: copies of less are bound b
 LastingTier = DiskTier | RedisTier | ObjectTier
 
 
+OwnStore = MemoryStore | TieredStore
+
+
 class Stores:
-    """Opens the store of each tenant. The first one opened holds the connections: it is closed last."""
+    """Makes the engine's store with the first tenant, and opens it for the others."""
 
     def __init__(
         self, config: EngineConfig, *, layout: KVLayout, codec: KVCodec, costs: CostModel, repaired_share: float
@@ -70,43 +73,38 @@ class Stores:
             )
         self._streams = streams_for(self._devices)
         self._lock = threading.Lock()
-        self._memory: MemoryStore | None = None
         self._tiers: list[LastingTier] = []
-        self._tiered: TieredStore | None = None
-        self._queue_bytes = 0
+        self._store: OwnStore | None = None
 
-    def open(self, tenant: str, *, root: bytes) -> ChunkStore:
-        """A tenant's store. ``root`` names the model, the settings and the tenant that its keys descend from."""
-        config = self._config
-        quota = _limit(config.tenant_bytes)
+    def open(self, tenant: str, *, root: bytes) -> OwnStore:
+        """The store, with what this tenant has there. ``root`` names the model and settings its records belong to."""
         records = self._records(Namespace(root, tenant_digest(tenant)))
         with self._lock:
-            if self._memory is None:
-                self._tiers = self._first_tiers(records, quota)
-                # The engine's own tenant only: evicted blocks of different tenants cannot be told apart there.
-                tiers: Sequence[Tier] = [*self._host_tiers(), *self._tiers]
-                # What waits to be written may have left the store, so it has a share of the same budget.
-                self._queue_bytes = min(_MAX_QUEUE_BYTES, int(config.cache_bytes) // _QUEUE_SHARE) if tiers else 0
-                memory = self._memory = MemoryStore(
-                    int(config.cache_bytes) - self._queue_bytes, max_chunks=config.max_chunks, quota_bytes=quota
-                )
+            if self._store is None:
+                self._store = self._make(records)
+            elif isinstance(self._store, TieredStore):
+                self._store.open(tenant, [tier.for_namespace(records) for tier in self._tiers])
             else:
-                memory = self._memory.for_tenant(quota_bytes=quota)
-                tiers = [tier.for_namespace(records) for tier in self._tiers]
-            if not tiers:
-                return memory
-            if self._tiered is not None:
-                return self._tiered.for_tenant(memory, tiers)
-            rules = LoadRules(
-                compute_seconds=self._compute_seconds,
-                fits=self._fits,
-                to_memory=_copy_to(self._devices, self._streams),
-                content_saves=self._reposition_saves,
-            )
-            self._tiered = TieredStore(
-                memory, tiers, rules=rules, streams=self._streams, waiting_bytes=self._queue_bytes
-            )
-            return self._tiered
+                self._store.open(tenant)
+            return self._store
+
+    def _make(self, records: RecordFormat) -> OwnStore:
+        config, quota = self._config, _limit(self._config.tenant_bytes)
+        self._tiers = self._first_tiers(records, quota)
+        # The engine's own tenant only: a host tier cannot tell evicted blocks of different tenants apart.
+        tiers: Sequence[Tier] = [*self._host_tiers(), *self._tiers]
+        # What waits to be written may have left the memory, so it has a share of the same budget.
+        queue_bytes = min(_MAX_QUEUE_BYTES, int(config.cache_bytes) // _QUEUE_SHARE) if tiers else 0
+        memory = MemoryStore(int(config.cache_bytes) - queue_bytes, max_chunks=config.max_chunks, quota_bytes=quota)
+        if not tiers:
+            return memory
+        rules = LoadRules(
+            compute_seconds=self._compute_seconds,
+            fits=self._fits,
+            to_memory=_copy_to(self._devices, self._streams),
+            content_saves=self._reposition_saves,
+        )
+        return TieredStore(memory, tiers, rules=rules, streams=self._streams, waiting_bytes=queue_bytes)
 
     def health(self) -> dict[str, tuple[bool, int]]:
         """For each tier that outlives the process, whether it answers, and how many failures it has swallowed.

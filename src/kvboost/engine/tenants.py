@@ -17,6 +17,7 @@ from kvboost.core.non_prefix import NoApprox
 from kvboost.core.session import Session
 from kvboost.engine.optional import non_prefix
 from kvboost.engine.parts import EngineParts
+from kvboost.engine.stores import OwnStore
 from kvboost.errors import ConfigError
 from kvboost.extend import ChunkStore, LayeredStore, StoreListener
 from kvboost.store import MemoryStore, TieredStore
@@ -63,6 +64,8 @@ class TenantView:
         self.parts, self.session = parts, session
         """Internals, for the scheduler and the server: they may change with any version."""
         self._store: ChunkStore = session.store if session is not None else parts.given_store or MemoryStore(0)
+        self._share: str | None = config.tenant if parts.owns_store else None
+        """Whose part of the store this is; None for all of a store that was given."""
         self._served = ServedPaths()
         self._root = root
         """The engine that this tenant's view belongs to; None for the engine itself."""
@@ -116,10 +119,11 @@ class TenantView:
         self.parts.purge_all()
 
     def flush(self) -> None:
-        """Return once everything stored so far, for all tenants, is as durable as the tiers make it."""
-        for view in self.views() if self._root is None else [self]:
-            if isinstance(view._store, LayeredStore):
-                view._store.flush()
+        """Return once everything stored so far is as durable as the tiers make it; of an engine, for all tenants."""
+        if isinstance(self._store, TieredStore) and self._root is not None:
+            self._store.flush(self._share)
+        elif isinstance(self._store, LayeredStore):
+            self._store.flush()
 
     def listen(self, listener: StoreListener) -> None:
         """Tell ``listener`` what is stored for all tenants, and from now on what is gained and lost.
@@ -127,11 +131,10 @@ class TenantView:
         Only of tiers that know what they lose: the memory and this machine's disk. Raises ConfigError for a store of
         another kind.
         """
-        for view in self.views():
-            if not isinstance(view._store, MemoryStore | TieredStore):
-                kind = type(view._store).__name__
-                raise ConfigError(f"a {kind} does not tell what it stores; use a MemoryStore or a TieredStore")
-            view._store.listen(listener)
+        if not isinstance(self._store, OwnStore):
+            kind = type(self._store).__name__
+            raise ConfigError(f"a {kind} does not tell what it stores; use a MemoryStore or a TieredStore")
+        self._store.listen(listener)
 
     def clear(self) -> None:
         """Drop everything stored for this tenant, in every tier. A store passed to the engine is cleared as a whole."""
@@ -140,7 +143,10 @@ class TenantView:
         approx = non_prefix(self.session)
         if not isinstance(approx, NoApprox):
             approx.forget()  # first: a check must not store again what is cleared now
-        self._store.clear()
+        if isinstance(self._store, OwnStore):
+            self._store.clear(self._share)
+        else:
+            self._store.clear()
         self._served.clear()
         if self.session is not None:
             self.session.clear()
@@ -158,8 +164,8 @@ class TenantView:
             self.parts.close()
         if self.session is not None:
             self.session.prefiller.pool.clear()
-        if self.parts.owns_store:
-            self._store.close()
+        if self.parts.owns_store and isinstance(self._store, OwnStore):
+            self._store.close(self._share if self._root is not None else None)
 
     def __enter__(self) -> Self:
         return self

@@ -5,7 +5,8 @@ Their locks guard all of it. Reading it asks no tier.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
 
 from kvboost.types import StoreStats
 
@@ -31,6 +32,12 @@ class Counters:
         return StoreStats(
             tier=tier, chunks=chunks, bytes=nbytes, capacity_bytes=capacity_bytes, leased=leased, **asdict(self)
         )
+
+
+def sum_of(several: Iterable[Counters]) -> Counters:
+    """What several have counted together."""
+    counted = [asdict(each) for each in several]
+    return Counters(**{field.name: sum(each[field.name] for each in counted) for field in fields(Counters)})
 
 
 class ContentKeys:
@@ -61,7 +68,7 @@ class ContentKeys:
 
 @dataclass
 class TierWork:
-    """What one tier has done for one tenant since the store was opened, or for several."""
+    """What one tier has done since the store was opened, for all tenants."""
 
     loads: int = 0
     """Loads, of one or more chunks each."""
@@ -81,6 +88,6 @@ class TierWork:
     """Calls that raised."""
 
     def add(self, other: TierWork) -> None:
-        """Count another tenant's as well."""
+        """Count this as well."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)

@@ -1,24 +1,23 @@
 """A store in process memory with a byte budget that is never exceeded.
 
-Called by the engine: ``lease`` before a prompt is read, ``put`` after. Invariants: the bytes held never
-pass the capacity; a leased block is not evicted; a block with stored successors is not evicted; of several tenants'
-stores over one memory none sees another's blocks; while a tenant makes lookups, none with more than it has evicts its
-blocks, and nobody once it has no more than an even share.
+Called by the engine: ``lease`` before a prompt is read, ``put`` after. Invariants: the bytes held never pass the
+capacity; a leased block is not evicted, nor is one with stored successors; no tenant holds more than its quota; while
+a tenant makes lookups, only who holds more than it evicts its blocks, and nobody does once it holds an even share.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
 from time import monotonic
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 from kvboost.errors import StoreError
 from kvboost.extend import EvictionPolicy, StoreListener
-from kvboost.store.counters import ContentKeys, Counters
+from kvboost.store.counters import ContentKeys, Counters, sum_of
 from kvboost.store.eviction import LeastExpected
 from kvboost.store.variants import best_variant
 from kvboost.types import (
@@ -33,59 +32,59 @@ from kvboost.types import (
     context_mark,
 )
 
+Found = TypeVar("Found", KVBlock, KVBlock | None)
+
 TIER = "memory"
 """The name of this store in statistics and events."""
 MAX_VARIANTS = 4  # of one content that are kept for non-prefix reuse only
 _GONE_S = 3600.0  # without a lookup: what such a tenant has is kept from nobody
-_MAX_LOOKED_AT = 8  # of one content in a lookup; exact blocks may hold the same text behind any number of beginnings
+_MAX_LOOKED_AT = 8  # of one content in a lookup; exact blocks may hold the same text after any number of beginnings
+
+
+class _Share:
+    """What one tenant holds of the memory, and what was counted of its requests."""
+
+    __slots__ = ("bytes", "chunks", "counters", "leased", "looked")
+
+    def __init__(self) -> None:
+        self.bytes = self.chunks = self.leased = 0
+        self.looked = monotonic()
+        self.counters = Counters()
 
 
 class _Entry:
-    __slots__ = ("block", "leases", "owner", "successors", "uses")
+    __slots__ = ("block", "leases", "share", "successors", "uses")
 
-    def __init__(self, block: KVBlock, owner: MemoryStore) -> None:
+    def __init__(self, block: KVBlock, share: _Share) -> None:
         self.block = block
-        self.owner = owner
+        self.share = share
         self.leases = 0
         self.successors = 0
         self.uses = 0
 
 
-class _Memory:
-    """What the stores of all tenants share. Its lock guards it and them."""
+class MemoryLease(Generic[Found]):
+    """Blocks of a :class:`MemoryStore`, held against eviction until released."""
 
-    def __init__(self, capacity_bytes: int, *, max_chunks: int | None, policy: EvictionPolicy) -> None:
-        self.capacity_bytes = capacity_bytes
-        self.max_chunks = max_chunks
-        self.policy = policy
-        self.lock = threading.Lock()
-        self.entries: dict[bytes, _Entry] = {}
-        self.contents = ContentKeys()
-        self.bytes = 0
-        self.tenants = 0  # stores that hold a block
-        self.found: list[list[bytes]] = []
-        """Chains that lookups found and the policy was not told of yet: a lookup is waited for, its end is not."""
+    loads: LoadReport = NOTHING_LOADED
+    """What the tiers below did for this lookup; set by the store above them."""
 
+    def __init__(self, store: MemoryStore, entries: Sequence[_Entry], blocks: Sequence[Found]) -> None:
+        self._store, self._entries = store, entries
+        self._blocks: Sequence[Found] | None = blocks
 
-class _Held:
-    """Entries of a :class:`MemoryStore`, held against eviction until released."""
-
-    def __init__(self, store: MemoryStore, entries: Sequence[_Entry | None]) -> None:
-        self._store = store
-        self._entries: Sequence[_Entry | None] | None = entries
-        self.loads: LoadReport = NOTHING_LOADED
-        """What the tiers below did for this lookup; set by the store above them."""
-
-    def _held(self) -> Sequence[_Entry | None]:
-        if self._entries is None:
+    @property
+    def blocks(self) -> Sequence[Found]:
+        """First chunk first; of chunks looked for by content, None where there was none."""
+        if self._blocks is None:
             raise StoreError("this lease was released; take a new one before reading blocks")
-        return self._entries
+        return self._blocks
 
     def release(self) -> None:
         """Let the blocks go. Harmless the second time."""
-        entries, self._entries = self._entries, None
+        entries, self._entries, self._blocks = self._entries, (), None
         if entries:
-            self._store._release([entry for entry in entries if entry is not None])
+            self._store._release(entries)
 
     def __enter__(self) -> Self:
         return self
@@ -96,26 +95,12 @@ class _Held:
         self.release()
 
 
-class MemoryLease(_Held):
-    """The blocks of a prompt's beginning."""
-
-    @property
-    def blocks(self) -> Sequence[KVBlock]:
-        """The blocks held, first chunk first."""
-        return [entry.block for entry in self._held() if entry is not None]
-
-
-class MemoryContentLease(_Held):
-    """Blocks found by content, None where there was none."""
-
-    @property
-    def blocks(self) -> Sequence[KVBlock | None]:
-        """One entry for each chunk asked for."""
-        return [entry.block if entry is not None else None for entry in self._held()]
-
-
 class MemoryStore:
-    """Blocks in process memory, at most ``capacity_bytes`` and ``max_chunks`` of them."""
+    """Blocks in process memory, at most ``capacity_bytes`` and ``max_chunks`` of them.
+
+    Tenants have different keys, so none finds another's blocks. Those that were opened have a share of their own; the
+    blocks and chunks of any other count to the store's.
+    """
 
     def __init__(
         self,
@@ -125,49 +110,39 @@ class MemoryStore:
         policy: EvictionPolicy | None = None,
         quota_bytes: int | None = None,
     ) -> None:
-        """``quota_bytes`` is what this store may take where others share the memory: see :meth:`for_tenant`."""
-        policy = policy if policy is not None else LeastExpected()
-        self._open(_Memory(capacity_bytes, max_chunks=max_chunks, policy=policy), quota_bytes)
-
-    def for_tenant(self, *, quota_bytes: int | None = None) -> MemoryStore:
-        """Another tenant's store over the same memory and within the same capacity; neither sees the other's blocks.
-
-        The tenant may take ``quota_bytes`` of it. Closing either leaves the other as it is.
-        """
-        other = MemoryStore.__new__(MemoryStore)
-        other._open(self._memory, quota_bytes)
-        other._listener = self._listener
-        return other
-
-    def _open(self, memory: _Memory, quota_bytes: int | None) -> None:
+        """``quota_bytes`` is what each tenant may have of it."""
         self.on_evict: Callable[[KVBlock], None] = lambda block: None
         """Called with every block that is evicted, while the store is locked: it must be quick and not call back."""
         self.selective = True
-        """Whether the policy may refuse a block that is not worth another's place. Not where blocks pass through."""
-        self._memory = memory
-        self._lock = memory.lock
-        self._entries, self._contents, self._policy = memory.entries, memory.contents, memory.policy
-        self._quota = memory.capacity_bytes if quota_bytes is None else min(memory.capacity_bytes, quota_bytes)
-        self._bytes = self._chunks = self._leased = 0
-        self._looked = monotonic()
-        self._counters = Counters()
+        """Whether the policy may refuse a block that is worth less than the one it evicts. Not where blocks pass."""
+        self._capacity, self._max_chunks = capacity_bytes, max_chunks
+        self._quota = capacity_bytes if quota_bytes is None else min(capacity_bytes, quota_bytes)
+        self._policy = policy if policy is not None else LeastExpected()
+        self._lock = threading.Lock()
+        self._entries: dict[bytes, _Entry] = {}
+        self._contents = ContentKeys()
+        self._bytes = 0
+        self._holders = 0  # tenants that hold a block
+        self._own = _Share()
+        self._shares: dict[str, _Share] = {}
+        self._found: list[list[bytes]] = []  # by lookups; the policy gets them later, as a lookup is waited for
         self._uncounted = threading.local()
         self._listener: StoreListener | None = None
 
-    def listen(self, listener: StoreListener) -> None:
-        """Tell ``listener`` what this store holds, and from now on what it gains and loses, in that order.
+    def open(self, tenant: str) -> None:
+        """Count what this tenant holds and does by itself."""
+        with self._lock:
+            self._shares.setdefault(tenant, _Share())
 
-        So do the stores that :meth:`for_tenant` makes afterwards.
-        """
+    def _share_of(self, tenant: str | None) -> _Share:
+        return self._own if tenant is None else self._shares.get(tenant, self._own)
+
+    def listen(self, listener: StoreListener) -> None:
+        """Tell ``listener`` what this store holds, and from now on what it gains and loses, in that order."""
         with self._lock:
             self._listener = listener
-            for entry in self._entries.values():  # a block is entered behind its parent
-                if entry.owner is self:
-                    listener.stored(TIER, entry.block)
-
-    def _own(self, key: bytes) -> _Entry | None:
-        entry = self._entries.get(key)
-        return entry if entry is not None and entry.owner is self else None
+            for entry in self._entries.values():  # a block is entered after its parent
+                listener.stored(TIER, entry.block)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -178,48 +153,48 @@ class MemoryStore:
         finally:
             self._uncounted.now = False
 
-    def lease(self, chunks: Sequence[Chunk]) -> MemoryLease:
+    def lease(self, chunks: Sequence[Chunk]) -> MemoryLease[KVBlock]:
         """Hold the longest leading run of ``chunks`` that is stored with exactly these tokens."""
         with self._lock:
             held: list[_Entry] = []
-            entries = self._entries
+            share = self._share_of(chunks[0].tenant if chunks else None)
             for chunk in chunks:
-                entry = entries.get(chunk.prefix_key)
-                if entry is None or entry.owner is not self:
+                entry = self._entries.get(chunk.prefix_key)
+                if entry is None:
                     break
                 if entry.block.tokens != chunk.tokens:
-                    self._counters.rejected += 1
+                    share.counters.rejected += 1
                     break
                 held.append(entry)
             if not getattr(self._uncounted, "now", False):
-                self._counters.hits += len(held)
-                self._counters.misses += len(chunks) - len(held)
-            self._hold(held)
-            return MemoryLease(self, held)
+                share.counters.hits += len(held)
+                share.counters.misses += len(chunks) - len(held)
+            self._hold(held, share)
+            return MemoryLease(self, held, [entry.block for entry in held])
 
-    def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> MemoryContentLease:
+    def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> MemoryLease[KVBlock | None]:
         """Hold, for each of ``chunks[after:]``, the best-fitting block with exactly these tokens."""
         with self._lock:
+            share = self._share_of(chunks[0].tenant if chunks else None)
             marks = {context_mark(chunk.content_key) for chunk in chunks[:after]}
-            found: list[_Entry | None] = []
+            found: list[KVBlock | None] = []
             for chunk in chunks[after:]:
                 newest = self._contents.of(chunk.content_key)[-_MAX_LOOKED_AT:]
-                candidates = [entry for key in newest if (entry := self._own(key)) is not None]
-                matching = [entry for entry in candidates if entry.block.tokens == chunk.tokens]
-                self._counters.rejected += len(candidates) - len(matching)
-                best = best_variant([entry.block for entry in matching], marks=marks)
-                found.append(self._entries[best.key] if best is not None else None)
+                candidates = [self._entries[key].block for key in newest]
+                matching = [block for block in candidates if block.tokens == chunk.tokens]
+                share.counters.rejected += len(candidates) - len(matching)
+                found.append(best_variant(matching, marks=marks))
                 marks.add(context_mark(chunk.content_key))
-            held = [entry for entry in found if entry is not None]
-            self._counters.content_hits += len(held)
-            self._hold(held)
-            return MemoryContentLease(self, found)
+            held = [self._entries[block.key] for block in found if block is not None]
+            share.counters.content_hits += len(held)
+            self._hold(held, share)
+            return MemoryLease(self, held, found)
 
     def leading_run(self, chunks: Sequence[Chunk]) -> int:
         """How many of ``chunks`` a lease would hold. Counts nothing and marks nothing."""
         with self._lock:
             for index, chunk in enumerate(chunks):
-                entry = self._own(chunk.prefix_key)
+                entry = self._entries.get(chunk.prefix_key)
                 if entry is None or entry.block.tokens != chunk.tokens:
                     return index
             return len(chunks)
@@ -227,24 +202,20 @@ class MemoryStore:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these are stored. Counts nothing and marks nothing."""
         with self._lock:
-            return [self._own(key) is not None for key in keys]
+            return [key in self._entries for key in keys]
 
     def unknown_content(self, chunks: Sequence[Chunk]) -> list[int]:
         """Which of ``chunks`` are not stored anywhere, by index. Counts nothing and marks nothing."""
         with self._lock:
-            return [
-                index
-                for index, chunk in enumerate(chunks)
-                if not any(self._own(key) for key in self._contents.of(chunk.content_key))
-            ]
+            return [index for index, chunk in enumerate(chunks) if not self._contents.of(chunk.content_key)]
 
     def blocks(self, keys: Sequence[bytes]) -> list[KVBlock]:
         """Those of the blocks under ``keys`` that are stored. They are not held."""
         with self._lock:
-            return [entry.block for key in keys if (entry := self._own(key)) is not None]
+            return [entry.block for key in keys if (entry := self._entries.get(key)) is not None]
 
     def hottest(self, limit: int) -> list[HotChunk]:
-        """The blocks in this memory, of all stores over it, that were leased most often. Marks nothing."""
+        """The blocks that were leased most often, of all tenants. Marks nothing."""
         with self._lock:
             entries = nlargest(limit, self._entries.values(), key=lambda entry: entry.uses)
             return [
@@ -253,53 +224,54 @@ class MemoryStore:
             ]
 
     def held_keys(self, limit: int) -> list[tuple[bytes, bytes]]:
-        """Key and content key of the blocks in this memory, of all stores over it; the most used if there are more."""
+        """Key and content key of the blocks, of all tenants; the most used if there are more."""
         with self._lock:
-            entries = self._entries.values()
-            told = entries if len(entries) <= limit else nlargest(limit, entries, key=lambda entry: entry.uses)
-            return [(entry.block.key, entry.block.content_key) for entry in told]
+            entries: Collection[_Entry] = self._entries.values()
+            if len(entries) > limit:
+                entries = nlargest(limit, entries, key=lambda entry: entry.uses)
+            return [(entry.block.key, entry.block.content_key) for entry in entries]
 
-    def _hold(self, entries: Sequence[_Entry]) -> None:
+    def _hold(self, entries: Sequence[_Entry], share: _Share) -> None:
         for entry in entries:
             entry.leases += 1
             entry.uses += 1
-        self._leased += len(entries)
-        self._looked = monotonic()
-        self._memory.found.append([entry.block.key for entry in entries])
+            entry.share.leased += 1
+        share.looked = monotonic()
+        self._found.append([entry.block.key for entry in entries])
         if not entries:
-            self._tell_found()  # nothing will be released
+            self._report_found()  # nothing will be released
 
-    def _tell_found(self) -> None:
-        """Tell the policy of the lookups since the last call, in their order; before it is told or asked anything else.
+    def _report_found(self) -> None:
+        """Give the policy the lookups since the last call, in their order, before it is asked anything else.
 
-        Its own record of every block is as far from the CPU as the store's, and takes longer than the lookup itself.
+        It keeps a record of its own for every block, in other cache lines: reading them takes longer than the lookup.
         """
-        found = self._memory.found
-        for chain in found:
+        for chain in self._found:
             self._policy.found(chain)
-        found.clear()
+        self._found.clear()
 
     def put(self, block: KVBlock) -> PutOutcome:
         """Keep ``block``; evict others for it."""
         with self._lock:
-            self._tell_found()
+            self._report_found()
+            share = self._share_of(block.tenant)
             if block.key in self._entries:
-                return PutOutcome.PRESENT if self._own(block.key) else self._refuse()
+                return PutOutcome.PRESENT
             if block.approx_depth and len(self._contents.of(block.content_key)) >= MAX_VARIANTS:
-                return self._refuse()
+                return _refused(share)
             parent = None
             if block.parent_key is not None:
-                parent = self._own(block.parent_key)
+                parent = self._entries.get(block.parent_key)
                 if parent is None:
-                    return self._refuse()
+                    return _refused(share)
                 parent.successors += 1  # before evicting: the parent itself must not be the victim
-            if not self._evict_for(block):
+            if not self._evict_for(block, share):
                 if parent is not None:
                     parent.successors -= 1
-                return self._refuse()
-            self._entries[block.key] = _Entry(block, self)
+                return _refused(share)
+            self._entries[block.key] = _Entry(block, share)
             self._contents.add(block.content_key, block.key)
-            self._count(1, block.nbytes)
+            self._count(share, 1, block.nbytes)
             self._policy.inserted(block.key, parent=block.parent_key, nbytes=block.nbytes, content=block.content_key)
             if self._listener is not None:
                 self._listener.stored(TIER, block)
@@ -308,57 +280,60 @@ class MemoryStore:
     def used(self, chain: Sequence[bytes]) -> None:
         """Tell the eviction policy that these keys served one prompt, first chunk first."""
         with self._lock:
-            self._tell_found()
-            self._policy.used([key for key in chain if self._own(key) is not None])
+            self._report_found()
+            self._policy.used([key for key in chain if key in self._entries])
 
-    def clear(self) -> None:
-        """Forget every block of this store."""
+    def clear(self, tenant: str | None = None) -> None:
+        """Forget every block, or those of one tenant."""
         with self._lock:
-            self._tell_found()
-            for key in [key for key, entry in self._entries.items() if entry.owner is self]:
+            self._report_found()
+            of = None if tenant is None else self._share_of(tenant)
+            for key in [key for key, entry in self._entries.items() if of in (None, entry.share)]:
                 self._drop(key)
 
-    def stats(self) -> StoreStats:
-        """Counters and sizes, consistent with each other."""
+    def stats(self, tenant: str | None = None) -> StoreStats:
+        """Counters and sizes, consistent with each other; of one tenant, or of all that are open."""
         with self._lock:
-            return self._counters.stats(
-                TIER, chunks=self._chunks, nbytes=self._bytes, capacity_bytes=self._quota, leased=self._leased
+            shares = [self._own, *self._shares.values()] if tenant is None else [self._share_of(tenant)]
+            return sum_of(share.counters for share in shares).stats(
+                TIER,
+                chunks=sum(share.chunks for share in shares),
+                nbytes=sum(share.bytes for share in shares),
+                capacity_bytes=self._quota if tenant is not None else self._capacity,
+                leased=sum(share.leased for share in shares),
             )
 
     @property
     def memory_bytes(self) -> int:
-        """What all stores over this memory hold together: never more than the capacity."""
+        """What all tenants hold together: never more than the capacity."""
         with self._lock:
-            return self._memory.bytes
+            return self._bytes
 
-    def close(self) -> None:
-        """Forget every block of this store."""
-        self.clear()
+    def close(self, tenant: str | None = None) -> None:
+        """Forget every block, or one tenant's and its counters."""
+        self.clear(tenant)
+        with self._lock:
+            self._shares = {} if tenant is None else {n: share for n, share in self._shares.items() if n != tenant}
 
-    def _refuse(self) -> PutOutcome:
-        self._counters.refused += 1
-        return PutOutcome.REFUSED
-
-    def _count(self, chunks: int, nbytes: int) -> None:
-        self._memory.tenants += bool(self._chunks + chunks) - bool(self._chunks)
-        self._chunks += chunks
+    def _count(self, share: _Share, chunks: int, nbytes: int) -> None:
+        self._holders += bool(share.chunks + chunks) - bool(share.chunks)
+        share.chunks += chunks
+        share.bytes += nbytes
         self._bytes += nbytes
-        self._memory.bytes += nbytes
 
-    def _evict_for(self, block: KVBlock) -> bool:
+    def _evict_for(self, block: KVBlock, share: _Share) -> bool:
         """Evict until ``block`` fits. False if it cannot or is not worth it; the lock is held."""
         nbytes, newcomer = block.nbytes, block if self.selective else None
-        memory = self._memory
-        if nbytes > self._quota or memory.max_chunks == 0:
+        if nbytes > self._quota or self._max_chunks == 0:
             return False
-        while self._bytes + nbytes > self._quota:  # a tenant evicts its own blocks first
-            if not self._evict_one(self._own_evictable, newcomer):
+        while share.bytes + nbytes > self._quota:  # a tenant evicts its own blocks first
+            if not self._evict_one(lambda key: self._entries[key].share is share and self._evictable(key), newcomer):
                 return False
             newcomer = None  # once is enough
-        while memory.bytes + nbytes > memory.capacity_bytes or (
-            memory.max_chunks is not None and len(self._entries) >= memory.max_chunks
+        while self._bytes + nbytes > self._capacity or (
+            self._max_chunks is not None and len(self._entries) >= self._max_chunks
         ):
-            if not self._evict_one(self._yielding(nbytes), newcomer):
+            if not self._evict_one(self._yielding(nbytes, share), newcomer):
                 return False
             newcomer = None
         return True
@@ -376,35 +351,31 @@ class MemoryStore:
             content=newcomer.content_key,
         ):
             return False
-        owner = self._entries[key].owner
+        self._entries[key].share.counters.evictions += 1
         block = self._drop(key)
-        owner._counters.evictions += 1
         if block.parent_key is not None and block.parent_key in self._entries:
             self._entries[block.parent_key].successors -= 1
-        owner.on_evict(block)
+        self.on_evict(block)
         return True
 
     def _evictable(self, key: bytes) -> bool:
-        """Whether nobody holds this block and nothing is stored behind it."""
+        """Whether nobody holds this block and none of its successors is stored."""
         entry = self._entries[key]
         return entry.leases == 0 and entry.successors == 0
 
-    def _own_evictable(self, key: bytes) -> bool:
-        return self._own(key) is not None and self._evictable(key)
-
-    def _yielding(self, nbytes: int) -> Callable[[bytes], bool]:
-        """Which blocks may be evicted for ``nbytes`` of this tenant.
+    def _yielding(self, nbytes: int, share: _Share) -> Callable[[bytes], bool]:
+        """Which blocks may be evicted for ``nbytes`` of this share.
 
         Its own, and those of tenants that have more than an even share and than this one; else the unique prompts of
         some would evict what all others have.
         """
-        memory, gone = self._memory, monotonic() - _GONE_S
-        even = memory.bytes / (memory.tenants + (not self._chunks))
-        after = self._bytes + nbytes
+        gone = monotonic() - _GONE_S
+        even = self._bytes / (self._holders + (not share.chunks))
+        after = share.bytes + nbytes
 
         def evictable(key: bytes) -> bool:
-            owner = self._entries[key].owner
-            yields = owner is self or even < owner._bytes >= after or owner._looked < gone
+            of = self._entries[key].share
+            yields = of is share or even < of.bytes >= after or of.looked < gone
             return yields and self._evictable(key)
 
         return evictable
@@ -414,15 +385,20 @@ class MemoryStore:
         entry = self._entries.pop(key)
         block = entry.block
         self._policy.removed(key)
-        entry.owner._count(-1, -block.nbytes)
+        self._count(entry.share, -1, -block.nbytes)
         self._contents.remove(block.content_key, key)
-        if entry.owner._listener is not None:
-            entry.owner._listener.removed(TIER, [key])
+        if self._listener is not None:
+            self._listener.removed(TIER, [key])
         return block
 
     def _release(self, entries: Sequence[_Entry]) -> None:
         with self._lock:
-            self._tell_found()
+            self._report_found()
             for entry in entries:
                 entry.leases -= 1
-            self._leased -= len(entries)
+                entry.share.leased -= 1
+
+
+def _refused(share: _Share) -> PutOutcome:
+    share.counters.refused += 1
+    return PutOutcome.REFUSED

@@ -26,7 +26,7 @@ from kvboost.store.lookup import Claims, LoadRules, Lookup, Speed, left_of
 from kvboost.store.memory import MemoryStore
 from kvboost.store.unsaved import Unsaved
 from kvboost.store.variants import best_variant
-from kvboost.store.write_behind import WriteBehind, WriteQueue
+from kvboost.store.write_behind import WriteBehind
 from kvboost.streams import BlockingStreams, Streams
 from kvboost.types import (
     TOKEN_BYTES,
@@ -43,9 +43,20 @@ from kvboost.types import (
 T = TypeVar("T")
 
 _LOCAL = ("host", "disk")  # tiers that answer without a round trip
-
-
 _LOAD_ALWAYS = LoadRules()
+
+
+class _Tenant:
+    """Where one tenant's records lie, and what was counted of them."""
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self.tiers = tuple(tiers)
+        self.lasting = tuple(tier for tier in tiers if tier.outlives_process)
+        self.overflow = tuple(tier for tier in tiers if not tier.outlives_process)
+        self.background = Background()  # of its own, so that none waits for what another loads
+        self.unsaved = Unsaved()
+        self.below: tuple[StoreStats, ...] = ()  # as the tiers were last asked
+        self.declined = self.rejected = 0
 
 
 class TieredStore:
@@ -59,51 +70,47 @@ class TieredStore:
         rules: LoadRules = _LOAD_ALWAYS,
         streams: Streams | None = None,
         waiting_bytes: int = 512 * 2**20,
-        queue: WriteQueue | None = None,
-        announcer: Announcer | None = None,
     ) -> None:
-        """Take over ``memory`` and ``tiers``, which are closed with this store.
+        """Own ``memory`` and ``tiers`` from now on: they are closed with this store.
 
-        At most ``waiting_bytes`` wait to be written, unless another store's ``queue`` is used: see :meth:`for_tenant`,
-        as for ``announcer``.
-        ``streams`` are those of the device that the blocks lie on.
+        At most ``waiting_bytes`` wait to be written. ``streams`` are those of the device that the blocks lie on.
         """
-        self._memory, self._tiers, self._rules = memory, tuple(tiers), rules
+        self._memory, self._rules = memory, rules
         self._streams = streams if streams is not None else BlockingStreams()
-        self._lasting = tuple(tier for tier in tiers if tier.outlives_process)
-        self._overflow = tuple(tier for tier in tiers if not tier.outlives_process)
-        self._queue = queue if queue is not None else WriteQueue(waiting_bytes)
-        self._unsaved = Unsaved()
-        self._announcer = announcer if announcer is not None else Announcer()
+        self._own = _Tenant(tiers)
+        self._tenants: dict[str, _Tenant] = {}
+        self._announcer = Announcer()
         self._writer = WriteBehind(
-            self._queue,
-            owns_queue=queue is None,
+            waiting_bytes,
             streams=self._streams,
             failed=self._failed,
-            tried=self._unsaved.tried,
+            tried=lambda block, kept: self._of(block.tenant).unsaved.tried(block, kept),
             offered=self._was_offered,
         )
         self._lock = threading.Lock()
         self._claims = Claims()
-        self._background = Background()
-        self._speeds = {tier: Speed() for tier in self._tiers}
-        self._work = defaultdict(TierWork, {tier.name: TierWork() for tier in self._tiers})
-        self._below: tuple[StoreStats, ...] = ()  # as the tiers were last asked
+        self._speeds: defaultdict[str, Speed] = defaultdict(Speed)
+        self._work = defaultdict(TierWork, {tier.name: TierWork() for tier in tiers})
         self._token_bytes = 0.0  # of the last block seen
         self._warned: set[str] = set()
-        self._declined = self._rejected = 0
         memory.on_evict = self._demote
         memory.selective = False  # what is loaded must pass through it, and what is new goes down from it
 
-    def for_tenant(self, memory: MemoryStore, tiers: Sequence[Tier]) -> TieredStore:
-        """Another tenant's store with the same rules. It shares the thread that writes and the bytes that may wait."""
-        return TieredStore(
-            memory, tiers, rules=self._rules, streams=self._streams, queue=self._queue, announcer=self._announcer
-        )
+    def open(self, tenant: str, tiers: Sequence[Tier]) -> None:
+        """From now on this tenant's blocks go to ``tiers``, and are counted by themselves."""
+        self._memory.open(tenant)
+        with self._lock:
+            self._tenants[tenant] = _Tenant(tiers)
+
+    def _of(self, tenant: str | None) -> _Tenant:
+        return self._own if tenant is None else self._tenants.get(tenant, self._own)
+
+    def _all(self, tenant: str | None) -> list[_Tenant]:
+        return [self._own, *list(self._tenants.values())] if tenant is None else [self._of(tenant)]
 
     def listen(self, listener: StoreListener) -> None:
         """Tell ``listener`` what the memory holds, and from now on what it and the tiers below gain and lose."""
-        self._announcer.listen(listener, self._tiers)
+        self._announcer.listen(listener, self._own.tiers)
         self._memory.listen(listener)
 
     def uncounted(self) -> AbstractContextManager[None]:
@@ -163,16 +170,16 @@ class TieredStore:
         self._bring_up_content(chunks, after, lookup)
         return lookup.report({chunk.start for chunk in chunks})
 
-    def in_background(self, work: Callable[[], T]) -> Future[T] | None:
+    def in_background(self, work: Callable[[], T], *, tenant: str = "") -> Future[T] | None:
         """Run ``work``, which may wait for a tier, on the thread that loads ahead; None if too much waits already."""
-        return self._background.run(work)
+        return self._of(tenant).background.run(work)
 
     def prefetch(self, chunks: Sequence[Chunk]) -> Future[int]:
         """Bring the longest leading run of ``chunks`` up into memory, in the background.
 
         Returns at once. The result is how many tokens came up. Where too many wait already, nothing is done.
         """
-        return self._background.run(partial(self._prefetched, chunks)) or finished(0)
+        return self._of(_tenant(chunks)).background.run(partial(self._prefetched, chunks)) or finished(0)
 
     def _prefetched(self, chunks: Sequence[Chunk]) -> int:
         lookup = Lookup()
@@ -182,7 +189,7 @@ class TieredStore:
     def leading_run(self, chunks: Sequence[Chunk]) -> int:
         """How many of ``chunks`` a lease would probably hold. Loads nothing and counts nothing."""
         known = self._memory.leading_run(chunks)
-        for tier in self._tiers:
+        for tier in self._of(_tenant(chunks)).tiers:
             if known < len(chunks):
                 known += self._leading_run(tier, [chunk.prefix_key for chunk in chunks[known:]])
         return known
@@ -193,13 +200,13 @@ class TieredStore:
         there: Sequence[bool] = self._ask(tier, [], tier.contains, keys)
         return next((index for index, found in enumerate(there) if not found), len(there))
 
-    def contains(self, keys: Sequence[bytes], *, in_memory: bool = False) -> list[bool]:
+    def contains(self, keys: Sequence[bytes], *, in_memory: bool = False, tenant: str = "") -> list[bool]:
         """Which of these are in memory or on this machine's disk: one round trip to a server is not worth a guess.
 
         With ``in_memory`` no tier is asked.
         """
         found = self._memory.contains(keys)
-        for tier in self._tiers if not in_memory else ():
+        for tier in self._of(tenant).tiers if not in_memory else ():
             if tier.name in _LOCAL:
                 there: Sequence[bool] = self._ask(tier, [False] * len(keys), tier.contains, keys)
                 found = [one or other for one, other in zip(found, there, strict=True)]
@@ -208,11 +215,11 @@ class TieredStore:
     def contains_content(self, chunks: Sequence[Chunk]) -> list[bool]:
         """Which of these are probably stored in some tier, at whatever position. Loads nothing."""
         missing = {chunks[index].content_key for index in self._memory.unknown_content(chunks)}
-        for tier in self._tiers:
+        for tier in self._of(_tenant(chunks)).tiers:
             keys = list(missing)
             nothing: Sequence[Sequence[BlockInfo]] = [()] * len(keys)
             found = self._ask(tier, nothing, tier.variants, keys)
-            # A list of chunks may outlive them, where it lies elsewhere.
+            # A list of chunks may outlive them, where it lies on a server.
             newest = {key: variants[-1].key for key, variants in zip(keys, found, strict=True) if variants}
             there: Sequence[bool] = self._ask(tier, [False] * len(newest), tier.contains, list(newest.values()))
             missing -= {key for key, is_there in zip(newest, there, strict=True) if is_there}
@@ -225,14 +232,16 @@ class TieredStore:
         outcome = self._memory.put(block)
         if outcome is PutOutcome.STORED:
             self._note_size(block)
-            self._save(block, self._lasting)
+            self._save(block, self._of(block.tenant).lasting)
         return outcome
 
     def used(self, chain: Sequence[bytes]) -> None:
-        """Tell every tier that these keys served one prompt; the slower ones behind the request."""
+        """Tell every tier that these keys served one prompt; the slower ones after the request."""
         self._memory.used(chain)
-        for tier in self._tiers:
-            self._writer.note(tier, partial(self._note_used, tier, chain))
+        held = self._memory.blocks(chain[:1])
+        tenant = held[0].tenant if held else ""
+        for tier in self._of(tenant).tiers:
+            self._writer.note(tenant, tier, partial(self._note_used, tier, chain))
 
     def _note_used(self, tier: Tier, chain: Sequence[bytes]) -> None:
         """In the thread that writes: what the tier has lost meanwhile is written again, others would miss it."""
@@ -240,16 +249,18 @@ class TieredStore:
         for block in self._memory.blocks(lost or ()):
             self._save(block, [tier])
 
-    def flush(self) -> None:
-        """Return once everything kept so far is as safe as the tiers make it."""
-        self._writer.wait()
-        # What did not fit into the queue is still in memory, unless it was demoted since.
-        for block in self._memory.blocks(self._unsaved.keys()):
-            self._writer.wait()
-            self._save(block, self._lasting)
-        self._writer.wait()
-        for tier in self._lasting:
-            self._ask(tier, None, tier.flush)
+    def flush(self, tenant: str | None = None) -> None:
+        """Return once everything kept so far, or all of one tenant, is as safe as the tiers make it."""
+        self._writer.wait(tenant)
+        for each in self._all(tenant):
+            # What did not fit into the queue is still in memory, unless it was demoted since.
+            for block in self._memory.blocks(each.unsaved.keys()):
+                self._writer.wait(tenant)
+                self._save(block, each.lasting)
+        self._writer.wait(tenant)
+        for each in self._all(tenant):
+            for tier in each.lasting:
+                self._ask(tier, None, tier.flush)
 
     def hottest(self, limit: int) -> list[HotChunk]:
         """The blocks in memory that were leased most often, first the hottest."""
@@ -259,47 +270,55 @@ class TieredStore:
         """Key and content key of the blocks in memory; the most used if there are more."""
         return self._memory.held_keys(limit)
 
-    def clear(self) -> None:
-        """Forget every block, in every tier."""
-        self._writer.forget()
-        self._unsaved.clear()
-        self._memory.clear()
-        for tier in self._tiers:
-            self._ask(tier, None, tier.clear)
+    def clear(self, tenant: str | None = None) -> None:
+        """Forget every block in every tier, or those of one tenant."""
+        self._writer.forget(tenant)
+        self._memory.clear(tenant)
+        for each in self._all(tenant):
+            each.unsaved.clear()
+            for tier in each.tiers:
+                self._ask(tier, None, tier.clear)
 
-    def stats(self, *, ask_tiers: bool = True) -> StoreStats:
-        """The memory store's, and below it the tiers'. Without ``ask_tiers`` those as last asked: that does no I/O."""
-        stats = self._memory.stats()
+    def stats(self, tenant: str | None = None, *, ask_tiers: bool = True) -> StoreStats:
+        """The memory store's, and below it the tiers': of one tenant, or of the store's own.
+
+        Without ``ask_tiers`` those as last asked: that does no I/O.
+        """
+        stats, of = self._memory.stats(tenant), self._of(tenant)
         if ask_tiers:
-            self._below = tuple(
+            of.below = tuple(
                 self._ask(tier, Counters().stats(tier.name, chunks=0, nbytes=0, capacity_bytes=0), tier.stats)
-                for tier in self._tiers
+                for tier in of.tiers
             )
-        dropped, unsaved = self._unsaved.counts()
-        with self._lock:
-            return replace(
-                stats,
-                rejected=stats.rejected + self._rejected,
-                below=self._below,
-                loads_declined=self._declined,
-                writes_dropped=dropped,
-                waiting_bytes=self._writer.waiting_bytes,
-                unsaved=unsaved,
-            )
+        dropped, unsaved = of.unsaved.counts()
+        return replace(
+            stats,
+            rejected=stats.rejected + of.rejected,
+            below=of.below,
+            loads_declined=of.declined,
+            writes_dropped=dropped,
+            waiting_bytes=self._writer.waiting_bytes(tenant),
+            unsaved=unsaved,
+        )
 
     def work(self) -> dict[str, TierWork]:
         """What each tier has done, by its name. Asks no tier."""
         with self._lock:
             return {name: replace(work) for name, work in self._work.items()}
 
-    def close(self) -> None:
-        """Write what waits, then close every tier."""
-        self._background.close()
-        self.flush()
-        self._writer.close()
-        for tier in self._tiers:
-            self._ask(tier, None, tier.close)
-        self._memory.close()
+    def close(self, tenant: str | None = None) -> None:
+        """Write what waits, then close every tier, or those of one tenant, which was opened."""
+        for each in self._all(tenant):
+            each.background.close()
+        self.flush(tenant)
+        if tenant is None:
+            self._writer.close()
+        for each in reversed(self._all(tenant)):  # the store's own last: theirs are over its connections
+            for tier in each.tiers:
+                self._ask(tier, None, tier.close)
+        self._memory.close(tenant)
+        with self._lock:
+            self._tenants = {} if tenant is None else {n: each for n, each in self._tenants.items() if n != tenant}
 
     # Bringing up
 
@@ -307,7 +326,7 @@ class TieredStore:
         """Load as many of ``chunks`` as follow each other without a gap, each from the fastest tier that has it."""
         with self._claims.claim(chunks, self._memory.leading_run) as known:
             chunks = chunks[known:]
-            for at, tier in enumerate(self._tiers):
+            for at, tier in enumerate(self._of(_tenant(chunks)).tiers):
                 if not chunks:
                     return
                 keys = [chunk.prefix_key for chunk in chunks]
@@ -318,7 +337,7 @@ class TieredStore:
     def _bring_up_content(self, chunks: Sequence[Chunk], after: int, lookup: Lookup) -> None:
         """Load for each unknown one of ``chunks[after:]`` the variant that fits best, from the fastest tier."""
         missing = [after + index for index in self._memory.unknown_content(chunks[after:])]
-        for at, tier in enumerate(self._tiers):
+        for at, tier in enumerate(self._of(_tenant(chunks)).tiers):
             if not missing:
                 return
             contents = [chunks[index].content_key for index in missing]
@@ -341,18 +360,19 @@ class TieredStore:
         tokens = sum(chunk.end - chunk.start for chunk in chunks)
         compute = saves * self._rules.compute_seconds(tokens)
         with self._lock:
-            load = self._speeds[tier].expected(self._token_bytes * tokens)
+            load = self._speeds[tier.name].expected(self._token_bytes * tokens)
             if load <= compute:
                 return True
-            self._declined += len(chunks)
+            self._of(_tenant(chunks)).declined += len(chunks)
             self._work[tier.name].loads_declined += len(chunks)
-            self._speeds[tier].declined()
+            self._speeds[tier.name].declined()
         lookup.decline(tier.name, chunks, load_seconds=load, compute_seconds=compute)
         return False
 
     def _load(self, at: int, chunks: Sequence[Chunk], keys: Sequence[bytes], lookup: Lookup, *, gaps: bool) -> int:
         """Load these blocks into memory; without ``gaps`` only up to the first miss. Returns how many came."""
-        tier = self._tiers[at]
+        tiers = self._of(_tenant(chunks)).tiers
+        tier = tiers[at]
         began, nbytes, came, missed = time.perf_counter(), 0, 0, 0
         with closing(self._loaded(tier, keys)) as blocks:
             for chunk, key, loaded in zip(chunks, keys, blocks, strict=False):
@@ -364,7 +384,7 @@ class TieredStore:
                         continue
                     break
                 nbytes += loaded.nbytes
-                block = self._rules.to_memory(loaded)
+                block = replace(self._rules.to_memory(loaded), tenant=chunk.tenant)
                 # Found by content alone, its own beginning need not be here.
                 outcome = self._memory.put(replace(block, parent_key=None) if gaps else block)
                 if outcome is PutOutcome.REFUSED:
@@ -372,7 +392,7 @@ class TieredStore:
                 came += 1
                 self._note_size(block)
                 if at:
-                    self._save(block, [higher for higher in self._tiers[:at] if higher.outlives_process])
+                    self._save(block, [higher for higher in tiers[:at] if higher.outlives_process])
                 self._claims.arrived(block.key)
                 if outcome is PutOutcome.STORED:
                     if lookup.arrived is not None:
@@ -380,7 +400,7 @@ class TieredStore:
                     lookup.came(chunk, block, tier.name)
         seconds = time.perf_counter() - began
         with self._lock:
-            self._speeds[tier].observe(seconds=seconds, nbytes=nbytes)
+            self._speeds[tier.name].observe(seconds=seconds, nbytes=nbytes)
             self._work[tier.name].add(TierWork(loads=1, load_seconds=seconds, hits=came, misses=missed))
         return came
 
@@ -395,7 +415,7 @@ class TieredStore:
         accepted = named and self._rules.fits(block)
         if not accepted:
             with self._lock:
-                self._rejected += 1
+                self._of(chunk.tenant).rejected += 1
         return accepted
 
     def _note_size(self, block: KVBlock) -> None:
@@ -405,7 +425,7 @@ class TieredStore:
 
     def _save(self, block: KVBlock, tiers: Sequence[Tier]) -> None:
         if tiers and not self._offered(block, tiers):
-            self._unsaved.remember(block.key)
+            self._of(block.tenant).unsaved.remember(block.key)
 
     def _offered(self, block: KVBlock, tiers: Sequence[Tier]) -> bool:
         taken = self._writer.offer(block, tiers)
@@ -424,10 +444,11 @@ class TieredStore:
 
     def _demote(self, block: KVBlock) -> None:
         """A block leaves the memory: tiers that end with the process get it now, the others if they missed it."""
-        unsaved = self._unsaved.forget(block.key)
-        tiers = (*self._overflow, *(self._lasting if unsaved else ()))
+        of = self._of(block.tenant)
+        unsaved = of.unsaved.forget(block.key)
+        tiers = (*of.overflow, *(of.lasting if unsaved else ()))
         if tiers and not self._offered(block, tiers):
-            self._unsaved.dropped(lost=unsaved)
+            of.unsaved.dropped(lost=unsaved)
 
     def _ask(self, tier: Tier, otherwise: T, method: Callable[..., T], *arguments: Any) -> T:
         """What the tier answers, or ``otherwise`` if it fails: a cache may only help."""
@@ -448,3 +469,8 @@ class TieredStore:
                 RuntimeWarning,
                 stacklevel=4,
             )
+
+
+def _tenant(chunks: Sequence[Chunk]) -> str:
+    """Whose chunks these are: those of one prompt are one tenant's."""
+    return chunks[0].tenant if chunks else ""

@@ -1,16 +1,16 @@
-"""Writes to slower tiers behind the request's back, in order, with a bound on what waits.
+"""Writes to slower tiers after the request, in order, with a bound on what waits.
 
 Used by :class:`kvboost.store.tiered.TieredStore`. Invariants: what waits never takes more than the bound, but for one
-block alone that is larger; a block that is not taken is reported to the caller at once, and one that a tier did not
-keep when it was tried; after :meth:`WriteBehind.wait` everything taken before was offered to its tiers; no tier sees a
-block before its bytes are there; whatever a job raises, the next one is done and nobody waits for ever.
+block alone that is larger; a block that is refused is reported to the caller at once, and one that a tier did not
+keep when it was tried; after :meth:`WriteBehind.wait` everything accepted before was offered to its tiers; no tier sees
+a block before its bytes are there; whatever a job raises, the next one is done and nobody waits for ever.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,40 +26,10 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
     number: int
-    owner: WriteBehind
+    tenant: str
     nbytes: int
     tiers: Sequence[Tier]
     work: Callable[[], None]
-
-
-class WriteQueue:
-    """What waits to be written, at most ``max_bytes`` of it, and the thread that writes it."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.changed = threading.Condition()
-        self.waiting: deque[_Job] = deque()
-        self.bytes = 0  # of what waits and what is being written
-        self.given = self.done = 0  # numbers of the newest job, and of the last one that is over
-        self.thread: threading.Thread | None = None
-        self.closed = False
-
-    def run(self) -> None:
-        """Do what comes, until the queue is closed and empty."""
-        while True:
-            with self.changed:
-                self.changed.wait_for(lambda: self.waiting or self.closed)
-                if not self.waiting:
-                    return
-                job = self.waiting.popleft()
-            try:
-                job.work()
-            except BaseException as error:  # noqa: BLE001 - what waits must go on; a panic of obstore is no Exception
-                job.owner.job_failed(job, error)
-            with self.changed:
-                self.done = job.number
-                job.owner.count(-1, -job.nbytes)
-                self.changed.notify_all()
 
 
 class WriteBehind:
@@ -67,110 +37,131 @@ class WriteBehind:
 
     def __init__(
         self,
-        queue: WriteQueue,
+        max_bytes: int,
         *,
-        owns_queue: bool,
         streams: Streams,
         failed: Callable[[Tier, BaseException], None],
         tried: Callable[[KVBlock, bool], None],
         offered: Callable[[Tier, KVBlock, PutOutcome], None],
     ) -> None:
-        """``failed`` is told what a tier raised; ``tried`` whether a block is now in all tiers it was meant for.
+        """At most ``max_bytes`` wait.
 
-        ``offered`` is told what each tier made of it.
-
-        Tenants share one queue; each waits for and forgets only its own blocks. The queue ends with its owner.
+        ``failed`` gets what a tier raised, ``offered`` what a tier made of a block, and ``tried`` whether a block is
+        now in all tiers it was meant for.
         """
-        self._queue = queue
-        self._owns_queue = owns_queue
-        self._streams = streams
+        self._max_bytes, self._streams = max_bytes, streams
         self._failed, self._tried, self._offered = failed, tried, offered
-        self._bytes = self._jobs = 0  # of this tenant's jobs in the queue
+        self._changed = threading.Condition()
+        self._waiting: deque[_Job] = deque()
+        # Of what waits and what is being written, by tenant.
+        self._jobs: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        self._given = self._done = 0  # numbers of the newest job, and of the last one that is over
+        self._thread: threading.Thread | None = None
         self._closed = False
-        self._told = False
+        self._logged = False
 
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes of the blocks that are not written yet."""
-        with self._queue.changed:
-            return self._bytes
+    def waiting_bytes(self, tenant: str | None = None) -> int:
+        """Bytes of the blocks that are not written yet, of one tenant or of all."""
+        with self._changed:
+            return self._bytes.total() if tenant is None else self._bytes[tenant]
 
     def offer(self, block: KVBlock, tiers: Sequence[Tier]) -> bool:
-        """Take ``block`` to be stored in ``tiers``; False if too much waits already."""
-        with self._queue.changed:
-            if self._queue.bytes and self._queue.bytes + block.nbytes > self._queue.max_bytes:
+        """Accept ``block`` to be stored in ``tiers``; False if too much waits already."""
+        with self._changed:
+            waiting = self._bytes.total()
+            if waiting and waiting + block.nbytes > self._max_bytes:
                 return False
-            return self._give(block.nbytes, tiers, lambda: self._store(block, tiers))
+            return self._give(block.tenant, block.nbytes, tiers, lambda: self._store(block, tiers))
 
-    def note(self, tier: Tier, work: Callable[[], None]) -> None:
+    def note(self, tenant: str, tier: Tier, work: Callable[[], None]) -> None:
         """Tell ``tier`` something when its turn comes, if not too much waits already."""
-        with self._queue.changed:
-            if len(self._queue.waiting) < _MAX_NOTES:
-                self._give(0, [tier], work)
+        with self._changed:
+            if len(self._waiting) < _MAX_NOTES:
+                self._give(tenant, 0, [tier], work)
 
-    def wait(self) -> None:
-        """Return once all that was taken so far is done."""
-        queue = self._queue
-        with queue.changed:
-            last = queue.given
-            queue.changed.wait_for(lambda: queue.done >= last or not self._jobs)
+    def wait(self, tenant: str | None = None) -> None:
+        """Return once all that was accepted so far is done, or all of one tenant."""
+        with self._changed:
+            last = self._given
+            self._changed.wait_for(lambda: self._done >= last or not self._jobs_of(tenant))
 
-    def forget(self) -> None:
-        """Drop what waits, and return once what was being written is."""
-        queue = self._queue
-        with queue.changed:
-            dropped = [job for job in queue.waiting if job.owner is self]
-            self.count(-len(dropped), -sum(job.nbytes for job in dropped))
-            queue.waiting = deque(job for job in queue.waiting if job.owner is not self)
-            queue.changed.notify_all()
-            queue.changed.wait_for(lambda: not self._jobs)
+    def forget(self, tenant: str | None = None) -> None:
+        """Drop what waits, or what waits for one tenant, and return once what was being written is."""
+        with self._changed:
+            jobs, self._waiting = self._waiting, deque()
+            for job in jobs:
+                if tenant in (None, job.tenant):
+                    self._count(job, -1)
+                else:
+                    self._waiting.append(job)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._jobs_of(tenant))
 
     def close(self) -> None:
-        """Do what waits, then stop; the thread stops with the one it was made for."""
-        queue = self._queue
-        with queue.changed:
+        """Do what waits, then stop."""
+        with self._changed:
             self._closed = True
-            queue.closed = queue.closed or self._owns_queue
-            queue.changed.notify_all()
-        if not self._owns_queue:
-            self.wait()
-        elif queue.thread is not None:
-            queue.thread.join()
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
 
-    def job_failed(self, job: _Job, error: BaseException) -> None:
-        """A job raised what it should not have: its tiers count it, the first time is logged."""
-        self._log_once(error)
-        for tier in job.tiers:
-            self._tell(tier, error)
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                job = self._waiting.popleft()
+            try:
+                job.work()
+            except BaseException as error:  # noqa: BLE001 - what waits must go on; a panic of obstore is no Exception
+                self._log_once(error)
+                for tier in job.tiers:
+                    self._report(tier, error)
+            with self._changed:
+                self._done = job.number
+                self._count(job, -1)
+                self._changed.notify_all()
 
-    def _tell(self, tier: Tier, error: BaseException) -> None:
-        """A tier failed. Whatever comes of telling ends here, a warning where warnings are errors most of all."""
+    def _report(self, tier: Tier, error: BaseException) -> None:
+        """A tier failed. Whatever comes of reporting ends here, a warning where warnings are errors most of all."""
         try:
             self._failed(tier, error)
         except Exception as raised:  # noqa: BLE001 - the other tiers get the block, and the thread goes on
             self._log_once(raised)
 
     def _log_once(self, error: BaseException) -> None:
-        if not self._told:
-            self._told = True
+        if not self._logged:
+            self._logged = True
             _log.error("writing behind failed; later jobs go on, and more failures are only counted", exc_info=error)
 
-    def _give(self, nbytes: int, tiers: Sequence[Tier], work: Callable[[], None]) -> bool:
-        queue = self._queue
-        if self._closed or queue.closed:
+    def _give(self, tenant: str, nbytes: int, tiers: Sequence[Tier], work: Callable[[], None]) -> bool:
+        if self._closed:
             return False
-        if queue.thread is None:
-            thread = threading.Thread(target=queue.run, name="kvboost-write-behind", daemon=True)
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="kvboost-write-behind", daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # the machine has none left: the next job tries again
                 return False
-            queue.thread = thread
-        self.count(1, nbytes)
-        queue.given += 1
-        queue.waiting.append(_Job(queue.given, self, nbytes, tiers, work))
-        queue.changed.notify_all()
+            self._thread = thread
+        self._given += 1
+        job = _Job(self._given, tenant, nbytes, tiers, work)
+        self._count(job, 1)
+        self._waiting.append(job)
+        self._changed.notify_all()
         return True
+
+    def _jobs_of(self, tenant: str | None) -> int:
+        return self._jobs.total() if tenant is None else self._jobs[tenant]
+
+    def _count(self, job: _Job, sign: int) -> None:
+        """A job came or went; the condition is held."""
+        for counter, by in ((self._jobs, 1), (self._bytes, job.nbytes)):
+            counter[job.tenant] += sign * by
+            if not counter[job.tenant]:
+                del counter[job.tenant]
 
     def _store(self, block: KVBlock, tiers: Sequence[Tier]) -> None:
         kept = 0
@@ -187,12 +178,6 @@ class WriteBehind:
                     self._offered(tier, block, outcome)
                     kept += outcome is not PutOutcome.REFUSED
                 except BaseException as error:  # noqa: BLE001 - whatever a tier raises, the others get the block
-                    self._tell(tier, error)
+                    self._report(tier, error)
         finally:
             self._tried(block, kept == len(tiers))
-
-    def count(self, jobs: int, nbytes: int) -> None:
-        """Jobs and bytes came or went; the queue's condition is held."""
-        self._jobs += jobs
-        self._bytes += nbytes
-        self._queue.bytes += nbytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,9 +15,9 @@ from hypothesis import strategies as st
 from benchmarks.common.servers import RedisServer
 from kvboost.extend import ChunkStore, Tier
 from kvboost.store import DiskTier, MemoryStore, ObjectTier, RecordFormat, RedisTier, TieredStore
-from kvboost.store.write_behind import WriteBehind, WriteQueue
+from kvboost.store.write_behind import WriteBehind
 from kvboost.streams import BlockingStreams
-from kvboost.types import Namespace, PutOutcome
+from kvboost.types import KVBlock, Namespace, PutOutcome
 from tests.contracts import ChunkStoreContract, TierContract
 from tests.contracts.blocks import assert_same, block_of, namespace
 from tests.contracts.content import prompt
@@ -32,9 +31,11 @@ from tests.store.tiers.test_s3 import open_tier as open_objects
 _LARGE = 10**8
 
 
-class TestMemoryForAnotherNamespace(ChunkStoreContract):
+class TestMemoryForAnotherTenant(ChunkStoreContract):
     def make_store(self, *, capacity_bytes: int, max_chunks: int | None = None) -> ChunkStore:
-        return MemoryStore(capacity_bytes, max_chunks=max_chunks).for_tenant()
+        store = MemoryStore(capacity_bytes, max_chunks=max_chunks)
+        store.open("")  # the tenant of the suite's chunks
+        return store
 
 
 def _formats() -> tuple[RecordFormat, RecordFormat]:
@@ -111,29 +112,32 @@ def test_neither_sees_purges_or_closes_the_other(pair: tuple[Any, Any]) -> None:
         assert_same(found, block_of(chunk))
 
 
-def test_memory_beside_another_shares_the_room_and_nothing_else() -> None:
-    first = MemoryStore(500)
-    second = first.for_tenant(quota_bytes=200)
-    gone: list[bytes] = []
-    first.on_evict = lambda block: gone.append(block.key)
-    chunks = prompt("a", "b", "c")
-    put_all(first, chunks)
-    assert held_keys(second, chunks) == []
-    assert second.unknown_content(chunks) == [0, 1, 2]
-    assert second.leading_run(chunks) == 0
-    assert second.blocks([c.prefix_key for c in chunks]) == []
-    with second.lease_content(chunks, after=0) as lease:
-        assert lease.blocks == [None] * 3
-    assert second.put(block_of(chunks[0], 100)) is PutOutcome.REFUSED  # the key is the other's
+def test_tenants_share_the_memory_and_nothing_else() -> None:
+    store = MemoryStore(500, quota_bytes=200)
+    store.open("one")
+    store.open("other")
+    gone: list[KVBlock] = []
+    store.on_evict = gone.append
+    chunks, theirs = prompt("a", "b", tenant="one"), prompt("a", "b", tenant="other")
+    put_all(store, chunks)
+    assert held_keys(store, theirs) == []
+    assert store.unknown_content(theirs) == [0, 1]
+    assert store.leading_run(theirs) == 0
+    assert store.blocks([c.prefix_key for c in theirs]) == []
+    with store.lease_content(theirs, after=0) as lease:
+        assert lease.blocks == [None] * 2
+    assert (store.stats("one").misses, store.stats("other").misses) == (0, 2)
     for number in range(5):
-        put_all(second, prompt(f"mine {number}"))
-    assert second.stats().bytes == second.stats().capacity_bytes == 200, "the quota"
-    assert gone == [], "one tenant's quota was made room for at another's cost"
-    put_all(first, prompt("d"))
-    assert first.memory_bytes == second.memory_bytes == 500
-    second.clear()
-    assert first.stats().bytes == first.memory_bytes
-    assert second.stats().chunks == 0
+        put_all(store, prompt(f"mine {number}", tenant="other"))
+    stats = store.stats("other")
+    assert stats.bytes == stats.capacity_bytes == 200, "the quota"
+    assert {block.tenant for block in gone} == {"other"}, "one tenant's quota was made room for at another's cost"
+    put_all(store, prompt("c"))
+    assert store.memory_bytes == store.stats().bytes == 500
+    assert held_keys(store, chunks) == [chunk.prefix_key for chunk in chunks]
+    store.clear("other")
+    assert store.memory_bytes == 300
+    assert (store.stats("other").chunks, store.stats("one").chunks) == (0, 2)
 
 
 @settings(max_examples=60, deadline=None)
@@ -145,78 +149,87 @@ def test_memory_beside_another_shares_the_room_and_nothing_else() -> None:
 def test_no_workload_breaks_a_limit_or_shows_anothers_blocks(
     steps: list[tuple[int, int, int, int]], capacity: int, quota: int | None
 ) -> None:
-    first = MemoryStore(capacity, quota_bytes=quota)
-    stores = [first, first.for_tenant(quota_bytes=quota), first.for_tenant(quota_bytes=quota)]
-    for tenant, text, length, size in steps:
-        chunks = prompt(f"tenant {tenant}", *(f"text {text} {n}" for n in range(length)))
-        store = stores[tenant]
+    store = MemoryStore(capacity, quota_bytes=quota)
+    tenants = ("one", "two", "three")  # the first is the store's own
+    for tenant in tenants[1:]:
+        store.open(tenant)
+    for which, text, length, size in steps:
+        words = [f"text {text} {n}" for n in range(length)]
+        chunks = prompt(*words, tenant=tenants[which])
         with store.lease(chunks) as lease:
             for chunk in chunks[len(lease.blocks) :]:
                 if store.put(block_of(chunk, size)) is PutOutcome.REFUSED:
                     break
-        stats = [each.stats() for each in stores]
-        assert sum(each.bytes for each in stats) == first.memory_bytes <= capacity
+        stats = [store.stats(tenant) for tenant in tenants]
+        assert sum(each.bytes for each in stats) == store.memory_bytes == store.stats().bytes <= capacity
         assert quota is None or max(each.bytes for each in stats) <= quota
-        assert sum(each.chunks for each in stats) == len(first._entries)
+        assert sum(each.chunks for each in stats) == len(store._entries)
         assert all(each.leased == 0 for each in stats)
-        for other in stores:
-            assert other is store or held_keys(other, chunks) == []
+        for tenant in tenants:
+            with store.lease(prompt(*words, tenant=tenant)) as lease:
+                assert {block.tenant for block in lease.blocks} <= {tenant}, "another tenant's block was found"
 
 
-def test_writers_of_two_tenants_share_the_thread_and_the_queue() -> None:
+def test_tenants_share_the_thread_that_writes_and_what_may_wait() -> None:
     slow = ShelfTier()
     slow.open.clear()
-    queue = WriteQueue(3000)
-
-    def writer(*, owns_queue: bool) -> WriteBehind:
-        return WriteBehind(
-            queue,
-            owns_queue=owns_queue,
-            streams=BlockingStreams(),
-            failed=lambda tier, error: None,
-            tried=lambda block, kept: None,
-            offered=lambda tier, block, outcome: None,
-        )
-
-    first, second = writer(owns_queue=True), writer(owns_queue=False)
-    blocks = [block_of(prompt(f"{n}")[0]) for n in range(5)]
-    assert second.offer(blocks[0], [slow])
-    assert second.offer(blocks[1], [slow])
-    assert first.offer(blocks[2], [slow])
-    assert not first.offer(blocks[3], [slow]), "more waits than may"
-    assert (first.waiting_bytes, second.waiting_bytes) == (1000, 2000)
+    writer = WriteBehind(
+        3000,
+        streams=BlockingStreams(),
+        failed=lambda tier, error: None,
+        tried=lambda block, kept: None,
+        offered=lambda tier, block, outcome: None,
+    )
+    one, other = ([block_of(prompt(f"{n}", tenant=tenant)[0]) for n in range(5)] for tenant in ("one", "other"))
+    assert writer.offer(other[0], [slow])
+    assert writer.offer(other[1], [slow])
+    assert writer.offer(one[2], [slow])
+    assert not writer.offer(one[3], [slow]), "more waits than may"
+    assert [writer.waiting_bytes(tenant) for tenant in ("one", "other", None)] == [1000, 2000, 3000]
     threading.Timer(0.05, slow.open.set).start()
-    second.forget()  # not what the first one offered
-    assert second.waiting_bytes == 0
-    for _ in range(500):
-        if blocks[2].key in slow.held:
-            break
-        time.sleep(0.01)
-    assert blocks[2].key in slow.held, "the other's block was forgotten too"
-    assert blocks[1].key not in slow.held
-    second.close()
-    assert not second.offer(blocks[3], [slow])
-    assert first.offer(blocks[4], [slow])
-    first.close()
-    assert blocks[4].key in slow.held
+    writer.forget("other")  # not what is the first one's
+    assert writer.waiting_bytes("other") == 0
+    writer.wait("one")
+    assert one[2].key in slow.held, "the other's block was forgotten too"
+    assert other[1].key not in slow.held
+    assert writer.offer(one[4], [slow])
+    writer.close()
+    assert one[4].key in slow.held
+    assert not writer.offer(other[3], [slow])
 
 
-def _write(store: TieredStore, word: str) -> None:
-    store.put(block_of(prompt(word)[0]))
-    store.flush()
+def test_nobody_waits_for_what_another_tenant_writes() -> None:
+    slow, quick = ShelfTier("slow"), ShelfTier("quick")
+    store = TieredStore(MemoryStore(_LARGE), [slow])
+    store.open("other", [quick])
+    _write(store, "a", tenant="other")
+    slow.open.clear()
+    store.put(block_of(prompt("b")[0]))
+    store.flush("other")
+    threading.Timer(0.05, slow.open.set).start()
+    store.close()
+    assert len(slow.held) == len(quick.held) == 1
 
 
-def test_what_a_tenants_tier_raises_is_told_to_that_tenant() -> None:
+def _write(store: TieredStore, word: str, *, tenant: str) -> None:
+    store.put(block_of(prompt(word, tenant=tenant)[0]))
+    store.flush(tenant)
+
+
+def test_a_tenants_blocks_go_to_its_own_tiers() -> None:
     good, bad = ShelfTier("good"), ShelfTier("bad")
     bad.error = ValueError("broken")
-    first = TieredStore(MemoryStore(_LARGE), [good])
-    memory = MemoryStore(_LARGE)
-    second = first.for_tenant(memory.for_tenant(), [bad])
-    with closing(first):
+    store = TieredStore(MemoryStore(_LARGE), [good])
+    store.open("other", [bad])
+    with closing(store):
         with pytest.warns(RuntimeWarning, match="bad tier failed"):
-            _write(second, "a")
-        _write(first, "b")
+            _write(store, "a", tenant="other")
+        _write(store, "b", tenant="one")
         assert len(good.held) == 1
-        second.close()
-        _write(first, "c")
+        assert (store.stats("other").unsaved, store.stats("one").unsaved) == (1, 0)
+        store.close("other")
+        assert "close" in bad.asked
+        _write(store, "c", tenant="one")
         assert len(good.held) == 2
+        assert held_keys(store, prompt("a", tenant="other")) == []
+        assert held_keys(store, prompt("b", tenant="one")) != []

@@ -157,7 +157,7 @@ class RequestKeys:
         tenant = self._tenant if salt is None else f"{self._tenant}\0salt\0{salt}"
         identity = _Fixed({**self._fields, "adapter": adapter})
         keys = PromptKeys(
-            identity,
+            identity=identity,
             chunker=self._chunker,
             tenant=tenant,
             codec=self._codec,
