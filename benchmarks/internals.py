@@ -258,7 +258,7 @@ def prefill_reuse(engine: KVBoost, tokens: Sequence[int], boundaries: Sequence[i
 def without_deadlines(engine: KVBoost) -> None:
     """Load whatever the tiers have, however long that takes and however fast computing would be."""
     store: Any = _session(engine).store
-    store._rules = replace(store._rules, compute_seconds=None)
-    for tier in store._tiers:
+    store._loader.rules = replace(store._loader.rules, compute_seconds=None)
+    for tier in store._own.tiers:
         if isinstance(tier, RedisTier):
             tier._values._patience = replace(tier._values._patience, timeout_s=10.0)

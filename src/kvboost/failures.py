@@ -1,6 +1,7 @@
-"""Log lines about exceptions without their messages: a message may hold what a client sent.
+"""Failures below a request, which become misses; and log lines about exceptions without what a client sent.
 
-Used by the scheduler and the server. Invariant: a message is written only where everything is, at the level ``debug``.
+Stores and tiers count theirs with :class:`Failures`; the scheduler and the server log theirs. Invariants: what
+:meth:`Failures.ask` calls never fails a request; an exception's message is logged only at the level ``debug``.
 """
 
 from __future__ import annotations
@@ -9,14 +10,66 @@ import logging
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
+
+_RAISED = "it failed and is treated as empty for this request"
 _MAX_CALLS = 6
 _MAX_CAUSES = 3
+
+
+class Failures:
+    """Counts what failed of one store or tier, by kind; the first of each kind is a warning. Thread-safe."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        """Of all kinds."""
+        return self._counts.total()
+
+    def counts(self) -> dict[str, int]:
+        """How often each kind of failure was seen."""
+        with self._lock:
+            return dict(self._counts)
+
+    def count(self, kind: str) -> bool:
+        """Count one more; whether it is the first of its kind."""
+        with self._lock:
+            self._counts[kind] += 1
+            return self._counts[kind] == 1
+
+    def failed(self, kind: str, cause: object, *, remedy: str = "") -> None:
+        """Count one more failure of ``kind``; ``remedy`` says what the user can do about it."""
+        if self.count(kind):
+            warnings.warn(
+                f"{self._what}: {kind}: {cause}{'; ' if remedy else ''}{remedy}. The cache goes on; more of these are "
+                "only counted (cache_stats()['store_errors']).",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def raised(self, error: BaseException) -> None:
+        """A call raised what it should not have."""
+        self.failed(_RAISED, repr(error))
+
+    def ask(self, otherwise: T, method: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """What ``method`` answers, or ``otherwise`` if it raises: a cache may only help."""
+        try:
+            return method(*arguments, **named)
+        except Exception as error:  # noqa: BLE001 - whatever a store or a tier raises, the request goes on
+            self.raised(error)
+            return otherwise
 
 
 def log_failure(log: logging.Logger, error: BaseException, text: str, *args: Any) -> None:

@@ -99,7 +99,7 @@ _ASKED: dict[str, tuple[Callable[[GuardedStore], Any], Any]] = {
 def test_a_store_that_fails_is_empty_and_says_so_once(method: str) -> None:
     ask, nothing = _ASKED[method]
     store = GuardedStore(Store(OSError("it is gone")))
-    with pytest.warns(RuntimeWarning, match=r"the store failed .*it is gone.*store_errors") as caught:
+    with pytest.warns(RuntimeWarning, match=r"store: it failed .*it is gone.*store_errors") as caught:
         assert ask(store) == nothing
     assert ask(store) == nothing
     assert store.errors == 2
@@ -170,7 +170,7 @@ def test_the_first_chunk_that_is_stored_is_found(in_memory: bool) -> None:
 
 def test_a_store_that_answers_for_fewer_chunks_has_failed() -> None:
     store = GuardedStore(Store([False]))
-    with pytest.warns(RuntimeWarning, match="the store failed"):
+    with pytest.warns(RuntimeWarning, match="store: it failed"):
         assert store.first_stored(_CHUNKS) is None
     assert store.contains_content(_CHUNKS) == [False] * 3
     assert store.errors == 2

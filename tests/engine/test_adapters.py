@@ -222,7 +222,7 @@ def test_the_next_process_finds_what_was_kept_under_any_adapter(saved: Callable[
             for name in ("second",) if found else ("first", "second"):
                 engine.load_adapter(name, saved(name))
             store: Any = engine._store
-            store._rules = replace(store._rules, compute_seconds=None)  # load, however fast computing is
+            store._loader.rules = replace(store._loader.rules, compute_seconds=None)  # load, however fast computing is
             for name in (None, "first", "second"):
                 result = engine.prefill(_PROMPT, adapter=name)
                 assert result.reuse.exact_tokens == found, name

@@ -252,9 +252,9 @@ def test_a_result_says_what_was_computed_because_loading_is_slow(tiny: Tiny, tmp
         cached = first.prefill(_LONG).reuse.exact_tokens
     with engine_for(tiny("llama"), disk_cache_dir=tmp_path) as second:
         store: Any = second._store
-        store._rules = replace(store._rules, compute_seconds=lambda tokens: 1e-6)
-        store._token_bytes = 1.0
-        store._speeds["disk"].observe(seconds=10.0, nbytes=1)
+        store._loader.rules = replace(store._loader.rules, compute_seconds=lambda tokens: 1e-6)
+        store._loader._token_bytes = 1.0
+        store._loader.speeds["disk"].observe(seconds=10.0, nbytes=1)
         declined = second.prefill(_LONG)
         assert declined.reuse.cached_tokens == 0
         assert declined.reuse.declined_tokens == cached + 1  # the last token is stored, and computed for its logits
@@ -319,7 +319,7 @@ def test_a_tier_that_is_slow_fails_or_lies_changes_no_bit(
         second.prefill(text(77, 500))  # so that the workspace has rows of something else
         store: Any = second._store
         store._own.tiers = (_OtherTier(store._own.tiers[0], hand_out),)
-        with pytest.warns(RuntimeWarning, match="the disk tier failed") if warns else nullcontext():
+        with pytest.warns(RuntimeWarning, match="disk tier: it failed") if warns else nullcontext():
             found = second.prefill(_LONG)
         assert found.reuse.exact_tokens == (ends[chunks - 1] if chunks else cached)
         assert _chain(found) == {"disk": found.reuse.exact_tokens}

@@ -68,7 +68,7 @@ def _opened(judge: Judge, **where: Any) -> Iterator[KVBoost]:
     """An engine that loads whatever it finds, also where computing would be faster: here that is nearly always so."""
     with KVBoost(judge.model, None, **_SETTINGS, **where) as engine:
         store: Any = engine._store
-        store._rules = replace(store._rules, compute_seconds=None)
+        store._loader.rules = replace(store._loader.rules, compute_seconds=None)
         yield engine
 
 

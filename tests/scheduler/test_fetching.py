@@ -38,7 +38,8 @@ def _engine(directory: Path, model: Any, **settings: Any) -> KVBoost:
 
 
 def _always_load(engine: Any) -> None:
-    engine._store._rules = replace(engine._store._rules, compute_seconds=None)
+    loader = engine._store._loader
+    loader.rules = replace(loader.rules, compute_seconds=None)
 
 
 class Gated:
@@ -140,9 +141,9 @@ def test_a_tier_that_does_not_answer_is_given_up(
 
 def test_a_tier_that_fails_costs_the_reuse_only(tiny: Callable[..., Any], stored: Path) -> None:
     with _engine(stored, tiny("llama")) as engine, BatchRunner(engine) as runner:
-        tier: Any = engine._store._tiers[0]  # type: ignore[attr-defined]
+        tier: Any = engine._store._own.tiers[0]  # type: ignore[attr-defined]
         tier.load = lambda keys: (_ for _ in ()).throw(OSError("gone"))
-        with pytest.warns(RuntimeWarning, match="tier failed"):
+        with pytest.warns(RuntimeWarning, match="tier: it failed"):
             tokens, last = _end(runner.submit(_job([*_STORED, 5], 4)))
         assert tokens == _alone(engine, [*_STORED, 5], 4)
         assert last.reason == "length"
@@ -196,7 +197,7 @@ def test_nothing_is_loaded_for_a_job_that_is_refused(tiny: Callable[..., Any], s
         gated = Gated(engine)
         with pytest.raises(CapacityError, match="lower max_new_tokens"):
             runner.submit(_job([*_STORED, *_STORED, 5], 300))
-        engine._store._background.close()  # type: ignore[attr-defined]
+        engine._store._own.background.close()  # type: ignore[attr-defined]
     assert not gated.threads
 
 

@@ -452,7 +452,7 @@ def test_slower_tiers_load_while_a_job_waits(tiny: Callable[..., Any], tmp_path:
         first.flush()
     with engine_of(tiny("llama"), disk_cache_dir=tmp_path) as engine, BatchRunner(engine, max_running=1) as runner:
         store: Any = engine._store
-        store._rules = replace(store._rules, compute_seconds=None)  # load, however fast computing is
+        store._loader.rules = replace(store._loader.rules, compute_seconds=None)  # load, however fast computing is
         waiting: list[Any] = []
 
         def look(tokens: list[int], logits: torch.Tensor) -> None:

@@ -138,7 +138,7 @@ def test_which_content_is_stored_in_any_tier_is_answered_for_each_chunk() -> Non
     near.contains = lambda keys: [False] * len(keys)  # type: ignore[method-assign]
     assert store.contains_content(asked) == [True, True, False, False, True], "a list that outlived its chunk"
     far.error = OSError("away")
-    with pytest.warns(RuntimeWarning, match="the far tier failed"):
+    with pytest.warns(RuntimeWarning, match="far tier: it failed"):
         assert store.contains_content(asked) == [True, False, False, False, False]
     far.error = None
     assert "load" not in near.asked + far.asked
@@ -205,7 +205,7 @@ def test_a_tier_that_raises_is_a_miss_and_one_warning() -> None:
     shelf, chunks = ShelfTier("torn"), prompt("a", "b")
     shelf.error = OSError("torn")
     store = _store(shelf)
-    with pytest.warns(RuntimeWarning, match="the torn tier failed"):
+    with pytest.warns(RuntimeWarning, match="torn tier: it failed"):
         assert held_keys(store, chunks) == []
     # From here on another warning would be an error.
     _fill(store, chunks)
@@ -224,7 +224,7 @@ def test_where_warnings_are_errors_the_other_tiers_get_the_block(caplog: pytest.
     _fill(store, chunks)  # the first failure is a warning, and so an error here
     store._writer.wait()  # flush would offer again what was not kept
     assert set(shelf.held) == {chunk.prefix_key for chunk in chunks}
-    assert "the full tier failed" in caplog.text
+    assert "full tier: it failed" in caplog.text
     store.close()
 
 
@@ -294,7 +294,7 @@ def test_loading_is_declined_where_computing_is_faster_and_tried_again_later() -
         shelf.held[chunk.prefix_key] = block_of(chunk, _SIZE)
     store = _store(shelf, compute_seconds=lambda tokens: 1.0)
     assert len(held_keys(store, chunks)) == 2  # nothing is known of the tier: it is tried
-    store._speeds["shelf"].observe(seconds=100.0, nbytes=_SIZE)
+    store._loader.speeds["shelf"].observe(seconds=100.0, nbytes=_SIZE)
     store._memory.clear()
     assert held_keys(store, chunks) == []
     assert store.stats().loads_declined == 2
@@ -346,9 +346,9 @@ def test_a_lease_says_what_was_declined_and_why() -> None:
     for chunk in chunks:
         near.held[chunk.prefix_key] = far.held[chunk.prefix_key] = block_of(chunk, _SIZE)
     store = _store(near, far, compute_seconds=lambda tokens: 0.5)
-    store._note_size(block_of(chunks[0], _SIZE))
+    store._loader.note_size(block_of(chunks[0], _SIZE))
     for tier in (near, far):
-        store._speeds[tier.name].observe(seconds=1000.0, nbytes=_SIZE)
+        store._loader.speeds[tier.name].observe(seconds=1000.0, nbytes=_SIZE)
     tokens = sum(chunk.end - chunk.start for chunk in chunks)
     with store.lease(chunks) as lease:
         loads = lease.loads  # type: ignore[attr-defined]
@@ -359,7 +359,7 @@ def test_a_lease_says_what_was_declined_and_why() -> None:
         assert all(d.load_seconds > 0.5 for d in loads.declined)
         assert loads.declined_at == {chunk.start: chunk.end - chunk.start for chunk in chunks}  # once, not twice
     # What a tier farther off delivers is not left to be computed.
-    store._speeds["far"] = Speed()
+    store._loader.speeds["far"] = Speed()
     del far.held[chunks[2].prefix_key]
     with store.lease(chunks) as lease:
         (declined,) = lease.loads.declined  # type: ignore[attr-defined]
@@ -415,7 +415,7 @@ def test_a_load_that_breaks_off_leaves_what_came_and_frees_what_did_not() -> Non
     store = _store(TearingTier(chunks))
     with pytest.warns(RuntimeWarning, match="failed"):
         assert held_keys(store, chunks) == [chunks[0].prefix_key]
-    assert not store._claims._claimed
+    assert not store._loader.claims._claimed
     store.close()
 
 

@@ -1,23 +1,20 @@
 """Keeps a failing store from failing a request: a cache may only help.
 
-The engine wraps whatever store it is given. A store that raises is a miss (or a block not kept), a
-counter and one warning. So is memory that does not suffice for the copy to be stored.
+The engine wraps whatever store it is given. Invariant: a store that raises is a miss or a block not kept, a counter
+and one warning. So is memory that does not suffice for the copy to be stored.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from types import TracebackType
 from typing import Self
 
 import torch
 
 from kvboost.extend import ChunkStore, ContentLease, LayeredStore, Lease
+from kvboost.failures import Failures
 from kvboost.types import NOTHING_LOADED, Chunk, KVBlock, LoadReport, PutOutcome
 
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
@@ -52,9 +49,7 @@ class EmptyLease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
 
 
 class JoinedLease(EmptyLease):
@@ -87,10 +82,14 @@ class GuardedStore:
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
-        self._lock = threading.Lock()
-        self.errors = 0
+        self._layered = store if isinstance(store, LayeredStore) else None
+        self._failures = Failures("store")
+        self._ask = self._failures.ask
+
+    @property
+    def errors(self) -> int:
         """Failures of the store, and blocks that were not stored for lack of memory."""
-        self._short_of_memory = False
+        return self._failures.total
 
     def lease(
         self,
@@ -100,13 +99,17 @@ class GuardedStore:
         fetched: LoadReport | None = None,
     ) -> Lease:
         """As the store's own; nothing is held if it fails. The other arguments as :class:`LayeredStore` has them."""
-        try:
-            if isinstance(self._store, LayeredStore):
-                return self._store.lease(chunks, arrived=arrived, fetched=fetched)
-            return self._store.lease(chunks)
-        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
-            self._failed(error)
-            return EmptyLease()
+        nothing: Lease = EmptyLease()
+        if self._layered is None:
+            return self._ask(nothing, self._store.lease, chunks)
+        return self._ask(nothing, self._layered.lease, chunks, arrived=arrived, fetched=fetched)
+
+    def lease_content(self, chunks: Sequence[Chunk], *, after: int, fetched: LoadReport | None = None) -> ContentLease:
+        """As the store's own; nothing is held if it fails. ``fetched`` as :class:`LayeredStore` has it."""
+        nothing: ContentLease = EmptyLease()
+        if self._layered is None:
+            return self._ask(nothing, self._store.lease_content, chunks, after=after)
+        return self._ask(nothing, self._layered.lease_content, chunks, after=after, fetched=fetched)
 
     def uncounted(self) -> AbstractContextManager[None]:
         """Leases of this thread in this ``with`` block are not counted, if the store can leave them out."""
@@ -116,73 +119,48 @@ class GuardedStore:
     def leading_run(self, chunks: Sequence[Chunk]) -> int:
         """How many of ``chunks`` a lease would probably hold, uncounted; all of them if the store cannot tell."""
         count = getattr(self._store, "leading_run", None)
-        if count is None:
-            return len(chunks)
-        try:
-            return int(count(chunks))
-        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
-            self._failed(error)
-            return 0
+        return len(chunks) if count is None else int(self._ask(0, count, chunks))
 
     def fetch(self, chunks: Sequence[Chunk]) -> tuple[LoadReport, int]:
         """As :class:`LayeredStore` has it; nothing if it fails, or there are no slower tiers."""
-        try:
-            if isinstance(self._store, LayeredStore):
-                return self._store.fetch(chunks)
-        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
-            self._failed(error)
-        return NOTHING_LOADED, 0
+        nothing = NOTHING_LOADED, 0
+        return nothing if self._layered is None else self._ask(nothing, self._layered.fetch, chunks)
 
     def fetch_content(self, chunks: Sequence[Chunk], *, after: int) -> LoadReport:
         """As :class:`LayeredStore` has it; nothing if it fails, or there are no slower tiers."""
-        try:
-            if isinstance(self._store, LayeredStore):
-                return self._store.fetch_content(chunks, after=after)
-        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
-            self._failed(error)
-        return NOTHING_LOADED
+        if self._layered is None:
+            return NOTHING_LOADED
+        return self._ask(NOTHING_LOADED, self._layered.fetch_content, chunks, after=after)
 
     def first_stored(self, chunks: Sequence[Chunk], *, in_memory: bool = False) -> Chunk | None:
         """The first of ``chunks`` that is stored near by; None if none is, or the store cannot tell."""
         contains = getattr(self._store, "contains", None)
-        if contains is None:
+        if contains is None or not chunks:
             return None
-        if chunks and isinstance(self._store, LayeredStore):
-            contains = partial(contains, in_memory=in_memory, tenant=chunks[0].tenant)
-        try:
-            found = contains([chunk.prefix_key for chunk in chunks])
-            return next((chunk for chunk, there in zip(chunks, found, strict=True) if there), None)
-        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
-            self._failed(error)
-            return None
+        keys = [chunk.prefix_key for chunk in chunks]
+        given = {"in_memory": in_memory, "tenant": chunks[0].tenant} if self._layered is not None else {}
+        found = self._ask(None, lambda: _for_each(chunks, contains(keys, **given)))
+        return next((chunk for chunk, there in zip(chunks, found or (), strict=False) if there), None)
 
-    def lease_content(self, chunks: Sequence[Chunk], *, after: int, fetched: LoadReport | None = None) -> ContentLease:
-        """As the store's own; nothing is held if it fails. ``fetched`` as :class:`LayeredStore` has it."""
-        try:
-            if isinstance(self._store, LayeredStore):
-                return self._store.lease_content(chunks, after=after, fetched=fetched)
-            return self._store.lease_content(chunks, after=after)
-        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
-            self._failed(error)
-            return EmptyLease()
+    def contains_content(self, chunks: Sequence[Chunk]) -> Sequence[bool]:
+        """Which of these are probably stored somewhere. Queries slower tiers without loading."""
+        layered = self._layered
+        if layered is not None:
+            return self._ask([False] * len(chunks), lambda: _for_each(chunks, layered.contains_content(chunks)))
+        with self.lease_content(chunks, after=0) as lease:
+            found = [block is not None for block in lease.blocks]
+            return found + [False] * (len(chunks) - len(found))
 
     def put(self, block: KVBlock) -> PutOutcome:
         """As the store's own; REFUSED if it fails."""
-        try:
-            return self._store.put(block)
-        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
-            self._failed(error)
-            return PutOutcome.REFUSED
+        return self._ask(PutOutcome.REFUSED, self._store.put, block)
 
     def keep(self, make: Callable[[], KVBlock]) -> PutOutcome:
         """Put the block that ``make`` copies out of a cache; REFUSED if there is no memory for the copy."""
         try:
             block = make()
         except _OUT_OF_MEMORY as error:
-            with self._lock:
-                self.errors += 1
-                first, self._short_of_memory = not self._short_of_memory, True
-            if first:
+            if self._failures.count("no memory for a copy"):
                 _log.warning(
                     "KV was not stored, there is no memory for a copy of it: %s; lower cache_bytes or workspace_bytes. "
                     "Further cases are only counted (cache_stats()['store_errors'])",
@@ -193,34 +171,10 @@ class GuardedStore:
 
     def used(self, chain: Sequence[bytes]) -> None:
         """As the store's own."""
-        try:
-            self._store.used(chain)
-        except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
-            self._failed(error)
+        self._ask(None, self._store.used, chain)
 
-    def contains_content(self, chunks: Sequence[Chunk]) -> Sequence[bool]:
-        """Which of these are probably stored somewhere. Queries slower tiers without loading."""
-        if isinstance(self._store, LayeredStore):
-            try:
-                found = self._store.contains_content(chunks)
-                if len(found) != len(chunks):
-                    raise ValueError(f"the store answered for {len(found)} of {len(chunks)} chunks")
-                return found
-            except Exception as error:  # noqa: BLE001 - whatever a store raises, the request continues
-                self._failed(error)
-                return [False] * len(chunks)
-        with self.lease_content(chunks, after=0) as lease:
-            found = [block is not None for block in lease.blocks]
-            return found + [False] * (len(chunks) - len(found))
 
-    def _failed(self, error: Exception) -> None:
-        with self._lock:
-            self.errors += 1
-            first = self.errors == 1
-        if first:
-            warnings.warn(
-                f"the store failed and is treated as empty for this request: {error!r}; "
-                "further failures are only counted (cache_stats()['store_errors'])",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+def _for_each(chunks: Sequence[Chunk], found: Sequence[bool]) -> Sequence[bool]:
+    if len(found) != len(chunks):
+        raise ValueError(f"the store answered for {len(found)} of {len(chunks)} chunks")
+    return found

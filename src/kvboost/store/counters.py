@@ -1,14 +1,21 @@
 """What the stores and tiers count, what was asked of each tier, and the contents they know by key.
 
-Their locks guard all of it. Reading it asks no tier.
+Used by the stores and tiers, whose locks guard it unless it says otherwise. Invariant: reading it asks no tier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, TypeVar
 
+from kvboost.extend import Tier
+from kvboost.failures import Failures
 from kvboost.types import StoreStats
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -91,3 +98,33 @@ class TierWork:
         """Count this as well."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
+
+
+class TierCalls:
+    """Asks tiers, and counts by their names what each did. What a tier raises is a miss. Thread-safe."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._lock = threading.Lock()
+        self._work = defaultdict(TierWork, {name: TierWork() for name in names})
+        self._failures: dict[str, Failures] = {}
+
+    def ask(self, tier: Tier, otherwise: T, method: Callable[..., T], *arguments: Any) -> T:
+        """What the tier answers, or ``otherwise`` if it raises."""
+        return self._failures_of(tier.name).ask(otherwise, method, *arguments)
+
+    def failed(self, tier: Tier, error: BaseException) -> None:
+        """A tier raised this."""
+        self._failures_of(tier.name).raised(error)
+
+    def add(self, tier: Tier, work: TierWork) -> None:
+        """A tier did this as well."""
+        with self._lock:
+            self._work[tier.name].add(work)
+
+    def work(self) -> dict[str, TierWork]:
+        """What each tier has done."""
+        with self._lock:
+            return {n: replace(work, errors=self._failures_of(n).total) for n, work in self._work.items()}
+
+    def _failures_of(self, name: str) -> Failures:
+        return self._failures.get(name) or self._failures.setdefault(name, Failures(f"{name} tier"))

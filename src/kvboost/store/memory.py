@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from heapq import nlargest
 from time import monotonic
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from kvboost.errors import StoreError
@@ -41,26 +41,24 @@ _GONE_S = 3600.0  # without a lookup: what such a tenant has is kept from nobody
 _MAX_LOOKED_AT = 8  # of one content in a lookup; exact blocks may hold the same text after any number of beginnings
 
 
+@dataclass(slots=True, eq=False)
 class _Share:
     """What one tenant holds of the memory, and what was counted of its requests."""
 
-    __slots__ = ("bytes", "chunks", "counters", "leased", "looked")
+    bytes: int = 0
+    chunks: int = 0
+    leased: int = 0
+    looked: float = field(default_factory=lambda: monotonic())
+    counters: Counters = field(default_factory=Counters)
 
-    def __init__(self) -> None:
-        self.bytes = self.chunks = self.leased = 0
-        self.looked = monotonic()
-        self.counters = Counters()
 
-
+@dataclass(slots=True, eq=False)
 class _Entry:
-    __slots__ = ("block", "leases", "share", "successors", "uses")
-
-    def __init__(self, block: KVBlock, share: _Share) -> None:
-        self.block = block
-        self.share = share
-        self.leases = 0
-        self.successors = 0
-        self.uses = 0
+    block: KVBlock
+    share: _Share
+    leases: int = 0
+    successors: int = 0
+    uses: int = 0
 
 
 class MemoryLease(Generic[Found]):
@@ -89,9 +87,7 @@ class MemoryLease(Generic[Found]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
 
@@ -344,11 +340,7 @@ class MemoryStore:
         if key is None:
             return False
         if newcomer is not None and not self._policy.admits(
-            newcomer.key,
-            parent=newcomer.parent_key,
-            nbytes=newcomer.nbytes,
-            victim=key,
-            content=newcomer.content_key,
+            newcomer.key, parent=newcomer.parent_key, nbytes=newcomer.nbytes, victim=key, content=newcomer.content_key
         ):
             return False
         self._entries[key].share.counters.evictions += 1

@@ -8,42 +8,56 @@ miss; writing never makes a request wait; what one request is loading, another w
 from __future__ import annotations
 
 import threading
-import time
-import warnings
-from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from kvboost.extend import ContentLease, Lease, RunTier, StoreListener, Tier
-from kvboost.store.announce import Announcer
-from kvboost.store.background import Background, finished
-from kvboost.store.counters import Counters, TierWork
-from kvboost.store.lookup import Claims, LoadRules, Lookup, Speed, left_of
+from kvboost.extend import ContentLease, Lease, StoreListener, TellingTier, Tier
+from kvboost.store.counters import Counters, TierCalls, TierWork
+from kvboost.store.lookup import Background, Loader, LoadRules, Lookup, finished, left_of
 from kvboost.store.memory import MemoryStore
-from kvboost.store.unsaved import Unsaved
-from kvboost.store.variants import best_variant
-from kvboost.store.write_behind import WriteBehind
+from kvboost.store.write_behind import Unsaved, WriteBehind
 from kvboost.streams import BlockingStreams, Streams
-from kvboost.types import (
-    TOKEN_BYTES,
-    BlockInfo,
-    Chunk,
-    HotChunk,
-    KVBlock,
-    LoadReport,
-    PutOutcome,
-    StoreStats,
-    context_mark,
-)
+from kvboost.types import BlockInfo, Chunk, HotChunk, KVBlock, LoadReport, PutOutcome, StoreStats
 
 T = TypeVar("T")
 
 _LOCAL = ("host", "disk")  # tiers that answer without a round trip
 _LOAD_ALWAYS = LoadRules()
+
+
+class _Announcer:
+    """Passes on what happens in tiers, once somebody listens.
+
+    A tier that does not report what it removes is left out: a listener would believe for ever what it heard once.
+    """
+
+    def __init__(self) -> None:
+        self._listener: StoreListener | None = None
+
+    def listen(self, listener: StoreListener, tiers: Iterable[Tier]) -> None:
+        """Tell ``listener`` from now on."""
+        self._listener = listener
+        for tier in tiers:
+            if isinstance(tier, TellingTier):
+                tier.on_remove(partial(_removed, listener, tier.name))
+
+    def stored(self, tier: Tier, block: KVBlock) -> None:
+        """A tier has this block."""
+        if self._listener is not None and isinstance(tier, TellingTier):
+            self._listener.stored(tier.name, block)
+
+    def missing(self, tier: Tier, key: bytes) -> None:
+        """A tier had said that it has this block, and has not: another process may have evicted it."""
+        if self._listener is not None and isinstance(tier, TellingTier):
+            self._listener.removed(tier.name, [key])
+
+
+def _removed(listener: StoreListener, tier: str, key: bytes) -> None:
+    listener.removed(tier, [key])
 
 
 class _Tenant:
@@ -75,24 +89,24 @@ class TieredStore:
 
         At most ``waiting_bytes`` wait to be written. ``streams`` are those of the device that the blocks lie on.
         """
-        self._memory, self._rules = memory, rules
+        self._memory = memory
         self._streams = streams if streams is not None else BlockingStreams()
         self._own = _Tenant(tiers)
         self._tenants: dict[str, _Tenant] = {}
-        self._announcer = Announcer()
+        self._lock = threading.Lock()
+        self._calls = TierCalls(tier.name for tier in tiers)
+        self._ask = self._calls.ask
+        self._announcer = _Announcer()
         self._writer = WriteBehind(
             waiting_bytes,
             streams=self._streams,
-            failed=self._failed,
+            failed=self._calls.failed,
             tried=lambda block, kept: self._of(block.tenant).unsaved.tried(block, kept),
             offered=self._was_offered,
         )
-        self._lock = threading.Lock()
-        self._claims = Claims()
-        self._speeds: defaultdict[str, Speed] = defaultdict(Speed)
-        self._work = defaultdict(TierWork, {tier.name: TierWork() for tier in tiers})
-        self._token_bytes = 0.0  # of the last block seen
-        self._warned: set[str] = set()
+        self._loader = Loader(
+            memory, self._calls, rules=rules, streams=self._streams, save=self._save, missing=self._announcer.missing
+        )
         memory.on_evict = self._demote
         memory.selective = False  # what is loaded must pass through it, and what is new goes down from it
 
@@ -132,7 +146,7 @@ class TieredStore:
         """
         lookup = Lookup(arrived)
         if fetched is None:
-            self._bring_up_run(chunks, lookup)
+            self._bring_up(chunks, lookup)
         lease = self._memory.lease(chunks)
         self._streams.join()  # also what was prefetched may still be on its way
         left = {chunk.start for chunk in chunks[len(lease.blocks) :]}
@@ -146,7 +160,7 @@ class TieredStore:
         """
         lookup = Lookup()
         if fetched is None:
-            self._bring_up_content(chunks, after, lookup)
+            self._bring_up(chunks, lookup, after=after)
         lease = self._memory.lease_content(chunks, after=after)
         self._streams.join()
         blocks = zip(chunks[after:], lease.blocks, strict=True)
@@ -160,14 +174,14 @@ class TieredStore:
         Holds and counts nothing: what comes up is the most recent there is, and may be evicted for others.
         """
         lookup = Lookup()
-        self._bring_up_run(chunks, lookup)
+        self._bring_up(chunks, lookup)
         known = self._memory.leading_run(chunks)
         return lookup.report({chunk.start for chunk in chunks[known:]}), known
 
     def fetch_content(self, chunks: Sequence[Chunk], *, after: int) -> LoadReport:
         """Bring up, for each of ``chunks[after:]`` that is nowhere in memory, the best-fitting block."""
         lookup = Lookup()
-        self._bring_up_content(chunks, after, lookup)
+        self._bring_up(chunks, lookup, after=after)
         return lookup.report({chunk.start for chunk in chunks})
 
     def in_background(self, work: Callable[[], T], *, tenant: str = "") -> Future[T] | None:
@@ -183,7 +197,7 @@ class TieredStore:
 
     def _prefetched(self, chunks: Sequence[Chunk]) -> int:
         lookup = Lookup()
-        self._bring_up_run(chunks, lookup)
+        self._bring_up(chunks, lookup)
         return lookup.tokens
 
     def leading_run(self, chunks: Sequence[Chunk]) -> int:
@@ -191,14 +205,8 @@ class TieredStore:
         known = self._memory.leading_run(chunks)
         for tier in self._of(_tenant(chunks)).tiers:
             if known < len(chunks):
-                known += self._leading_run(tier, [chunk.prefix_key for chunk in chunks[known:]])
+                known += self._loader.leading_run(tier, [chunk.prefix_key for chunk in chunks[known:]])
         return known
-
-    def _leading_run(self, tier: Tier, keys: Sequence[bytes]) -> int:
-        if isinstance(tier, RunTier):
-            return self._ask(tier, 0, tier.leading_run, keys)
-        there: Sequence[bool] = self._ask(tier, [], tier.contains, keys)
-        return next((index for index, found in enumerate(there) if not found), len(there))
 
     def contains(self, keys: Sequence[bytes], *, in_memory: bool = False, tenant: str = "") -> list[bool]:
         """Which of these are in memory or on this machine's disk: one round trip to a server is not worth a guess.
@@ -231,7 +239,7 @@ class TieredStore:
             block = replace(block, ready=ready)  # it is written down by another thread, maybe when it was evicted
         outcome = self._memory.put(block)
         if outcome is PutOutcome.STORED:
-            self._note_size(block)
+            self._loader.note_size(block)
             self._save(block, self._of(block.tenant).lasting)
         return outcome
 
@@ -303,8 +311,7 @@ class TieredStore:
 
     def work(self) -> dict[str, TierWork]:
         """What each tier has done, by its name. Asks no tier."""
-        with self._lock:
-            return {name: replace(work) for name, work in self._work.items()}
+        return self._calls.work()
 
     def close(self, tenant: str | None = None) -> None:
         """Write what waits, then close every tier, or those of one tenant, which was opened."""
@@ -320,106 +327,16 @@ class TieredStore:
         with self._lock:
             self._tenants = {} if tenant is None else {n: each for n, each in self._tenants.items() if n != tenant}
 
-    # Bringing up
-
-    def _bring_up_run(self, chunks: Sequence[Chunk], lookup: Lookup) -> None:
-        """Load as many of ``chunks`` as follow each other without a gap, each from the fastest tier that has it."""
-        with self._claims.claim(chunks, self._memory.leading_run) as known:
-            chunks = chunks[known:]
-            for at, tier in enumerate(self._of(_tenant(chunks)).tiers):
-                if not chunks:
-                    return
-                keys = [chunk.prefix_key for chunk in chunks]
-                run = chunks[: self._leading_run(tier, keys)]
-                if run and self._pays(tier, run, lookup):
-                    chunks = chunks[self._load(at, run, keys[: len(run)], lookup, gaps=False) :]
-
-    def _bring_up_content(self, chunks: Sequence[Chunk], after: int, lookup: Lookup) -> None:
-        """Load for each unknown one of ``chunks[after:]`` the variant that fits best, from the fastest tier."""
-        missing = [after + index for index in self._memory.unknown_content(chunks[after:])]
-        for at, tier in enumerate(self._of(_tenant(chunks)).tiers):
-            if not missing:
-                return
-            contents = [chunks[index].content_key for index in missing]
-            variants: Sequence[Sequence[BlockInfo]] = self._ask(tier, [], tier.variants, contents)
-            wanted: dict[int, BlockInfo] = {}
-            for index, found in zip(missing, variants, strict=False):
-                marks = {context_mark(chunk.content_key) for chunk in chunks[:index]}
-                best = best_variant(found, marks=marks)
-                if best is not None:
-                    wanted[index] = best
-            run = [chunks[index] for index in wanted]
-            if run and self._pays(tier, run, lookup, saves=self._rules.content_saves):
-                self._load(at, run, [info.key for info in wanted.values()], lookup, gaps=True)
-                missing = [index for index in missing if self._memory.unknown_content([chunks[index]])]
-
-    def _pays(self, tier: Tier, chunks: Sequence[Chunk], lookup: Lookup, *, saves: float = 1.0) -> bool:
-        """Whether loading these is expected to be faster than the computing it ``saves``."""
-        if self._rules.compute_seconds is None:
-            return True
-        tokens = sum(chunk.end - chunk.start for chunk in chunks)
-        compute = saves * self._rules.compute_seconds(tokens)
+    def _bring_up(self, chunks: Sequence[Chunk], lookup: Lookup, *, after: int | None = None) -> None:
+        """Load the leading chunks, or with ``after`` the later ones by their content."""
+        of = self._of(_tenant(chunks))
+        if after is None:
+            self._loader.run(of.tiers, chunks, lookup)
+        else:
+            self._loader.content(of.tiers, chunks, after, lookup)
         with self._lock:
-            load = self._speeds[tier.name].expected(self._token_bytes * tokens)
-            if load <= compute:
-                return True
-            self._of(_tenant(chunks)).declined += len(chunks)
-            self._work[tier.name].loads_declined += len(chunks)
-            self._speeds[tier.name].declined()
-        lookup.decline(tier.name, chunks, load_seconds=load, compute_seconds=compute)
-        return False
-
-    def _load(self, at: int, chunks: Sequence[Chunk], keys: Sequence[bytes], lookup: Lookup, *, gaps: bool) -> int:
-        """Load these blocks into memory; without ``gaps`` only up to the first miss. Returns how many came."""
-        tiers = self._of(_tenant(chunks)).tiers
-        tier = tiers[at]
-        began, nbytes, came, missed = time.perf_counter(), 0, 0, 0
-        with closing(self._loaded(tier, keys)) as blocks:
-            for chunk, key, loaded in zip(chunks, keys, blocks, strict=False):
-                if loaded is None or not self._accepted(loaded, chunk, key):
-                    missed += 1
-                    if loaded is None:
-                        self._announcer.missing(tier, key)
-                    if gaps:
-                        continue
-                    break
-                nbytes += loaded.nbytes
-                block = replace(self._rules.to_memory(loaded), tenant=chunk.tenant)
-                # Found by content alone, its own beginning need not be here.
-                outcome = self._memory.put(replace(block, parent_key=None) if gaps else block)
-                if outcome is PutOutcome.REFUSED:
-                    break
-                came += 1
-                self._note_size(block)
-                if at:
-                    self._save(block, [higher for higher in tiers[:at] if higher.outlives_process])
-                self._claims.arrived(block.key)
-                if outcome is PutOutcome.STORED:
-                    if lookup.arrived is not None:
-                        self._streams.join()  # the caller places it at once
-                    lookup.came(chunk, block, tier.name)
-        seconds = time.perf_counter() - began
-        with self._lock:
-            self._speeds[tier.name].observe(seconds=seconds, nbytes=nbytes)
-            self._work[tier.name].add(TierWork(loads=1, load_seconds=seconds, hits=came, misses=missed))
-        return came
-
-    def _loaded(self, tier: Tier, keys: Sequence[bytes]) -> Generator[KVBlock | None]:
-        try:
-            yield from tier.load(keys)
-        except Exception as error:  # noqa: BLE001 - whatever a tier raises is a miss
-            self._failed(tier, error)
-
-    def _accepted(self, block: KVBlock, chunk: Chunk, key: bytes) -> bool:
-        named = (block.key, block.tokens, block.content_key) == (key, chunk.tokens, chunk.content_key)
-        accepted = named and self._rules.fits(block)
-        if not accepted:
-            with self._lock:
-                self._of(chunk.tenant).rejected += 1
-        return accepted
-
-    def _note_size(self, block: KVBlock) -> None:
-        self._token_bytes = block.nbytes / max(1, len(block.tokens) // TOKEN_BYTES)
+            of.declined += lookup.declined
+            of.rejected += lookup.rejected
 
     # Writing down
 
@@ -428,19 +345,17 @@ class TieredStore:
             self._of(block.tenant).unsaved.remember(block.key)
 
     def _offered(self, block: KVBlock, tiers: Sequence[Tier]) -> bool:
-        taken = self._writer.offer(block, tiers)
-        with self._lock:
-            for tier in tiers:
-                self._work[tier.name].writes_dropped += not taken
-        return taken
+        accepted = self._writer.offer(block, tiers)
+        for tier in () if accepted else tiers:
+            self._calls.add(tier, TierWork(writes_dropped=1))
+        return accepted
 
     def _was_offered(self, tier: Tier, block: KVBlock, outcome: PutOutcome) -> None:
         """In the thread that writes: a tier was given a block and said what it did with it."""
-        if outcome is not PutOutcome.REFUSED:
+        if outcome is PutOutcome.REFUSED:
+            self._calls.add(tier, TierWork(refused=1))
+        else:
             self._announcer.stored(tier, block)
-            return
-        with self._lock:
-            self._work[tier.name].refused += 1
 
     def _demote(self, block: KVBlock) -> None:
         """A block leaves the memory: tiers that end with the process get it now, the others if they missed it."""
@@ -449,26 +364,6 @@ class TieredStore:
         tiers = (*of.overflow, *(of.lasting if unsaved else ()))
         if tiers and not self._offered(block, tiers):
             of.unsaved.dropped(lost=unsaved)
-
-    def _ask(self, tier: Tier, otherwise: T, method: Callable[..., T], *arguments: Any) -> T:
-        """What the tier answers, or ``otherwise`` if it fails: a cache may only help."""
-        try:
-            return method(*arguments)
-        except Exception as error:  # noqa: BLE001 - whatever a tier raises, the request goes on
-            self._failed(tier, error)
-            return otherwise
-
-    def _failed(self, tier: Tier, error: BaseException) -> None:
-        with self._lock:
-            self._work[tier.name].errors += 1
-            first = tier.name not in self._warned
-            self._warned.add(tier.name)
-        if first:
-            warnings.warn(
-                f"the {tier.name} tier failed and is treated as empty for this request: {error!r}",
-                RuntimeWarning,
-                stacklevel=4,
-            )
 
 
 def _tenant(chunks: Sequence[Chunk]) -> str:

@@ -48,15 +48,16 @@ def test_what_tiers_swallow_is_counted_once_for_all_tenants(tiny: Callable[..., 
         assert engine.tier_states()["disk"].work.errors == 1
 
 
-def test_what_tiers_raise_is_counted_for_each_tenant(
+def test_what_tiers_raise_is_counted_for_whoever_asked_and_a_warning_once(
     tiny: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with KVBoost(tiny("llama"), disk_cache_dir=tmp_path, **_SETTINGS) as engine:
         monkeypatch.setattr(DiskTier, "contains", lambda tier, keys: 1 // 0)
-        for view in (engine, engine.for_tenant("other")):
-            with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
-                view.prefill(list(range(3, 70)))
-        assert total_stats(engine)["store_errors"] == engine.tier_states()["disk"].work.errors >= 2
+        with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
+            engine.prefill(list(range(3, 70)))
+        seen = engine.tier_states()["disk"].work.errors
+        engine.for_tenant("other").prefill(list(range(3, 70)))  # another warning would be an error
+        assert total_stats(engine)["store_errors"] == engine.tier_states()["disk"].work.errors > seen > 0
         monkeypatch.undo()
 
 

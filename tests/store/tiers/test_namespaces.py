@@ -222,7 +222,7 @@ def test_a_tenants_blocks_go_to_its_own_tiers() -> None:
     store = TieredStore(MemoryStore(_LARGE), [good])
     store.open("other", [bad])
     with closing(store):
-        with pytest.warns(RuntimeWarning, match="bad tier failed"):
+        with pytest.warns(RuntimeWarning, match="bad tier: it failed"):
             _write(store, "a", tenant="other")
         _write(store, "b", tenant="one")
         assert len(good.held) == 1

@@ -19,8 +19,8 @@ from itertools import islice
 from typing import Generic, Self, TypeVar
 
 from kvboost.errors import RecordError
+from kvboost.failures import Failures
 from kvboost.store.counters import Counters
-from kvboost.store.health import Health
 from kvboost.store.record.format import RecordFormat
 from kvboost.types import BlockInfo, KVBlock, PutOutcome, StoreStats
 
@@ -46,7 +46,7 @@ class Backend(ABC):
         """The place's limit, as far as it is known."""
         self._told = False
         self._is_small = False
-        self.health = Health(tier)
+        self.health = Failures(f"{tier} tier")
         self._writing_lock = threading.Lock()
         self._being_written: set[Place] = set()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvboost.config import DEFAULT_PLACE_BYTES
 from kvboost.errors import ConfigError
-from kvboost.store.health import Health
+from kvboost.failures import Failures
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.base import Place
 from kvboost.store.tiers.disk.capacity import read_capacity, write_capacity
@@ -41,7 +41,7 @@ class Directory:
         *,
         records: RecordFormat,
         files: Files,
-        health: Health,
+        health: Failures,
         is_being_written: Callable[[Place], bool],
     ) -> None:
         """``is_being_written`` tells what this tier is writing now from what it failed to write."""
