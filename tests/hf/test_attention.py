@@ -12,13 +12,15 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
 from kvboost.core.verify import same_bits
 from kvboost.hf import attention as module
-from kvboost.hf.attention import Step, UnsupportedAttentionError, attending, attention, mask
+from kvboost.hf.attention import Plan, Step, UnsupportedAttentionError, attending, attention, mask
 from kvboost.hf.cache import KVLayout, SlabCache, TensorSpec
+from tests.helpers.models import tiny_model
 from tests.helpers.mutations import mutated
 
 _TOKENS, _DIM, _GRANULE = 640, 16, 512  # whole blocks of keys: other granules depend on the machine
@@ -116,6 +118,38 @@ def test_outside_a_step_it_is_sdpa(start: int, rule: Any) -> None:
     assert is_sdpa()
 
 
+def test_what_somebody_else_registered_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return sdpa_attention_forward(*args, **kwargs)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", theirs)
+    with attending(Plan()):
+        assert AttentionInterface().get("sdpa") is theirs
+
+
+def test_a_model_compiled_by_its_user_is_compiled_whole_and_follows_no_plan() -> None:
+    """``fullgraph`` fails where dynamo meets what it cannot follow, such as a variable of the thread."""
+    model = tiny_model("gemma3_text")
+    ids = (torch.arange(40) * 7 % 97).view(1, -1)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    class Refusing(Plan):
+        def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            raise AssertionError("a plan was followed")
+
+    with attending(Plan()), torch.no_grad():
+        plain = model(input_ids=ids, use_cache=False).logits
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with torch.no_grad(), attending(Refusing()):
+        found = compiled(input_ids=ids, use_cache=False).logits
+    assert len(graphs) == 1
+    assert same_bits(found, plain)
+
+
 @pytest.mark.parametrize("rule", [_CAUSAL, _SLIDING], ids=["causal", "sliding"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
@@ -179,7 +213,7 @@ def test_a_long_step_behind_a_prefix_has_the_bits_of_the_causal_kernel(dtype: to
     query, key, value = (torch.randn(1, n, tokens, dim, generator=generator).to(dtype) for n in (4, 2, 2))
     whole = module.flash(query, key, value, None, 0.3)
     step = Step(None, start, tokens, _GRANULE)
-    assert same_bits(module._behind(step, query[:, :, start:], key, value, 0.3), whole[:, :, start:])
+    assert same_bits(module._after_prefix(step, query[:, :, start:], key, value, 0.3), whole[:, :, start:])
 
 
 @pytest.mark.parametrize(("threads", "rows"), [(1, 1024), (4, 1024), (32, 8192)])
@@ -188,7 +222,7 @@ def test_a_call_has_work_for_every_thread(threads: int, rows: int, monkeypatch: 
     monkeypatch.setattr(module, "flash", lambda query, *_: (seen.append(query.shape[2]), query)[1])
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     query, keys = torch.zeros(1, 4, 8192, 1), torch.zeros(1, 4, 8704, 1)
-    module._behind(Step(None, 512, 8704, 512), query, keys, keys, None)
+    module._after_prefix(Step(None, 512, 8704, 512), query, keys, keys, None)
     assert max(seen) == rows
     assert sum(seen) == 8192
 
@@ -275,5 +309,5 @@ def test_a_wrong_mask_of_many_rows_is_seen(right: str, wrong: str, monkeypatch: 
     of = layer()
     whole = prefill(of, [_TOKENS])
     assert same_bits(prefill(of, [40, _TOKENS]), whole)
-    monkeypatch.setattr(module, "_behind", mutated(module._behind, right, wrong))
+    monkeypatch.setattr(module, "_after_prefix", mutated(module._after_prefix, right, wrong))
     assert not same_bits(prefill(of, [40, _TOKENS]), whole)

@@ -1,17 +1,17 @@
-"""Intercepts the attention calls of one forward pass in one thread, for any model family.
+"""What the attention of a repair does: it attends in blocks, or records where the attention goes.
 
-Used by :mod:`kvboost.approx.recompute`. Torch hands every call of its functions to an active mode, so neither the
-model nor Transformers is changed. Invariant: what a mode returns is what the function would have returned, up to
-rounding.
+Used by :mod:`kvboost.approx.recompute`, for one forward in one thread. Invariant: what a layer gets is what ``sdpa``
+would have returned, up to rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from kvboost.hf.attention import Plan
 
 _BLOCK = 128  # queries that attend together: few enough to see nearly the same keys, enough to fill the kernel
 
@@ -22,98 +22,110 @@ class HasPositions(Protocol):
     positions: torch.Tensor
 
 
-class BlockedAttention(TorchFunctionMode):
+class BlockedAttention(Plan):
     """Splits the attention of scattered positions into blocks, each without the keys its mask hides anyway.
 
     This halves the keys on average. CPU only: other devices' kernels are faster on one call.
     """
 
     def __init__(self, running: HasPositions) -> None:
-        super().__init__()
         self._running = running
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            query, mask = args[0], kwargs.get("attn_mask")
-            positions = self._running.positions
-            if query.device.type == "cpu" and mask is not None and _BLOCK < len(positions) == query.shape[2]:
-                return self._in_blocks(positions, *args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _in_blocks(
+    def attend(
         self,
-        positions: torch.Tensor,
+        module: torch.nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        attn_mask: torch.Tensor,
-        **options: Any,
+        allowed: torch.Tensor | None,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        """The result of one call, [batch, heads, positions, dim]."""
+        """In blocks, if these are the positions and they are enough."""
+        positions = self._running.positions
+        if query.device.type != "cpu" or allowed is None or not _BLOCK < len(positions) == query.shape[2]:
+            return super().attend(module, query, key, value, allowed, **kwargs)
+        key, value = _repeated(key, query), _repeated(value, query)
         parts = []
         for start in range(0, len(positions), _BLOCK):
             block = slice(start, start + _BLOCK)
             visible = int(positions[block][-1]) + 1
-            mask = attn_mask[:, :, block, :visible]
             parts.append(
                 torch.nn.functional.scaled_dot_product_attention(
-                    query[:, :, block], key[:, :, :visible], value[:, :, :visible], attn_mask=mask, **options
+                    query[:, :, block],
+                    key[:, :, :visible],
+                    value[:, :, :visible],
+                    attn_mask=allowed[:, :, block, :visible],
+                    scale=kwargs.get("scaling"),
                 )
             )
-        return torch.cat(parts, dim=2)
+        return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
 
 
 class StopForward(Exception):
     """The last requested layer has run."""
 
 
-class AttentionTap(TorchFunctionMode):
-    """Records the attention mass on the first ``cached`` keys in the given layers. Sees this thread's calls only."""
+class AttentionTap(Plan):
+    """Records the attention mass on the first ``cached`` keys in the given layers."""
 
-    def __init__(self, layers: range, *, cached: int, keys: int) -> None:
-        super().__init__()
-        self._layers, self._cached, self._keys = layers, cached, keys
+    def __init__(self, layers: range, *, cached: int) -> None:
+        self._layers, self._cached = layers, cached
         self._next = 0
         self.masses: list[torch.Tensor] = []
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            self._record(lambda: _attention_mass(*args, **kwargs))
-        result = func(*args, **kwargs)
-        if func is torch.nn.functional.softmax and result.dim() == 4 and result.shape[-1] >= self._keys:
-            self._record(lambda: result.float().mean(dim=(0, 1, 2)))  # eager attention; some add a sink behind the keys
-        return result
-
-    def _record(self, mass: Callable[[], torch.Tensor]) -> None:
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        allowed: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """What ``sdpa`` returns. Raises StopForward in the last of the layers."""
         if self._next in self._layers:
-            self.masses.append(mass()[: self._cached])
+            self.record(_attention_shares(query, key, allowed, kwargs.get("scaling")))
+        else:
+            self._next += 1
+        return super().attend(module, query, key, value, allowed, **kwargs)
+
+    def record(self, shares: torch.Tensor) -> None:
+        """The shares of one layer's queries on its keys, [1, heads, queries, keys]."""
+        if self._next in self._layers:
+            self.masses.append(shares.float().mean(dim=(0, 1, 2))[: self._cached])
         self._next += 1
         if self._next >= self._layers.stop:
             raise StopForward
 
 
-def _attention_mass(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+class EagerTap(TorchFunctionMode):
+    """Records for a tap the softmax of ``eager`` attention, which each model has of its own: only torch sees it."""
+
+    def __init__(self, tap: AttentionTap, *, keys: int) -> None:
+        super().__init__()
+        self._tap, self._keys = tap, keys
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.softmax and result.dim() == 4 and result.shape[-1] >= self._keys:
+            self._tap.record(result)  # some add a sink after the keys
+        return result
+
+
+def _attention_shares(
+    query: torch.Tensor, key: torch.Tensor, allowed: torch.Tensor | None, scale: float | None
 ) -> torch.Tensor:
-    """Attention probabilities averaged over heads and queries, [keys]. Takes the kernel's own arguments."""
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scores = query.float() @ key.float().transpose(-1, -2)  # [1, heads, queries, keys]
+    """The softmax of one layer, [1, heads, queries, keys]."""
+    scores = query.float() @ _repeated(key, query).float().transpose(-1, -2)
     scores *= scale if scale is not None else query.shape[-1] ** -0.5
-    if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-    return scores.softmax(dim=-1).mean(dim=(0, 1, 2))
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -torch.inf) if allowed.dtype == torch.bool else scores + allowed
+    return scores.softmax(dim=-1)
+
+
+def _repeated(states: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Keys or values with a head for every head of the queries."""
+    groups = query.shape[1] // states.shape[1]
+    return states if groups == 1 else states.repeat_interleave(groups, dim=1)

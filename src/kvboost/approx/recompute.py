@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
-from kvboost.approx.attention import AttentionTap, BlockedAttention, StopForward
+from kvboost.approx.attention import AttentionTap, BlockedAttention, EagerTap, StopForward
 from kvboost.errors import UnsupportedModelError
-from kvboost.hf.attention import NAME
+from kvboost.hf.attention import NAME, attending
 from kvboost.hf.cache import KVChanges, KVLayout, SlabCache, Spreading
 from kvboost.hf.layers import attention_windows, decoder_layers
 from kvboost.hf.probe import compare_logits
@@ -38,7 +38,7 @@ class SpreadMaker(Protocol):
         ...
 
 
-_TAKES_MASKS = ("sdpa", "eager", NAME)
+_TAKES_MASKS = (NAME, "eager")
 """Attention implementations that take a dense mask."""
 
 PositionSelector = Callable[[int, torch.Tensor, KVChanges | None], torch.Tensor | None]
@@ -128,7 +128,7 @@ class RecomputeRunner:
             running = _Pass(cache, part, choose, partial(spread, begin=begin, end=end) if spread else None)
             inputs = torch.stack([part, ids[part]]).to(self._runner.device)  # in one copy
             rewriting = cache.rewriting(inputs[0], watch=watch, spread=running.spread_of(part))
-            with self._running(running), rewriting, BlockedAttention(running):
+            with self._running(running), rewriting, attending(BlockedAttention(running)):
                 last = self._runner.run(
                     inputs[1:],
                     cache,
@@ -152,9 +152,9 @@ class RecomputeRunner:
         device = self._runner.device
         positions = torch.arange(start, start + count, device=device)
         mask = self._masks(positions, start + count, known=known.to(device))
-        tap = AttentionTap(layers, cached=start, keys=start + count)
+        tap = AttentionTap(layers, cached=start)
         try:
-            with self._running(_Pass(cache, torch.arange(count))), tap:
+            with self._running(_Pass(cache, torch.arange(count))), attending(tap), EagerTap(tap, keys=start + count):
                 self._runner.run(
                     torch.as_tensor(token_ids, device=device).view(1, -1),
                     cache,
@@ -189,7 +189,7 @@ class RecomputeRunner:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _in_model_format(self, mask: torch.Tensor) -> torch.Tensor:
-        if self._model.config._attn_implementation in ("sdpa", NAME):
+        if self._model.config._attn_implementation == NAME:
             return mask
         lowest = torch.finfo(self._model.dtype).min  # the others take an additive mask
         return torch.where(mask, 0.0, lowest).to(self._model.dtype)

@@ -65,14 +65,13 @@ def doctor(
     fits = forecast is None or _loads(forecast)
     if load and fits:
         from kvboost.engine import KVBoost
-        from kvboost.hf.attention import own_attention
 
         note(f"loading {model}")
         with KVBoost.from_pretrained(model, **{"strict": False, **settings.engine()}) as engine:
             report = engine.describe()
             note("testing")
             report["self-test"] = self_test(engine)
-            report["attention"] = own_attention(engine.model)
+            report["attention"] = str(engine.model.config._attn_implementation)
             _print_report(report)
             tiles = engine.parts.runner.tiles
             if forecast is not None and tiles is not None:

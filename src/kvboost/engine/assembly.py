@@ -25,7 +25,6 @@ from kvboost.engine.memory import default_budgets, with_budgets
 from kvboost.engine.stores import Stores, need_packages
 from kvboost.errors import ConfigError
 from kvboost.extend import Chunker, ChunkStore, Tier
-from kvboost.hf.attention import take_back
 from kvboost.hf.breaks import break_table
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.codec import codec_for
@@ -76,13 +75,11 @@ class Assembly:
         return replace(self.session, tenant=tenant, store=store, prefiller=prefiller)
 
     def close(self) -> None:
-        """Remove all hooks from the model, and give it its own attention again."""
+        """Remove all hooks from the model, and compute as it does."""
         approx = optional.non_prefix(self.session)
         if not isinstance(approx, NoApprox):
             approx.close()
-        if self.runner.tiles is not None:
-            take_back(self.runner.model)
-            self.runner.tiles = None
+        self.runner.tiles = None
 
 
 def checked_config(settings: Mapping[str, Any]) -> EngineConfig:

@@ -1,8 +1,11 @@
-"""Attention whose rows do not depend on where a step began: Transformers' ``sdpa``, on keys padded to fixed lengths.
+"""The one place where our attention meets Transformers': ``sdpa``, or what this thread's :class:`Plan` does instead.
 
-Registered with Transformers under :data:`NAME`, with its mask function. Outside a step of ours (:func:`attending`) both
-are ``sdpa`` itself, so the model's own users see no difference. Within a step they run torch's flash kernel so that
-the bits of a row depend on its own query and on the keys up to it alone:
+Registered with Transformers in the place of ``sdpa``, with its mask function, by the first :func:`attending`. Without
+a plan, and in code that torch compiles, both are ``sdpa`` itself. Here are the plans of steps. Joint decoding
+(:mod:`kvboost.hf.ragged`), repairs (:mod:`kvboost.approx.attention`) and paging (:mod:`kvboost.offload.kv.cache`) have
+plans of their own.
+
+Within a step torch's flash kernel runs so that the bits of a row depend on its query and on the keys up to it alone:
 
 - The kernel takes keys in blocks from position 0 on, and only the length of the last block changes how its sums are
   split. So keys and values are padded to a multiple of ``granule``; the cache holds zeros there.
@@ -23,7 +26,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.functional import pad
@@ -31,7 +33,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-NAME = "kvboost_sdpa"
+NAME = "sdpa"
+"""The attention that plans are for."""
 _QUERY_BLOCK = 32  # rows; the smallest block of the flash kernel
 _FEW_ROWS = 64  # below it, folding heads into rows saves more padding than a mask costs
 # Of a later step: fewer rows compute less beyond the diagonal, but from 768 on the kernel's blocks are large.
@@ -45,8 +48,77 @@ class UnsupportedAttentionError(Exception):
     """The model's attention needs more than a mask."""
 
 
+class Plan:
+    """What the attention of one forward does. This one does what ``sdpa`` does."""
+
+    def mask(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """The mask that layers are given; the arguments are those of Transformers' mask functions."""
+        return sdpa_mask(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        allowed: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """One layer's attention, [batch, rows, heads, dim], of queries [batch, heads, rows, dim]."""
+        result, _ = sdpa_attention_forward(module, query, key, value, allowed, **kwargs)
+        return result  # type: ignore[no-any-return]
+
+
+class _Active(threading.local):
+    plan: Plan | None = None
+
+
+_active = _Active()
+
+
+@contextmanager
+def attending(plan: Plan) -> Iterator[None]:
+    """Within this block the attention of models in this thread follows ``plan``."""
+    if AttentionInterface().get(NAME) is sdpa_attention_forward:  # somebody's own is left alone
+        AttentionMaskInterface.register(NAME, mask)
+        AttentionInterface.register(NAME, attention)
+    before = _active.plan
+    _active.plan = plan
+    try:
+        yield
+    finally:
+        _active.plan = before
+
+
+def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """What is registered with Transformers for making masks."""
+    # Dynamo knows the answer, so that a compiled model is compiled as without us.
+    plan = None if torch.compiler.is_dynamo_compiling() else _active.plan
+    return sdpa_mask(*args, **kwargs) if plan is None else plan.mask(*args, **kwargs)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What is registered with Transformers for attention."""
+    plan = None if torch.compiler.is_dynamo_compiling() else _active.plan
+    if plan is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+    return plan.attend(module, query, key, value, attention_mask, **kwargs), None
+
+
+def more_than_a_mask(arguments: dict[str, Any]) -> str | None:
+    """What a layer's attention has beside its mask, by name; None for plain attention."""
+    return next((name for name in _PLAIN_ONLY if arguments.get(name) is not None), None)
+
+
 @dataclass
-class Step:
+class Step(Plan):
     """One forward of one sequence over a cache whose layers have padded storage."""
 
     cache: Any
@@ -62,10 +134,46 @@ class Step:
     calls: int = 0
     """Attention calls so far."""
 
+    def mask(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int = 0,
+        kv_offset: int = 0,
+        mask_function: Any = causal_mask_function,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | None:
+        """A mask over the padded keys, and none from position 0 on."""
+        start = int(q_offset)
+        if mask_function is causal_mask_function and start == 0:
+            return None
+        if mask_function is causal_mask_function and start == self.start and q_length >= _FEW_ROWS:
+            return self.causal
+        kwargs |= {"allow_is_causal_skip": False}
+        # Without the 2-D mask: a single sequence has no padding, and after its end causality hides all keys.
+        allowed = sdpa_mask(batch_size, q_length, self.padded, start, kv_offset, mask_function, None, **kwargs)
+        assert allowed is not None
+        return allowed  # type: ignore[no-any-return]
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        allowed: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attention to the keys in the cache, whose storage goes on after those that are given."""
+        _refuse_more_than_a_mask(kwargs)
+        return _attend(self, _layer_of(module), query, allowed, kwargs.get("scaling")).transpose(1, 2).contiguous()
+
 
 @dataclass
-class JointStep:
-    """One forward of several sequences, whose rows lie one behind the other."""
+class JointStep(Plan):
+    """One forward of several sequences, whose rows lie one after the other."""
 
     parts: list[Step]
     rows: list[int]
@@ -73,7 +181,45 @@ class JointStep:
     masks: list[tuple[torch.Tensor, list[torch.Tensor | None]]] = field(default_factory=list)
     """What the model was given as a mask, and what it stands for: a mask for each sequence."""
 
-    def masks_behind(self, given: torch.Tensor | None) -> list[torch.Tensor | None]:
+    def mask(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int = 0,
+        kv_offset: int = 0,
+        mask_function: Any = causal_mask_function,
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | None:
+        """Something that stands for a mask of each sequence; none if no sequence has one."""
+        masks = [
+            part.mask(batch_size, rows, kv_length, part.start, kv_offset, mask_function, **kwargs)
+            for part, rows in zip(self.parts, self.rows, strict=True)
+        ]
+        if all(one is None for one in masks):
+            return None
+        stand_in = torch.empty(0, dtype=torch.bool)  # the model only hands it on
+        self.masks.append((stand_in, masks))
+        return stand_in
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        allowed: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attention of each sequence to its own cache."""
+        _refuse_more_than_a_mask(kwargs)
+        layer, scale = _layer_of(module), kwargs.get("scaling")
+        pieces = zip(self.parts, torch.split(query, self.rows, dim=2), self._masks_for(allowed), strict=True)
+        results = [_attend(part, layer, rows, its_mask, scale) for part, rows, its_mask in pieces]
+        return torch.cat(results, dim=2).transpose(1, 2).contiguous()
+
+    def _masks_for(self, given: torch.Tensor | None) -> list[torch.Tensor | None]:
         """The masks of the sequences that a layer's mask stands for."""
         if given is None:
             return [None] * len(self.parts)
@@ -83,115 +229,15 @@ class JointStep:
         raise UnsupportedAttentionError("it changes its mask")
 
 
-class _Active(threading.local):
-    step: Step | JointStep | None = None
+def _refuse_more_than_a_mask(arguments: dict[str, Any]) -> None:
+    if name := more_than_a_mask(arguments):
+        raise UnsupportedAttentionError(f"its attention has {name}")
 
 
-_active = _Active()
-
-
-@contextmanager
-def attending(step: Step | JointStep) -> Iterator[None]:
-    """Within this block the model's attention in this thread belongs to ``step``."""
-    before = _active.step
-    _active.step = step
-    try:
-        yield
-    finally:
-        _active.step = before
-
-
-_lent: WeakKeyDictionary[Any, tuple[str, int]] = WeakKeyDictionary()
-"""The attention that a model had, and how many engines use ours on it."""
-_lending = threading.Lock()
-
-
-def lend(model: Any) -> None:
-    """Let a model use this attention until :func:`take_back` was called as often."""
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
-    with _lending:
-        before, users = _lent.get(model, (model.config._attn_implementation, 0))
-        _lent[model] = before, users + 1
-        model.set_attn_implementation(NAME)
-
-
-def own_attention(model: Any) -> str:
-    """The attention that a model has without us."""
-    with _lending:
-        return _lent.get(model, (str(model.config._attn_implementation), 0))[0]
-
-
-def take_back(model: Any) -> None:
-    """Undo :func:`lend`; the last one gives a model its own attention again."""
-    with _lending:
-        before, users = _lent.pop(model)
-        if users > 1:
-            _lent[model] = before, users - 1
-        else:
-            model.set_attn_implementation(before)
-
-
-def mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int = 0,
-    kv_offset: int = 0,
-    mask_function: Any = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> torch.Tensor | None:
-    """The mask of Transformers' ``sdpa``; within a step over the padded keys, and none from position 0 on."""
-    step = _active.step
-    if step is None:
-        return sdpa_mask(  # type: ignore[no-any-return]
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs
-        )
-    kwargs |= {"allow_is_causal_skip": False}
-
-    def mask_of(part: Step, rows: int, start: int) -> torch.Tensor | None:
-        if mask_function is causal_mask_function and start == 0:
-            return None
-        if mask_function is causal_mask_function and start == part.start and rows >= _FEW_ROWS:
-            return part.causal
-        # Without the 2-D mask: a single sequence has no padding, and behind its end causality hides all keys.
-        allowed = sdpa_mask(batch_size, rows, part.padded, start, kv_offset, mask_function, None, **kwargs)
-        assert allowed is not None
-        return allowed  # type: ignore[no-any-return]
-
-    if isinstance(step, Step):
-        return mask_of(step, q_length, int(q_offset))
-    masks = [mask_of(part, rows, part.start) for part, rows in zip(step.parts, step.rows, strict=True)]
-    if all(one is None for one in masks):
-        return None
-    stand_in = torch.empty(0, dtype=torch.bool)  # the model only hands it on
-    step.masks.append((stand_in, masks))
-    return stand_in
-
-
-def attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of [1, heads, rows, dim] queries; ``sdpa`` itself outside a step."""
-    step = _active.step
-    if step is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
-    for name in _PLAIN_ONLY:
-        if kwargs.get(name) is not None:
-            raise UnsupportedAttentionError(f"its attention has {name}")
-    layer, scale = module.layer_idx, kwargs.get("scaling")
+def _layer_of(module: torch.nn.Module) -> int:
+    layer = module.layer_idx
     assert isinstance(layer, int)
-    if isinstance(step, Step):
-        return _attend(step, layer, query, attention_mask, scale).transpose(1, 2).contiguous(), None
-    pieces = zip(step.parts, torch.split(query, step.rows, dim=2), step.masks_behind(attention_mask), strict=True)
-    results = [_attend(part, layer, rows, allowed, scale) for part, rows, allowed in pieces]
-    return torch.cat(results, dim=2).transpose(1, 2).contiguous(), None
+    return layer
 
 
 def _attend(
@@ -206,16 +252,16 @@ def _attend(
     if allowed is None:
         return flash(_to_blocks(query), key, value, None, scale)[:, :, : query.shape[2]]
     if allowed is step.causal:
-        return _behind(step, query, key, value, scale)
+        return _after_prefix(step, query, key, value, scale)
     if not allowed.numel():
         raise UnsupportedAttentionError("it changes its mask")
     return _masked(step, query, key, value, allowed, scale)
 
 
-def _behind(
+def _after_prefix(
     step: Step, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Attention of many rows behind a prefix, each row over the keys up to it."""
+    """Attention of many rows after a prefix, each row over the keys up to it."""
     heads, rows = query.shape[1:3]
     most = max(_CALL_ROWS, _CALL_ROWS * torch.get_num_threads() // heads)  # work for every thread
     results = []

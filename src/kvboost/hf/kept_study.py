@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import linear
 
-from kvboost.hf.attention import own_attention
 from kvboost.hf.cache import KVLayout, TensorSpec
 from kvboost.hf.code_digest import hooks_of
 from kvboost.hf.kept_files import cache_directory, write_whole
@@ -124,7 +123,7 @@ def _depends_on(model: Any, fields: Mapping[str, str], settings: Any) -> dict[st
     found: dict[str, Any] = {
         **fields,
         "format": _FORMAT,
-        "attention": own_attention(model),  # ours is lent to it once it is studied
+        "attention": str(model.config._attn_implementation),
         "settings": settings,
         "kvboost": _digest([resources.files("kvboost.hf").joinpath(name).read_text("utf-8") for name in _DECIDE]),
         "modules": _digest(

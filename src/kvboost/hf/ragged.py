@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
 from kvboost.errors import UnsupportedModelError
+from kvboost.hf.attention import NAME, Plan, attending, more_than_a_mask
 from kvboost.hf.cache import KVLayout, SlabCache, StepLayer
-from kvboost.hf.layers import windows_by_layer
+from kvboost.hf.layers import walk, windows_by_layer
+from kvboost.hf.numerics.forwards import Forward, replaced, set_on
 from kvboost.hf.probe import compare_logits
 from kvboost.hf.rows import RowBatch, RowGroup
 from kvboost.hf.runner import ModelRunner
@@ -46,15 +47,15 @@ class SharedPrefix:
 class _RaggedLayer(StepLayer):
     """One layer of the whole batch: new KV goes to each sequence's row."""
 
-    def __init__(self, index: int, step: _Step) -> None:
+    def __init__(self, index: int, step: _DecodeStep) -> None:
         super().__init__()
         self._index, self._step = index, step
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one new token of every sequence, [batch, heads, 1, dim]; :class:`_Step` attends to the cached ones."""
-        self._step.take(self._index, key_states, value_states)
+        """Write one new token of every sequence, [batch, heads, 1, dim]; the step attends to the cached ones."""
+        self._step.write(self._index, key_states, value_states)
         return key_states, value_states
 
 
@@ -73,7 +74,7 @@ class _GroupStep:
         self._rows: dict[torch.device, torch.Tensor] = {}
         self._biases: dict[tuple[torch.device, int | None], tuple[int, torch.Tensor]] = {}
 
-    def take(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write one new token of every sequence, [batch, heads, 1, dim]."""
         lengths = self._lengths_on(keys.device)
         if keys.device not in self._rows:
@@ -133,37 +134,37 @@ class _GroupStep:
         return self._lengths[device]
 
 
-class _Step(TorchFunctionMode):
-    """One decode step: writes every sequence's KV, layer by layer, and takes over the attention over it."""
+class _DecodeStep(Plan):
+    """One decode step: writes every sequence's KV, layer by layer, and attends to it where it lies."""
 
-    def __init__(self, groups: Sequence[_GroupStep], windows: Sequence[int | None], *, exchange: bool) -> None:
-        """With ``exchange``, linear layers that gain by it multiply their weights with the rows."""
-        super().__init__()
-        self._groups, self._windows, self._exchange = groups, windows, exchange
-        self._layer: int | None = None
+    def __init__(self, groups: Sequence[_GroupStep], windows: Sequence[int | None]) -> None:
+        self._groups, self._windows = groups, windows
+        self._written: int | None = None
         self.attended = 0
 
-    def take(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write one new token of every sequence."""
         for group in self._groups:
-            group.take(layer, keys, values)
-        self._layer = layer
+            group.write(layer, keys, values)
+        self._written = layer
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.linear and self._exchange and len(args) == 3 and gains_exchanged(args[1]):
-            return exchanged(*args)
-        if func is not torch.nn.functional.scaled_dot_product_attention or self._layer is None:
-            return func(*args, **kwargs)
-        if kwargs.get("attn_mask") is not None or kwargs.get("dropout_p") or len(args) != 3:
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        allowed: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attention of one new token of every sequence to its row, [batch, 1, heads, dim]."""
+        if allowed is not None or kwargs.get("dropout") or more_than_a_mask(kwargs) or self._written is None:
             raise UnsupportedModelError(f"its attention needs a mask for single tokens. {_ONE_BY_ONE}")
-        layer, self._layer = self._layer, None
+        layer, self._written = self._written, None
         self.attended += 1
-        query, scale, window = args[0], kwargs.get("scale"), self._windows[layer]
+        scale, window = kwargs.get("scaling"), self._windows[layer]
         outputs = [group.attend(layer, query[group.batch], scale, window) for group in self._groups]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).transpose(1, 2).contiguous()
 
 
 def _attend_with_lse(
@@ -187,6 +188,21 @@ def exchanged(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     flat = rows.reshape(-1, rows.shape[-1]).t()
     product = torch.mm(weight, flat) if bias is None else torch.addmm(bias[:, None], weight, flat)
     return product.t().contiguous().view(*rows.shape[:-1], -1)
+
+
+def _exchanging(model: torch.nn.Module) -> list[tuple[torch.nn.Module, Forward]]:
+    """The linear layers that may gain by it, and for each a forward that exchanges its sides."""
+
+    def forward_of(module: Any) -> Forward:
+        def forward(rows: torch.Tensor) -> Any:
+            if gains_exchanged(module.weight):  # asked here: a streamed layer has its weights only while it runs
+                return exchanged(rows, module.weight, module.bias)
+            return module.forward(rows)
+
+        return forward
+
+    linear = (module for module in walk(model) if type(module) is torch.nn.Linear and set_on(module) is None)
+    return [(module, forward_of(module)) for module in linear if module.out_features >= _EXCHANGED_OUTPUTS]
 
 
 class RaggedRunner:
@@ -226,12 +242,12 @@ class RaggedRunner:
             steps.append(_GroupStep(group, begin, inputs[1, begin : members.stop], shared_tokens=common))
         if exchange is None:
             exchange = self._exchange and len(rows) in _EXCHANGED_ROWS
-        step = _Step(steps, self._windows, exchange=exchange)
+        step = _DecodeStep(steps, self._windows)
         cache = Cache(layers=[_RaggedLayer(index, step) for index in range(len(self._windows))])
-        with step:
+        with attending(step), replaced(_exchanging(self._runner.model) if exchange else ()):
             logits = self._runner.run_batch(inputs[0].view(-1, 1), cache, position_ids=inputs[1].view(-1, 1))
         if step.attended != len(self._windows):
-            raise UnsupportedModelError(f"not all its layers attend through torch's own kernel. {_ONE_BY_ONE}")
+            raise UnsupportedModelError(f"not all its layers attend through Transformers' {NAME!r}. {_ONE_BY_ONE}")
         for row, length in zip(rows, lengths, strict=True):
             row.set_length(length + 1)
         return logits

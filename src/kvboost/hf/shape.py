@@ -44,7 +44,7 @@ def shape_of(model: Any, layout: KVLayout) -> ModelShape:
         parameters=inside,
         kv_per_token=layout.bytes_per_token,
         windows=_windows(model, layers),
-        masks=model.config._attn_implementation in ("sdpa", NAME),
+        masks=model.config._attn_implementation == NAME,
         tiled=keys.device.type == "cpu" and why_no_tiles(model) is None,  # as far as can be told without running it
         max_positions=max_positions_of(config),
         on_host=keys.device.type == "cpu",

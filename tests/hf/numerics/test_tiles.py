@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import flash_attention_mask
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import flash_attention_mask, sdpa_mask
 
 from kvboost import KVBoost
 from kvboost.core.verify import same_bits
@@ -95,8 +96,8 @@ def test_seeded_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None
         nothing_hidden = torch.zeros(1, 1, 1, 1)
         monkeypatch.setattr(attention, "_bias", lambda *_: nothing_hidden)
     elif bug == "mask off by one":
-        wrong = mutated(attention._behind, "first + blocks\n", "first + blocks + 1\n")
-        monkeypatch.setattr(attention, "_behind", wrong)
+        wrong = mutated(attention._after_prefix, "first + blocks\n", "first + blocks + 1\n")
+        monkeypatch.setattr(attention, "_after_prefix", wrong)
     else:
         round_by_rows(monkeypatch)
         monkeypatch.setattr(tiles_module._Layer, "runs_as_it_is", lambda *_: True)
@@ -145,13 +146,14 @@ def test_packed_and_unpacked_weights_are_not_mixed(monkeypatch: pytest.MonkeyPat
     assert differs(of, cuts)
 
 
-def test_outside_a_step_the_attention_is_sdpa() -> None:
+def test_outside_a_step_the_attention_is_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, _ = tiled("llama", torch.float32)
     with torch.no_grad():
+        assert AttentionInterface().get("sdpa") is attention.attention
         ours = model(input_ids=_IDS).logits
-        model.set_attn_implementation("sdpa")
+        monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
+        monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", sdpa_mask)
         stock = model(input_ids=_IDS).logits
-        model.set_attn_implementation(attention.NAME)
     assert same_bits(ours, stock)
 
 
@@ -249,18 +251,7 @@ def test_weights_made_in_inference_mode_are_packed_as_well(monkeypatch: pytest.M
         assert tiles.packed_bytes
 
 
-def test_a_model_gets_its_attention_back_with_the_last_engine() -> None:
-    model = tiny_model("llama")
-    one, other = KVBoost(model), KVBoost(model)
-    assert model.config._attn_implementation == attention.NAME
-    one.close()
-    one.close()
-    assert model.config._attn_implementation == attention.NAME
-    other.close()
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_a_check_that_fails_in_any_way_leaves_a_model_its_own_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_fails_in_any_way_leaves_a_model_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
 
     def fails(*_: Any) -> None:

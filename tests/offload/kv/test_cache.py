@@ -217,7 +217,7 @@ class TestRefusals:
     def test_a_single_layer_that_does_not(self) -> None:
         model = tiny_model("llama", num_hidden_layers=1)
         model.set_attn_implementation("eager")
-        with pytest.raises(UnsupportedModelError, match="torch's own kernel"):
+        with pytest.raises(UnsupportedModelError, match="not Transformers' 'sdpa'"):
             probe_paging(model)
 
     def test_padding(self) -> None:

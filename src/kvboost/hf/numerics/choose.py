@@ -15,7 +15,7 @@ import torch
 
 from kvboost.capacity import ModelShape, step_limit
 from kvboost.errors import UnsupportedModelError
-from kvboost.hf import attention
+from kvboost.hf.attention import UnsupportedAttentionError
 from kvboost.hf.cache import KVLayout, SlabCache
 from kvboost.hf.device_memory import memory_available, memory_total
 from kvboost.hf.layers import windows_by_layer
@@ -111,12 +111,11 @@ def _try_tiles(model: Any, layout: KVLayout, budget: int, known: KnownTiles | No
         reason = "its attention rounds by the number of keys" if granule is None else None
     if granule is None:
         return None, reason
-    attention.lend(model)
     tiles: Tiles | None = None
     try:
         tiles = Tiles(model, layout, granule=granule, budget=budget, known=known and known.choices)
         reason = _check(model, layout, tiles) if known is None else None
-    except attention.UnsupportedAttentionError as error:
+    except UnsupportedAttentionError as error:
         reason = f"its forward does not run in tiles: {error}"
     except Exception as error:  # noqa: BLE001 - what a model does is not known before: whatever fails, its own path works
         reason = f"its forward does not run in tiles: {type(error).__name__}: {error}"
@@ -125,7 +124,6 @@ def _try_tiles(model: Any, layout: KVLayout, budget: int, known: KnownTiles | No
         sizes = tiles.packed_bytes / 1e6, budget / 1e6
         _log.info("packed copies of weights take %.1f MB; packed_bytes allows %.1f MB", *sizes)
         return tiles, None
-    attention.take_back(model)
     return None, reason
 
 
@@ -143,7 +141,7 @@ def _check(model: Any, layout: KVLayout, tiles: Tiles) -> str | None:
             with tiles.step(cache, end - start) as step:
                 output = decoder(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True)
             if step.calls != len(layout.slots) // 2:
-                raise attention.UnsupportedAttentionError("its attention is not Transformers' interface")
+                raise UnsupportedAttentionError("its attention is not Transformers' interface")
             start = end
         return cache.extract(0, _CHECK_TOKENS), output.last_hidden_state
 

@@ -68,8 +68,8 @@ class _Layer:
 
 def why_no_tiles(model: Any) -> str | None:
     """Why this model's layers cannot run in tiles, as far as its modules tell; None if they may."""
-    if model.config._attn_implementation not in ("sdpa", NAME):
-        return f"its attention is {model.config._attn_implementation!r}, not 'sdpa'"
+    if model.config._attn_implementation != NAME:
+        return f"its attention is {model.config._attn_implementation!r}, not {NAME!r}"
     config = model.config.get_text_config(decoder=True)
     if any(getattr(config, name, None) for name in _EXPERTS):
         return "a mixture of experts groups the rows of a step by their content"
@@ -136,7 +136,7 @@ class Tiles:
 
     @contextmanager
     def joint_step(self, caches: Sequence[Any], rows: Sequence[int]) -> Iterator[JointStep]:
-        """The same for a forward of several sequences: ``rows`` tokens of each, one behind the other."""
+        """The same for a forward of several sequences: ``rows`` tokens of each, one after the other."""
         step = JointStep([self._over(*each) for each in zip(caches, rows, strict=True)], list(rows))
         with self._in_sizes(sum(rows)), attending(step):
             yield step

@@ -1,23 +1,24 @@
 """A Transformers cache that stays within a budget of memory, however long the sequence gets.
 
 Made for one sequence and used as ``past_key_values`` inside a ``with`` block, in the thread that runs the model. While
-the block is open the model's own calls of torch's attention kernel are answered from the pages. Invariant: the answers
-are those of an unpaged cache up to rounding in float32; a model that attends in another way is refused, not guessed.
+the block is open the model's attention is computed from the pages. Invariant: what it gives is that of an unpaged cache
+up to rounding in float32; a model that attends in another way is refused, not guessed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
 from kvboost.direct_io import up_to_page
 from kvboost.errors import CapacityError, ConfigError, UnsupportedModelError
+from kvboost.hf.attention import NAME, Plan, attending, more_than_a_mask
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.layers import windows_by_layer
 from kvboost.hf.probe import compare_logits, probe_model
@@ -74,7 +75,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
         device = devices.pop()
         spill = FileSpill(directory) if device.type == "cpu" else HostSpill(device)
         self._pager = Pager(spill, frame_bytes=frame_bytes, budget=kv_bytes, group=group)
-        self._attention = _Attention(self)
+        self._attention, self._block = _Attention(self), ExitStack()
         super().__init__(
             layers=[
                 PagedLayer(self._pager, shape, resident=quota, window=window, announce=self._attention.expect)
@@ -116,13 +117,15 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def __enter__(self) -> Self:
         if self._pager.closed:
             raise ConfigError("this paged cache is closed; make a new one")
-        self._attention.__enter__()
+        self._attention.open = True
+        self._block.enter_context(attending(self._attention))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._attention.__exit__(kind, error, trace)
+        self._block.close()
+        self._attention.open = False
         self.close()
         if kind is None:
             self._attention.check()
@@ -133,27 +136,17 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self.layers: list[PagedLayer] = []
 
 
-class _Attention(TorchFunctionMode):
-    """Answers the attention call that follows a layer's new KV. Sees this thread's calls only."""
+class _Attention(Plan):
+    """Computes the attention that follows a layer's new KV."""
 
     def __init__(self, cache: PagedCache) -> None:
-        super().__init__()
         self._cache = cache
-        self._open = False
+        self.open = False
         self._waiting: tuple[PagedLayer, torch.Tensor, torch.Tensor] | None = None
-
-    def __enter__(self) -> Self:
-        self._open = True
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._open = False
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def expect(self, layer: PagedLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
         """The next attention is this layer's."""
-        if not self._open:
+        if not self.open:
             raise ConfigError("a paged cache works inside its with block only: with PagedCache(...) as cache: ...")
         self.check()
         if keys.requires_grad:
@@ -161,35 +154,40 @@ class _Attention(TorchFunctionMode):
         self._waiting = layer, keys, values
 
     def check(self) -> None:
-        """Raises UnsupportedModelError if a layer's new KV was not followed by a call of torch's kernel."""
+        """Raises UnsupportedModelError if a layer's new KV was not followed by its attention."""
         if self._waiting is not None:
             self._waiting = None
             raise UnsupportedModelError(
-                "its attention does not go through torch's own kernel (scaled_dot_product_attention), "
-                f"so that pages cannot be attended to one by one. {_UNPAGED}"
+                f"its attention is not Transformers' {NAME!r}, which could go over pages one by one. {_UNPAGED}"
             )
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.nn.functional.scaled_dot_product_attention or self._waiting is None:
-            return func(*args, **kwargs)
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        allowed: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attention of new tokens to themselves and all pages, [1, new, heads, dim]."""
+        if self._waiting is None:  # another model's, such as a draft's
+            return super().attend(module, query, key, value, allowed, **kwargs)
         (layer, keys, values), self._waiting = self._waiting, None
-        query = args[0]
-        if len(args) != 3 or kwargs.get("dropout_p") or query.shape[2] != keys.shape[2]:
-            raise UnsupportedModelError(f"it calls torch's attention in a way that pages cannot follow. {_UNPAGED}")
-        _check_mask(kwargs.get("attn_mask"), query, layer.window)
-        scale = kwargs.get("scale")
-        return layer.attend(
+        if kwargs.get("dropout") or query.shape[2] != keys.shape[2] or more_than_a_mask(kwargs):
+            raise UnsupportedModelError(f"its attention is of a kind that pages cannot follow. {_UNPAGED}")
+        _check_mask(allowed, query, layer.window)
+        scale = kwargs.get("scaling")
+        result = layer.attend(
             query,
             keys,
             values,
             scale=query.shape[-1] ** -0.5 if scale is None else scale,
-            next_slots=lambda: self._behind(layer),
+            next_slots=lambda: self._next_slots(layer),
         )
+        return result.transpose(1, 2).contiguous()
 
-    def _behind(self, layer: PagedLayer) -> list[int]:
+    def _next_slots(self, layer: PagedLayer) -> list[int]:
         """What the next layer reads; after the last layer comes the first, for the next token."""
         layers = self._cache.layers
         following: PagedLayer = layers[(layers.index(layer) + 1) % len(layers)]
