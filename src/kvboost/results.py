@@ -132,8 +132,7 @@ class GenerationResult:
     raw: Any = field(default=None, repr=False, compare=False)
     """What ``model.generate`` returned: a tensor, or its output object with ``return_dict_in_generate=True``.
 
-    With beams or several return sequences, ``token_ids`` is the first one and the others are here. In a
-    batch it is the output of the whole batch.
+    With beams or several return sequences, ``token_ids`` is the first one and the others are here.
     """
     speculation: Speculation | None = None
     """How much the draft helped, if one was used."""

@@ -15,7 +15,8 @@ from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.shadow import CheckSlots, ServedRequest, ShadowChecks, answers_differ
 from kvboost.core.prefiller import RequestCancelled
 from kvboost.engine import parts
-from kvboost.engine.decoding import Decoder
+from kvboost.engine.generation import Generator
+from kvboost.scheduler.forwards import JobDecoder
 from kvboost.scheduler.jobs import Job
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.steps import StepRule
@@ -124,7 +125,8 @@ def test_a_request_without_an_answer_leaves_its_slot(tiny: Tiny, how: str, monke
             taken.append(held.free)
             raise OSError("no more memory")
 
-        monkeypatch.setattr(Decoder, "run", failing)
+        monkeypatch.setattr(Generator, "answer", failing)
+        monkeypatch.setattr(JobDecoder, "together", failing)
         ask: Any = getattr(engine, how)
         with pytest.raises(OSError, match="no more memory"):
             ask(prompt(1) if how == "generate" else [prompt(1), prompt(2)], max_new_tokens=2, **_NEVER)

@@ -59,7 +59,7 @@ def test_a_served_model_answers_and_ends_when_told(folder: Path, tmp_path: Path)
 _BREAKING = """
 import sys, time
 from kvboost.cli.main import main
-from kvboost.scheduler.runner import BatchRunner
+from kvboost.scheduler.loop import JobLoop
 from kvboost.serve.generation.service import Service
 
 def dies(runner):
@@ -70,7 +70,7 @@ def begin(service, *arguments, **settings):
     service.streams.add("a client whose answer is still being sent")  # so that there is something to drain
 
 made, Service.__init__ = Service.__init__, begin
-BatchRunner._decode = dies if sys.argv[1] == "dies" else lambda runner: time.sleep(3600)
+JobLoop._decode = dies if sys.argv[1] == "dies" else lambda runner: time.sleep(3600)
 sys.exit(main(sys.argv[2:]))
 """
 

@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from kvboost import CapacityError, GenerationMode, KVBoost
 from kvboost.scheduler import fetching
 from kvboost.scheduler.jobs import Finished, Job, NewToken, Ticket
+from kvboost.scheduler.loop import JobLoop
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.types import KVBlock
 from tests.helpers.models import tiny_model
@@ -175,8 +176,8 @@ def test_a_load_that_cannot_be_tried_again_ends_its_job_only(
 def test_nothing_is_done_while_every_job_waits_for_a_tier(
     tiny: Callable[..., Any], stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps, step = [], BatchRunner._step
-    monkeypatch.setattr(BatchRunner, "_step", lambda *args: (steps.append(1), step(*args)))
+    steps, step = [], JobLoop.step
+    monkeypatch.setattr(JobLoop, "step", lambda *args: (steps.append(1), step(*args)))
     with _engine(stored, tiny("llama")) as engine, BatchRunner(engine) as runner:
         gated = Gated(engine)
         ticket = runner.submit(_job([*_STORED, 5], 1))

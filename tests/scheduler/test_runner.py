@@ -17,11 +17,12 @@ from kvboost.core.verify import same_bits
 from kvboost.errors import ClosedError
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.probe import probe_model
-from kvboost.scheduler.decoding import JobDecoder
+from kvboost.scheduler.forwards import JobDecoder
 from kvboost.scheduler.jobs import Finished, Job, NewToken, RunnerLoad, Sampling, Ticket
+from kvboost.scheduler.loop import JobLoop
 from kvboost.scheduler.runner import BatchRunner
-from kvboost.scheduler.running import JobTicket, RunningJob
 from kvboost.scheduler.sampler import Sampler
+from kvboost.scheduler.sequence import JobTicket, RunningJob
 from tests.helpers.models import FAMILIES
 
 _TEXT = torch.randint(3, 97, (300,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -239,7 +240,7 @@ def test_preempted_jobs_make_room_and_go_on(tiny: Callable[..., Any], monkeypatc
 
 def _count_preemptions(runner: BatchRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     preempted: list[int] = []
-    preempt = runner._scheduler.preempt
+    preempt = runner._loop.scheduler.preempt
 
     def count() -> int | None:
         number = preempt()
@@ -247,7 +248,7 @@ def _count_preemptions(runner: BatchRunner, monkeypatch: pytest.MonkeyPatch) -> 
             preempted.append(number)
         return number
 
-    monkeypatch.setattr(runner._scheduler, "preempt", count)
+    monkeypatch.setattr(runner._loop.scheduler, "preempt", count)
     return preempted
 
 
@@ -399,15 +400,15 @@ def test_memory_stays_within_its_budget(tiny: Callable[..., Any]) -> None:
 
 
 def test_long_answers_grow_and_are_preempted_in_turn(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvboost.scheduler.running._INITIAL_NEW_TOKENS", 32)
+    monkeypatch.setattr("kvboost.scheduler.sequence._INITIAL_NEW_TOKENS", 32)
     row = bytes_per_token(tiny("llama"))
     # Each begins with capacity for 256 tokens and comes to need 512, the second a step later; there is memory for 768.
     engine = engine_of(tiny("llama"), workspace_bytes=0, kv_bytes=768 * row)
     with BatchRunner(engine, max_wait_steps=10_000) as runner:
         seen: list[RunnerLoad] = []
         sent_back: list[int] = []
-        close = runner._close
-        monkeypatch.setattr(runner, "_close", lambda number: (sent_back.append(number), close(number))[1])
+        close = runner._loop._close
+        monkeypatch.setattr(runner._loop, "_close", lambda number: (sent_back.append(number), close(number))[1])
         watch = {"constrain": lambda tokens, logits: seen.append(runner.load())}
         found = run(runner, [job(_TEXT[i:10], 280, **watch) for i in range(2)])
         assert settled(engine, runner)
@@ -458,7 +459,7 @@ def test_slower_tiers_load_while_a_job_waits(tiny: Callable[..., Any], tmp_path:
         def look(tokens: list[int], logits: torch.Tensor) -> None:
             if len(tokens) == 1:
                 waiting.append(runner.submit(job([*_TEXT[:64], 5], 2)))
-                fetch = runner._jobs[max(runner._jobs)].fetch
+                fetch = runner._loop._jobs[max(runner._loop._jobs)].fetch
                 assert fetch is not None
                 fetch.wait(10)
                 waiting.append(store.work()["disk"].hits)
@@ -574,16 +575,16 @@ def test_rows_nobody_uses_make_way_for_a_job_that_needs_their_memory(tiny: Calla
     prompts = [_TEXT[i : i + 60] for i in range(6)]
     with BatchRunner(engine) as runner:
         seen: list[int] = []
-        limit_spare = runner._decoder.limit_spare
+        limit_spare = runner._loop.decoder.limit_spare
 
         def watched(nbytes: int) -> None:
             limit_spare(nbytes)
-            batch = runner._decoder.next_joint()
+            batch = runner._loop.decoder.next_joint()
             assert batch is not None
             seen.append(batch.batch.spare_bytes)
             assert batch.batch.spare_bytes <= max(0, nbytes)
 
-        runner._decoder.limit_spare = watched  # type: ignore[method-assign]
+        runner._loop.decoder.limit_spare = watched  # type: ignore[method-assign]
         submitted_together(runner, [job(tokens, 3 + 3 * i) for i, tokens in enumerate(prompts)])
         assert max(seen) > 0, "rows are kept while there is memory"
 
@@ -601,20 +602,20 @@ def test_a_job_is_opened_after_rows_nobody_uses_have_made_way(
                 late.append(runner.submit(job(_TEXT[:250], 4)))
 
         def spare() -> int:
-            joint = runner._decoder.next_joint()
+            joint = runner._loop.decoder.next_joint()
             assert joint is not None
             return joint.batch.spare_bytes
 
         short = [job(_TEXT[i : i + 60], 3) for i in range(5)]
         last = job(_TEXT[5:65], 30, constrain=submit_late)
-        nbytes = 7 * runner._bytes_for(90)  # six rows and a spare one
-        assert runner._bytes_for(254) == 2 * runner._bytes_for(90) == 2 * runner._bytes_for(63)
-        runner._scheduler.limits = replace(runner._scheduler.limits, kv_bytes=nbytes)
+        nbytes = 7 * runner._loop._bytes_for(90)  # six rows and a spare one
+        assert runner._loop._bytes_for(254) == 2 * runner._loop._bytes_for(90) == 2 * runner._loop._bytes_for(63)
+        runner._loop.scheduler.limits = replace(runner._loop.scheduler.limits, kv_bytes=nbytes)
         over: list[int] = []
         opened = RunningJob.open
 
         def watched(running: RunningJob, **arguments: Any) -> None:
-            over.append(spare() + runner._scheduler.reserved_bytes - nbytes)
+            over.append(spare() + runner._loop.scheduler.reserved_bytes - nbytes)
             opened(running, **arguments)
 
         monkeypatch.setattr(RunningJob, "open", watched)
@@ -701,7 +702,7 @@ def test_tickets_end_even_if_the_runner_breaks(
 ) -> None:
     engine = engine_of(tiny("llama"))
     runner = BatchRunner(engine)
-    monkeypatch.setattr(runner._scheduler, "tick", lambda: 1 / 0)
+    monkeypatch.setattr(runner._loop.scheduler, "tick", lambda: 1 / 0)
     last = end(run(runner, [job(_TEXT[:30])])[0])
     assert last.reason == "error"
     assert "accepts no more jobs" in str(last.error)
@@ -887,12 +888,12 @@ def _threads_of(tiny: Callable[..., Any]) -> set[str]:
 
 def test_one_thread_runs_the_model_for_all_jobs(tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert _threads_of(tiny) == {"kvboost-batch"}
-    right = BatchRunner._step
+    right = JobLoop.step
 
     def in_a_thread_of_its_own(self: BatchRunner, group: str) -> None:
         worker = threading.Thread(target=right, args=(self, group))
         worker.start()
         worker.join()
 
-    monkeypatch.setattr(BatchRunner, "_step", in_a_thread_of_its_own)  # the test can fail
+    monkeypatch.setattr(JobLoop, "step", in_a_thread_of_its_own)  # the test can fail
     assert _threads_of(tiny) != {"kvboost-batch"}

@@ -12,8 +12,7 @@ import pytest
 from kvboost import ConfigError, KVBoost
 from kvboost.errors import ClosedError
 from kvboost.scheduler.jobs import Finished, Job
-from kvboost.scheduler.runner import BatchRunner
-from kvboost.scheduler.watch import StepWatch
+from kvboost.scheduler.runner import BatchRunner, StepWatch
 
 
 def _until(true: Callable[[], bool]) -> bool:

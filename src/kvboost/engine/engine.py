@@ -266,18 +266,19 @@ class KVBoost(PromptView):
         """Generate for several prompts together; a prefix they share is computed once.
 
         A batch runs other matrix shapes than a single request, so its numbers may round differently. The engine's
-        draft is not used. A batch whose KV exceeds ``kv_bytes`` runs one prompt at a time.
+        draft is not used. One after another, as by :meth:`generate`, run prompts whose KV exceeds ``kv_bytes``, models
+        without reuse, ``mode=BASELINE`` and what only Transformers' own loop can do: beams, several sequences of a
+        prompt, streamers, output objects, and ``logits_processor`` or ``stopping_criteria``, which see one prompt then.
         """
-        clock = StageClock()
         if isinstance(prompts, str):
             raise ConfigError("generate_batch() takes a list of prompts; give [text], or generate() for a single one")
         if not prompts:
             return []
         encoded = [self.encode(prompt) for prompt in prompts]
         options = {**generate_kwargs, "max_new_tokens": max_new_tokens, "temperature": temperature}
-        request = self._request(max(encoded, key=len), clock, options, adapter=adapter)
+        request = self.parts.generator.request(max(encoded, key=len), options, adapter=adapter)
         with self._running(adapter):
-            return self.parts.generator.run_batch(self.session, encoded, mode, request, clock)
+            return self.parts.batches.run(self.session, [replace(request, tokens=tokens) for tokens in encoded], mode)
 
     def _request(
         self, tokens: list[int], clock: StageClock, options: dict[str, Any], **prefill_options: Any

@@ -1,6 +1,6 @@
 """Generations: prefill the prompt up to its last step, then let Transformers run that step and decode.
 
-Used by the engine for single and batched requests. The time of the first token is taken when the first token exists;
+Used by the engine for single requests. The time of the first token is taken when the first token exists;
 committing new chunks comes after that.
 """
 
@@ -12,17 +12,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from kvboost.core.costs import StageClock
 from kvboost.core.prefill import ChunkedPrompt, PrefillState
 from kvboost.core.prefiller import Prefiller
 from kvboost.core.session import Session
 from kvboost.core.spans import ApproxSpans
-from kvboost.engine.decoding import Decoder, FirstToken
-from kvboost.errors import CapacityError, ConfigError
+from kvboost.errors import CapacityError, UnsupportedModelError
 from kvboost.hf.adapters import AS_SET, AdapterName
-from kvboost.hf.cache import SlabCache
 from kvboost.hf.draft import Draft
-from kvboost.hf.generate import reads_prompt_again, sampling_arguments, sequences_per_prompt
+from kvboost.hf.generate import (
+    end_token_ids,
+    reads_prompt_again,
+    run_generate,
+    sampling_arguments,
+    sequences_per_prompt,
+    stop_strings,
+)
 from kvboost.hf.probe import ModelFacts
 from kvboost.hf.prompt import PromptEncoder
 from kvboost.hf.runner import ModelRunner
@@ -45,7 +52,6 @@ class Request:
     """What to generate, and how."""
 
     tokens: list[int]
-    """The prompt; the longest of a batch."""
     boundaries: Sequence[int]
     arguments: dict[str, Any]
     cancelled: Callable[[], bool] = lambda: False
@@ -109,6 +115,70 @@ def open_prefill(
     return prefiller.open(tokens, boundaries=boundaries, new_tokens=ahead, clock=clock, approx=approx)
 
 
+def _nothing() -> None:
+    pass
+
+
+class FirstToken:
+    """Called after every token: records the time of the first one, then runs what had to wait for it.
+
+    ``exists`` runs as soon as there is a token, ``then`` once the caller has it too. Transformers hands a token to a
+    streamer before it looks at the stopping criteria, and from 5.23 on after that.
+    """
+
+    def __init__(
+        self,
+        clock: StageClock,
+        *,
+        cancelled: Callable[[], bool],
+        exists: Callable[[], Any] = _nothing,
+        then: Callable[[], Any] = _nothing,
+    ) -> None:
+        self.clock = clock
+        self._cancelled, self._exists, self._then = cancelled, exists, then
+        self._awaited = 1
+        self.ttft_ms: float | None = None
+        self.was_cancelled = False
+
+    def __call__(self) -> bool:
+        if self.ttft_ms is None:
+            self.clock.lap("first_token")
+            self.ttft_ms = self.clock.elapsed_ms
+            self._exists()
+            self._arrived()
+        self.was_cancelled = self.was_cancelled or self._cancelled()
+        return self.was_cancelled
+
+    def over(self, streamer: Any) -> Any:
+        """The streamer to give to Transformers instead of this one."""
+        self._awaited += 1
+        return _Handing(streamer, self._arrived)
+
+    def _arrived(self) -> None:
+        self._awaited -= 1
+        if self._awaited == 0:
+            self._then()
+            self.clock.lap("commit")
+
+
+class _Handing:
+    """A streamer that passes everything on, and calls back once the first new token is handed over."""
+
+    def __init__(self, streamer: Any, handed_over: Callable[[], None]) -> None:
+        self._streamer, self._handed_over = streamer, handed_over
+        self._count = 0
+
+    def put(self, value: Any) -> None:
+        """The prompt comes first, then every new token."""
+        self._streamer.put(value)
+        self._count += 1
+        if self._count == 2:
+            self._handed_over()
+
+    def end(self) -> None:
+        self._streamer.end()
+
+
 class Generator:
     """Generates with one model."""
 
@@ -127,7 +197,7 @@ class Generator:
         self._model, self._runner, self._refusal = model, runner, refusal
         self._max_positions = facts.max_positions if facts is not None else None
         self._offer_check = offer_check
-        self._decoder = Decoder(model, encoder=encoder, tokenizer=tokenizer, device=runner.device)
+        self._encoder, self._tokenizer = encoder, tokenizer
 
     def request(
         self,
@@ -158,35 +228,7 @@ class Generator:
             return self._reuse(usable, request, clock, approx=mode is GenerationMode.CHUNK_KV_REUSE)
         if session is not None:
             self._check_plain(session, request, reason)
-        return self._plain([request.tokens], request, clock, reason=reason)[0]
-
-    def run_batch(
-        self,
-        session: Session | None,
-        prompts: Sequence[list[int]],
-        mode: GenerationMode,
-        request: Request,
-        clock: StageClock,
-    ) -> list[GenerationResult]:
-        """Generate after several prompts together; one by one if their KV exceeds ``kv_bytes``."""
-        if len(prompts) > 1 and speculates(self._model, request.arguments):
-            raise ConfigError(
-                "a draft proposes for one prompt at a time; leave it out of the batch (prompt_lookup_num_tokens=None "
-                "if the model's generation_config enables it), or use generate()"
-            )
-        copies = self._copies(request) * len(prompts)
-        if session is not None and not session.budget.fits(request.total_tokens, sequences=copies):
-            return [self.run(session, replace(request, tokens=tokens), mode, StageClock()) for tokens in prompts]
-        usable, reason = self.usable(session, request.tokens, mode, request)
-        if usable is None:
-            return self._plain(prompts, request, clock, reason=reason)
-        checked: dict[int, tuple[ChunkedPrompt, ApproxSpans]] = {}
-        try:
-            approx = mode is GenerationMode.CHUNK_KV_REUSE
-            return self._batch(usable, prompts, request, clock, approx=approx, checked=checked)
-        finally:
-            for _, spans in checked.values():  # those that were not answered
-                spans.release()
+        return self._plain(request, clock, reason=reason)
 
     def usable(
         self, session: Session | None, tokens: list[int], mode: GenerationMode, request: Request | None = None
@@ -216,13 +258,11 @@ class Generator:
         why = "there are several sequences of it" if copies > 1 else reason or "mode BASELINE keeps all of it"
         session.budget.check(request.total_tokens, sequences=copies, why=why)
 
-    def _plain(
-        self, prompts: Sequence[list[int]], request: Request, clock: StageClock, *, reason: str | None
-    ) -> list[GenerationResult]:
-        """Plain Transformers, left-padded."""
+    def _plain(self, request: Request, clock: StageClock, *, reason: str | None) -> GenerationResult:
+        """Plain Transformers."""
         watch = FirstToken(clock, cancelled=request.cancelled)
-        reports = [ReuseReport(0, 0, 0, len(tokens), bitwise=True, reason=reason) for tokens in prompts]
-        return self._decoder.run(prompts, None, request.arguments, watch, reports)
+        report = ReuseReport(0, 0, 0, len(request.tokens), bitwise=True, reason=reason)
+        return self.answer(request.tokens, None, request.arguments, watch, report)
 
     def prefill_plain(
         self, session: Session | None, tokens: list[int], clock: StageClock, *, reason: str | None
@@ -279,7 +319,7 @@ class Generator:
         )
         left = len(state.tokens) - state.num_computed
         with self._runner.first_forward(state.cache, left) if alone else nullcontext():
-            result = self._decoder.run([state.tokens], state.cache, request.arguments, watch, [state.report()])[0]
+            result = self.answer(state.tokens, state.cache, request.arguments, watch, state.report())
         if getattr(result.raw, "past_key_values", None) is state.cache:
             if state.paged:  # its pages are freed with the request
                 result = replace(result, raw=replace(result.raw, past_key_values=None))
@@ -289,46 +329,53 @@ class Generator:
             prefiller.commit_decoded(state, result.token_ids)
         return replace(result, reuse=state.report())
 
-    def _batch(
-        self,
-        session: Session,
-        prompts: Sequence[list[int]],
-        request: Request,
-        clock: StageClock,
-        *,
-        approx: bool,
-        checked: dict[int, tuple[ChunkedPrompt, ApproxSpans]],
-    ) -> list[GenerationResult]:
-        """Generate for all prompts together. Each is prefilled alone, so shared prefixes are computed once.
-
-        The prompts are right-aligned in one cache, padded on the left; the last token of each is left to
-        the joint forward, where the attention mask hides the padding. ``checked`` has what awaits its answer.
-        """
-        prefiller, longest = session.prefiller, max(len(tokens) for tokens in prompts)
-        ahead = min(request.max_new_tokens, _MAX_TOKENS_AHEAD)  # longer replies grow the cache as they come
-        joint: SlabCache | None = None
-        reports: list[ReuseReport] = []
-        for index, tokens in enumerate(prompts):
-            with prefiller.open(tokens, clock=clock, approx=approx) as state:
-                known = len(tokens) - 1
-                prefiller.advance(state, to=known)
-                prefiller.commit(state)
-                assert isinstance(state.cache, SlabCache)
-                if joint is None:
-                    joint = SlabCache(state.cache.layout, capacity=longest + ahead, batch=len(prompts))
-                joint.place(longest - len(tokens), state.cache.span(0, known), row=index)
-                reports.append(replace(state.report(), timings_ms={}, plain_ms=None))
-                if (spans := state.take_checked()) is not None:
-                    checked[index] = state.prompt, spans
-        assert joint is not None
-        joint.set_length(longest - 1)
-        if (copies := self._copies(request)) > 1:
-            joint.batch_repeat_interleave(copies)
-        watch = FirstToken(clock, cancelled=request.cancelled)
-        results = self._decoder.run(prompts, joint, request.arguments, watch, reports)
-        for index in list(checked):
-            self._offer_check(prefiller, *checked.pop(index), results[index].token_ids, request.adapter)
-        return results
-
     def _copies(self, request: Request) -> int:
         return sequences_per_prompt(self._model, request.arguments)
+
+    def answer(
+        self, prompt: list[int], cache: Any, arguments: dict[str, Any], watch: FirstToken, report: ReuseReport
+    ) -> GenerationResult:
+        """Let Transformers decode. ``cache`` holds the prompt up to its last step; None if nothing is cached."""
+        if arguments.get("streamer") is not None:
+            arguments = {**arguments, "streamer": watch.over(arguments["streamer"])}
+        ids = torch.tensor([prompt], device=self._runner.device)
+        decoded = run_generate(
+            self._model,
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            cache=cache,
+            arguments=arguments,
+            after_each_token=watch,
+            tokenizer=self._tokenizer,
+        )
+        watch.clock.lap("decode")
+        if cache is not None and cache.get_seq_length() >= decoded.sequences.shape[1]:
+            raise UnsupportedModelError(
+                "Transformers computed the prompt again on top of the given cache, so this answer is wrong; "
+                "call with mode=GenerationMode.BASELINE for these arguments"
+            )
+        new, finish_reason = self._ended(decoded.sequences[0, len(prompt) :].tolist(), arguments, watch.was_cancelled)
+        return GenerationResult(
+            output_text=self._encoder.decode(new),
+            token_ids=tuple(new),
+            prompt_token_ids=tuple(prompt),
+            finish_reason=finish_reason,
+            ttft_ms=watch.ttft_ms if watch.ttft_ms is not None else watch.clock.elapsed_ms,
+            total_ms=watch.clock.elapsed_ms,
+            reuse=replace(report, timings_ms=watch.clock.stages()),
+            raw=decoded.raw,
+            speculation=decoded.speculation,
+        )
+
+    def _ended(self, new: list[int], arguments: dict[str, Any], cancelled: bool) -> tuple[list[int], str]:
+        """The tokens of a sequence without the padding of shorter ones beside it, and why it ended."""
+        ends = end_token_ids(self._model, arguments)
+        for index, token in enumerate(new):
+            if token in ends:
+                return new[: index + 1], "stop"
+        if cancelled:
+            return new, "cancelled"
+        if len(new) < int(arguments["max_new_tokens"]):
+            return new, "stop"
+        text = self._encoder.decode(new) if (stops := stop_strings(arguments)) else ""
+        return new, "stop" if any(stop in text for stop in stops) else "length"

@@ -27,6 +27,7 @@ from kvboost.core.prefill import ChunkedPrompt
 from kvboost.core.prefiller import Prefiller
 from kvboost.core.spans import ApproxSpans
 from kvboost.engine.assembly import Assembly, assemble
+from kvboost.engine.batches import Batches
 from kvboost.engine.generation import Generator
 from kvboost.errors import ClosedError, ConfigError, UnsupportedModelError
 from kvboost.extend import ChunkStore
@@ -89,6 +90,7 @@ class EngineParts:
             facts=facts,
             refusal=self.refusal,
         )
+        self.batches = Batches(self.generator, model, encoder=self.encoder, tokenizer=tokenizer, parts=self)
         self.closed = False
 
     def _assemble(self, store: ChunkStore | None) -> tuple[Assembly | None, str | None]:

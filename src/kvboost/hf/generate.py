@@ -6,16 +6,27 @@ are left to Transformers.
 
 from __future__ import annotations
 
+import copy
 import difflib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    GenerationMixin,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation import GenerationMode
 
 from kvboost.config import SETTINGS
 from kvboost.errors import ConfigError
+from kvboost.hf.sampling import Drawing
 from kvboost.hf.speculation import Speculating, speculates, why_not_resumed
 from kvboost.types import Speculation
 
@@ -53,6 +64,16 @@ _ALLOWED = (
 _NO_SETTINGS = ("transformers_version",)  # metadata fields of a generation config
 # Assistants of these kinds read the model's states of the whole prompt, or its text; custom loops may do anything.
 _REREADS_PROMPT = ("assistant_early_exit", "assistant_tokenizer", "custom_generate", "speculation_type", "use_mtp")
+# Arguments that want Transformers' own loop, or that may remember what they have seen of one sequence.
+_OWN_LOOP = (
+    "assistant_model",
+    "custom_generate",
+    "logits_processor",
+    "negative_prompt_ids",
+    "stopping_criteria",
+    "streamer",
+    "synced_gpus",
+)
 DEFAULT_NEW_TOKENS = 64
 
 
@@ -63,8 +84,6 @@ class Decoded:
     sequences: torch.Tensor  # [batch, prompt + new]
     raw: Any
     speculation: Speculation | None = None
-    stopped: Mapping[int, int] = field(default_factory=dict)
-    """At what length a caller's criterion first stopped a sequence, by its index."""
 
 
 class _AfterEachToken(StoppingCriteria):  # type: ignore[misc]  # transformers is untyped
@@ -76,21 +95,6 @@ class _AfterEachToken(StoppingCriteria):  # type: ignore[misc]  # transformers i
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         int(input_ids[0, -1])  # an accelerator may still be computing the token: wait until it exists
         return torch.full((input_ids.shape[0],), self._callback(), dtype=torch.bool, device=input_ids.device)
-
-
-class _Recorded(StoppingCriteria):  # type: ignore[misc]  # transformers is untyped
-    """A caller's criterion, which remembers at what length it stopped each sequence first."""
-
-    def __init__(self, criterion: Any, stopped: dict[int, int]) -> None:
-        self._criterion, self._stopped = criterion, stopped
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
-        done = self._criterion(input_ids, scores, **kwargs)
-        flags = done.tolist() if isinstance(done, torch.Tensor) else [bool(done)] * input_ids.shape[0]
-        for index, stops in enumerate(flags if isinstance(flags, list) else [flags]):
-            if stops:
-                self._stopped.setdefault(index, input_ids.shape[1])
-        return done
 
 
 def sampling_arguments(*, prompt_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -189,19 +193,14 @@ def run_generate(
     """Generate after ``input_ids`` [batch, prompt], of which the cache (or None) already holds a part."""
     arguments = dict(arguments)
     # Ours goes first: it only looks at the clock, and must do so even when another criterion stops the run.
-    stopped: dict[int, int] = {}
     given = arguments.pop("stopping_criteria", None) or ()
-    criteria = StoppingCriteriaList(
-        [_AfterEachToken(after_each_token), *(_Recorded(criterion, stopped) for criterion in given)]
-    )
-    if arguments.get("stop_strings", getattr(arguments.get("generation_config"), "stop_strings", None)) is not None:
+    criteria = StoppingCriteriaList([_AfterEachToken(after_each_token), *given])
+    if stop_strings(arguments):
         arguments.setdefault("tokenizer", tokenizer)
     if cache is not None:
         # None overrides a cache kind in the model's generation config.
         arguments |= {"past_key_values": cache, "cache_implementation": None}
-    if pad_token_id(model, arguments) is None and (ends := end_token_ids(model, arguments)):
-        # Transformers would pick the end token too, and warn about it on every call.
-        arguments["pad_token_id"] = min(ends)
+    arguments = _padded(model, arguments)
     # With beams Transformers ignores the draft.
     drafted = speculates(model, arguments) and sequences_per_prompt(model, arguments) == 1
     generating = Speculating(model) if drafted and reads_prompt_again(model, arguments) is None else model
@@ -211,7 +210,70 @@ def run_generate(
         )
     sequences = raw if isinstance(raw, torch.Tensor) else raw.sequences
     report = generating.report if isinstance(generating, Speculating) else None
-    return Decoded(sequences, raw, report, stopped)
+    return Decoded(sequences, raw, report)
+
+
+def _padded(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with an end token for padding, as Transformers would pick it, with a warning in every call."""
+    if pad_token_id(model, arguments) is None and (ends := end_token_ids(model, arguments)):
+        return {**arguments, "pad_token_id": min(ends)}
+    return arguments
+
+
+def drawings(
+    model: Any, prompts: Sequence[list[int]], arguments: Sequence[dict[str, Any]], *, tokenizer: Any
+) -> list[Drawing] | None:
+    """How to draw the next tokens of each prompt with its arguments, as ``generate`` does; None if that takes more.
+
+    Arguments differ in ``prefix_allowed_tokens_fn`` only. Samples are seeded by torch's own generator.
+    """
+    own = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps it
+    if "generate" in vars(own) or getattr(type(own), "generate", None) is not GenerationMixin.generate:
+        return None
+    if any(arguments[0].get(name) is not None for name in _OWN_LOOP) or own.generation_config.stop_strings:
+        return None
+    criteria = StoppingCriteriaList()
+    if stops := stop_strings(arguments[0]):
+        criteria.append(StopStringCriteria(arguments[0].get("tokenizer") or tokenizer, stops))
+    config = copy.copy(arguments[0].get("generation_config"))
+    if config is not None:
+        config.stop_strings = None  # Transformers hands no tokenizer on to a loop that is not its own
+    found = []
+    for tokens, given in zip(prompts, arguments, strict=True):
+        ids = torch.tensor([tokens], device=own.device)
+        ours = {"use_cache": False, "custom_generate": _drawing, "generation_config": config}
+        given = {name: value for name, value in given.items() if name not in ("stop_strings", "tokenizer")}
+        drawing = own.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **_padded(own, given) | ours)
+        if drawing is None:
+            return None
+        found.append(replace(drawing, criteria=StoppingCriteriaList([*criteria, *drawing.criteria])))
+    return found
+
+
+def _drawing(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: GenerationConfig,
+    **_: Any,
+) -> Drawing | None:
+    """Called by ``generate`` in place of its loop, with all that it made of its arguments."""
+    mode, guidance = generation_config.get_generation_mode(), generation_config.guidance_scale
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) or guidance not in (None, 1.0):
+        return None
+    if generation_config.num_return_sequences > 1 or generation_config.return_dict_in_generate:
+        return None
+    seed = int(torch.randint(2**62, ())) if mode is GenerationMode.SAMPLE else None
+    others = [one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)]
+    return Drawing(processors=logits_processor, criteria=StoppingCriteriaList(others), seed=seed)
+
+
+def stop_strings(arguments: dict[str, Any]) -> list[str]:
+    """The texts that end a generation."""
+    config = arguments.get("generation_config")
+    stops = arguments.get("stop_strings", getattr(config, "stop_strings", None)) or []
+    return [stops] if isinstance(stops, str) else list(stops)
 
 
 def end_token_ids(model: Any, arguments: dict[str, Any]) -> set[int]:

@@ -18,6 +18,7 @@ from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -72,6 +73,20 @@ class Sampling:
                 raise ConfigError(
                     f"logit_bias {token}: {bias} is not a token of this model (0..{vocab_size - 1}) and a number"
                 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """How one request's tokens are drawn and what stops it, as Transformers made it of the arguments of ``generate``.
+
+    Both are given the prompt and the new tokens, [1, n].
+    """
+
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    """Beside end tokens and the length."""
+    seed: int | None
+    """None for greedy decoding."""
 
 
 def logits_processors(

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from kvboost.core.prefill import ChunkedPrompt
 from kvboost.core.session import Session
 from kvboost.failures import log_failure
-from kvboost.types import Fetched, ModelSnapshot
+from kvboost.types import Fetched
 
 _MIN_SECONDS = 2.0  # waited in any case: the first request to a tier connects
 _MAX_SECONDS = 30.0  # also of a prompt that takes minutes to compute
@@ -72,24 +72,3 @@ class JobFetch:
         """Drop it unless it has begun."""
         if self._future is not None:
             self._future.cancel()
-
-
-class KnownModels:
-    """The model's state under each adapter, as the last job of that adapter found it: keys are derived from it.
-
-    A state that is outdated costs a useless load: what is placed is looked up with the keys of the model as it is.
-    """
-
-    def __init__(self) -> None:
-        self._epoch = -1
-        self._models: dict[str, ModelSnapshot] = {}
-
-    def of(self, group: str, *, epoch: int) -> ModelSnapshot | None:
-        """The state for jobs of this group; None if none has run since the model changed."""
-        return self._models.get(group) if epoch == self._epoch else None
-
-    def saw(self, group: str, model: ModelSnapshot, *, epoch: int) -> None:
-        """A job of the group runs with this state."""
-        if epoch != self._epoch:
-            self._models, self._epoch = {}, epoch
-        self._models[group] = model

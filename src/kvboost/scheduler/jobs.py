@@ -19,7 +19,7 @@ from kvboost.core.spans import ApproxSpans
 from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.runner import ModelRunner
-from kvboost.hf.sampling import Constraint, Sampling
+from kvboost.hf.sampling import Constraint, Drawing, Sampling
 from kvboost.types import ReuseReport
 
 __all__ = [
@@ -51,6 +51,8 @@ class Job:
     top_logprobs: int | None = None
     """None for no log-probabilities, 0 for the chosen token's only."""
     constrain: Constraint | None = None
+    drawing: Drawing | None = None
+    """Draws the tokens, instead of ``sampling`` and ``constrain``."""
     tenant: str = ""
     adapter: str | None = None
     """A loaded adapter to run under; None for the model as it is set. Jobs of different adapters take turns."""

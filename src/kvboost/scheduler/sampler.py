@@ -24,22 +24,28 @@ class Sampler:
     def __init__(self, job: Job, *, device: torch.device) -> None:
         self._top_logprobs = job.top_logprobs
         self.generated: list[int] = []
-        self._processors = logits_processors(
-            job.sampling,
-            job.constrain,
-            self.generated,
-            prompt=job.token_ids,
-            end_token_ids=job.stop_token_ids,
-            device=device,
-        )
-        # A copy on the device for the processors, which grows by tokens that were drawn there.
-        self._ids = torch.empty(1, 0, dtype=torch.long, device=device)
+        seen: tuple[int, ...] = ()
+        if (drawing := job.drawing) is not None:
+            self._processors, seed, samples = drawing.processors, drawing.seed, drawing.seed is not None
+            seen = job.token_ids if self._processors else ()
+        else:
+            seed, samples = job.sampling.seed, job.sampling.temperature > 0.0
+            self._processors = logits_processors(
+                job.sampling,
+                job.constrain,
+                self.generated,
+                prompt=job.token_ids,
+                end_token_ids=job.stop_token_ids,
+                device=device,
+            )
+        # What the processors see: a copy on the device, which grows by tokens that were drawn there.
+        self._ids = torch.tensor([seen], dtype=torch.long, device=device)
         self._drawn: torch.Tensor | None = None
         self._generator: torch.Generator | None = None
-        if job.sampling.temperature > 0.0:
+        if samples:
             self._generator = torch.Generator(device)
-            if job.sampling.seed is not None:
-                self._generator.manual_seed(job.sampling.seed)
+            if seed is not None:
+                self._generator.manual_seed(seed)
             else:
                 self._generator.seed()
 

@@ -6,6 +6,7 @@ Used by the batch runner, on its thread only. Invariant: ``close`` releases the 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -17,9 +18,10 @@ from kvboost.core.costs import StageClock
 from kvboost.core.prefill import ChunkedPrompt, PrefillState
 from kvboost.core.session import Session
 from kvboost.failures import log_failure
+from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.rows import Row, RowBatch
 from kvboost.scheduler.fetching import JobFetch
-from kvboost.scheduler.jobs import Finished, Job, NewToken
+from kvboost.scheduler.jobs import Finished, Job, ModelParts, NewToken
 from kvboost.scheduler.sampler import Sampler
 from kvboost.types import ReuseReport
 
@@ -34,7 +36,8 @@ class JobTicket:
         self._early: list[NewToken | Finished] = []  # before anybody listened
         self._deliver: Callable[[NewToken | Finished], None] = self._early.append
         self._cancelled = threading.Event()
-        self._wake = wake
+        self.wake = wake
+        """Called when something has changed that the job may wait for."""
 
     def listen(self, deliver: Callable[[NewToken | Finished], None]) -> None:
         """Call ``deliver`` with each event; see :meth:`kvboost.scheduler.jobs.Ticket.listen`."""
@@ -56,7 +59,7 @@ class JobTicket:
     def cancel(self) -> None:
         """Stop within one step and release everything; harmless after the end."""
         self._cancelled.set()
-        self._wake()
+        self.wake()
 
     @property
     def cancelled(self) -> bool:
@@ -75,14 +78,27 @@ _INITIAL_NEW_TOKENS = 256  # initial capacity for new tokens; doubled whenever i
 class RunningJob:
     """A job from ``submit`` to its end."""
 
-    def __init__(self, job: Job, *, session: Session, ticket: JobTicket, device: torch.device, max_step: int) -> None:
-        """A prefill step takes at most ``max_step`` tokens where its length is free."""
+    def __init__(
+        self,
+        job: Job,
+        *,
+        session: Session,
+        ticket: JobTicket,
+        parts: ModelParts,
+        max_step: int = sys.maxsize,
+        waits_for_tiers: bool = True,
+    ) -> None:
+        """A prefill step takes at most ``max_step`` tokens where its length is free.
+
+        Without ``waits_for_tiers`` what lies in slower tiers is loaded when the job is opened.
+        """
         self._max_step = max_step
+        self.adapter: AdapterName = job.adapter or AS_SET
         self.job = job
         self.ticket = ticket
         self._session, self.prefiller = session, session.prefiller
         self._since_submit = self._clock = StageClock()
-        self._sampler = Sampler(job, device=device)
+        self._sampler = Sampler(job, device=parts.runner.device)
         self._state: PrefillState | None = None
         self._report: ReuseReport | None = None
         self._batch: RowBatch | None = None
@@ -94,11 +110,11 @@ class RunningJob:
         self._first_token_seconds: float | None = None
         self._queued_seconds: float | None = None
         self._reserved_tokens = min(_INITIAL_NEW_TOKENS, job.max_new_tokens)
-        self.epoch = 0
+        self.epoch = parts.epoch
         """The model's when the job was submitted: all its tokens must come from one model."""
         self.adapters: tuple[str, ...] | None = None
         """Those in use when it was first opened."""
-        self.has_tiers = session.fetches(len(job.token_ids))
+        self.has_tiers = waits_for_tiers and session.fetches(len(job.token_ids))
         """Whether its KV may lie in slower tiers, which the model's thread does not wait for."""
         self.fetch: JobFetch | None = None
         """What is loaded from them while the job waits."""
@@ -227,10 +243,10 @@ class RunningJob:
         """Whether nothing is to be done for it before its KV is loaded."""
         return self.fetch is not None and not self.fetch.is_over and not self.ticket.cancelled
 
-    def begin_fetch(self, prompt: ChunkedPrompt | None = None, *, approx: bool, wake: Callable[[], None]) -> None:
+    def begin_fetch(self, prompt: ChunkedPrompt | None = None, *, approx: bool) -> None:
         """Load its KV, while it waits: under the keys of ``prompt``, or of the model as it is now."""
         prompt = prompt or self.prefiller.chunk(list(self.job.token_ids), self.job.boundaries)
-        self.fetch = JobFetch(self._session, prompt, approx=approx, wake=wake)
+        self.fetch = JobFetch(self._session, prompt, approx=approx, wake=self.ticket.wake)
 
     def steps_left(self) -> list[int]:
         """Tokens of the remaining prefill steps, in order; a repair counts as one step."""
@@ -318,9 +334,16 @@ class RunningJob:
     def end(self) -> str | None:
         """``stop`` or ``length`` once the job is done."""
         generated = self._sampler.generated
-        if generated and generated[-1] in self.job.stop_token_ids:
+        if generated and (generated[-1] in self.job.stop_token_ids or self._meets_criterion()):
             return "stop"
         return "length" if len(generated) >= self.job.max_new_tokens else None
+
+    def _meets_criterion(self) -> bool:
+        drawing = self.job.drawing
+        if drawing is None or not drawing.criteria:
+            return False
+        ids = torch.tensor([[*self.job.token_ids, *self._sampler.generated]])
+        return bool(drawing.criteria(ids, None).all())
 
     def finish(self, reason: str, *, error: str | None, refused: bool) -> None:
         """Release everything, then deliver the last event, whatever fails meanwhile."""
@@ -348,8 +371,9 @@ class RunningJob:
         )
 
     def keep_decoded(self) -> None:
-        """Offer the KV of the new tokens to the store."""
-        self.prefiller.commit_decoded(self.state, self.decoded)
+        """Offer the KV of the new tokens to the store, if the engine keeps that."""
+        if self._session.keeps_decoded:
+            self.prefiller.commit_decoded(self.state, self.decoded)
 
     def close(self) -> None:
         """Release everything. The job may be opened again."""
