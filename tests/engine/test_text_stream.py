@@ -7,16 +7,94 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers.generation import utils as generation_utils
 
 from kvboost import ConfigError, KVBoost, StreamPiece
-from kvboost.engine.text_stream import PieceStreamer
+from kvboost.engine.text_stream import Detokenizer, PieceStreamer
+from kvboost.serve.generation.text import token_bytes
 from tests.helpers.models import tiny_model
-from tests.helpers.tokenizer import byte_tokenizer
+from tests.helpers.tokenizer import byte_tokenizer, pieces_tokenizer
 
 _TOKENIZER = byte_tokenizer()
+
+
+_PIECES = pieces_tokenizer()
+_ID_OF = {byte: token for token in range(3, 259) for byte in token_bytes(_TOKENIZER)(token)}
+
+
+def _decode(tokenizer: Any) -> Any:
+    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _byte_ids(tokenizer: Any, raw: bytes) -> list[int]:
+    if tokenizer is _PIECES:
+        return [1 + byte for byte in raw]
+    return [_ID_OF[byte] for byte in raw]
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(st.text(max_size=30), st.sampled_from(["bytes", "pieces"]))
+@example("0 𐀀", "pieces")  # a space that decodes to nothing by itself, before a character of four bytes
+@example("é 0", "pieces")  # and after one of two
+def test_a_text_comes_back_whole_and_in_whole_characters(text: str, kind: str) -> None:
+    tokenizer = _TOKENIZER if kind == "bytes" else _PIECES
+    text = text.lstrip(" ") if kind == "pieces" else text  # that decoder drops a leading space
+    detokenizer = Detokenizer(_decode(tokenizer))
+    pieces = [detokenizer.add(token) for token in _byte_ids(tokenizer, text.encode())]
+    assert "".join(pieces) == text, "nothing of a whole text is held back"
+    assert detokenizer.end() == ""
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(st.lists(st.integers(0, 258), max_size=300))
+def test_any_bytes_give_the_text_of_all_tokens(ids: list[int]) -> None:
+    detokenizer = Detokenizer(_decode(_TOKENIZER))
+    joined = "".join(detokenizer.add(token) for token in ids) + detokenizer.end()
+    assert joined == _decode(_TOKENIZER)(ids)
+
+
+class _Counted:
+    """Decodes, and knows the most tokens that it was given at once."""
+
+    longest = 0
+
+    def __call__(self, ids: Any) -> str:
+        self.longest = max(self.longest, len(ids))
+        return str(_decode(_PIECES)(ids))
+
+
+def test_garbage_is_let_go_and_costs_no_more_and_more() -> None:
+    decode = _Counted()
+    detokenizer = Detokenizer(decode)
+    pieces = [detokenizer.add(1 + 0xFF) for _ in range(1000)]
+    assert sum(map(len, pieces)) > 900
+    assert decode.longest < 150
+
+
+def test_a_run_of_spaces_costs_no_more_and_more() -> None:
+    decode = _Counted()
+    detokenizer = Detokenizer(decode)
+    ids = [*_byte_ids(_PIECES, "é".encode()), *[260] * 500, 259]
+    assert "".join(detokenizer.add(token) for token in ids) == "é" + " " * 500 + "x"
+    assert decode.longest < 10
+
+
+@pytest.mark.parametrize(("word", "text"), [([], "Rest"), ([257], " Rest"), ([260], " Rest"), ([0, 260, 0], " Rest")])
+def test_tokens_without_text_cost_no_more_and_more(word: list[int], text: str) -> None:
+    decode = _Counted()
+    detokenizer = Detokenizer(decode)
+    for token in word:
+        detokenizer.add(token)
+    assert "".join(detokenizer.add(0) for _ in range(1000)) == ""
+    assert detokenizer.add(258) == text
+    assert decode.longest < 10
+
+
+def test_spaces_between_words_survive() -> None:
+    detokenizer = Detokenizer(_decode(_PIECES))
+    assert [detokenizer.add(token) for token in (257, 258, 259)] == ["der", " Rest", "x"]
 
 
 @pytest.fixture(scope="module")

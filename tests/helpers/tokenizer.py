@@ -44,3 +44,17 @@ def _wrapped(inner: Tokenizer) -> Any:
     )
     tokenizer.chat_template = _TEMPLATE
     return tokenizer
+
+
+def pieces_tokenizer() -> Any:
+    """As SentencePiece's models are read: words with a mark for the space, and single bytes for everything else."""
+    vocab = (
+        {"<unk>": 0}
+        | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
+        | {"▁der": 257, "▁Rest": 258, "x": 259, "▁": 260}
+    )
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", clean_up_tokenization_spaces=False)

@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvboost.scheduler.jobs import Finished, NewToken
-from kvboost.serve.generation.token_stream import Ended, Piece, TokenStream
+from kvboost.serve.generation.token_stream import Ended, Piece, StopCutter, TokenStream
 from tests.helpers.runner import Scripted
 
 
@@ -106,3 +108,40 @@ def test_a_ticket_delivers_what_came_before_somebody_listened(early: int) -> Non
     for event in events[early:]:
         ticket.put(event)
     assert heard == events
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(
+    st.text(alphabet="abc", max_size=40),
+    st.lists(st.text(alphabet="abc", min_size=1, max_size=5), max_size=3),
+    st.data(),
+)
+def test_text_is_cut_at_the_first_stop_string_however_it_comes(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    cutter = StopCutter(stops)
+    out, at = "", 0
+    while at < len(text):
+        step = data.draw(st.integers(1, 6))
+        out += cutter.add(text[at : at + step])
+        at += step
+    out += cutter.end()
+    places = [text.find(stop) for stop in stops if stop in text]
+    if places:
+        # Text that comes in pieces can complete a long stop string after a shorter one that begins later.
+        assert cutter.found
+        assert not any(stop in out for stop in stops)
+        assert text.startswith(out)
+        assert len(out) >= min(places)
+    else:
+        assert out == text
+        assert not cutter.found
+
+
+def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+    cutter = StopCutter(["END", "\n\n"])
+    assert cutter.add("one\n") == "one"
+    assert cutter.add("two EN") == "\ntwo "
+    assert cutter.add("Dless") == ""
+    assert cutter.found
+    assert cutter.add("more") == ""

@@ -15,11 +15,9 @@ from kvboost.scheduler.jobs import NewToken
 from kvboost.serve.api.common import DONE, AppCaller, AppService, streamed, unread, with_ignored
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.answers import AnswerReader
-from kvboost.serve.generation.offers import Offer, as_function, make_offer
 from kvboost.serve.generation.parts import CallOpened, Content, Part, Reasoning
 from kvboost.serve.generation.prompts import ChatPrompt, Turn, check_arguments, effort_variables, to_turn
-from kvboost.serve.generation.requests import GenerationRequest
-from kvboost.serve.generation.sampling import sampling_of
+from kvboost.serve.generation.requests import GenerationRequest, Offer, as_function, make_offer, sampling_of
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Ended, Piece
 from kvboost.serve.schemas.base import Message, NamedChoice

@@ -11,8 +11,7 @@ from starlette.responses import JSONResponse, Response
 from kvboost.scheduler.jobs import NewToken
 from kvboost.serve.api.common import DONE, AppCaller, AppService, streamed, with_ignored
 from kvboost.serve.errors import bad_request
-from kvboost.serve.generation.requests import GenerationRequest
-from kvboost.serve.generation.sampling import sampling_of
+from kvboost.serve.generation.requests import GenerationRequest, sampling_of
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Piece
 from kvboost.serve.schemas.chat import CompletionRequest

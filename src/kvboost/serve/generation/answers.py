@@ -14,8 +14,19 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvboost.serve.generation.parts import Call, CallArguments, CallOpened, Content, Found, Part, Reasoning
-from kvboost.serve.generation.reasoning import ReasoningSplitter, hides_reasoning, opened_in, writes_reasoning
+from kvboost.serve.generation.parts import (
+    Call,
+    CallArguments,
+    CallOpened,
+    Content,
+    Found,
+    Part,
+    Reasoning,
+    ReasoningSplitter,
+    hides_reasoning,
+    opened_in,
+    writes_reasoning,
+)
 from kvboost.serve.generation.requests import Answer
 from kvboost.serve.generation.text import BlankHolder
 from kvboost.serve.generation.token_stream import Ended

@@ -1,12 +1,19 @@
-"""What an answer is made of: reasoning, text and tool calls.
+"""What an answer is made of: reasoning, text and tool calls; the reasoning told from the text.
 
-Made by the readers of answers, written by each endpoint in its own shape.
+Made by the readers of answers, written by each endpoint in its own shape. Models that reason write
+``<think>...</think>`` first; the templates of some open it in the prompt. Invariant: text that does not begin with
+``<think>`` is all answer.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
+
+from kvboost.serve.generation.text import TagFinder
+
+OPENS, CLOSES = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -50,3 +57,69 @@ class CallArguments:
 
 Found = Reasoning | Content | Call
 Part = Reasoning | Content | CallOpened | CallArguments
+
+
+def writes_reasoning(tokenizer: Any) -> bool:
+    """Whether the model behind this tokenizer marks its reasoning."""
+    template = json.dumps(getattr(tokenizer, "chat_template", None) or "")
+    return OPENS in template or CLOSES in template or CLOSES in _added_tokens(tokenizer)
+
+
+def hides_reasoning(tokenizer: Any) -> bool:
+    """Whether the marks are special tokens, which are left out of text unless they are asked for."""
+    return CLOSES in getattr(tokenizer, "all_special_tokens", ())
+
+
+def opened_in(prompt: str) -> bool:
+    """Whether the answer to this prompt begins inside the reasoning."""
+    return prompt.rstrip().endswith(OPENS)
+
+
+def _added_tokens(tokenizer: Any) -> Any:
+    added = getattr(tokenizer, "get_added_vocab", None)
+    return added() if added is not None else ()
+
+
+class ReasoningSplitter:
+    """Splits one answer as it comes."""
+
+    def __init__(self, *, inside: bool) -> None:
+        self.opened = inside
+        """Whether there is reasoning, be it empty."""
+        self._closed = False
+        self._finder = TagFinder(CLOSES)
+        self._blanks: list[str] = []
+        self._start = ""  # the first characters that are no blanks: fewer than ``OPENS`` has
+
+    def add(self, text: str) -> list[Reasoning | Content]:
+        """What is certain now."""
+        if self._closed:
+            return [Content(text)] if text else []
+        if not self.opened:
+            return self._begin(text)
+        reasoning, rest = self._finder.add(text)
+        self._closed = rest is not None
+        found: list[Reasoning | Content] = [Reasoning(reasoning)] if reasoning else []
+        return found + self.add(rest or "") if self._closed else found
+
+    def end(self) -> list[Reasoning | Content]:
+        """What was held back. Reasoning that was never closed stays reasoning."""
+        if self.opened:
+            held = self._finder.end()
+            return [Reasoning(held)] if held else []
+        rest = "" if self._closed else "".join([*self._blanks, self._start])
+        return [Content(rest)] if rest else []
+
+    def _begin(self, text: str) -> list[Reasoning | Content]:
+        if not self._start:
+            word = text.lstrip()
+            self._blanks.append(text[: len(text) - len(word)])
+            text = word
+        self._start += text
+        if len(self._start) < len(OPENS) and OPENS.startswith(self._start):
+            return []
+        if self._start.startswith(OPENS):
+            self.opened = True
+            return self.add(self._start[len(OPENS) :])
+        self._closed = True
+        return self.add("".join([*self._blanks, self._start]))

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvboost.serve.errors import bad_request
-from kvboost.serve.generation.lengths import PromptLengths
 from kvboost.serve.generation.replies import ReplyMemory, TextBefore
+from kvboost.serve.generation.tokenizing import PromptLengths
 from kvboost.serve.schemas.base import Message
 from kvboost.serve.security.bodies import check_size
 from kvboost.serve.security.limits import Limits

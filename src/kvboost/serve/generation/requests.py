@@ -1,20 +1,29 @@
-"""What is to be generated, and a generation under way. Made by endpoints and by the service."""
+"""What is to be generated, from the fields of a request, and a generation under way.
+
+Made by the endpoints and by the service. Invariant: what cannot be generated or offered is refused by its field before
+anything is computed.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from kvboost.scheduler.jobs import Sampling
 from kvboost.serve.errors import ApiError, bad_request
+from kvboost.serve.generation.prompts import ChatPrompts
 from kvboost.serve.generation.token_stream import Ended, Piece, TokenStream
+from kvboost.serve.schemas.chat import Choices
 from kvboost.serve.security.auth import Caller
+from kvboost.serve.security.limits import Limits, check_json
 
 _log = logging.getLogger("kvboost.serve")
 _MAX_SEGMENTS = 1000  # in an answer; a prompt of thousands of scattered positions has more
+
+Choice = Literal["auto", "none", "required"]
 
 
 @dataclass(frozen=True)
@@ -125,3 +134,87 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": reuse["cached_tokens"]},
             "kvboost": reuse,
         }
+
+
+def sampling_of(
+    body: Choices, *, limits: Limits, vocab_size: int, max_new_tokens: int | None
+) -> tuple[Sampling, list[str]]:
+    """How to draw tokens, and the stop strings. The defaults are OpenAI's."""
+    stops = [body.stop] if isinstance(body.stop, str) else list(body.stop or [])
+    if any(not stop or len(stop) > limits.max_stop_characters for stop in stops):
+        raise bad_request(f"a stop string has 1 to {limits.max_stop_characters} characters", param="stop")
+    bias: Mapping[int, float] = {int(token): value for token, value in (body.logit_bias or {}).items()}
+    for param, tokens in (("logit_bias", bias), ("stop_token_ids", body.stop_token_ids or ())):
+        if any(token >= vocab_size for token in tokens):
+            raise bad_request(f"{param} names tokens beyond this model's {vocab_size}", param=param)
+    if (body.n or 1) > limits.max_choices:
+        raise bad_request(f"this server makes at most {limits.max_choices} choices", param="n")
+    _check_least(body, max_new_tokens)
+    sampling = Sampling(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(body.top_k or 0, 0),
+        min_p=body.min_p or 0.0,
+        seed=body.seed,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=bias,
+        min_new_tokens=body.min_tokens or 0,
+    )
+    return sampling, stops
+
+
+def _check_least(body: Choices, max_new_tokens: int | None) -> None:
+    """Refuse a least length that cannot be reached."""
+    if not body.min_tokens:
+        return
+    if max_new_tokens is not None and body.min_tokens > max_new_tokens:
+        raise bad_request("min_tokens is more than the answer may have", param="min_tokens")
+    if body.response_format is not None and body.response_format.type != "text":
+        raise bad_request("min_tokens and a JSON format do not go together", param="min_tokens")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What the model may call."""
+
+    tools: Sequence[dict[str, Any]] = ()
+    """As templates take them; empty if nothing is to be called."""
+    forced: Mapping[str, dict[str, Any] | None] = field(default_factory=dict)
+    """The functions one of which the answer has to call, with the schemas of their arguments; empty if it is free."""
+
+
+def as_function(
+    name: str, *, description: str | None, parameters: dict[str, Any] | None, strict: bool | None = None
+) -> dict[str, Any]:
+    """A tool as templates take it. Its schema is not copied: how deep that goes is checked by :func:`make_offer`."""
+    given = {"name": name, "description": description, "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": {field: value for field, value in given.items() if value is not None}}
+
+
+def make_offer(
+    tools: Sequence[dict[str, Any]],
+    *,
+    choice: Choice = "auto",
+    named: str | None = None,
+    chats: ChatPrompts,
+    limits: Limits,
+) -> Offer:
+    """The offer of ``tools``, each of :func:`as_function`. ``named`` is the one to call, if the client chose one."""
+    functions: dict[str, dict[str, Any] | None] = {
+        tool["function"]["name"]: tool["function"].get("parameters") for tool in tools
+    }
+    # Descriptions are part of the prompt, and bounded as it is: those of a coding agent alone are 64 KiB.
+    check_json([tool["function"].get("parameters") for tool in tools], limits=limits, param="tools")
+    if named is not None and named not in functions:
+        raise bad_request("tool_choice names a function that is not in tools", param="tool_choice")
+    if choice == "required" and not functions:
+        raise bad_request("tool_choice needs tools", param="tool_choice")
+    if choice == "none" or not tools:
+        return Offer()
+    if not chats.takes_tools:
+        raise bad_request("this model's chat template takes no tools", param="tools", code="unsupported_parameter")
+    if named is not None:
+        return Offer(tools, {named: functions[named]})
+    return Offer(tools, functions if choice == "required" else {})

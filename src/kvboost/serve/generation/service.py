@@ -24,14 +24,13 @@ from kvboost.scheduler.jobs import Job, JobRunner, Ticket
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.answers import AnswerReaders
 from kvboost.serve.generation.items import ResponseMemory
-from kvboost.serve.generation.lengths import PromptLengths
 from kvboost.serve.generation.prompts import ChatPrompt, ChatPrompts
 from kvboost.serve.generation.replies import ReplyMemory
 from kvboost.serve.generation.requests import Answer, GenerationRequest
 from kvboost.serve.generation.structured import Grammars
 from kvboost.serve.generation.text import token_bytes
 from kvboost.serve.generation.token_stream import Ended, TokenStream, milliseconds, seconds_per_token
-from kvboost.serve.generation.tokenizing import Tokenizing
+from kvboost.serve.generation.tokenizing import PromptLengths, Tokenizing
 from kvboost.serve.observability.kept import KeptStats
 from kvboost.serve.observability.metrics import Metrics, RequestRecord
 from kvboost.serve.observability.requests import Spaces, current_request, stored_tenant

@@ -1,101 +1,14 @@
-"""Text out of tokens as they come: whole characters only, and nothing of a stop string.
+"""Tags and blanks in text as it comes, and the bytes of tokens.
 
-Used by token streams and by the readers of answers. Invariants: the pieces of a :class:`Detokenizer`,
-joined, are the text of all its tokens; no piece of a :class:`StopCutter` holds any part of a stop string; every class
-looks at a character a bounded number of times.
+Used by token streams and by the readers of answers. Invariant: every class looks at a character a bounded number of
+times.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-from kvboost.engine.text_stream import context_with_silent
-
-_BROKEN = "\ufffd"  # what decoders write for bytes that are no character, or not one yet
-_MAX_HELD = 64  # tokens that are no text together; then they are given out as they are
-_MAX_RUN = 3  # replacement characters that can still become one character: its bytes but the last
-
-
-class Detokenizer:
-    """Decodes a few tokens at a time, so its cost does not grow with the text."""
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
-        self._context: list[int] = []  # already given out, kept so that spaces between words come out right
-        self._before = ""  # the text of the context
-        self._pending: list[int] = []
-        self._given = 0  # characters of the pending tokens that were given out
-
-    def add(self, token_id: int) -> str:
-        """The text that is certain now."""
-        self._pending.append(token_id)
-        text = self._decode([*self._context, *self._pending])
-        if not text.endswith(_BROKEN) or len(self._pending) > _MAX_HELD:
-            return self._settle(text)
-        if not text.startswith(self._before):
-            return ""  # decoders that write a whole run of bytes as broken until its last character is complete
-        certain = text[len(self._before) :]
-        run = len(certain) - len(certain.rstrip(_BROKEN))
-        certain = certain[: len(certain) - min(run, _MAX_RUN)]
-        piece, self._given = certain[self._given :], max(self._given, len(certain))
-        return piece
-
-    def end(self) -> str:
-        """What was held back."""
-        return self._settle(self._decode([*self._context, *self._pending])) if self._pending else ""
-
-    def _settle(self, text: str) -> str:
-        piece = text[len(self._before) + self._given :]
-        if len(text) > len(self._before):
-            self._context = self._context_of(text)
-        else:
-            self._context = context_with_silent(self._decode, self._context, self._pending)
-        self._before = self._decode(self._context)
-        self._pending, self._given = [], 0
-        return piece
-
-    def _context_of(self, text: str) -> list[int]:
-        """The fewest of the last tokens that say by themselves what they say in ``text``.
-
-        A space that begins a text is dropped by some decoders, and part of a character is none.
-        """
-        for before in (0, 1):
-            context = [*self._context[len(self._context) - before :], *self._pending]
-            if (own := self._decode(context)) and text.endswith(own):
-                return context
-        return [*self._context, *self._pending][-_MAX_HELD:]
-
-
-class StopCutter:
-    """Lets text through up to the first stop string, and holds back what may be the beginning of one."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [stop for stop in stops if stop]
-        self._held = ""
-        self.found: str | None = None
-        """The stop string that ended the text."""
-
-    def add(self, text: str) -> str:
-        """The text that is certain not to belong to a stop string. Nothing after one was found."""
-        if self.found is not None:
-            return ""
-        self._held += text
-        starts = [(start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
-        if starts:
-            cut, self.found = min(starts)
-            piece, self._held = self._held[:cut], ""
-            return piece
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        cut = len(self._held) - keep
-        piece, self._held = self._held[:cut], self._held[cut:]
-        return piece
-
-    def end(self) -> str:
-        """What was held back, if no stop string came of it."""
-        piece, self._held = self._held, ""
-        return piece
 
 
 class TagFinder:
@@ -111,7 +24,7 @@ class TagFinder:
         if found:
             self._held = ""
             return before, rest
-        cut = len(before) - _overlap(before, self._tag)
+        cut = len(before) - overlap(before, self._tag)
         self._held = before[cut:]
         return before[:cut], None
 
@@ -150,7 +63,7 @@ class BlankHolder:
         return blanks
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The length of the longest suffix of ``text`` that ``stop`` begins with."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

@@ -16,9 +16,10 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
+from kvboost.engine.text_stream import Detokenizer
 from kvboost.failures import log_failure
 from kvboost.scheduler.jobs import Finished, NewToken, Ticket
-from kvboost.serve.generation.text import Detokenizer, StopCutter
+from kvboost.serve.generation.text import overlap
 from kvboost.types import ReuseReport
 
 _log = logging.getLogger("kvboost.serve")
@@ -75,6 +76,36 @@ def seconds_per_token(choices: Sequence[Ended]) -> float | None:
     ]
     tokens = sum(count for _, count in decoded)
     return sum(seconds for seconds, _ in decoded) / tokens if tokens > 0 else None
+
+
+class StopCutter:
+    """Lets text through up to the first stop string, and holds back what may be the beginning of one."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+        self.found: str | None = None
+        """The stop string that ended the text."""
+
+    def add(self, text: str) -> str:
+        """The text that is certain not to belong to a stop string. Nothing after one was found."""
+        if self.found is not None:
+            return ""
+        self._held += text
+        starts = [(start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if starts:
+            cut, self.found = min(starts)
+            piece, self._held = self._held[:cut], ""
+            return piece
+        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
+        cut = len(self._held) - keep
+        piece, self._held = self._held[:cut], self._held[cut:]
+        return piece
+
+    def end(self) -> str:
+        """What was held back, if no stop string came of it."""
+        piece, self._held = self._held, ""
+        return piece
 
 
 class Choice:

@@ -2,8 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvboost.serve.generation.parts import Content, Reasoning
-from kvboost.serve.generation.reasoning import ReasoningSplitter, hides_reasoning, opened_in, writes_reasoning
+from kvboost.serve.generation.parts import (
+    Content,
+    Reasoning,
+    ReasoningSplitter,
+    hides_reasoning,
+    opened_in,
+    writes_reasoning,
+)
 from tests.helpers.tokenizer import byte_tokenizer
 
 
