@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -461,7 +462,8 @@ def test_slower_tiers_load_while_a_job_waits(tiny: Callable[..., Any], tmp_path:
                 waiting.append(runner.submit(job([*_TEXT[:64], 5], 2)))
                 fetch = runner._loop._jobs[max(runner._loop._jobs)].fetch
                 assert fetch is not None
-                fetch.wait(10)
+                while not fetch.is_over:
+                    time.sleep(0.01)
                 waiting.append(store.work()["disk"].hits)
 
         list(runner.submit(job(_TEXT[200:205], 4, constrain=look)).events())

@@ -36,7 +36,7 @@ from kvboost.hf.runner import ModelRunner
 from kvboost.hf.speculation import speculates
 from kvboost.types import GenerationMode, GenerationResult, PrefillResult, ReuseReport
 
-_CAPACITY_BEHIND_PREFILL = 64  # tokens, in a cache that is given away
+_CAPACITY_AFTER_PREFILL = 64  # tokens, in a cache that is given away
 _MAX_TOKENS_AHEAD = 1024  # capacity for a reply made in advance; a longer one grows the cache as it comes
 _OPTIONAL = ("max_new_tokens", "temperature", "streamer")  # None means: not given
 _CALLER_OWNS_CACHE = "prefill() gives all of it away: use generate()"
@@ -85,7 +85,7 @@ def prefill_only(
     session: Session, tokens: list[int], *, boundaries: Sequence[int], clock: StageClock, approx: bool
 ) -> PrefillResult:
     """Prefill a prompt and hand its cache to the caller."""
-    prefiller, extra = session.prefiller, _CAPACITY_BEHIND_PREFILL
+    prefiller, extra = session.prefiller, _CAPACITY_AFTER_PREFILL
     session.budget.check(len(tokens) + extra, why=_CALLER_OWNS_CACHE)
     with prefiller.open(tokens, boundaries=boundaries, new_tokens=extra, clock=clock, approx=approx) as state:
         prefiller.advance_to_last_step(state)
@@ -269,7 +269,7 @@ class Generator:
     ) -> PrefillResult:
         """Plain Transformers, up to the first new token."""
         if session is not None:
-            session.budget.check(len(tokens) + _CAPACITY_BEHIND_PREFILL, why=_CALLER_OWNS_CACHE)
+            session.budget.check(len(tokens) + _CAPACITY_AFTER_PREFILL, why=_CALLER_OWNS_CACHE)
         logits, cache = self._runner.prefill_plain(tokens)
         clock.lap("first_token")
         report = ReuseReport(0, 0, 0, len(tokens), bitwise=True, timings_ms=clock.stages(), reason=reason)

@@ -6,27 +6,16 @@ are left to Transformers.
 
 from __future__ import annotations
 
-import copy
 import difflib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import (
-    EosTokenCriteria,
-    GenerationConfig,
-    GenerationMixin,
-    MaxLengthCriteria,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
-from transformers.generation import GenerationMode
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from kvboost.config import SETTINGS
 from kvboost.errors import ConfigError
-from kvboost.hf.sampling import Drawing
 from kvboost.hf.speculation import Speculating, speculates, why_not_resumed
 from kvboost.types import Speculation
 
@@ -64,16 +53,6 @@ _ALLOWED = (
 _NO_SETTINGS = ("transformers_version",)  # metadata fields of a generation config
 # Assistants of these kinds read the model's states of the whole prompt, or its text; custom loops may do anything.
 _REREADS_PROMPT = ("assistant_early_exit", "assistant_tokenizer", "custom_generate", "speculation_type", "use_mtp")
-# Arguments that want Transformers' own loop, or that may remember what they have seen of one sequence.
-_OWN_LOOP = (
-    "assistant_model",
-    "custom_generate",
-    "logits_processor",
-    "negative_prompt_ids",
-    "stopping_criteria",
-    "streamer",
-    "synced_gpus",
-)
 DEFAULT_NEW_TOKENS = 64
 
 
@@ -200,7 +179,7 @@ def run_generate(
     if cache is not None:
         # None overrides a cache kind in the model's generation config.
         arguments |= {"past_key_values": cache, "cache_implementation": None}
-    arguments = _padded(model, arguments)
+    arguments = with_padding(model, arguments)
     # With beams Transformers ignores the draft.
     drafted = speculates(model, arguments) and sequences_per_prompt(model, arguments) == 1
     generating = Speculating(model) if drafted and reads_prompt_again(model, arguments) is None else model
@@ -213,60 +192,11 @@ def run_generate(
     return Decoded(sequences, raw, report)
 
 
-def _padded(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+def with_padding(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments with an end token for padding, as Transformers would pick it, with a warning in every call."""
     if pad_token_id(model, arguments) is None and (ends := end_token_ids(model, arguments)):
         return {**arguments, "pad_token_id": min(ends)}
     return arguments
-
-
-def drawings(
-    model: Any, prompts: Sequence[list[int]], arguments: Sequence[dict[str, Any]], *, tokenizer: Any
-) -> list[Drawing] | None:
-    """How to draw the next tokens of each prompt with its arguments, as ``generate`` does; None if that takes more.
-
-    Arguments differ in ``prefix_allowed_tokens_fn`` only. Samples are seeded by torch's own generator.
-    """
-    own = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps it
-    if "generate" in vars(own) or getattr(type(own), "generate", None) is not GenerationMixin.generate:
-        return None
-    if any(arguments[0].get(name) is not None for name in _OWN_LOOP) or own.generation_config.stop_strings:
-        return None
-    criteria = StoppingCriteriaList()
-    if stops := stop_strings(arguments[0]):
-        criteria.append(StopStringCriteria(arguments[0].get("tokenizer") or tokenizer, stops))
-    config = copy.copy(arguments[0].get("generation_config"))
-    if config is not None:
-        config.stop_strings = None  # Transformers hands no tokenizer on to a loop that is not its own
-    found = []
-    for tokens, given in zip(prompts, arguments, strict=True):
-        ids = torch.tensor([tokens], device=own.device)
-        ours = {"use_cache": False, "custom_generate": _drawing, "generation_config": config}
-        given = {name: value for name, value in given.items() if name not in ("stop_strings", "tokenizer")}
-        drawing = own.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **_padded(own, given) | ours)
-        if drawing is None:
-            return None
-        found.append(replace(drawing, criteria=StoppingCriteriaList([*criteria, *drawing.criteria])))
-    return found
-
-
-def _drawing(
-    model: Any,
-    input_ids: torch.Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: GenerationConfig,
-    **_: Any,
-) -> Drawing | None:
-    """Called by ``generate`` in place of its loop, with all that it made of its arguments."""
-    mode, guidance = generation_config.get_generation_mode(), generation_config.guidance_scale
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) or guidance not in (None, 1.0):
-        return None
-    if generation_config.num_return_sequences > 1 or generation_config.return_dict_in_generate:
-        return None
-    seed = int(torch.randint(2**62, ())) if mode is GenerationMode.SAMPLE else None
-    others = [one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)]
-    return Drawing(processors=logits_processor, criteria=StoppingCriteriaList(others), seed=seed)
 
 
 def stop_strings(arguments: dict[str, Any]) -> list[str]:

@@ -1,35 +1,54 @@
-"""Builds Transformers' logits processors from sampling settings, for batches.
+"""Builds Transformers' logits processors for batches, from sampling settings or from arguments of ``generate``.
 
-Used by :mod:`kvboost.scheduler.sampler`, which cannot use ``model.generate``. Invariant: what Transformers has a
-processor for is done by that processor.
+Used by :mod:`kvboost.scheduler.sampler`, which cannot use ``model.generate``, and for ``generate_batch``. Invariant:
+what Transformers has a processor for is done by that processor.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     StoppingCriteriaList,
+    StopStringCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.generation import GenerationMode
 
 from kvboost.errors import ConfigError
+from kvboost.hf.generate import stop_strings, with_padding
 
 Constraint = Callable[[list[int], torch.Tensor], None]
 """Given the new tokens so far and the next one's logits [vocab], forbids tokens in place."""
 _MIN_TEMPERATURE = 1e-6  # below that it is greedy anyway, and 0 in float32
 _MIN_TOP_P = 1e-6
+# Arguments that want Transformers' own loop, or that may remember what they have seen of one sequence.
+_OWN_LOOP = (
+    "assistant_model",
+    "custom_generate",
+    "logits_processor",
+    "negative_prompt_ids",
+    "stopping_criteria",
+    "streamer",
+    "synced_gpus",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +142,55 @@ def logits_processors(
         if sampling.min_p:
             processors.append(MinPLogitsWarper(float(sampling.min_p)))
     return processors
+
+
+def drawings(
+    model: Any, prompts: Sequence[list[int]], arguments: Sequence[dict[str, Any]], *, tokenizer: Any
+) -> list[Drawing] | None:
+    """How to draw the next tokens of each prompt with its arguments, as ``generate`` does; None if that takes more.
+
+    Arguments differ in ``prefix_allowed_tokens_fn`` only. Samples are seeded by torch's own generator.
+    """
+    own = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps it
+    if "generate" in vars(own) or getattr(type(own), "generate", None) is not GenerationMixin.generate:
+        return None
+    if any(arguments[0].get(name) is not None for name in _OWN_LOOP) or own.generation_config.stop_strings:
+        return None
+    criteria = StoppingCriteriaList()
+    if stops := stop_strings(arguments[0]):
+        criteria.append(StopStringCriteria(arguments[0].get("tokenizer") or tokenizer, stops))
+    config = copy.copy(arguments[0].get("generation_config"))
+    if config is not None:
+        config.stop_strings = None  # Transformers hands no tokenizer on to a loop that is not its own
+    found = []
+    for tokens, given in zip(prompts, arguments, strict=True):
+        ids = torch.tensor([tokens], device=own.device)
+        ours = {"use_cache": False, "custom_generate": _drawing, "generation_config": config}
+        given = {name: value for name, value in given.items() if name not in ("stop_strings", "tokenizer")}
+        drawing = own.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **with_padding(own, given) | ours)
+        if drawing is None:
+            return None
+        found.append(replace(drawing, criteria=StoppingCriteriaList([*criteria, *drawing.criteria])))
+    return found
+
+
+def _drawing(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: GenerationConfig,
+    **_: Any,
+) -> Drawing | None:
+    """Called by ``generate`` in place of its loop, with all that it made of its arguments."""
+    mode, guidance = generation_config.get_generation_mode(), generation_config.guidance_scale
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) or guidance not in (None, 1.0):
+        return None
+    if generation_config.num_return_sequences > 1 or generation_config.return_dict_in_generate:
+        return None
+    seed = int(torch.randint(2**62, ())) if mode is GenerationMode.SAMPLE else None
+    others = [one for one in stopping_criteria if not isinstance(one, MaxLengthCriteria | EosTokenCriteria)]
+    return Drawing(processors=logits_processor, criteria=StoppingCriteriaList(others), seed=seed)
 
 
 class _RepetitionPenalty(LogitsProcessor):  # type: ignore[misc]  # transformers is untyped

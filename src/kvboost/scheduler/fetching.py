@@ -52,12 +52,7 @@ class JobFetch:
         if self._future is None:
             self._begin()
 
-    def wait(self, timeout: float) -> None:
-        """Return once loading has ended. Raises TimeoutError."""
-        assert self._future is not None
-        self._future.result(timeout)
-
-    def take(self) -> Fetched:
+    def result(self) -> Fetched:
         """What was loaded. What has not begun is not needed any more."""
         self.cancel()
         if self._future is None or not self._future.done() or self._future.cancelled():

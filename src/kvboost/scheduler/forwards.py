@@ -148,7 +148,7 @@ class JobDecoder:
         return JointDecoder(ragged, self._forwards.layout) if ragged is not None else None
 
     def limit_spare(self, nbytes: int) -> None:
-        """Let rows of the batch that nobody uses take this much from now on."""
+        """Let unused rows of the batch hold this much from now on."""
         if self._joint is not None:
             self._joint.batch.limit_spare(nbytes)
 

@@ -33,7 +33,7 @@ _log = logging.getLogger("kvboost.engine")
 class KnownModels:
     """The model's state under each adapter, as the last job of that adapter found it: keys are derived from it.
 
-    A state that is outdated costs a useless load: what is placed is looked up with the keys of the model as it is.
+    A state that is outdated costs a useless load only: a job is opened with the keys of the model as it is.
     """
 
     def __init__(self) -> None:
@@ -203,10 +203,10 @@ class JobLoop:
             with self._own_errors(number):
                 if must_fetch:
                     job.begin_fetch(approx=self._rules.approx)
-                    used += 1 + self.scheduler.cost_of_placing(len(job.job.token_ids))  # cutting the prompt takes time
+                    used += 1 + self.scheduler.cost_of_copying(len(job.job.token_ids))  # cutting the prompt takes time
                 else:
                     self._open(number, job, alone=alone)
-                    used += self.scheduler.cost_of_placing(job.state.plan.exact_tokens)
+                    used += self.scheduler.cost_of_copying(job.state.plan.exact_tokens)
         return used
 
     def _limit_spare(self) -> None:
@@ -276,7 +276,7 @@ class JobLoop:
     def _move(
         self, jobs: dict[RunningJob, int], moving: Sequence[RunningJob], move: Callable[[RunningJob], None]
     ) -> None:
-        """Let some of the jobs continue elsewhere: in the batch, or in caches of their own."""
+        """Let some of the jobs continue in the batch, or in caches of their own."""
         for job in moving:
             try:
                 move(job)

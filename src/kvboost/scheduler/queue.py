@@ -5,7 +5,7 @@ prefill a few chunks, decode one token for every job, tick. Invariants: the byte
 exceed the budget. No job overtakes one that has waited ``max_wait_steps`` steps, and jobs that have decoded as many
 tokens may be preempted for it, so every wait is bounded. A job that waits for another to prefill their common prefix
 is released as soon as that one has prefilled it, has ended, or the wait reaches ``max_wait_steps``. A job whose KV is
-being loaded keeps its place, and others pass it.
+being loaded keeps its turn, and others pass it.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Scheduler:
         free = self.limits.kv_bytes - self.reserved_bytes
         for entry in self._by_priority():
             if entry.loading:
-                return None  # and so are all behind it
+                return None  # and so are all after it
             starving = self._starving(entry)
             if entry.group != group:
                 if starving:
@@ -166,7 +166,7 @@ class Scheduler:
         return None
 
     def postpone(self, number: int) -> None:
-        """An admitted job that was not opened waits again, in its place, until :meth:`loaded` is called."""
+        """An admitted job that was not opened waits again, in its turn, until :meth:`loaded` is called."""
         entry = self._waiting[number] = self._running.pop(number)
         entry.loading = True
 
@@ -183,7 +183,7 @@ class Scheduler:
         entry.held = held
 
     @staticmethod
-    def cost_of_placing(tokens: int) -> int:
+    def cost_of_copying(tokens: int) -> int:
         """Tokens that could be computed in the time to copy ``tokens`` from the store."""
         return tokens // _COPIED_PER_COMPUTED
 

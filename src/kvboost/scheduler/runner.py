@@ -190,7 +190,7 @@ class BatchRunner:
                     self._watch.begin()
                     self._loop.step(group)
                     self._watch.end()
-        except BaseException as failure:  # noqa: BLE001 - told to everybody who waits or looks: a thread has nobody else
+        except BaseException as failure:  # noqa: BLE001 - every ticket and load() have it: a thread has no caller
             log_failure(_log, failure, "the runner failed")
             self._failure = f"the runner failed ({type(failure).__name__}) and accepts no more jobs"
         finally:

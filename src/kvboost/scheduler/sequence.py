@@ -29,7 +29,7 @@ _log = logging.getLogger("kvboost.engine")
 
 
 class JobTicket:
-    """The submitter's handle: delivers events and takes a cancellation."""
+    """The submitter's handle: delivers events, and cancels."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._lock = threading.Lock()
@@ -170,7 +170,7 @@ class RunningJob:
 
     @property
     def row(self) -> Row:
-        """Its place in the batch that it has joined."""
+        """Its row of the batch that it has joined."""
         assert self._row is not None
         return self._row
 
@@ -212,7 +212,7 @@ class RunningJob:
         if self._report is not None:
             self._clock = StageClock()  # prefilled again after a preemption: timed separately
         fetch, self.fetch = self.fetch, None
-        fetched = fetch.take() if fetch is not None else None
+        fetched = fetch.result() if fetch is not None else None
         self._clock.lap("waiting")
         prompt = list(self.job.token_ids)
         answered = self._sampler.generated[: self._reserved_tokens - 1] if prefill_answer else []
@@ -276,7 +276,7 @@ class RunningJob:
         return sum(chunk.end <= end for chunk in self.state.prompt.usable)
 
     def chunks_provided(self) -> int:
-        """Leading chunks that will be stored after the prefill: none behind a repositioned one."""
+        """Leading chunks that will be stored after the prefill: none after a repositioned one."""
         end = min(self.state.plan.approx_start, len(self.job.token_ids))
         return sum(chunk.end <= end for chunk in self.state.prompt.usable)
 
@@ -289,7 +289,7 @@ class RunningJob:
         following = self._exact_steps()
         if following:
             prefiller.advance(state, to=following[0][1])
-        else:  # behind repositioned chunks everything but the last step is one repair
+        else:  # after repositioned chunks everything but the last step is one repair
             prefiller.advance_to_last_step(state)
         prefiller.commit(state)  # immediately: other jobs may wait for it
         self._clock.lap("commit")
@@ -327,7 +327,7 @@ class RunningJob:
 
     @property
     def decoded(self) -> list[int]:
-        """The new tokens behind those that the open prefill has as part of its prompt."""
+        """The new tokens after those that the open prefill has as part of its prompt."""
         return self._sampler.generated[self._prefilled :]
 
     @property

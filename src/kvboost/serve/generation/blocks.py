@@ -43,7 +43,7 @@ class _Content:
             self.mark()
 
     def mark(self) -> None:
-        """A cut behind what there is."""
+        """A cut after what there is."""
         self.marks.append(self._length)
 
     def turn(self, role: str, **fields: Any) -> Turn:

@@ -120,7 +120,7 @@ class ResponseMemory:
             self._tenants.clear()
 
     def _find(self, response: str, tenant: str) -> _Conversation | None:
-        with self._lock:  # a tenant that only asks leaves nothing behind
+        with self._lock:  # a tenant that only asks leaves no entry
             return self._tenants[tenant].conversations.get(response) if tenant in self._tenants else None
 
 

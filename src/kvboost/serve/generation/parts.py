@@ -1,4 +1,4 @@
-"""What an answer is made of: reasoning, text and tool calls; the reasoning told from the text.
+"""What an answer is made of: reasoning, text and tool calls; reasoning and text separated.
 
 Made by the readers of answers, written by each endpoint in its own shape. Models that reason write
 ``<think>...</think>`` first; the templates of some open it in the prompt. Invariant: text that does not begin with

@@ -58,7 +58,7 @@ class ChatPrompt:
     cache_key: str
     """Replies are remembered for this tenant and key only."""
     marked_tokens: int = 0
-    """Ids up to the last place that the client marked with ``cache_control``."""
+    """Ids up to the last position that the client marked with ``cache_control``."""
 
 
 def to_turn(message: Message, *, param: str = "messages") -> Turn:

@@ -69,7 +69,7 @@ def _cost(kept: array[int]) -> int:
 
 
 class TextBefore:
-    """The beginning of a text, which grows: so a chat's turn is hashed once, and not for every turn behind it."""
+    """The beginning of a text, which grows: so a chat's turn is hashed once, and not for every turn after it."""
 
     def __init__(self, text: str) -> None:
         self._text, self._end = text, 0

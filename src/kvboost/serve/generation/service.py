@@ -209,7 +209,7 @@ class Service:
                 self.streams.give_back(generation.caller.tenant)  # last: a server that is idle has counted everything
 
     async def _submitted(self, generation: GenerationRequest) -> list[Ticket]:
-        """Submit the jobs of ``generation``. A client that disconnects meanwhile must not leave them behind."""
+        """Submit the jobs of ``generation``. A client that disconnects meanwhile must not leave them running."""
         submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, generation))
         try:
             return await asyncio.shield(submitting)
@@ -226,7 +226,7 @@ class Service:
                 for job in self._jobs(generation):
                     tickets.append(self.runner.submit(job))
                     submitted.callback(tickets[-1].cancel)
-                submitted.pop_all()  # all of them were taken: none is cancelled
+                submitted.pop_all()  # all of them were accepted: none is cancelled
             return tickets
         except BusyError as error:
             raise ApiError(429, str(error), code="server_busy", headers={"Retry-After": "1"}) from error

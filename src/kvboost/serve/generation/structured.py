@@ -71,7 +71,7 @@ class Grammars:
     ) -> Callable[[], Constrain] | None:
         """Makes constraints, one per answer, for the format; None for free text.
 
-        ``charge`` is told what they cost, and what compiling took outside this process.
+        ``charge`` is called with what they cost, and what compiling cost outside this process.
         """
         if wanted is None or isinstance(wanted, TextFormat):
             return None

@@ -20,7 +20,6 @@ from kvboost.engine.text_stream import Detokenizer
 from kvboost.failures import log_failure
 from kvboost.scheduler.jobs import Finished, NewToken, Ticket
 from kvboost.serve.generation.text import overlap
-from kvboost.types import ReuseReport
 
 _log = logging.getLogger("kvboost.serve")
 
@@ -36,26 +35,16 @@ class Piece:
     """For each token, how many characters of the answer are before it."""
 
 
-@dataclass(frozen=True)
-class Ended:
+@dataclass(frozen=True, kw_only=True)
+class Ended(Finished):
     """The end of one choice."""
 
     index: int
-    reason: str
-    """``stop``, ``length``, ``cancelled`` or ``error``."""
-    text: str = field(repr=False)
-    token_ids: tuple[int, ...] = field(repr=False)
+    text: str = field(default="", repr=False)
+    token_ids: tuple[int, ...] = field(default=(), repr=False)
     """All that were produced."""
-    reply_ids: tuple[int, ...] = field(repr=False)
+    reply_ids: tuple[int, ...] = field(default=(), repr=False)
     """Those of them that are the text: without end tokens and stop strings. Empty where these cannot be separated."""
-    report: ReuseReport | None
-    first_token_seconds: float | None
-    error: str | None = None
-    refused: bool = False
-    """Whether the error is the request's own, and says what to change."""
-    queued_seconds: float | None = None
-    seconds: float | None = None
-    """From ``submit`` until it was admitted, and to its end."""
     stop_string: str | None = None
     """The one that ended it."""
     mean_logprob: float | None = None
@@ -164,23 +153,20 @@ class Choice:
         if found:  # the tokens before it are the reply, if one of them ends where the stop string begins
             plain = plain[: self._borders.index(self._given)] if self._given in self._borders else []
         yield Ended(
-            index=self._index,
-            reason="stop" if found and finished.reason != "error" else finished.reason,
-            text="".join(self._texts),
-            token_ids=tuple(self._produced),
-            reply_ids=tuple(plain),
-            report=finished.report,
-            first_token_seconds=finished.first_token_seconds,
-            error=finished.error,
-            refused=finished.refused,
-            queued_seconds=finished.queued_seconds,
-            seconds=finished.seconds,
-            stop_string=found,
-            mean_logprob=sum(self._logprobs) / len(self._logprobs) if self._logprobs else None,
+            **vars(finished)
+            | {
+                "index": self._index,
+                "reason": "stop" if found and finished.reason != "error" else finished.reason,
+                "text": "".join(self._texts),
+                "token_ids": tuple(self._produced),
+                "reply_ids": tuple(plain),
+                "stop_string": found,
+                "mean_logprob": sum(self._logprobs) / len(self._logprobs) if self._logprobs else None,
+            }
         )
 
     def _give(self, text: str, *, more: int = 0) -> Piece:
-        """A piece with the waiting tokens that begin before its end, or ``more`` characters behind it."""
+        """A piece with the waiting tokens that begin before its end, or ``more`` characters after it."""
         self._given += len(text)
         if text:
             self._texts.append(text)
@@ -235,7 +221,7 @@ class TokenStream:
             self._loop.call_soon_threadsafe(self._read, index, event)
 
     def _read(self, index: int, event: NewToken | Finished) -> None:
-        """On the loop. An error ends the choice: the client is told."""
+        """On the loop. An error ends the choice, with an event for the client."""
         if index in self._over:
             return
         choice = self._choices[index]
@@ -252,4 +238,4 @@ class TokenStream:
             log_failure(_log, error, "an answer could not be read")
             self._over.add(index)
             self._tickets[index].cancel()
-            self._events.put_nowait(Ended(index, "error", "", (), (), None, None, error=repr(error)))
+            self._events.put_nowait(Ended(reason="error", report=None, error=repr(error), index=index))

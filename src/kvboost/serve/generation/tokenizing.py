@@ -1,4 +1,4 @@
-"""Tokenises prompts in threads of their own, and refuses those that are too long as early as that can be told.
+"""Tokenises prompts in threads of their own, and refuses those that are too long as early as possible.
 
 Used by the endpoints. Invariants: a short prompt never waits for a long one to be tokenised; what would fit is never
 refused. In each thread the tenants take turns; in that of large requests they rest for others.
