@@ -17,8 +17,7 @@ from kvboost.core import prefill as reader
 from kvboost.core import prefiller
 from kvboost.core import workspaces as workspace
 from kvboost.core.plan import ReusePlan, plan_reuse
-from kvboost.engine import decoding
-from kvboost.hf import fingerprint, peft_layers
+from kvboost.hf import fingerprint, peft_layers, ragged
 from kvboost.hf.cache import SlabCache, SlabLayer
 from kvboost.hf.codec import RawCodec
 from kvboost.hf.runner import ModelRunner
@@ -44,8 +43,8 @@ Tiny = Callable[..., Any]
 def _chain_ignores_parents(patch: pytest.MonkeyPatch) -> None:
     right = naming.chunk_keys
 
-    def wrong(root: bytes, tokens: Any, ends: Sequence[int]) -> list[Chunk]:
-        chunks = right(root, tokens, ends)
+    def wrong(root: bytes, tokens: Any, ends: Sequence[int], **rest: Any) -> list[Chunk]:
+        chunks = right(root, tokens, ends, **rest)
         parents = [None, *(c.content_key for c in chunks)]
         return [c._replace(prefix_key=c.content_key, parent_key=p) for c, p in zip(chunks, parents, strict=False)]
 
@@ -82,12 +81,14 @@ def _mask_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def _padding_counted(patch: pytest.MonkeyPatch) -> None:
-    right = decoding.run_generate
+    right = ragged._GroupStep._bias
 
-    def wrong(model: Any, *, attention_mask: torch.Tensor, **rest: Any) -> Any:
-        return right(model, attention_mask=torch.ones_like(attention_mask), **rest)
+    def wrong(step: Any, *arguments: Any) -> tuple[int, torch.Tensor]:
+        first, bias = right(step, *arguments)
+        return first, torch.zeros_like(bias)
 
-    patch.setattr(decoding, "run_generate", wrong)
+    patch.setattr(ragged._GroupStep, "_bias", wrong)
+    patch.setattr(ragged, "compare_logits", lambda *args, **kwargs: None)  # which would refuse the model
 
 
 def _leased_blocks_evicted(patch: pytest.MonkeyPatch) -> None:
