@@ -43,29 +43,25 @@ class Watch:
         if event == "call" and self._entered is not None:
             self._entered.setdefault(frame.f_code)
 
-    def files(self, work: Callable[[], object]) -> dict[str, str]:
-        """The package's files that ``work`` runs code of, and the function entered first in each."""
+    def functions(self, work: Callable[[], object]) -> list[tuple[str, str]]:
+        """The package's files and functions that ``work`` runs, each when it is first entered."""
         self._entered = {}
         work()
         entered, self._entered = self._entered, None
-        found: dict[str, str] = {}
-        for code in entered:
-            file = Path(code.co_filename)
-            if file.is_relative_to(_PACKAGE):
-                found.setdefault(str(file.relative_to(_PACKAGE)), code.co_qualname)
-        return found
+        files = [(Path(code.co_filename), code.co_qualname) for code in entered]
+        return [(str(file.relative_to(_PACKAGE)), name) for file, name in files if file.is_relative_to(_PACKAGE)]
 
 
-def of_generate() -> dict[str, str]:
-    """Of ``KVBoost.generate`` around a model that is loaded already."""
+def of_generate() -> list[tuple[str, str]]:
+    """What runs for ``KVBoost.generate`` around a model that is loaded already."""
     watch = Watch()
     with KVBoost(_model(), byte_tokenizer()) as engine:
         engine.generate(_TEXT, max_new_tokens=4)
-        return watch.files(lambda: engine.generate(_TEXT, max_new_tokens=4))
+        return watch.functions(lambda: engine.generate(_TEXT, max_new_tokens=4))
 
 
-def of_chat() -> dict[str, str]:
-    """Of a chat request to a server."""
+def of_chat() -> list[tuple[str, str]]:
+    """What runs for a chat request to a server."""
     watch = Watch()
     body = {"model": "tiny", "messages": [{"role": "user", "content": _TEXT}], "max_tokens": 4}
     with KVBoost(_model(), byte_tokenizer()) as engine, BatchRunner(engine) as runner:
@@ -81,7 +77,7 @@ def of_chat() -> dict[str, str]:
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
                 client.post("/v1/chat/completions", json=body).raise_for_status()
-                return watch.files(lambda: client.post("/v1/chat/completions", json=body).raise_for_status())
+                return watch.functions(lambda: client.post("/v1/chat/completions", json=body).raise_for_status())
         finally:
             server.should_exit = True
             thread.join()
@@ -97,9 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--served", action="store_true", help="a chat over HTTP instead of a call of generate")
     found = of_chat() if parser.parse_args(arguments).served else of_generate()
-    for file, function in found.items():
-        print(f"{file}: {function}")
-    print(f"{len(found)} files")
+    files = dict(reversed(found))
+    for file in dict(found):
+        print(f"{file}: {files[file]}")
+    print(f"{len(files)} files")
     return 0
 
 

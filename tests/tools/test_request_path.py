@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tools.request_path import of_generate
+
+ROOT = Path(__file__).resolve().parents[2]
 
 _ON_EVERY_PATH = ("core/prefiller.py: ", "store/memory.py: ", "hf/runner.py: ")
 
@@ -14,7 +20,7 @@ _ON_EVERY_PATH = ("core/prefiller.py: ", "store/memory.py: ", "hf/runner.py: ")
     ("arguments", "first", "among"),
     [
         ([], "engine/engine.py: KVBoost.generate", "hf/prompt.py: PromptEncoder.encode"),
-        (["--served"], "serve/security/connection.py: ", "scheduler/decoding.py: "),
+        (["--served"], "serve/security/connection.py: ", "scheduler/loop.py: "),
     ],
 )
 def test_it_lists_files_in_the_order_of_the_request(arguments: list[str], first: str, among: str) -> None:
@@ -25,3 +31,13 @@ def test_it_lists_files_in_the_order_of_the_request(arguments: list[str], first:
     for expected in (*_ON_EVERY_PATH, among):
         assert any(file.startswith(expected) for file in files), expected
     assert count == f"{len(files)} files"
+
+
+def test_the_walk_of_the_docs_is_the_one_that_requests_take() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("stop by stop")[2]
+    stops = re.findall(r"^\| `(\S+)` \| `(\S+)` \|", text, flags=re.MULTILINE)
+    assert len(stops) >= 15
+    entered = of_generate()
+    missing = [stop for stop in stops if stop not in entered]
+    assert not missing
+    assert sorted(stops, key=entered.index) == stops, "the order in which they are first entered"
