@@ -137,7 +137,7 @@ def test_what_cannot_be_read_is_left_to_the_replica(path: str, body: bytes, key:
 
 
 def test_what_a_front_imports_has_no_torch() -> None:
-    modules = ["prompts", "told", "config"]
+    modules = ["prompts", "config"]
     code = "import sys\n" + "".join(f"import kvboost.integrations.ray.{name}\n" for name in modules)
     code += "import kvboost.hf.breaks, kvboost.hf.light_tokenizer, kvboost.fleet.route, transformers\n"
     code += "from transformers import PreTrainedTokenizerFast\n"
