@@ -61,12 +61,11 @@ def test_nothing_to_fetch_is_done() -> None:
     assert nothing_to_fetch().result(timeout=0) == 0
 
 
-def test_clearing_drops_workspaces_and_what_non_prefix_reuse_knows() -> None:
+def test_clearing_drops_workspaces() -> None:
+    """The engine clears what non-prefix reuse knows: tests/approx/test_find.py, test_trust.py."""
     cleared: list[str] = []
-    pool = SimpleNamespace(clear=lambda: cleared.append("pool"))
-    approx = SimpleNamespace(forget=lambda: cleared.append("approx"))
-    session(PlainStore(), pool=pool, approx=approx).clear()
-    assert sorted(cleared) == ["approx", "pool"]
+    session(PlainStore(), pool=SimpleNamespace(clear=lambda: cleared.append("pool"))).clear()
+    assert cleared == ["pool"]
 
 
 @pytest.mark.parametrize("approx", [False, True])
