@@ -30,7 +30,7 @@ from kvboost.cli.settings import SECTIONS, SETTINGS, Setting, Settings, is_list,
 from kvboost.errors import ConfigError
 
 _PREFIX = "KVBOOST_"
-_NEAR = 0.85  # how alike a variable is to one of ours before it is taken for a slip of the pen
+_NEAR = 0.85  # how alike a variable is to one of ours before it is a slip of the pen
 _Path = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
@@ -129,7 +129,7 @@ def _checked(file: Path | None) -> Path | None:
 
 
 def _check_variables() -> None:
-    """Refuse a variable that is nearly one of ours. Others may have names of their own behind the same prefix."""
+    """Refuse a variable that is nearly one of ours. Other programs may use the same prefix."""
     known = {setting.variable for setting in SETTINGS} | {"KVBOOST_CONFIG", "KVBOOST_LOG_LEVEL"}
     for name in os.environ:
         near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR) if name.startswith(_PREFIX) else []
@@ -141,14 +141,14 @@ def _config_error(
     found: ErrorDetails, flags: Mapping[Setting, Any], environment: Mapping[str, Any], file: Path | None
 ) -> ConfigError:
     """What is wrong, by the name under which it was given."""
-    place = [str(part) for part in found["loc"]]
-    section, name = place[:2] if place[0] in SECTIONS and len(place) > 1 else ("", place[0])
+    path = [str(part) for part in found["loc"]]
+    section, name = path[:2] if path[0] in SECTIONS and len(path) > 1 else ("", path[0])
     known = {setting.name: setting for setting in SETTINGS if setting.section == section}
     in_environment = name in _table(environment, section)
     where = "_".join(filter(None, ("KVBOOST", section, name))).upper() if in_environment else f"{name} in {file}"
     if found["type"] == "extra_forbidden":
-        if elsewhere := [setting for setting in SETTINGS if setting.name == name]:
-            return ConfigError(f"{where} is not in its place; {_right_place(elsewhere, in_environment)}")
+        if namesakes := [setting for setting in SETTINGS if setting.name == name]:
+            return ConfigError(f"{where} is not in its place; {_where_to_give(namesakes, in_environment)}")
         near = difflib.get_close_matches(name, [*known, *([] if section else SECTIONS)], n=1)
         hint = f"did you mean {near[0]}?" if near else "run with --show-config to see all"
         return ConfigError(f"{where} is not a setting; {hint}")
@@ -158,7 +158,7 @@ def _config_error(
     return ConfigError(f"{where} is {without_password(found['input'])!r}; {wanted}")
 
 
-def _right_place(settings: list[Setting], in_environment: bool) -> str:
+def _where_to_give(settings: list[Setting], in_environment: bool) -> str:
     if in_environment:
         return "did you mean " + " or ".join(setting.variable for setting in settings) + "?"
     tables = [f"under [{setting.section}]" if setting.section else "before all tables" for setting in settings]

@@ -5,12 +5,13 @@ Called by :mod:`kvboost.cli.main`, which turns errors into one line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvboost.cli.cache_records import open_location
 from kvboost.cli.flags import Model, with_settings
 from kvboost.cli.output import note
 from kvboost.cli.settings import Settings
@@ -21,8 +22,8 @@ from kvboost.integrations.ray.config import need_ray
 if TYPE_CHECKING:
     from kvboost.integrations.ray.warm import Warming
 
-_PLACES = ("disk_cache_dir", "remote_url", "object_url")
-_SHARED_PLACES = ("remote_url", "object_url")
+_SHARED_TIERS = ("remote_url", "object_url")
+_TIERS = ("disk_cache_dir", *_SHARED_TIERS)
 _TEXTS = ("*.txt", "*.md", "*.rst")
 _NAMED = 10  # documents that are left out
 
@@ -61,22 +62,22 @@ def warm(
         need_ray()
     elif budget_hours is not None or budget_bytes is not None or actors > 1:
         raise ConfigError("actors and budgets are for a pool; add --ray, or leave them out")
-    places = _SHARED_PLACES if ray else _PLACES
-    if ray and not set(places) & settings.engine().keys():
+    given = settings.engine()
+    if ray and not set(_SHARED_TIERS) & given.keys():
         raise ConfigError("actors share what they compute; give --remote-url or --object-url, where all can write")
-    if not set(places) & settings.engine().keys():
+    if not set(_TIERS) & given.keys():
         raise ConfigError("the KV would be gone with this process; give --disk-cache-dir or --remote-url to keep it")
     beginning = _text_of(head) if head is not None else None
     paths = list(_documents(files))
-    if settings.engine().get("quality", "exact") == "exact":
+    if given.get("quality", "exact") == "exact":
         raise ConfigError("documents are prefilled for reuse anywhere in a prompt; add --quality auto, here and later")
-    _check_places(settings)
+    _check_tiers(given)
     if ray:
         from kvboost.integrations.ray.warm import Warming
 
         warming = Warming(
             model=model,
-            engine=settings.engine(),
+            engine=given,
             paths=paths,
             head=beginning,
             context_documents=context_documents,
@@ -90,7 +91,6 @@ def warm(
     from kvboost.engine import KVBoost
     from kvboost.store.tiers.mooncake import giving_nothing
 
-    given = settings.engine()
     if "remote_url" in given:
         given["remote_url"] = giving_nothing(given["remote_url"])  # its memory would go with this process
     with KVBoost.from_pretrained(model, **given) as engine:
@@ -140,18 +140,12 @@ def _warm_pool(warming: Warming, *, hours: float | None, budget: str | None) -> 
         print(f"{left} documents are left, as the budget was used up; run it again to go on.")
 
 
-def _check_places(settings: Settings) -> None:
-    """Raise PlaceError for a place that would keep nothing, before the model is loaded."""
-    from kvboost.store.admin import open_catalogue
-
-    given = settings.engine()
-    for place in (given.get(name) for name in _PLACES):
-        if place is not None:
-            catalogue = open_catalogue(str(place), create=True)
-            try:
+def _check_tiers(engine: Mapping[str, Any]) -> None:
+    """Raise PlaceError for a tier that would keep nothing, before the model is loaded."""
+    for location in (engine.get(name) for name in _TIERS):
+        if location is not None:
+            with open_location(str(location), create=True) as catalogue:
                 catalogue.check_writable()
-            finally:
-                catalogue.close()
 
 
 def _documents(files: Sequence[Path]) -> Iterator[Path]:

@@ -60,7 +60,7 @@ class ServerConfig:
     def adapters(self) -> list[tuple[str, str]]:
         """The name and the path of each adapter."""
         pairs = [given.partition("=") for given in self.adapter]
-        # Shells leave ~ as it is behind a =.
+        # Shells leave ~ as it is after a =.
         return [(name if path else "", os.path.expanduser(path)) for name, _, path in pairs]
 
     def __post_init__(self) -> None:

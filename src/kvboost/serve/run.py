@@ -1,4 +1,4 @@
-"""Runs a server until it is told to stop, or cannot answer any more.
+"""Runs a server until a signal ends it, or it cannot answer any more.
 
 Called from Python and by ``kvboost serve``. Invariants: SIGTERM and SIGINT end it with nothing cut off that
 could be finished in ``drain_seconds``, everything released, and no error. A runner that has failed ends it with one.
@@ -257,7 +257,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def published_events(engine: KVBoost, config: ServerConfig) -> Iterator[None]:
-    """While inside, whoever subscribes is told what all tenants' stores hold. Raises ConfigError if that cannot be."""
+    """While inside, subscribers learn what all tenants' stores hold. Raises ConfigError if that cannot be."""
     if config.kv_events is None:
         yield
         return

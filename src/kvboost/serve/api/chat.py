@@ -5,7 +5,7 @@ Invariant: a stream and a whole answer come from the same events, so they say th
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,9 +19,11 @@ from kvboost.serve.generation.parts import CallOpened, Content, Part, Reasoning
 from kvboost.serve.generation.prompts import ChatPrompt, Turn, check_arguments, effort_variables, to_turn
 from kvboost.serve.generation.requests import GenerationRequest, Offer, as_function, make_offer, sampling_of
 from kvboost.serve.generation.service import Service
+from kvboost.serve.generation.structured import Constrain
 from kvboost.serve.generation.token_stream import Ended, Piece
-from kvboost.serve.schemas.base import Message, NamedChoice
+from kvboost.serve.schemas.base import Message, NamedChoice, ResponseFormat
 from kvboost.serve.schemas.chat import ChatRequest, TokenizeRequest, WarmRequest
+from kvboost.serve.schemas.responses import InlineSchemaFormat
 from kvboost.serve.security.auth import Caller
 from kvboost.serve.security.limits import check_json
 
@@ -32,8 +34,8 @@ class _Chat:
     def __init__(self, service: Service, body: ChatRequest, caller: Caller) -> None:
         self.service, self.body, self.caller = service, body, caller
         self.prompt: ChatPrompt
-        offer = _offered(service, body)
-        self.tools, self.forced = list(offer.tools), offer.forced
+        self.offer = _offered(service, body)
+        self.tools = list(self.offer.tools)
         self.constrained = body.response_format is not None and body.response_format.type != "text"
         self.ignored = body.ignored()
         self.template_kwargs = self._template_kwargs()
@@ -41,7 +43,7 @@ class _Chat:
 
     async def ask(self) -> GenerationRequest:
         """Check everything and tokenise the chat."""
-        service, body = self.service, self.body
+        service, body, offer = self.service, self.body, self.offer
         service.check_model(body.model)
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             raise bad_request("give max_completion_tokens or max_tokens, not both", param="max_tokens")
@@ -53,13 +55,11 @@ class _Chat:
             raise bad_request("top_logprobs needs logprobs", param="top_logprobs")
         if body.stream_options is not None and not body.stream:
             raise bad_request("stream_options needs stream", param="stream_options")
-        if self.tools and self.constrained:
-            raise bad_request("tools and a JSON format do not go together here", param="response_format")
-        grammar = await service.grammar(body.response_format, param="response_format", tenant=self.caller.tenant)
-        if self.forced:
-            if body.min_tokens:
-                raise bad_request("min_tokens and a forced call do not go together", param="min_tokens")
-            grammar = await service.call_grammar(self.forced, tenant=self.caller.tenant)
+        if offer.forced and body.min_tokens:
+            raise bad_request("min_tokens and a forced call do not go together", param="min_tokens")
+        grammar = await grammar_of(
+            service, self.offer, body.response_format, param="response_format", caller=self.caller
+        )
         self.prompt = await service.tokenizing.run(
             self.caller.tenant,
             encode_messages,
@@ -94,7 +94,7 @@ class _Chat:
             self._readers[index] = self.service.answers.make(
                 prompt=self.prompt.text,
                 tools=self.tools,
-                forced=bool(self.forced),
+                forced=bool(self.offer.forced),
                 constrained=self.constrained,
                 parallel=self.body.parallel_tool_calls is not False,
             )
@@ -221,6 +221,17 @@ def _logprobs(service: Service, tokens: Sequence[NewToken]) -> dict[str, Any]:
         for token in tokens
     ]
     return {"content": content, "refusal": None}
+
+
+async def grammar_of(
+    service: Service, offer: Offer, wanted: ResponseFormat | InlineSchemaFormat | None, *, param: str, caller: Caller
+) -> Callable[[], Constrain] | None:
+    """What constrains an answer: the call it has to be, or the format in the field ``param``; None for free text."""
+    if offer.tools and wanted is not None and wanted.type != "text":
+        raise bad_request("tools and a JSON format do not go together here", param=param)
+    if offer.forced:
+        return await service.call_grammar(offer.forced, tenant=caller.tenant)
+    return await service.grammar(wanted, param=param, tenant=caller.tenant)
 
 
 def encode_messages(

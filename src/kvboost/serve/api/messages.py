@@ -12,7 +12,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from kvboost.scheduler.jobs import Sampling
-from kvboost.serve.api.chat import encode_turns
+from kvboost.serve.api.chat import encode_turns, grammar_of
 from kvboost.serve.api.common import AppCaller, AppService, streamed, unread, with_ignored
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.answers import AnswerReader, answer_parts
@@ -36,7 +36,7 @@ async def messages(service: AppService, body: MessagesRequest, caller: AppCaller
     if body.messages[-1].role == "assistant":
         raise bad_request("the last message is the assistant's, which this server does not continue; end with a user's")
     offer, prompt = await _read(service, body, caller)
-    grammar = await _grammar(service, body, offer, tenant=caller.tenant)
+    grammar = await grammar_of(service, offer, _format(body), param="output_config", caller=caller)
     parallel = body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use
     reader = service.answers.make(
         prompt=prompt.text,
@@ -108,17 +108,11 @@ def _variables(body: CountTokensRequest) -> dict[str, dict[str, Any]]:
     return found
 
 
-async def _grammar(service: Service, body: MessagesRequest, offer: Offer, *, tenant: str) -> Any:
-    wanted = body.output_config.format if body.output_config is not None else None
-    wanted = wanted or body.output_format
-    if offer.tools and wanted is not None:
-        raise bad_request("tools and a JSON format do not go together here", param="output_config")
-    if offer.forced:
-        return await service.call_grammar(offer.forced, tenant=tenant)
+def _format(body: MessagesRequest) -> InlineSchemaFormat | None:
+    wanted = (body.output_config.format if body.output_config is not None else None) or body.output_format
     if wanted is None:
         return None
-    format_ = InlineSchemaFormat.model_validate({"type": "json_schema", "name": "answer", "schema": wanted.schema_})
-    return await service.grammar(format_, param="output_config", tenant=tenant)
+    return InlineSchemaFormat.model_validate({"type": "json_schema", "name": "answer", "schema": wanted.schema_})
 
 
 class _MessageWriter:

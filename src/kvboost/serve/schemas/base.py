@@ -39,23 +39,16 @@ def _no_half_surrogates(text: str) -> str:
     return text
 
 
-def at_most(param: str, limit: Callable[[Limits], int]) -> BeforeValidator:
-    """Refuse a list or an object that is too long before its entries are looked at."""
+def at_most(limit: Callable[[Limits], int], *, ids_are_one: bool = False) -> BeforeValidator:
+    """Refuse a list or an object that is too long before its entries are looked at.
 
-    def check(value: Any) -> Any:
-        if isinstance(value, list | dict):
-            check_count(len(value), limit(limits_now()), param=param)
-        return value
+    ``ids_are_one``: a list of token ids is one entry, however many they are.
+    """
 
-    return BeforeValidator(check)
-
-
-def at_most_lists(param: str, limit: Callable[[Limits], int]) -> BeforeValidator:
-    """The same for a list of lists: token ids are one entry, however many. Anything else in a list is one each."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, list) and value and not isinstance(value[0], int):
-            check_count(len(value), limit(limits_now()), param=param)
+    def check(value: Any, info: ValidationInfo) -> Any:
+        several = isinstance(value, list) and bool(value) and not isinstance(value[0], int)
+        if several if ids_are_one else isinstance(value, list | dict):
+            check_count(len(value), limit(limits_now()), param=str(info.field_name))
         return value
 
     return BeforeValidator(check)
@@ -246,9 +239,7 @@ class Message(Body):
     """These four are empty in every answer, and clients send back what they were answered."""
 
 
-Messages = Annotated[
-    list[Message], Field(min_length=1, fail_fast=True), at_most("messages", lambda limits: limits.max_messages)
-]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(lambda limits: limits.max_messages)]
 
 
 class Function(Body):

@@ -22,7 +22,6 @@ from kvboost.serve.schemas.base import (
     TokenIds,
     Tool,
     at_most,
-    at_most_lists,
     unsupported,
 )
 
@@ -46,12 +45,12 @@ class Choices(SamplingBody):
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: Annotated[
         Text | Listed[Text] | None,
-        at_most("stop", lambda limits: limits.max_stop_strings),
+        at_most(lambda limits: limits.max_stop_strings),
     ] = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[_Biases | None, at_most("logit_bias", lambda limits: limits.max_logit_bias)] = None
+    logit_bias: Annotated[_Biases | None, at_most(lambda limits: limits.max_logit_bias)] = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
@@ -60,7 +59,7 @@ class Choices(SamplingBody):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     """Over the prompt and the answer, as in vLLM. The bounds keep the scores finite."""
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    stop_token_ids: Annotated[TokenIds | None, at_most("stop_token_ids", lambda limits: _MAX_STOP_TOKENS)] = None
+    stop_token_ids: Annotated[TokenIds | None, at_most(lambda limits: _MAX_STOP_TOKENS)] = None
     ignore_eos: bool | None = None
     prompt_logprobs: Annotated[
         None, unsupported("reused tokens of a prompt are not computed, so they have no log-probabilities")
@@ -87,7 +86,7 @@ class ChatRequest(Choices):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[Listed[Tool] | None, at_most("tools", lambda limits: limits.max_tools)] = None
+    tools: Annotated[Listed[Tool] | None, at_most(lambda limits: limits.max_tools)] = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
@@ -109,7 +108,7 @@ class CompletionRequest(Choices):
 
     prompt: Annotated[
         Text | TokenIds | Listed[Text] | Listed[TokenIds],
-        at_most_lists("prompt", lambda limits: limits.max_prompts),
+        at_most(lambda limits: limits.max_prompts, ids_are_one=True),
     ]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
@@ -132,7 +131,7 @@ class DetokenizeRequest(Body):
     model: Text | None = None
     tokens: Annotated[
         TokenIds | Listed[TokenIds],
-        at_most_lists("tokens", lambda limits: _MAX_LISTS),
+        at_most(lambda limits: _MAX_LISTS, ids_are_one=True),
     ]
 
 
@@ -140,7 +139,7 @@ class ArrangeRequest(Body):
     """POST /v1/arrange: the texts of a prompt, as :meth:`kvboost.KVBoost.arrange` takes them."""
 
     model: Text | None = None
-    documents: Annotated[Listed[Text], at_most("documents", lambda limits: _MAX_DOCUMENTS)]
+    documents: Annotated[Listed[Text], at_most(lambda limits: _MAX_DOCUMENTS)]
     head: Text | None = None
     volatile: Text | None = None
     question: Text | None = None

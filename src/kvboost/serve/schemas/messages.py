@@ -176,10 +176,10 @@ class CountTokensRequest(Body):
     messages: Annotated[
         list[InputMessage],
         Field(min_length=1, fail_fast=True),
-        at_most("messages", lambda limits: limits.max_messages),
+        at_most(lambda limits: limits.max_messages),
     ]
     system: OnlyText | None = None
-    tools: Annotated[Listed[CustomTool] | None, at_most("tools", lambda limits: limits.max_tools)] = None
+    tools: Annotated[Listed[CustomTool] | None, at_most(lambda limits: limits.max_tools)] = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -230,7 +230,7 @@ class MessagesRequest(CountTokensRequest, SamplingBody):
     """At most: an answer ends earlier where the model's positions or the server's limit end."""
     stop_sequences: Annotated[
         Listed[Annotated[Text, AfterValidator(_short)]] | None,
-        at_most("stop_sequences", lambda limits: limits.max_stop_strings),
+        at_most(lambda limits: limits.max_stop_strings),
     ] = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     metadata: Inert = None

@@ -169,12 +169,12 @@ class ResponsesRequest(SamplingBody):
         Annotated[Text, Tag("str")]
         | Annotated[list[InputItem], Field(min_length=1, fail_fast=True), Tag("list[item]")],
         Discriminator(lambda value: "str" if isinstance(value, str) else "list[item]"),
-        at_most("input", lambda limits: limits.max_messages),
+        at_most(lambda limits: limits.max_messages),
     ]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: TextSettings | None = None
-    tools: Annotated[Listed[FunctionTool] | None, at_most("tools", lambda limits: limits.max_tools)] = None
+    tools: Annotated[Listed[FunctionTool] | None, at_most(lambda limits: limits.max_tools)] = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: Annotated[Text, Field(max_length=64)] | None = None

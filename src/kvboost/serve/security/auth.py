@@ -1,7 +1,7 @@
 """Who may call what: keys, tenants, and the gate before every route.
 
 The gate runs before the app's routing. Invariant: a route that is not listed is denied, and a listed one answers
-only to a caller of its kind; a tenant is never taken from what a client writes, only from its key.
+only to a caller of its kind; a client's tenant is that of its key, whatever it writes.
 """
 
 from __future__ import annotations

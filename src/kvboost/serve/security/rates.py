@@ -1,9 +1,9 @@
 """How many requests and tokens a key may spend per minute.
 
-Asked by the layer behind the gate for each request, told by :class:`kvboost.serve.generation.service.Service` what a
-generation costs. Used on the event loop only, so it needs no lock. A budget fills evenly, up to one minute's worth.
-Invariants: a key is let in unless it has overdrawn a budget; what a request costs beyond what is left is paid back
-before the next one; there is one budget per key that is valid, so clients cannot grow the memory.
+:class:`RateLimit` runs after the gate, and the server's :class:`Service` spends what a generation costs. Used on the
+event loop only, so it needs no lock. Invariants: a budget fills evenly, up to one minute's worth; a key is let in
+unless it has overdrawn one; what a request costs beyond what is left is paid back before the next one; there is one
+budget for each valid key, so clients cannot grow the memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Budget:
         return self._left
 
     def spend(self, amount: int, now: float) -> None:
-        """Take so much, whether it is there or not."""
+        """So much less, whether it is there or not."""
         self._left = self.left(now) - amount
 
     def seconds_until(self, wanted: float, now: float) -> float:
@@ -83,21 +83,21 @@ class Rates:
 
     def keep(self, key_ids: Collection[str]) -> None:
         """Forget all keys but these."""
-        self._budgets = {place: budget for place, budget in self._budgets.items() if place[0] in key_ids}
+        self._budgets = {of: budget for of, budget in self._budgets.items() if of[0] in key_ids}
 
     def headers(self, key_id: str) -> dict[str, str]:
         """What is left, in OpenAI's headers; none without limits."""
-        now, told = self._clock(), {}
+        now, headers = self._clock(), {}
         for name, limit in self._limits.items():
             budget = self._budget(key_id, name, now)
-            told[f"x-ratelimit-limit-{name}"] = str(limit)
-            told[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(budget.left(now))))
-            told[f"x-ratelimit-reset-{name}"] = f"{budget.seconds_until(limit, now):.3f}s"
-        return told
+            headers[f"x-ratelimit-limit-{name}"] = str(limit)
+            headers[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(budget.left(now))))
+            headers[f"x-ratelimit-reset-{name}"] = f"{budget.seconds_until(limit, now):.3f}s"
+        return headers
 
 
 class RateLimit:
-    """Lets requests to ``paths`` through while their key has something left. Runs behind the gate."""
+    """Lets requests to ``paths`` through while their key has something left. Runs after the gate."""
 
     def __init__(self, app: ASGIApp, *, rates: Rates, paths: Collection[str]) -> None:
         self._app, self._rates, self._paths = app, rates, paths
@@ -114,9 +114,9 @@ class RateLimit:
             await JSONResponse(error.body(scope["path"]), error.status, headers=error.headers)(scope, receive, send)
             return
 
-        async def told(message: Message) -> None:
+        async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(self._rates.headers(key_id))
             await send(message)
 
-        await self._app(scope, receive, told)
+        await self._app(scope, receive, with_headers)
