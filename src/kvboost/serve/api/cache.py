@@ -10,9 +10,9 @@ from starlette.responses import JSONResponse, Response
 
 from kvboost.errors import CapacityError, ConfigError, StoreError
 from kvboost.scheduler.jobs import Sampling
-from kvboost.serve.api.chat import encode_either
 from kvboost.serve.api.common import AppService
 from kvboost.serve.api.status import describe_tiers
+from kvboost.serve.api.tokens import encode_either
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.requests import Answer, GenerationRequest
 from kvboost.serve.generation.service import Service

@@ -22,7 +22,7 @@ from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.structured import Constrain
 from kvboost.serve.generation.token_stream import Ended, Piece
 from kvboost.serve.schemas.base import Message, NamedChoice, ResponseFormat
-from kvboost.serve.schemas.chat import ChatRequest, TokenizeRequest, WarmRequest
+from kvboost.serve.schemas.chat import ChatRequest
 from kvboost.serve.schemas.responses import InlineSchemaFormat
 from kvboost.serve.security.auth import Caller
 from kvboost.serve.security.limits import check_json
@@ -272,18 +272,6 @@ def encode_turns(
         param=param,
     )
     return replace(prompt, token_ids=service.encode(prompt.token_ids, param=param))
-
-
-async def encode_either(
-    service: Service, body: TokenizeRequest | WarmRequest, caller: Caller
-) -> tuple[list[int], list[int]]:
-    """Token ids and boundaries of a body that has a prompt or messages."""
-    if (body.prompt is None) == (body.messages is None):
-        raise bad_request("give prompt or messages, one of them", param="prompt")
-    if body.messages is not None:
-        chat = await service.tokenizing.run(caller.tenant, encode_messages, service, body.messages, caller, None)
-        return chat.token_ids, chat.boundaries
-    return await service.tokenizing.run(caller.tenant, service.encode, body.prompt or ""), []
 
 
 def _offered(service: Service, body: ChatRequest) -> Offer:

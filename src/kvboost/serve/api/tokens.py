@@ -1,4 +1,7 @@
-"""POST /tokenize, /detokenize and /v1/arrange: prompts, before anything is computed."""
+"""POST /tokenize, /detokenize and /v1/arrange: prompts, before anything is computed.
+
+Invariant: token ids are those that a generation of the same prompt would use.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from starlette.responses import JSONResponse, Response
 
 from kvboost.engine.prompts import ArrangedPrompt
 from kvboost.errors import CapacityError, ConfigError
-from kvboost.serve.api.chat import encode_either
+from kvboost.serve.api.chat import encode_messages
 from kvboost.serve.api.common import AppCaller, AppService
 from kvboost.serve.errors import bad_request
-from kvboost.serve.schemas.chat import ArrangeRequest, DetokenizeRequest, TokenizeRequest
+from kvboost.serve.generation.service import Service
+from kvboost.serve.schemas.chat import ArrangeRequest, DetokenizeRequest, TokenizeRequest, WarmRequest
+from kvboost.serve.security.auth import Caller
 
 
 async def tokenize(service: AppService, body: TokenizeRequest, caller: AppCaller) -> Response:
@@ -56,3 +61,15 @@ async def arrange(service: AppService, body: ArrangeRequest, caller: AppCaller) 
     except ConfigError as error:
         raise bad_request(str(error), param="documents") from error
     return JSONResponse({"object": "kvboost.arranged", **asdict(found)})
+
+
+async def encode_either(
+    service: Service, body: TokenizeRequest | WarmRequest, caller: Caller
+) -> tuple[list[int], list[int]]:
+    """Token ids and boundaries of a body that has a prompt or messages."""
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give prompt or messages, one of them", param="prompt")
+    if body.messages is not None:
+        chat = await service.tokenizing.run(caller.tenant, encode_messages, service, body.messages, caller, None)
+        return chat.token_ids, chat.boundaries
+    return await service.tokenizing.run(caller.tenant, service.encode, body.prompt or ""), []
