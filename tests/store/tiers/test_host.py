@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvboost.extend import Tier
 from kvboost.store import HostTier, LoadRules, MemoryStore, TieredStore
-from kvboost.store.tiers import pages
+from kvboost.store.tiers import host
 from kvboost.streams import BlockingStreams, Copies, Event
 from kvboost.types import KVBlock, Namespace, PutOutcome
 from tests.contracts import TierContract
@@ -89,7 +89,7 @@ def test_what_is_being_copied_counts_and_is_not_seen() -> None:
 
 
 def test_pages_are_allocated_once_and_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_SLAB_BYTES", 4 * _PAGE)
+    monkeypatch.setattr(host, "_SLAB_BYTES", 4 * _PAGE)
     streams = _Streams()
     tier = HostTier(20 * _PAGE, page_bytes=_PAGE, streams=streams)
     generator = random.Random(0)
@@ -113,7 +113,7 @@ def test_whole_pages_are_taken_from_the_capacity() -> None:
 def test_a_system_that_pins_no_more_limits_the_tier(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pages, "_SLAB_BYTES", 2 * _PAGE)
+    monkeypatch.setattr(host, "_SLAB_BYTES", 2 * _PAGE)
 
     class Short(_Streams):
         def host_memory(self, nbytes: int) -> torch.Tensor:

@@ -13,8 +13,8 @@ from benchmarks.common.faults import Fault, FaultyProxy
 from benchmarks.common.servers import RedisServer, free_port, redis_server
 from benchmarks.store.redis_tier import cost_of, is_bearable
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.tiers.breaker import Breaker
 from kvboost.store.tiers.redis.tier import RedisTier
+from kvboost.store.tiers.remote import Breaker
 from kvboost.types import PutOutcome
 from tests.contracts.blocks import assert_same, block_of, namespace
 from tests.contracts.content import prompt

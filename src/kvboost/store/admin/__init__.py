@@ -5,13 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvboost.config import is_server
-from kvboost.store.admin.archive import ArchiveReader, ArchiveWriter
+from kvboost.store.admin.archive import (
+    ArchiveReader,
+    ArchiveWriter,
+    Arrival,
+    Importer,
+    Outcome,
+    exported,
+    verified,
+)
 from kvboost.store.admin.base import Catalogue, Entry
 from kvboost.store.admin.check import Finding, KeyRing, Verdict, check, examine
 from kvboost.store.admin.disk import DiskCatalogue
 from kvboost.store.admin.objects import ObjectCatalogue
 from kvboost.store.admin.redis import RedisCatalogue
-from kvboost.store.admin.transfer import Arrival, Importer, Outcome, exported, verified
 
 
 def open_catalogue(place: str, *, create: bool = False) -> Catalogue:

@@ -4,7 +4,7 @@ Whether a block comes back, and how soon, is learnt while serving (:mod:`kvboost
 blocks: how often it came back so far, after how long as a rule, where in its prompt it stands, and whether that
 prompt ended with it. Time is counted in prompts. The victim is the leaf that promises the fewest returns per prompt of
 waiting, out of 32 drawn from all leaves by a seeded generator: the same calls give the same victims. A new block that
-promises clearly less than the victim is refused, if refusing has paid so far (:mod:`kvboost.store.eviction.duels`),
+promises clearly less than the victim is refused, if refusing has paid so far (:class:`Duels`),
 and watched from outside: if it comes back, that counts for it. So does the return of its text behind other text, under
 another key: a ghost is found by its content too.
 
@@ -19,9 +19,11 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from kvboost.store.eviction.duels import Duels
 from kvboost.store.eviction.returns import Kind, Watch, rate_at
 
+_MOST_IN_DUELS = 1024  # keys in duels, two each
+_FADE = 0.98  # of earlier results with each new one: the last fifty or so count
+_PAYS = 0.5  # the mean result from which on refusals are made: three in four are right
 _DRAWN = 32
 _DRAWS = 4  # before every leaf is looked at: blocks under a lease may be drawn
 _GHOSTS_EACH, _GHOSTS = 8, 32768  # eight for every stored block; above 32,768 of them, one for every stored block
@@ -29,6 +31,40 @@ _WATCH_ALL = 1024  # stored blocks up to which every one is watched; of n times 
 _MAX_USES = 5
 _INSIDE = 2  # chunks behind it in its prompt: this many or more
 _CLEARLY = 1.2  # times what a new block promises: a victim that promises more than that keeps its place
+
+
+class Duels:
+    """Whether refusing pays: of each refused block and the one it would have replaced, which is used first.
+
+    Duels are held whether or not refusals are made, so a wrong opinion changes with what is seen. O(1) per call.
+    """
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[bytes, tuple[bytes, float]] = OrderedDict()
+        self._mean = 0.0  # 1: every holder came first
+
+    @property
+    def refusing_pays(self) -> bool:
+        """Whether holders came first clearly more often than the blocks that would have replaced them."""
+        return self._mean > _PAYS
+
+    def start(self, *, newcomer: bytes, holder: bytes) -> None:
+        """``newcomer`` seems worth less than ``holder``. No more than one duel at a time for either."""
+        if newcomer in self._open or holder in self._open or newcomer == holder:
+            return
+        self._open[newcomer] = (holder, -1.0)
+        self._open[holder] = (newcomer, 1.0)
+        while len(self._open) > _MOST_IN_DUELS:
+            _, (other, _) = self._open.popitem(last=False)
+            del self._open[other]
+
+    def end(self, key: bytes) -> None:
+        """``key`` is used: if it is in a duel, it has won."""
+        duel = self._open.pop(key, None)
+        if duel is not None:
+            other, result = duel
+            del self._open[other]
+            self._mean = _FADE * self._mean + (1 - _FADE) * result
 
 
 class _Block:

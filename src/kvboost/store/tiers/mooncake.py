@@ -22,9 +22,17 @@ from kvboost.direct_io import page_aligned
 from kvboost.errors import ConfigError, with_extra
 from kvboost.store.record.format import EncodedRecord
 from kvboost.store.tiers.base import MAX_VARIANTS
-from kvboost.store.tiers.breaker import Breaker
-from kvboost.store.tiers.calls import Call
-from kvboost.store.tiers.remote import BEHIND_S, Deadline, Guard, Patience, RefusedError, Report, UnavailableError
+from kvboost.store.tiers.remote import (
+    BEHIND_S,
+    Breaker,
+    Call,
+    Deadline,
+    Guard,
+    Patience,
+    RefusedError,
+    Report,
+    UnavailableError,
+)
 from kvboost.types import PutOutcome
 
 _READERS = 4

@@ -29,8 +29,8 @@ from kvboost.direct_io import page_aligned
 from kvboost.errors import RecordError
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.base import MAX_VARIANTS, Backend, RecordTier, in_order
-from kvboost.store.tiers.breaker import Breaker
 from kvboost.store.tiers.buckets import CAPACITY, PROBE, Failures, open_objects, read_limit, tenants_in
+from kvboost.store.tiers.remote import Breaker
 from kvboost.types import BlockInfo, KVBlock, PutOutcome
 
 _UNLIMITED = 2**63 - 1

@@ -20,9 +20,8 @@ from kvboost.errors import ConfigError
 from kvboost.failures import Failures
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.base import Place
-from kvboost.store.tiers.disk.capacity import read_capacity, write_capacity
 from kvboost.store.tiers.disk.database import IndexUnavailableError, is_damaged
-from kvboost.store.tiers.disk.files import Files, Layout, Presence
+from kvboost.store.tiers.disk.files import Files, Layout, Presence, read_capacity, write_capacity
 from kvboost.store.tiers.disk.index import ChunkIndex
 from kvboost.store.tiers.disk.recovery import index_lock, inode, is_recorded, rebuild, reconcile
 

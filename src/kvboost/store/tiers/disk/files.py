@@ -21,6 +21,7 @@ from kvboost.store.tiers.base import Place
 _MAX_PARTS = 512  # of one writev; the system allows 1,024
 _SUFFIX = ".kv"
 _FLOOR_BYTES, _FLOOR_SHARE = 2**30, 20  # left free for others: this, or a 20th of a small file system
+_MAX_DIGITS = 19
 
 
 class Files:
@@ -255,3 +256,24 @@ class Presence:
 
     def _lock_path(self, writer: str) -> Path:
         return self._tmp / f"{writer}.lock"
+
+
+def read_capacity(layout: Layout) -> int | None:
+    """The directory's limit in bytes; None if it has none yet. Raises OSError."""
+    try:
+        text = layout.capacity.read_bytes()[: _MAX_DIGITS + 1].strip()
+    except FileNotFoundError:
+        return None
+    return int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else None  # None: a torn file is written anew
+
+
+def write_capacity(layout: Layout, capacity: int) -> None:
+    """Set the limit for everybody who uses the directory, from their next write on. Raises OSError."""
+    part = Path(f"{layout.capacity}.part")
+    part.unlink(missing_ok=True)  # of a writer that was killed
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(b"%d\n" % capacity)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(layout.capacity)

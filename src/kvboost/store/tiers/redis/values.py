@@ -20,10 +20,18 @@ from typing import Any
 
 from kvboost.store.record.format import EncodedRecord
 from kvboost.store.tiers.base import MAX_VARIANTS
-from kvboost.store.tiers.breaker import Breaker
-from kvboost.store.tiers.calls import Call
 from kvboost.store.tiers.redis.client import client_maker, place_of
-from kvboost.store.tiers.remote import BEHIND_S, Deadline, Guard, Patience, RefusedError, Report, UnavailableError
+from kvboost.store.tiers.remote import (
+    BEHIND_S,
+    Breaker,
+    Call,
+    Deadline,
+    Guard,
+    Patience,
+    RefusedError,
+    Report,
+    UnavailableError,
+)
 from kvboost.types import PutOutcome
 
 FORMAT = "2"

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvboost.store.tiers.calls import Calls
+from kvboost.store.tiers.remote import Calls
 
 
 def test_threads_that_could_not_be_started_are_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
