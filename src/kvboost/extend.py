@@ -94,7 +94,21 @@ class EvictionPolicy(Protocol):
         ...
 
 
-class Lease(Protocol):
+class _Held(Protocol):
+    """Something that is held until released."""
+
+    def release(self) -> None:
+        """Release the blocks."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Lease(_Held, Protocol):
     """Holds blocks against eviction until released. A context manager; releasing twice is harmless.
 
     A store with slower tiers may report where the blocks came from in an optional attribute ``loads``, a
@@ -106,34 +120,14 @@ class Lease(Protocol):
         """The blocks held, first chunk first. Raises StoreError after release."""
         ...
 
-    def release(self) -> None:
-        """Release the blocks."""
-        ...
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class ContentLease(Protocol):
+class ContentLease(_Held, Protocol):
     """Like :class:`Lease`, for chunks that need not be contiguous: None where nothing was found."""
 
     @property
     def blocks(self) -> Sequence[KVBlock | None]:
         """One entry for each requested chunk. Raises StoreError after release."""
         ...
-
-    def release(self) -> None:
-        """Release the blocks."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
 
 @runtime_checkable
@@ -182,17 +176,17 @@ class ChunkStore(Protocol):
 
 
 class StoreListener(Protocol):
-    """Is told what a store's tiers gain and lose, such as :class:`kvboost.fleet.events.StoreEvents`.
+    """Hears what a store's tiers gain and lose, such as :class:`kvboost.fleet.events.StoreEvents`.
 
     It is called while the tier is locked: it must be quick, must not call back and must not raise.
     """
 
     def stored(self, tier: str, block: KVBlock) -> None:
-        """``tier`` has this block now. May be told again of one that it had."""
+        """``tier`` has this block now. It may hear again of one that it had."""
         ...
 
     def removed(self, tier: str, keys: Sequence[bytes]) -> None:
-        """``tier`` has these blocks no more. May be told of some that it never had."""
+        """``tier`` has these blocks no more. It may hear of some that it never had."""
         ...
 
 

@@ -53,7 +53,7 @@ class EmptyLease:
 
 
 class JoinedLease(EmptyLease):
-    """Two leases as one: the leading chunks of a prompt, and a stored tail behind them."""
+    """Two leases as one: the leading chunks of a prompt, and a stored tail after them."""
 
     def __init__(self, first: Lease, second: Lease) -> None:
         self._leases = (first, second)

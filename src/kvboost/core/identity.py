@@ -80,7 +80,7 @@ class PromptKeys:
     def chunks_and_tail(
         self, root: bytes, tokens: Sequence[int], boundaries: Sequence[int]
     ) -> tuple[list[Chunk], Chunk | None]:
-        """The complete chunks, and the tokens behind them as one more; None if there are none."""
+        """The complete chunks, and the tokens after them as one more; None if there are none."""
         ids = token_array(tokens)
         ends = self.chunker.cut(ids, boundaries)
         if len(ids) == (ends[-1] if ends else 0):
@@ -89,7 +89,7 @@ class PromptKeys:
         return chunks, tail
 
     def tails(self, root: bytes, tokens: Sequence[int], *, behind: Chunk | None) -> list[Chunk]:
-        """What the end of an earlier prompt could be, behind a chunk of this one: longest first.
+        """What the end of an earlier prompt could be, after a chunk of this one: longest first.
 
         It ends before the last token here, and is shorter than a chunk can be.
         """

@@ -77,7 +77,7 @@ def key_pairs(root: bytes, tokens: TokenArray, ends: Sequence[int]) -> Iterator[
 
 
 def tail_keys(root: bytes, tokens: TokenArray, behind: Chunk | None, *, tenant: str = "") -> list[Chunk]:
-    """The chunks that ``tokens`` could begin with behind this chunk: of one token, of two, and so on."""
+    """The chunks that ``tokens`` could begin with after this chunk: of one token, of two, and so on."""
     raw = tokens.astype(_LITTLE_ENDIAN_IDS, copy=False).tobytes()
     keys = _Keys(root, tenant)
     start, parent = (behind.end, behind.prefix_key) if behind is not None else (0, None)
@@ -113,5 +113,5 @@ def paged_key(prefix_key: bytes) -> bytes:
 
 
 def variant_key(content_key: bytes, context: bytes) -> bytes:
-    """Names KV that was computed behind repositioned KV. Its own label keeps it distinct from every prefix key."""
+    """Names KV that was computed after repositioned KV. Its own label keeps it distinct from every prefix key."""
     return hashlib.sha256(b"kvboost.variant.1" + content_key + context).digest()

@@ -7,9 +7,8 @@ is one view for each tenant; closing the engine closes its views before what the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Generic, Self, TypeVar
+from typing import Self
 
 from kvboost.config import EngineConfig
 from kvboost.core.arrange import ServedPaths
@@ -21,39 +20,6 @@ from kvboost.engine.stores import OwnStore
 from kvboost.errors import ConfigError
 from kvboost.extend import ChunkStore, LayeredStore, StoreListener
 from kvboost.store import MemoryStore, TieredStore
-
-View = TypeVar("View")
-
-
-class TenantViews(Generic[View]):
-    """The views that are open. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._views: dict[str, View] = {}
-
-    def __contains__(self, tenant: str) -> bool:
-        with self._lock:
-            return tenant in self._views
-
-    def get(self, tenant: str, *, make: Callable[[str], View]) -> View:
-        """The view for this tenant, made if there is none."""
-        if not isinstance(tenant, str):
-            raise ConfigError(f"tenant={tenant!r} is no name; give a text")
-        with self._lock:
-            if tenant not in self._views:
-                self._views[tenant] = make(tenant)
-            return self._views[tenant]
-
-    def drop(self, tenant: str) -> None:
-        """A view is being closed."""
-        with self._lock:
-            self._views.pop(tenant, None)
-
-    def all(self) -> list[View]:
-        """The views that are open."""
-        with self._lock:
-            return list(self._views.values())
 
 
 class TenantView:
@@ -69,7 +35,8 @@ class TenantView:
         self._served = ServedPaths()
         self._root = root
         """The engine that this tenant's view belongs to; None for the engine itself."""
-        self._views: TenantViews[Self] = TenantViews()
+        self._views: dict[str, Self] = {}
+        self._views_lock = threading.Lock()
         self._closed = False
 
     def for_tenant(self, tenant: str) -> Self:
@@ -78,9 +45,16 @@ class TenantView:
         It shares the model, the memory budget and all connections, takes a few milliseconds to make and is the same
         object for every call. It may be closed on its own and is closed with this engine.
         """
+        if not isinstance(tenant, str):
+            raise ConfigError(f"tenant={tenant!r} is no name; give a text")
         root = self._root or self
         self._check_open()
-        return root if tenant == root.config.tenant else root._views.get(tenant, make=root._view)
+        if tenant == root.config.tenant:
+            return root
+        with root._views_lock:
+            if tenant not in root._views:
+                root._views[tenant] = root._view(tenant)
+            return root._views[tenant]
 
     def _view(self, tenant: str) -> Self:
         assembly, view = self.parts.assembly, type(self).__new__(type(self))
@@ -91,7 +65,8 @@ class TenantView:
     def views(self) -> list[Self]:
         """This engine and its open views from :meth:`for_tenant`."""
         root = self._root or self
-        return [root, *root._views.all()]
+        with root._views_lock:
+            return [root, *root._views.values()]
 
     def purge_tenant(self, tenant: str) -> None:
         """Remove everything stored for a tenant, of any model, from every tier. Let its requests finish first.
@@ -157,15 +132,21 @@ class TenantView:
             return  # shared parts may be in use
         self._closed = True
         if self._root is not None:
-            self._root._views.drop(self.config.tenant)
-        else:
-            for view in self.views()[1:]:
-                view.close()
-            self.parts.close()
+            with self._root._views_lock:  # whoever opens this tenant again waits until it is closed
+                self._release(self._share)
+                self._root._views.pop(self.config.tenant, None)
+            return
+        for view in self.views()[1:]:
+            view.close()
+        self.parts.close()
+        self._release(None)
+
+    def _release(self, share: str | None) -> None:
+        """Let go of the workspaces, and of a share of the engine's own store or all of it."""
         if self.session is not None:
             self.session.prefiller.pool.clear()
         if self.parts.owns_store and isinstance(self._store, OwnStore):
-            self._store.close(self._share if self._root is not None else None)
+            self._store.close(share)
 
     def __enter__(self) -> Self:
         return self

@@ -283,9 +283,10 @@ class MemoryStore:
         """Forget every block, or those of one tenant."""
         with self._lock:
             self._report_found()
-            of = None if tenant is None else self._share_of(tenant)
-            for key in [key for key, entry in self._entries.items() if of in (None, entry.share)]:
-                self._drop(key)
+            share = self._share_of(tenant)
+            for key, entry in list(self._entries.items()):
+                if tenant is None or entry.share is share or entry.block.tenant == tenant:
+                    self._drop(key)
 
     def stats(self, tenant: str | None = None) -> StoreStats:
         """Counters and sizes, consistent with each other; of one tenant, or of all that are open."""

@@ -93,6 +93,7 @@ class TieredStore:
         self._streams = streams if streams is not None else BlockingStreams()
         self._own = _Tenant(tiers)
         self._tenants: dict[str, _Tenant] = {}
+        self._closed = _Tenant(())  # what a request of a closed tenant still stores goes to nobody's records
         self._lock = threading.Lock()
         self._calls = TierCalls(tier.name for tier in tiers)
         self._ask = self._calls.ask
@@ -325,7 +326,7 @@ class TieredStore:
                 self._ask(tier, None, tier.close)
         self._memory.close(tenant)
         with self._lock:
-            self._tenants = {} if tenant is None else {n: each for n, each in self._tenants.items() if n != tenant}
+            self._tenants = {} if tenant is None else {**self._tenants, tenant: self._closed}
 
     def _bring_up(self, chunks: Sequence[Chunk], lookup: Lookup, *, after: int | None = None) -> None:
         """Load the leading chunks, or with ``after`` the later ones by their content."""

@@ -233,3 +233,19 @@ def test_a_tenants_blocks_go_to_its_own_tiers() -> None:
         assert len(good.held) == 2
         assert held_keys(store, prompt("a", tenant="other")) == []
         assert held_keys(store, prompt("b", tenant="one")) != []
+
+
+def test_what_is_stored_for_a_closed_tenant_is_in_nobodys_records() -> None:
+    own, others = ShelfTier("own"), ShelfTier("other")
+    store = TieredStore(MemoryStore(_LARGE), [own])
+    store.open("other", [others])
+    with closing(store):
+        store.close("other")
+        late = prompt("late", tenant="other")
+        store.put(block_of(late[0]))  # by a request that was under way
+        store.flush()
+        assert own.held == others.held == {}
+        assert held_keys(store, late) != []
+        store.open("other", [others])
+        store.clear("other")
+        assert held_keys(store, late) == [], "a purge of the tenant missed it"
