@@ -34,14 +34,14 @@ settings.load_profile("kvboost")
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests leave the user's digests of weights and studies of models alone."""
+    """Tests leave the user's digests of weights and measurements of models alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVBOOST_CACHE_HOME", str(tmp_path_factory.mktemp("cache-home")))
         yield
 
 
 @pytest.fixture(autouse=True)
-def _no_kept_study(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def _nothing_kept(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """What one test patches, and so finds, is not what another finds."""
     monkeypatch.setenv("KVBOOST_CACHE_HOME", str(tmp_path_factory.mktemp("cache-home")))
 

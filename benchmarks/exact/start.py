@@ -99,6 +99,6 @@ def _table(samples: dict[str, list[tuple[float, float]]], dtype: str, model: Pat
         table.add(name, *both, *more)
     table.notes.append(
         "Median [lowest highest], from a process's first import to the loaded model and tokenizer; differences turn by "
-        f"turn. The first start hashes the weights and studies the kernels. Bar for the second: {_BAR} s."
+        f"turn. The first start hashes the weights and measures the kernels. Bar for the second: {_BAR} s."
     )
     return table

@@ -21,8 +21,8 @@ from benchmarks.common.measure import TextSource, positive
 from benchmarks.internals import KVLayout, ModelRunner, SlabCache
 from kvboost.bench.report import Report
 from kvboost.offload.kv import PagedCache, probe_paging
+from kvboost.offload.kv.pager import FileSpill
 from kvboost.offload.kv.prefill import page_tokens_for
-from kvboost.offload.kv.spill import FileSpill
 
 QUICK = {"context": 2000, "share": 8, "new": 8}
 _STEP = 512

@@ -1,18 +1,12 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvboost.approx import attention
 from kvboost.approx.attention import BlockedAttention
-
-
-@dataclass
-class Positions:
-    positions: torch.Tensor
+from kvboost.hf.attention import Call
 
 
 class Layer(torch.nn.Module):
@@ -34,12 +28,13 @@ def test_blocks_give_what_one_call_gives(count: int, boolean: bool, monkeypatch:
     mask = mask if boolean else torch.where(mask, 0.0, -torch.inf)
     whole, _ = sdpa_attention_forward(Layer(), query, key, value, mask, scaling=0.3)
     key[:, :, int(positions[-1]) + 1 :] = float("nan")  # after the last row nothing is looked at
+    call = Call(Layer(), query, key, value, mask, {"scaling": 0.3})
     if count > 16:
-        blocked = BlockedAttention(Positions(positions)).attend(Layer(), query, key, value, mask, scaling=0.3)
+        blocked = BlockedAttention(lambda: positions).attend(call)
         assert blocked.shape == whole.shape
         assert torch.allclose(whole, blocked, atol=1e-6)
     else:
-        small = BlockedAttention(Positions(positions)).attend(Layer(), query, key, value, mask, scaling=0.3)
+        small = BlockedAttention(lambda: positions).attend(call)
         assert small.isnan().any(), "few rows are one call, over all keys"
-    others = BlockedAttention(Positions(positions[:-1]))  # another number of positions: some other attention
-    assert others.attend(Layer(), query, key, value, mask, scaling=0.3).isnan().any()
+    others = BlockedAttention(lambda: positions[:-1])  # another number of positions: some other attention
+    assert others.attend(call).isnan().any()

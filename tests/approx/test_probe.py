@@ -9,8 +9,7 @@ import torch
 
 from kvboost import UnsupportedModelError
 from kvboost.approx.probe import probe_reposition
-from kvboost.hf.numerics.elementwise import functions_of
-from kvboost.hf.numerics.forwards import replaced
+from kvboost.hf.numerics.forwards import functions_of, replaced
 from tests.approx.test_reposition import _layout
 from tests.helpers.models import tiny_model
 

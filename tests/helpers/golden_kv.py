@@ -20,8 +20,8 @@ from kvboost.hf.cache import SlabCache
 from kvboost.hf.code_digest import code_digest
 from kvboost.hf.codec import codec_for
 from kvboost.hf.environment import NumericEnvironment
+from kvboost.hf.measured import measure_model
 from kvboost.hf.runner import ModelRunner
-from kvboost.hf.study import study_model
 from tests.helpers.models import FAMILIES, VOCAB, tiny_model
 from tests.helpers.packing import pack_all
 
@@ -55,7 +55,7 @@ def kv_digest(case: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if way == "packed weights":
             pack_all(patch)
-        facts, numerics, _ = study_model(model, numerics=None, packed_bytes=2**30 if way == "packed weights" else 0)
+        facts, numerics, _ = measure_model(model, numerics=None, packed_bytes=2**30 if way == "packed weights" else 0)
     runner = ModelRunner(model, numerics.tiles)
     cache = SlabCache(facts.layout, capacity=_TOKENS)
     ids, start = [(7919 * i + 3) % VOCAB for i in range(_TOKENS)], 0

@@ -18,13 +18,19 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_
 
 from kvboost.core.verify import same_bits
 from kvboost.hf import attention as module
-from kvboost.hf.attention import Plan, Step, UnsupportedAttentionError, attending, attention, mask
+from kvboost.hf.attention import Call, Plan, Step, UnsupportedAttentionError, attending, attention
 from kvboost.hf.cache import KVLayout, SlabCache, TensorSpec
 from tests.helpers.models import tiny_model
 from tests.helpers.mutations import mutated
 
 _TOKENS, _DIM, _GRANULE = 640, 16, 512  # whole blocks of keys: other granules depend on the machine
 _CAUSAL, _SLIDING = causal_mask_function, sliding_window_causal_mask_function(100)
+
+
+def mask(q_length: int, kv_length: int, q_offset: int = 0, rule: Any = _CAUSAL) -> Any:
+    """As Transformers asks for it."""
+    asked = {"batch_size": 1, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": 0}
+    return module.mask(**asked, mask_function=rule)
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ def prefill(of: Layer, ends: list[int], rule: Any = _CAUSAL, *, wiped: bool = Tr
     cache, parts, start = dirty_cache(of), [], 0
     for end in ends:
         with stepping(of, cache, end, wiped=wiped):
-            parts.append(of.attend(start, end, mask(1, end - start, end, start, mask_function=rule)))
+            parts.append(of.attend(start, end, mask(end - start, end, start, rule=rule)))
         start = end
     return torch.cat(parts, dim=1)
 
@@ -104,7 +110,7 @@ def test_outside_a_step_it_is_sdpa(start: int, rule: Any) -> None:
     stock, _ = sdpa_attention_forward(of, of.query[:, :, start:], of.key, of.value, allowed, scaling=0.3)
 
     def is_sdpa() -> bool:
-        made = mask(1, rows, _TOKENS, start, mask_function=rule)
+        made = mask(rows, _TOKENS, start, rule=rule)
         same = made is None if allowed is None else made is not None and torch.equal(made, allowed)
         return same and same_bits(of.attend(start, _TOKENS, made), stock)
 
@@ -138,7 +144,7 @@ def test_a_model_compiled_by_its_user_is_compiled_whole_and_follows_no_plan() ->
         return graph
 
     class Refusing(Plan):
-        def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def attend(self, call: Call) -> torch.Tensor:
             raise AssertionError("a plan was followed")
 
     with attending(Plan()), torch.no_grad():
@@ -170,14 +176,14 @@ def test_from_the_beginning_no_mask_is_made() -> None:
     of = layer()
     cache = dirty_cache(of)
     with stepping(of, cache, 40):
-        assert mask(1, 40, 40) is None
-        assert mask(1, 40, 40, mask_function=_SLIDING) is not None
+        assert mask(40, 40) is None
+        assert mask(40, 40, rule=_SLIDING) is not None
     with stepping(of, cache, 90):
-        later = mask(1, 50, 90, 40)
+        later = mask(50, 90, 40)
     assert later is not None
     assert torch.equal(later[0, 0], torch.ones(50, 512, dtype=torch.bool).tril(40))
     with stepping(of, cache, 300):
-        assert mask(1, 210, 300, 90).numel() == 0, "a matrix that every head would read"
+        assert mask(210, 300, 90).numel() == 0, "a matrix that every head would read"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -233,7 +239,7 @@ def test_a_model_that_changes_a_mask_that_only_stands_for_one_is_refused() -> No
     with stepping(of, cache, 40):
         pass
     with stepping(of, cache, 300):
-        allowed = mask(1, 260, 300, 40)
+        allowed = mask(260, 300, 40)
         with pytest.raises(UnsupportedAttentionError, match="changes its mask"):
             of.attend(40, 300, allowed[..., :300])
 
@@ -248,7 +254,7 @@ def test_two_masks_of_one_step_are_not_mixed_up(kept: bool) -> None:
     with stepping(of, cache, start):
         pass
     with stepping(of, cache, end) as step:
-        both = {rule: mask(1, end - start, end, start, mask_function=rule) for rule in rules}
+        both = {rule: mask(end - start, end, start, rule=rule) for rule in rules}
         for rule in rules:
             allowed = both[rule] if kept else both[rule].clone()
             assert same_bits(of.attend(start, end, allowed), expected[rule])

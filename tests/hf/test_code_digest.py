@@ -42,7 +42,7 @@ _DECIDE_NO_BITS = {
     "hf/peft_layers.py",
     "hf/probe.py",
     "hf/speculation.py",  # decoding
-    "hf/weight_digests.py",
+    "hf/weights.py",
     "types",
 }
 

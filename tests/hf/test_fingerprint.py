@@ -114,7 +114,7 @@ def test_attention_kernels_show(tiny: Callable[..., Any]) -> None:
 
 def test_weights_that_cannot_be_read_are_refused_with_a_reason() -> None:
     from kvboost import UnsupportedModelError
-    from kvboost.hf.weight_digests import digest_weights, weights_by_owner
+    from kvboost.hf.weights import digest_weights, weights_by_owner
 
     with torch.device("meta"):
         offloaded = torch.nn.Linear(4, 4)

@@ -104,11 +104,11 @@ def test_a_model_that_prefills_otherwise_in_company_is_refused(bug: str, monkeyp
             ModelRunner, "run_rows", lambda self, ids, cache, rows, **inputs: run_rows(self, ids, cache, rows)
         )
     else:  # a model that makes its own mask of the one it is given
-        masks_behind = attention.JointStep.masks_behind
+        masks_for = attention.JointStep.masks_for
         monkeypatch.setattr(
             attention.JointStep,
-            "masks_behind",
-            lambda self, given: masks_behind(self, None if given is None else given.clone()),
+            "masks_for",
+            lambda self, given: masks_for(self, None if given is None else given.clone()),
         )
     with pytest.raises(UnsupportedModelError, match=r"other KV beside|changes its mask"):
         probe_joint(runner, layout)

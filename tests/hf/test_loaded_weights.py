@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvboost.hf import weight_digests
+from kvboost.hf import loaded_weights as module
+from kvboost.hf import weights
 from kvboost.hf.fingerprint import ModelIdentity
 from kvboost.hf.loaded_weights import LoadedWeights, find_checkpoint
 from kvboost.hf.loading import ModelSource
@@ -40,13 +41,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the weights that were hashed."""
     names: list[str] = []
-    right = weight_digests.digest_tensor
+    right = weights.digest_tensor
 
     def counted(name: str, tensor: torch.Tensor) -> bytes:
         names.append(name)
         return right(name, tensor)
 
-    monkeypatch.setattr(weight_digests, "digest_tensor", counted)
+    monkeypatch.setattr(weights, "digest_tensor", counted)
     return names
 
 
@@ -62,7 +63,7 @@ def _weights(model: Any) -> str:
 
 def _truth(model: Any) -> str:
     """What hashing every weight in memory gives."""
-    return weight_digests.digest_weights(model, weight_digests.weights_by_owner(model)[None])
+    return weights.digest_weights(model, weights.weights_by_owner(model)[None])
 
 
 def _cached(folder: Path) -> list[Path]:
@@ -259,3 +260,12 @@ def test_a_cache_that_cannot_be_written_costs_only_time(
     with caplog.at_level(logging.DEBUG, logger="kvboost"):
         assert _weights(model) == _truth(model)
     assert "cannot be kept" in caplog.text
+
+
+def test_the_oldest_files_of_a_kind_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST", 3)
+    for number in range(6):
+        path = tmp_path / f"{number}.json"
+        module.write_whole(path, str(number))
+        os.utime(path, (number, number))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["3.json", "4.json", "5.json"]

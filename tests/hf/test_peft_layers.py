@@ -19,7 +19,7 @@ from peft.tuners.lora import LoraLayer
 
 from kvboost import KVBoost
 from kvboost.core.verify import same_bits
-from kvboost.hf import weight_digests
+from kvboost.hf import weights
 from kvboost.hf.adapters import Adapters
 from kvboost.hf.fingerprint import ModelIdentity
 from kvboost.hf.probe import probe_model
@@ -184,8 +184,8 @@ def test_a_loaded_adapter_costs_no_hashing_of_the_base_model(tmp_path: Path, mon
     identity = ModelIdentity(model, probe_model(model).layout)
     identity.snapshot()
     hashed: list[str] = []
-    right = weight_digests.digest_tensor
-    monkeypatch.setattr(weight_digests, "digest_tensor", lambda name, t: hashed.append(name) or right(name, t))
+    right = weights.digest_tensor
+    monkeypatch.setattr(weights, "digest_tensor", lambda name, t: hashed.append(name) or right(name, t))
     Adapters(model, identity).load("second", str(tmp_path / "second"))
     identity.snapshot()
     assert hashed

@@ -6,20 +6,15 @@ would have returned, up to rounding.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvboost.hf.attention import Plan
+from kvboost.hf.attention import Call, Plan
 
 _BLOCK = 128  # queries that attend together: few enough to see nearly the same keys, enough to fill the kernel
-
-
-class HasPositions(Protocol):
-    """A pass over positions that may become fewer from layer to layer."""
-
-    positions: torch.Tensor
 
 
 class BlockedAttention(Plan):
@@ -28,23 +23,16 @@ class BlockedAttention(Plan):
     This halves the keys on average. CPU only: other devices' kernels are faster on one call.
     """
 
-    def __init__(self, running: HasPositions) -> None:
-        self._running = running
+    def __init__(self, positions: Callable[[], torch.Tensor]) -> None:
+        """``positions`` gives those that reach a layer: they may become fewer from layer to layer."""
+        self._positions = positions
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        allowed: torch.Tensor | None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def attend(self, call: Call) -> torch.Tensor:
         """In blocks, if these are the positions and they are enough."""
-        positions = self._running.positions
-        if query.device.type != "cpu" or allowed is None or not _BLOCK < len(positions) == query.shape[2]:
-            return super().attend(module, query, key, value, allowed, **kwargs)
-        key, value = _repeated(key, query), _repeated(value, query)
+        positions, query = self._positions(), call.query
+        if query.device.type != "cpu" or call.mask is None or not _BLOCK < len(positions) == query.shape[2]:
+            return call.plain()
+        key, value = _repeated(call.key, query), _repeated(call.value, query)
         parts = []
         for start in range(0, len(positions), _BLOCK):
             block = slice(start, start + _BLOCK)
@@ -54,8 +42,8 @@ class BlockedAttention(Plan):
                     query[:, :, block],
                     key[:, :, :visible],
                     value[:, :, :visible],
-                    attn_mask=allowed[:, :, block, :visible],
-                    scale=kwargs.get("scaling"),
+                    attn_mask=call.mask[:, :, block, :visible],
+                    scale=call.scale,
                 )
             )
         return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
@@ -73,21 +61,13 @@ class AttentionTap(Plan):
         self._next = 0
         self.masses: list[torch.Tensor] = []
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        allowed: torch.Tensor | None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def attend(self, call: Call) -> torch.Tensor:
         """What ``sdpa`` returns. Raises StopForward in the last of the layers."""
         if self._next in self._layers:
-            self.record(_attention_shares(query, key, allowed, kwargs.get("scaling")))
+            self.record(_attention_shares(call))
         else:
             self._next += 1
-        return super().attend(module, query, key, value, allowed, **kwargs)
+        return call.plain()
 
     def record(self, shares: torch.Tensor) -> None:
         """The shares of one layer's queries on its keys, [1, heads, queries, keys]."""
@@ -114,14 +94,12 @@ class EagerTap(TorchFunctionMode):
         return result
 
 
-def _attention_shares(
-    query: torch.Tensor, key: torch.Tensor, allowed: torch.Tensor | None, scale: float | None
-) -> torch.Tensor:
+def _attention_shares(call: Call) -> torch.Tensor:
     """The softmax of one layer, [1, heads, queries, keys]."""
-    scores = query.float() @ _repeated(key, query).float().transpose(-1, -2)
-    scores *= scale if scale is not None else query.shape[-1] ** -0.5
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, -torch.inf) if allowed.dtype == torch.bool else scores + allowed
+    scores = call.query.float() @ _repeated(call.key, call.query).float().transpose(-1, -2)
+    scores *= call.scale if call.scale is not None else call.query.shape[-1] ** -0.5
+    if call.mask is not None:
+        scores = scores.masked_fill(~call.mask, -torch.inf) if call.mask.dtype == torch.bool else scores + call.mask
     return scores.softmax(dim=-1)
 
 

@@ -60,6 +60,10 @@ class _Pass:
     layer_positions: int = 0
     """Positions computed so far, summed over layers."""
 
+    def reaching(self) -> torch.Tensor:
+        """The positions that reach the layer that runs now."""
+        return self.positions
+
     def spread_of(self, positions: torch.Tensor) -> Spreading | None:
         """What spreads the change of these positions to others, if requested."""
         return self.make_spread(positions) if self.make_spread is not None else None
@@ -128,7 +132,7 @@ class RecomputeRunner:
             running = _Pass(cache, part, choose, partial(spread, begin=begin, end=end) if spread else None)
             inputs = torch.stack([part, ids[part]]).to(self._runner.device)  # in one copy
             rewriting = cache.rewriting(inputs[0], watch=watch, spread=running.spread_of(part))
-            with self._running(running), rewriting, attending(BlockedAttention(running)):
+            with self._running(running), rewriting, attending(BlockedAttention(running.reaching)):
                 last = self._runner.run(
                     inputs[1:],
                     cache,

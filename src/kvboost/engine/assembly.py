@@ -29,9 +29,9 @@ from kvboost.hf.breaks import break_table
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.codec import codec_for
 from kvboost.hf.fingerprint import ModelIdentity
+from kvboost.hf.measured import measure_model
 from kvboost.hf.probe import ModelFacts
 from kvboost.hf.runner import ModelRunner
-from kvboost.hf.study import study_model
 from kvboost.store import check_directory, key_salt
 
 
@@ -117,7 +117,7 @@ def assemble(runner: ModelRunner, tokenizer: Any, *, config: EngineConfig, store
     if store is not None:
         _check_given(store, config)
     packed = None if config.packed_bytes == AUTO else int(config.packed_bytes)
-    facts, numerics, identity = study_model(runner.model, numerics=config.numerics, packed_bytes=packed)
+    facts, numerics, identity = measure_model(runner.model, numerics=config.numerics, packed_bytes=packed)
     runner.tiles = numerics.tiles
     budgets = default_budgets(facts.layout)
     if store is not None:

@@ -34,10 +34,10 @@ from kvboost.extend import ChunkStore
 from kvboost.hf.adapters import AS_SET, AdapterName, Adapters
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.draft import Draft, make_draft
+from kvboost.hf.environment import pinned_sdpa
 from kvboost.hf.fingerprint import decoding_changes_prefill
 from kvboost.hf.prompt import PromptEncoder
 from kvboost.hf.runner import ModelRunner
-from kvboost.hf.sdpa import pinned_sdpa
 
 if TYPE_CHECKING:
     from kvboost.approx.shadow import ShadowChecks

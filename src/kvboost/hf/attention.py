@@ -48,25 +48,43 @@ class UnsupportedAttentionError(Exception):
     """The model's attention needs more than a mask."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """What Transformers asks for: one layer's attention of queries [batch, heads, rows, dim]."""
+
+    module: torch.nn.Module
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    options: dict[str, Any]
+
+    @property
+    def scale(self) -> float | None:
+        """What products of queries and keys are multiplied with; None is the kernel's own choice."""
+        return self.options.get("scaling")
+
+    @property
+    def more_than_a_mask(self) -> str | None:
+        """What it has beside its mask, by name; None for plain attention."""
+        return next((name for name in _PLAIN_ONLY if self.options.get(name) is not None), None)
+
+    def plain(self) -> torch.Tensor:
+        """What ``sdpa`` gives, [batch, rows, heads, dim]."""
+        result, _ = sdpa_attention_forward(self.module, self.query, self.key, self.value, self.mask, **self.options)
+        return result  # type: ignore[no-any-return]
+
+
 class Plan:
     """What the attention of one forward does. This one does what ``sdpa`` does."""
 
-    def mask(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+    def mask(self, **asked: Any) -> torch.Tensor | None:
         """The mask that layers are given; the arguments are those of Transformers' mask functions."""
-        return sdpa_mask(*args, **kwargs)  # type: ignore[no-any-return]
+        return sdpa_mask(**asked)  # type: ignore[no-any-return]
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        allowed: torch.Tensor | None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """One layer's attention, [batch, rows, heads, dim], of queries [batch, heads, rows, dim]."""
-        result, _ = sdpa_attention_forward(module, query, key, value, allowed, **kwargs)
-        return result  # type: ignore[no-any-return]
+    def attend(self, call: Call) -> torch.Tensor:
+        """One layer's attention, [batch, rows, heads, dim]."""
+        return call.plain()
 
 
 class _Active(threading.local):
@@ -90,11 +108,17 @@ def attending(plan: Plan) -> Iterator[None]:
         _active.plan = before
 
 
-def mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+def registered(name: str) -> tuple[Any, ...]:
+    """The attention that is registered with Transformers under this name, and its mask."""
+    found = (interface().get(name) for interface in (AttentionInterface, AttentionMaskInterface))
+    return tuple(function for function in found if function is not None)
+
+
+def mask(**asked: Any) -> torch.Tensor | None:
     """What is registered with Transformers for making masks."""
     # Dynamo knows the answer, so that a compiled model is compiled as without us.
     plan = None if torch.compiler.is_dynamo_compiling() else _active.plan
-    return sdpa_mask(*args, **kwargs) if plan is None else plan.mask(*args, **kwargs)
+    return sdpa_mask(**asked) if plan is None else plan.mask(**asked)
 
 
 def attention(
@@ -109,12 +133,7 @@ def attention(
     plan = None if torch.compiler.is_dynamo_compiling() else _active.plan
     if plan is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
-    return plan.attend(module, query, key, value, attention_mask, **kwargs), None
-
-
-def more_than_a_mask(arguments: dict[str, Any]) -> str | None:
-    """What a layer's attention has beside its mask, by name; None for plain attention."""
-    return next((name for name in _PLAIN_ONLY if arguments.get(name) is not None), None)
+    return plan.attend(Call(module, query, key, value, attention_mask, kwargs)), None
 
 
 @dataclass
@@ -134,41 +153,22 @@ class Step(Plan):
     calls: int = 0
     """Attention calls so far."""
 
-    def mask(
-        self,
-        batch_size: int,
-        q_length: int,
-        kv_length: int,
-        q_offset: int = 0,
-        kv_offset: int = 0,
-        mask_function: Any = causal_mask_function,
-        attention_mask: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor | None:
+    def mask(self, **asked: Any) -> torch.Tensor | None:
         """A mask over the padded keys, and none from position 0 on."""
-        start = int(q_offset)
-        if mask_function is causal_mask_function and start == 0:
+        start, causal = int(asked["q_offset"]), asked["mask_function"] is causal_mask_function
+        if causal and start == 0:
             return None
-        if mask_function is causal_mask_function and start == self.start and q_length >= _FEW_ROWS:
+        if causal and start == self.start and asked["q_length"] >= _FEW_ROWS:
             return self.causal
-        kwargs |= {"allow_is_causal_skip": False}
         # Without the 2-D mask: a single sequence has no padding, and after its end causality hides all keys.
-        allowed = sdpa_mask(batch_size, q_length, self.padded, start, kv_offset, mask_function, None, **kwargs)
+        changes = {"kv_length": self.padded, "q_offset": start, "attention_mask": None, "allow_is_causal_skip": False}
+        allowed = sdpa_mask(**asked | changes)
         assert allowed is not None
         return allowed  # type: ignore[no-any-return]
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        allowed: torch.Tensor | None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def attend(self, call: Call) -> torch.Tensor:
         """Attention to the keys in the cache, whose storage goes on after those that are given."""
-        _refuse_more_than_a_mask(kwargs)
-        return _attend(self, _layer_of(module), query, allowed, kwargs.get("scaling")).transpose(1, 2).contiguous()
+        return _attend(self, _layer_of(call), call.query, call.mask, call.scale).transpose(1, 2).contiguous()
 
 
 @dataclass
@@ -181,45 +181,24 @@ class JointStep(Plan):
     masks: list[tuple[torch.Tensor, list[torch.Tensor | None]]] = field(default_factory=list)
     """What the model was given as a mask, and what it stands for: a mask for each sequence."""
 
-    def mask(
-        self,
-        batch_size: int,
-        q_length: int,
-        kv_length: int,
-        q_offset: int = 0,
-        kv_offset: int = 0,
-        mask_function: Any = causal_mask_function,
-        attention_mask: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor | None:
+    def mask(self, **asked: Any) -> torch.Tensor | None:
         """Something that stands for a mask of each sequence; none if no sequence has one."""
-        masks = [
-            part.mask(batch_size, rows, kv_length, part.start, kv_offset, mask_function, **kwargs)
-            for part, rows in zip(self.parts, self.rows, strict=True)
-        ]
+        each = zip(self.parts, self.rows, strict=True)
+        masks = [part.mask(**asked | {"q_length": rows, "q_offset": part.start}) for part, rows in each]
         if all(one is None for one in masks):
             return None
         stand_in = torch.empty(0, dtype=torch.bool)  # the model only hands it on
         self.masks.append((stand_in, masks))
         return stand_in
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        allowed: torch.Tensor | None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def attend(self, call: Call) -> torch.Tensor:
         """Attention of each sequence to its own cache."""
-        _refuse_more_than_a_mask(kwargs)
-        layer, scale = _layer_of(module), kwargs.get("scaling")
-        pieces = zip(self.parts, torch.split(query, self.rows, dim=2), self._masks_for(allowed), strict=True)
-        results = [_attend(part, layer, rows, its_mask, scale) for part, rows, its_mask in pieces]
+        layer = _layer_of(call)
+        pieces = zip(self.parts, torch.split(call.query, self.rows, dim=2), self.masks_for(call.mask), strict=True)
+        results = [_attend(part, layer, rows, allowed, call.scale) for part, rows, allowed in pieces]
         return torch.cat(results, dim=2).transpose(1, 2).contiguous()
 
-    def _masks_for(self, given: torch.Tensor | None) -> list[torch.Tensor | None]:
+    def masks_for(self, given: torch.Tensor | None) -> list[torch.Tensor | None]:
         """The masks of the sequences that a layer's mask stands for."""
         if given is None:
             return [None] * len(self.parts)
@@ -229,13 +208,11 @@ class JointStep(Plan):
         raise UnsupportedAttentionError("it changes its mask")
 
 
-def _refuse_more_than_a_mask(arguments: dict[str, Any]) -> None:
-    if name := more_than_a_mask(arguments):
+def _layer_of(call: Call) -> int:
+    """Which layer attends. Raises UnsupportedAttentionError where it needs more than a mask."""
+    if name := call.more_than_a_mask:
         raise UnsupportedAttentionError(f"its attention has {name}")
-
-
-def _layer_of(module: torch.nn.Module) -> int:
-    layer = module.layer_idx
+    layer = call.module.layer_idx
     assert isinstance(layer, int)
     return layer
 

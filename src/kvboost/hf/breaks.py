@@ -13,13 +13,13 @@ import numpy.typing as npt
 
 from kvboost.types import Break
 
-_CLOSING = "\"'`)]}*»›”’」』）】"  # may stand behind the stop that ends a sentence
+_CLOSING = "\"'`)]}*»›”’」』）】"  # may stand after the stop that ends a sentence
 _STOPS = (".", "!", "?", "…", "。", "！", "？", "।", "؟", "።")
 _SENTENCEPIECE = {"<0x0A>": "\n", "<0x0D>": "\r"}
 
 
 def break_table(tokenizer: Any) -> npt.NDArray[np.uint8] | None:
-    """The :class:`Break` behind every token id; None without a tokenizer, or if it does not tell its vocabulary."""
+    """The :class:`Break` after every token id; None without a tokenizer, or if it does not tell its vocabulary."""
     get_vocab = getattr(tokenizer, "get_vocab", None)
     vocab: dict[str, int] = get_vocab() if get_vocab is not None else {}
     if not vocab:

@@ -1,7 +1,7 @@
 """The cache a model writes its keys and values into: preallocated, growing, one slab per tensor shape.
 
 Made by the engine for every request (or taken from its pool) and passed to the model's own forward and ``generate``.
-Invariant: positions ``[0, length)`` of every layer hold that sequence's KV; attention never sees what lies behind.
+Invariant: positions ``[0, length)`` of every layer hold that sequence's KV; attention never sees what lies after them.
 """
 
 from __future__ import annotations

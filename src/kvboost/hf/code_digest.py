@@ -18,20 +18,21 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.dynamic_module_utils import get_relative_import_files
+
+from kvboost.hf.attention import registered
 
 # Decoding (hf/ragged.py) and approx are not among them: what they compute is marked as not bitwise.
 DECIDES_BITS = (
     "hf/attention.py",
     "hf/cache.py",
     "hf/codec",
+    "hf/environment.py",
     "hf/generate.py",
     "hf/joint.py",
     "hf/layers.py",
     "hf/numerics",
     "hf/runner.py",
-    "hf/sdpa.py",
     "offload/kv",
     "offload/weights/awq.py",
     "steps.py",
@@ -99,15 +100,9 @@ def _is_compiled(code: Any) -> bool:
     return getattr(code, "_compiled_call_impl", None) is not None or hasattr(code, "_torchdynamo_orig_callable")
 
 
-def attention_code(name: str) -> tuple[Any, ...]:
-    """The attention that is registered under this name, and its mask."""
-    found = (interface().get(name) for interface in (AttentionInterface, AttentionMaskInterface))
-    return tuple(function for function in found if function is not None)
-
-
 def attention_code_digest(name: str) -> str:
     """The same as of a model's classes, of the attention that is registered under this name."""
-    return _digest(attention_code(name))
+    return _digest(registered(name))
 
 
 def _digest(code: Iterable[Any]) -> str:

@@ -20,8 +20,8 @@ def edge_tokens(text: str, encode: Callable[[list[str]], Sequence[Sequence[int]]
     """
     head, tail = text[:_CHARACTERS], text[-_CHARACTERS:]
     before = [near + head for near in (*_NEIGHBOURS, head[:1])]
-    behind = [tail + near for near in (*_NEIGHBOURS, tail[-1:])]
-    first, last, *beside = encode([head, tail, *before, *behind])
+    after = [tail + near for near in (*_NEIGHBOURS, tail[-1:])]
+    first, last, *beside = encode([head, tail, *before, *after])
     begin = max(len(first) - _common(first[::-1], other[::-1]) for other in beside[: len(before)])
     end = max(len(last) - _common(last, other) for other in beside[len(before) :])
     return begin, end

@@ -1,21 +1,25 @@
-"""The settings of torch and of the machine that change rounding.
+"""The settings of torch and of the machine that change rounding, and the kernels that attention may choose from.
 
 Used by the fingerprint. Devices count by what they are, not by their number: KV of one A100 serves the next. The CPU
-counts only for a model that is on it, and an accelerator's libraries only for a model that is there.
+counts only for a model that is on it, and an accelerator's libraries only for a model that is there. Around everything
+that runs the model :func:`pinned_sdpa` leaves out cuDNN's attention on an accelerator: it builds a plan for every shape
+in every thread, which takes longer than a step. Invariant: the kernels named in the key are those allowed in the
+forward, whoever asks, inside a forward or outside.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
 import torch
 import transformers
-
-from kvboost.hf.sdpa import allowed_backends
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _PROPERTIES = ("name", "major", "minor", "multi_processor_count", "gcnArchName", "gpu_eu_count")
 _CPU_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
@@ -149,3 +153,51 @@ def _sdpa_backends() -> str:
 
 def _variables(names: Iterable[str]) -> list[str]:
     return [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+
+
+_FLAGS = {
+    SDPBackend.FLASH_ATTENTION: "flash_sdp_enabled",
+    SDPBackend.EFFICIENT_ATTENTION: "mem_efficient_sdp_enabled",
+    SDPBackend.MATH: "math_sdp_enabled",
+}
+
+
+def allowed_backends() -> list[SDPBackend]:
+    """What the user has not switched off, in the user's order, without cuDNN; all others if that leaves nothing."""
+    flags: Any = torch.backends.cuda  # untyped in torch
+    enabled = [backend for backend, flag in _FLAGS.items() if getattr(flags, flag)()]
+    order: list[int] = getattr(torch._C, "_get_sdp_priority_order", list)()
+    return sorted(enabled or _FLAGS, key=lambda backend: order.index(int(backend)) if int(backend) in order else 0)
+
+
+class _Pins:
+    """Who is inside, over all threads: torch keeps the choice for the process. The last to leave puts it back."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside = 0
+        self.context: Any = None
+
+
+_pins = _Pins()
+
+
+@contextmanager
+def pinned_sdpa(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Within this block only :func:`allowed_backends` are used. Changes nothing for a model on the CPU."""
+    if all(device.type in ("cpu", "meta") for device in devices):  # meta: weights that are streamed from the disk
+        yield
+        return
+    with _pins.lock:
+        if _pins.inside == 0:
+            _pins.context = sdpa_kernel(allowed_backends())
+            _pins.context.__enter__()
+        _pins.inside += 1
+    try:
+        yield
+    finally:
+        with _pins.lock:
+            _pins.inside -= 1
+            if _pins.inside == 0:
+                _pins.context.__exit__(None, None, None)
+                _pins.context = None

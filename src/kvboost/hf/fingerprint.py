@@ -24,14 +24,22 @@ import torch
 from torch.autograd.graph import increment_version
 
 from kvboost.errors import ConfigError
+from kvboost.hf.attention import registered
 from kvboost.hf.cache import KVLayout
-from kvboost.hf.code_digest import attention_code, attention_code_digest, code_digest, model_code_digest
+from kvboost.hf.code_digest import attention_code_digest, code_digest, model_code_digest
 from kvboost.hf.environment import NumericEnvironment
-from kvboost.hf.layers import ModuleTree
 from kvboost.hf.loaded_weights import claim_loaded
 from kvboost.hf.peft_layers import AdapterLayer, adapter_layers, merges_missed, plain_path
-from kvboost.hf.weight_digests import TensorStates, TensorWatch, Weight, digest_weights, is_streamed, weights_by_owner
-from kvboost.hf.weights import streamed_weights_of
+from kvboost.hf.weights import (
+    ModuleTree,
+    TensorStates,
+    TensorWatch,
+    Weight,
+    digest_weights,
+    is_streamed,
+    streamed_weights_of,
+    weights_by_owner,
+)
 from kvboost.types import ModelSnapshot
 
 # Do not affect the numbers: where the files are, and what wrote them.
@@ -64,7 +72,7 @@ class ModelIdentity:
         """``steps`` names how the model is stepped through a prompt. Without a ``layout`` its weights stand in."""
         self._model = model
         self._lock = threading.Lock()
-        self._studied(layout, steps)
+        self._set_measured(layout, steps)
         self._tree, self._watch = ModuleTree(model), TensorWatch()
         self._changes = 0
         self._loaded = claim_loaded(model)
@@ -76,12 +84,12 @@ class ModelIdentity:
         self._code = f"code={code_digest()},{model_code_digest(model)}"
         self._made_for = _place_and_type(model)
 
-    def studied(self, layout: KVLayout, *, steps: str) -> None:
+    def measured(self, layout: KVLayout, *, steps: str) -> None:
         """Call once it is known how the model's KV looks and how it is stepped; digests of its weights stay."""
         with self._lock:
-            self._studied(layout, steps)
+            self._set_measured(layout, steps)
 
-    def _studied(self, layout: KVLayout | None, steps: str) -> None:
+    def _set_measured(self, layout: KVLayout | None, steps: str) -> None:
         placed = [weight for weight in self._model.parameters() if weight.device.type != "meta"]
         specs = layout.slots if layout is not None else placed
         self._environment = NumericEnvironment(spec.device for spec in specs)
@@ -167,7 +175,7 @@ class ModelIdentity:
             self._watch.states(watched),
             adapters,
             attention := str(model.config._attn_implementation),
-            attention_code(attention),
+            registered(attention),
             self._experts_to_prefill(),
             bool(model.training),
             self._environment.settings(),

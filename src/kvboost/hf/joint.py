@@ -51,7 +51,7 @@ class JointPrefill:
 
     @torch.no_grad()
     def append(self, tokens: Sequence[Sequence[int]], caches: Sequence[SlabCache]) -> torch.Tensor:
-        """Compute ``tokens`` of each sequence behind what its cache holds. Returns their last logits, [n, vocab]."""
+        """Compute ``tokens`` of each sequence after what its cache holds. Returns their last logits, [n, vocab]."""
         rows, device = [len(part) for part in tokens], self._runner.device
         starts = [cache.get_seq_length() for cache in caches]
         positions = [start + i for start, count in zip(starts, rows, strict=True) for i in range(count)]

@@ -13,7 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,8 @@ import transformers
 
 from kvboost.errors import ConfigError
 from kvboost.hf.checkpoint import Shards, checkpoint_files
-from kvboost.hf.kept_files import cache_directory, write_whole
 from kvboost.hf.peft_layers import merges_missed
-from kvboost.hf.weight_digests import TensorStates, TensorWatch, Weight, weights_by_owner
+from kvboost.hf.weights import TensorStates, TensorWatch, Weight, weights_by_owner
 
 _log = logging.getLogger(__name__)
 _VERSION = 1
@@ -32,6 +34,31 @@ _ATTRIBUTE = "_kvboost_loaded_weights"
 _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 # With any other argument the weights may be other than the files': a state_dict, a quantisation, the user's own code.
 _PLAIN = (*_HUB, "attn_implementation", "experts_implementation", "low_cpu_mem_usage")
+_MOST = 64  # files of one kind: a container may give the same checkpoint another inode at every start
+
+
+def cache_directory() -> Path:
+    """Where what is found out at one start is kept for the next."""
+    if own := os.environ.get("KVBOOST_CACHE_HOME"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvboost"
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write a file whole or not at all: other processes read it. The oldest beside it go. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8") as file:
+        try:
+            file.write(content)
+            file.flush()
+            os.replace(file.name, path)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(file.name)
+            raise
+    with suppress(OSError):  # another process may remove them too
+        for old in sorted(path.parent.iterdir(), key=lambda one: one.stat().st_mtime)[:-_MOST]:
+            old.unlink()
 
 
 class Checkpoint:

@@ -17,10 +17,11 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvboost.errors import UnsupportedModelError
-from kvboost.hf.attention import NAME, Plan, attending, more_than_a_mask
+from kvboost.hf.attention import NAME, Call, Plan, attending
 from kvboost.hf.cache import KVLayout, SlabCache, StepLayer
-from kvboost.hf.layers import walk, windows_by_layer
+from kvboost.hf.layers import windows_by_layer
 from kvboost.hf.numerics.forwards import Forward, replaced, set_on
+from kvboost.hf.peft_layers import walk
 from kvboost.hf.probe import compare_logits
 from kvboost.hf.rows import RowBatch, RowGroup
 from kvboost.hf.runner import ModelRunner
@@ -148,22 +149,16 @@ class _DecodeStep(Plan):
             group.write(layer, keys, values)
         self._written = layer
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        allowed: torch.Tensor | None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def attend(self, call: Call) -> torch.Tensor:
         """Attention of one new token of every sequence to its row, [batch, 1, heads, dim]."""
-        if allowed is not None or kwargs.get("dropout") or more_than_a_mask(kwargs) or self._written is None:
+        extra = call.mask is not None or call.options.get("dropout") or call.more_than_a_mask
+        if extra or self._written is None:
             raise UnsupportedModelError(f"its attention needs a mask for single tokens. {_ONE_BY_ONE}")
         layer, self._written = self._written, None
         self.attended += 1
-        scale, window = kwargs.get("scaling"), self._windows[layer]
-        outputs = [group.attend(layer, query[group.batch], scale, window) for group in self._groups]
+        outputs = [
+            group.attend(layer, call.query[group.batch], call.scale, self._windows[layer]) for group in self._groups
+        ]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).transpose(1, 2).contiguous()
 
 

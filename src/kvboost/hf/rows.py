@@ -180,7 +180,7 @@ class RowBatch:
         return self._groups[capacity].add(spare_bytes=max(0, self._spare_limit - self.spare_bytes), filled=filled)
 
     def remove(self, row: Row) -> None:
-        """The row's sequence is over, or continues elsewhere."""
+        """The row's sequence is over, or continues in another cache."""
         row.group.remove(row)
         if not row.group.rows:
             del self._groups[row.capacity]

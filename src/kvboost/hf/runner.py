@@ -44,7 +44,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def append(self, tokens: Sequence[int] | torch.Tensor, cache: Any, *, logits: bool) -> torch.Tensor | None:
-        """Compute ``tokens`` behind what the cache holds. Returns the last token's logits [vocab] if ``logits``."""
+        """Compute ``tokens`` after what the cache holds. Returns the last token's logits [vocab] if ``logits``."""
         ids = self.upload(tokens).view(1, -1)
         with self._step(cache, ids.shape[1]):
             return self.run(ids, cache, logits=logits)

@@ -1,16 +1,27 @@
-"""Where a model's weights are: all in memory, or streamed layer by layer.
+"""A model's weights: where they are, their digests, and whether they have changed.
 
-Used by the fingerprint, by memory estimates and by ``describe``. A weight streamer attaches itself with
-:func:`attach_streamed_weights`, so that this package need not import it.
+Used by the fingerprint, by memory estimates and by ``describe``. Weights are hashed only after one was written or
+replaced. A weight streamer attaches itself with :func:`attach_streamed_weights`: this package need not import it.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import hashlib
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvboost.capacity import WeightMemory
+from kvboost.errors import UnsupportedModelError
+from kvboost.hf.peft_layers import WeightNames, walk
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 _ATTRIBUTE = "_kvboost_streamed_weights"
 
@@ -60,3 +71,163 @@ def describe_weights(model: Any) -> str:
         f"streamed: {memory.streamed / 1e6:.1f} MB are read in each step, {memory.resident / 1e6:.1f} MB stay, "
         f"buffers take {memory.buffers / 1e6:.1f} MB"
     )
+
+
+_HASH_PIECE = 16 * 2**20  # elements
+
+class ModuleTree:
+    """The modules of a model, walked again only where the tree has changed. Safe to use from any thread."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._walked: tuple[list[torch.nn.Module], list[torch.nn.Module | None]] = [], []
+
+    def modules(self) -> list[torch.nn.Module]:
+        """Every module once."""
+        modules, children = self._walked
+        if not modules or _children(modules) != children:  # modules are equal only to themselves
+            modules = list(walk(self._model))
+            self._walked = modules, _children(modules)
+        return modules
+
+
+def _children(modules: list[torch.nn.Module]) -> list[torch.nn.Module | None]:
+    return list(chain.from_iterable([children.values() for module in modules if (children := module._modules)]))
+
+
+class TensorStates(NamedTuple):
+    """Change when one of several tensors is written to, moved or exchanged. One entry for each tensor."""
+
+    storages: tuple[StorageWeakRef, ...]
+    tensors: tuple[int, ...]
+    versions: tuple[int, ...]
+    addresses: tuple[int, ...]
+
+
+class TensorWatch:
+    """Identifies the states of tensors so that a dead tensor's state never recurs.
+
+    Ids and addresses of dead tensors are reused. A weak reference to the storage keeps its identity taken,
+    though not its memory. (A weak reference to the tensor would forbid ``torch.utils.swap_tensors`` to the user.)
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[int, StorageWeakRef] = {}
+
+    def states(self, tensors: Sequence[torch.Tensor]) -> TensorStates:
+        """The tensors' current states. In columns: a request asks twice for hundreds of tensors."""
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        keys, known = [storage._cdata for storage in storages], self._storages
+        for key, storage in zip(keys, storages, strict=True) if not known.keys() >= set(keys) else ():
+            # Two threads may both come here: the references are equal, and either keeps the identity taken.
+            known.setdefault(key, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+        return TensorStates(
+            storages=tuple([known[key] for key in keys]),
+            tensors=tuple(map(id, tensors)),
+            versions=_versions(tensors),
+            addresses=tuple([tensor.data_ptr() for tensor in tensors]),
+        )
+
+    def forget_all_but(self, states: TensorStates) -> None:
+        """Drop storages that ``states`` does not have. Holders of older states keep their own references."""
+        self._storages = {storage.cdata: storage for storage in states.storages}
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    try:
+        return tuple([tensor._version for tensor in tensors])
+    except RuntimeError:  # inference tensors count no versions: a write to one of those goes unnoticed
+        return tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
+
+
+class Weight(NamedTuple):
+    """One weight of a model."""
+
+    name: str
+    """Without PEFT's parts: the name it has in the model alone."""
+    path: str
+    """The name it has now."""
+    tensor: torch.Tensor
+
+
+def weights_by_owner(model: Any) -> dict[str | None, list[Weight]]:
+    """Every weight once, by the adapter it belongs to (None: the base model), sorted by name."""
+    names = WeightNames(model)
+    owned: dict[str | None, list[Weight]] = {None: []}
+    seen: set[int] = set()
+    for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        # Tied weights count once; rotary tables are state of the module and have a field of their own.
+        if id(tensor) not in seen and not path.endswith("inv_freq"):
+            seen.add(id(tensor))
+            owner, name = names.owner_and_name(path)
+            owned.setdefault(owner, []).append(Weight(name, path, tensor))
+    return {owner: sorted(weights, key=lambda weight: weight.name) for owner, weights in owned.items()}
+
+
+class KnownDigests(Protocol):
+    """Digests from an earlier start, for weights that are as they were loaded."""
+
+    def unchanged(self, weight: Weight) -> bool:
+        """Whether this weight is as it was loaded."""
+
+    def read(self) -> dict[str, bytes]:
+        """The digests of unchanged weights, by name."""
+
+    def write(self, digests: dict[str, bytes]) -> None:
+        """Keep these for the next start."""
+
+
+def digest_weights(model: Any, weights: Sequence[Weight], *, loaded: KnownDigests | None = None) -> str:
+    """SHA-256 over these weights: name, type, shape, bytes. The same whether or not digests are ``loaded``."""
+    unchanged = {weight.name for weight in weights if loaded is not None and loaded.unchanged(weight)}
+    known = loaded.read() if loaded is not None and unchanged else {}
+
+    def one(weight: Weight) -> bytes:
+        if weight.name in unchanged and weight.name in known:
+            return known[weight.name]
+        return _streamed_digest(model, weight) or digest_tensor(weight.name, weight.tensor)
+
+    try:
+        with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:  # hashing releases the GIL
+            digests = list(pool.map(one, weights))
+    except (NotImplementedError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"the weights cannot be read to tell this model from others (offloaded or quantised? {error}). "
+            "Pass strict=False to run it without reuse."
+        ) from error
+    if loaded is not None and not unchanged <= known.keys():
+        names = (weight.name for weight in weights)
+        loaded.write({name: digest for name, digest in zip(names, digests, strict=True) if name in unchanged})
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def digest_tensor(name: str, tensor: torch.Tensor) -> bytes:
+    """The digest of one weight in memory."""
+    hasher = weight_hasher(name, tensor.dtype, tensor.shape)
+    flat = tensor.detach().contiguous().view(-1)
+    for start in range(0, flat.numel(), _HASH_PIECE):  # so that no whole GPU tensor is copied to host memory
+        piece = flat[start : start + _HASH_PIECE].cpu().view(torch.uint8)
+        hasher.update(piece.numpy().data)
+    return hasher.digest()
+
+
+def is_streamed(model: Any, path: str) -> bool:
+    """Whether a weight is loaded from a file in every step, so that its tensor does not identify it."""
+    streamer = streamed_weights_of(model)
+    owner, _, key = path.rpartition(".")
+    return streamer is not None and streamer.holds(model.get_submodule(owner), key)
+
+
+def _streamed_digest(model: Any, weight: Weight) -> bytes | None:
+    """The digest of a weight that is streamed: the same as if it were in memory. None if it is."""
+    if not is_streamed(model, weight.path):
+        return None
+    owner, _, key = weight.path.rpartition(".")
+    streamer = streamed_weights_of(model)
+    assert streamer is not None
+    return streamer.digest(model.get_submodule(owner), key, weight.name)
+
+
+def weight_hasher(name: str, dtype: torch.dtype, shape: Sequence[int]) -> _Hash:
+    """A hasher to update with the weight's bytes, in order."""
+    return hashlib.sha256(json.dumps([name, str(dtype), list(shape)]).encode())

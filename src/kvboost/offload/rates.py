@@ -13,7 +13,7 @@ import torch
 
 from kvboost.capacity import Rates
 from kvboost.direct_io import DirectFile, page_aligned, up_to_page
-from kvboost.offload.kv.spill import FileSpill
+from kvboost.offload.kv.pager import FileSpill
 
 _SECONDS = 0.25
 _SIDE = 2048

@@ -20,8 +20,7 @@ from kvboost.hf.cache import SlabCache
 from kvboost.hf.numerics import choose as choose_module
 from kvboost.hf.numerics import choose_numerics
 from kvboost.hf.numerics import tiles as tiles_module
-from kvboost.hf.numerics.packed import PackedLinear
-from kvboost.hf.numerics.rows import run_rows
+from kvboost.hf.numerics.rows import PackedLinear, run_rows
 from kvboost.hf.numerics.tiles import Tiles
 from kvboost.hf.probe import probe_model
 from kvboost.hf.shape import shape_of

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from kvboost.direct_io import PAGE
 from kvboost.errors import CapacityError, KVBoostError
-from kvboost.offload.kv.pager import TRANSIT, Pager
-from kvboost.offload.kv.spill import FileSpill, HostSpill, Spill
+from kvboost.offload.kv.pager import TRANSIT, FileSpill, HostSpill, Pager, Spill
 
 
 def pager(spill: Spill | None = None, *, frames: int = 4, group: int = 1) -> Pager:
@@ -22,7 +21,7 @@ def pager(spill: Spill | None = None, *, frames: int = 4, group: int = 1) -> Pag
 
 
 def filled(of: Pager, number: int) -> torch.Tensor:
-    frame = of.take()
+    frame = of.new_frame()
     frame.copy_(content(number))
     return frame
 
@@ -43,7 +42,7 @@ def test_pages_read_back_as_they_were_written_within_the_budget(
     spill = FileSpill(None) if kind == "file" else HostSpill(torch.device("cpu"))
     made = pager(spill, frames=1 + TRANSIT * group, group=group)
     away: dict[int, int] = {}  # slot: content
-    frame = made.take()
+    frame = made.new_frame()
     for number, (move, choice) in enumerate(moves):
         slots = sorted(away, key=lambda slot: (slot * 7919 + choice) % 101)
         if move == "write":
@@ -66,10 +65,10 @@ def test_pages_read_back_as_they_were_written_within_the_budget(
 
 def test_nothing_is_given_out_beyond_the_budget() -> None:
     made = pager(frames=2)
-    made.take()
-    made.take()
+    made.new_frame()
+    made.new_frame()
     with pytest.raises(CapacityError, match="kv_bytes"):
-        made.take()
+        made.new_frame()
     assert made.ledger.peak == 2 * PAGE
     made.close()
 
@@ -93,7 +92,7 @@ class SlowSpill(FileSpill):
 def test_the_next_page_is_read_while_one_is_used() -> None:
     spill = SlowSpill()
     made = pager(spill, frames=1 + TRANSIT)
-    frame, slots = made.take(), []
+    frame, slots = made.new_frame(), []
     for number in range(3):
         frame.copy_(content(number))
         slots.append(made.write(frame, owner=0))
@@ -174,7 +173,7 @@ def test_a_file_system_without_direct_reads_is_read_plainly(monkeypatch: pytest.
 
 def test_pages_side_by_side_are_read_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     made = pager(frames=1 + 4 * TRANSIT, group=4)
-    frame, mine = made.take(), []
+    frame, mine = made.new_frame(), []
     for number in range(8):  # two owners in turn, as layers are
         frame.copy_(content(number))
         slot = made.write(frame, owner=number % 2)

@@ -3,6 +3,11 @@
 Called once when an engine is made. On CPUs a model whose linear layers and attention can run in tiles may be resumed at
 any token; any other, such as a mixture of experts, is stepped on a fixed grid. On accelerators rounding depends on the
 shape of a step, so there is a grid too, or ``numerics="fast"``.
+
+In tiles attention pads its keys, so that a row's sums do not depend on how many come after it. torch's flash kernel
+goes through keys in blocks of 512 and leaves the product with a block's values to a matrix kernel of the CPU, which
+splits its sums by the block's length. So :func:`key_granule` runs it. Invariant: every multiple of the granule gives
+the bits of a full block.
 """
 
 from __future__ import annotations
@@ -15,13 +20,12 @@ import torch
 
 from kvboost.capacity import ModelShape, step_limit
 from kvboost.errors import UnsupportedModelError
-from kvboost.hf.attention import UnsupportedAttentionError
+from kvboost.hf.attention import UnsupportedAttentionError, flash
 from kvboost.hf.cache import KVLayout, SlabCache
 from kvboost.hf.device_memory import memory_available, memory_total
 from kvboost.hf.layers import windows_by_layer
-from kvboost.hf.numerics.granule import key_granule
 from kvboost.hf.numerics.tiles import Choices, Tiles, why_no_tiles
-from kvboost.hf.weight_digests import weights_by_owner
+from kvboost.hf.weights import weights_by_owner
 from kvboost.steps import MaskedSteps, Numerics, StepRule
 
 _GRID_ON_CPU = 128  # tokens; smaller steps stream the weights too often, larger ones leave more to recompute
@@ -34,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class KnownTiles(NamedTuple):
-    """What an earlier study of this model on this machine found: with it nothing is run."""
+    """What an earlier measurement of this model on this machine found: with it nothing is run."""
 
     granule: int
     choices: Choices
@@ -154,3 +158,52 @@ def _check(model: Any, layout: KVLayout, tiles: Tiles) -> str | None:
             if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
                 return f"a prefill resumed at {cuts} has other bits"
     return None
+
+
+_BLOCK = 512  # keys
+_GRANULES = (32, 64, 128, 256, _BLOCK)
+_QUERIES = (32, 192, 768)  # from each of these on, the kernel takes more queries at a time
+
+
+def key_granule(layout: KVLayout) -> int | None:
+    """The smallest granule for all layers of a model; None if not even whole blocks give the same bits."""
+    kinds = {(spec.dim, spec.dtype) for spec in layout.slots}
+    differing = {keys for dim, dtype in kinds for keys in range(32, _BLOCK + 1, 32) if not _agrees(keys, dim, dtype)}
+    return next((granule for granule in _GRANULES if not any(keys % granule == 0 for keys in differing)), None)
+
+
+def _agrees(keys: int, dim: int, dtype: torch.dtype) -> bool:
+    """Whether so many keys give the bits of a full block with the others hidden."""
+    value = torch.zeros(1, 1, _BLOCK, dim)
+    value[0, 0, :keys] = cancelling_values(keys, dim, dtype)
+    value = value.to(dtype)
+    hidden = torch.zeros(_BLOCK, dtype=dtype).masked_fill_(torch.arange(_BLOCK) >= keys, float("-inf"))
+    expected = _equal_weights(_QUERIES[0], value, hidden)[:, :, :1]
+    return all(
+        torch.equal(found, expected.expand_as(found))
+        for found in (_equal_weights(queries, value[:, :, :keys], hidden[:keys]) for queries in _QUERIES)
+    )
+
+
+def _equal_weights(queries: int, value: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Attention that gives all visible keys the same weight."""
+    query = value.new_zeros(1, 1, queries, value.shape[3])
+    return flash(query, torch.zeros_like(value), value, hidden.expand(1, 1, queries, -1), None)
+
+
+def attention_bits(dtype: torch.dtype) -> list[torch.Tensor]:
+    """What the kernel makes of some values: other bits on a CPU where a granule would have to be found again."""
+    value = cancelling_values(_BLOCK, 64, dtype).to(dtype).view(1, 1, _BLOCK, 64)
+    visible = torch.zeros(_BLOCK, dtype=dtype)
+    return [_equal_weights(q, value[:, :, :keys], visible[:keys]) for q in _QUERIES[:2] for keys in (96, _BLOCK)]
+
+
+def cancelling_values(count: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers [count, dim] of many magnitudes whose sums over ``count`` are zero but for rounding."""
+    generator = torch.Generator().manual_seed(count)
+    half, places = count // 2, torch.randperm(count, generator=generator)
+    magnitudes = 2.0 ** torch.randint(-9, 10, (half, dim), generator=generator)
+    some = (torch.randn(half, dim, generator=generator) * magnitudes).to(dtype).float()
+    values = torch.zeros(count, dim)
+    values[places[:half]], values[places[half : 2 * half]] = some, -some
+    return values

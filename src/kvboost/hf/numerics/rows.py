@@ -5,12 +5,16 @@ of rows, because its kernel splits the sum over the inner dimension by the shape
 into few classes: within a class every row has the same bits, whatever the call's size and the row's place in it. A
 layer is tested once for the sizes of a class, and only those sizes are ever run. A step of another length is covered
 by calls of such sizes that overlap, or is padded. Invariant: only sizes that were tested are run.
+
+Where a layer's own kernel has no class that is large enough, oneDNN's prepacked one may have: it computes with a copy
+of the weights in the layout it wants. In float32 the rows of a packed layer do not depend on their number at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -31,7 +35,7 @@ _TESTED_SINGLY, _MULTIPLE = 1024, 256
 multiples of the second, so that few are ever tested and a long step ends with a short call."""
 _ALIGNED = 64  # bytes; torch aligns new tensors so
 _USUAL = (20, 80, 160, 320, 640, 2048)
-"""Lengths of steps that a class is judged by, from a question behind a known text to a long prompt: a class may be good
+"""Lengths of steps that a class is judged by, from a question after a known text to a long prompt: a class may be good
 at both ends and need many calls between them. All but the first are tested sizes."""
 CALL_COST = 64  # what a call of a layer costs beside its rows, as a number of rows
 
@@ -205,3 +209,49 @@ def run_rows(layer: Rows, x: torch.Tensor, sizes: RowSizes, *, into: RowsInto | 
         start += size
     assert result is not None
     return result
+
+
+_PACKED_ROWS = 128  # a hint for the layout; the same for all, so that the same weights are packed the same way
+
+
+def can_pack(module: torch.nn.Module) -> bool:
+    """Whether this layer is a plain linear layer on a CPU with oneDNN."""
+    weight = getattr(module, "weight", None)
+    return (
+        type(module) is torch.nn.Linear
+        and isinstance(weight, torch.Tensor)
+        and weight.device.type == "cpu"
+        and weight.dtype in (torch.float32, torch.bfloat16)
+        and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+class PackedLinear:
+    """One linear layer, packed. Takes as much memory as the layer's weights."""
+
+    def __init__(self, module: torch.nn.Linear) -> None:
+        self._module = module
+        self._linear: Any = torch.ops.mkldnn._linear_pointwise
+        self._source: tuple[int, int] | None = None
+        self._refresh()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed copy."""
+        return int(self._module.weight.nbytes)
+
+    def _refresh(self) -> None:
+        """Pack again if the layer got other weights."""
+        weight = self._module.weight
+        # Inference tensors count no versions: a write to one of those goes unnoticed.
+        source = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+        if source != self._source:
+            ops: Any = torch.ops.mkldnn
+            self._weight = ops._reorder_linear_weight(weight.detach(), _PACKED_ROWS)
+            self._source = source
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self._refresh()  # each time: PEFT unmerges within the forward in which adapters are disabled
+        result: torch.Tensor = self._linear(x, self._weight, self._module.bias, "none", [], "")
+        return result

@@ -1,7 +1,7 @@
 """Steps whose bits depend on the tokens alone: not on where a step begins, how long it is or what was cached.
 
 Used by the runner around every forward that fills a cache. Linear layers run in tested sizes
-(:mod:`kvboost.hf.numerics.rows`), activation functions on whole vectors (:mod:`kvboost.hf.numerics.elementwise`),
+(:mod:`kvboost.hf.numerics.rows`), activation functions on whole vectors (:mod:`kvboost.hf.numerics.forwards`),
 attention over padded keys (:mod:`kvboost.hf.attention`); everything else in a decoder works on each row alone. No layer
 is replaced: those that need it have another forward for the length of a step (:mod:`kvboost.hf.numerics.forwards`).
 """
@@ -21,22 +21,21 @@ from transformers.pytorch_utils import Conv1D
 from kvboost.errors import ConfigError
 from kvboost.hf.attention import NAME, JointStep, Step, attending
 from kvboost.hf.cache import KVLayout
-from kvboost.hf.layers import walk
-from kvboost.hf.numerics.elementwise import functions_of
-from kvboost.hf.numerics.forwards import Forward, replaced
-from kvboost.hf.numerics.packed import PackedLinear, can_pack
+from kvboost.hf.numerics.forwards import Forward, functions_of, replaced
 from kvboost.hf.numerics.rows import (
     CALL_COST,
+    PackedLinear,
     Rows,
     RowsInto,
     RowSizes,
+    can_pack,
     cancelling,
     find_classes,
     run_rows,
     sizes_like,
     writer_of,
 )
-from kvboost.hf.peft_layers import WeightNames
+from kvboost.hf.peft_layers import WeightNames, walk
 
 _PACKED_CALL_COST = 24  # less than CALL_COST, as nothing is reordered
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -18,15 +18,13 @@ from transformers.cache_utils import Cache
 
 from kvboost.direct_io import up_to_page
 from kvboost.errors import CapacityError, ConfigError, UnsupportedModelError
-from kvboost.hf.attention import NAME, Plan, attending, more_than_a_mask
+from kvboost.hf.attention import NAME, Call, Plan, attending
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.layers import windows_by_layer
 from kvboost.hf.probe import compare_logits, probe_model
 from kvboost.hf.runner import ModelRunner
-from kvboost.offload.kv.attention import band
-from kvboost.offload.kv.layer import PagedLayer, PageShape
-from kvboost.offload.kv.pager import TRANSIT, Pager, PagingLedger
-from kvboost.offload.kv.spill import FileSpill, HostSpill
+from kvboost.offload.kv.layer import PagedLayer, PageShape, band
+from kvboost.offload.kv.pager import TRANSIT, FileSpill, HostSpill, Pager, PagingLedger
 
 _UNPAGED = "Run it without kv_bytes."
 _MAX_AT_ONCE = 8  # pages read and computed with in one call
@@ -161,28 +159,20 @@ class _Attention(Plan):
                 f"its attention is not Transformers' {NAME!r}, which could go over pages one by one. {_UNPAGED}"
             )
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        allowed: torch.Tensor | None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+    def attend(self, call: Call) -> torch.Tensor:
         """Attention of new tokens to themselves and all pages, [1, new, heads, dim]."""
         if self._waiting is None:  # another model's, such as a draft's
-            return super().attend(module, query, key, value, allowed, **kwargs)
+            return call.plain()
         (layer, keys, values), self._waiting = self._waiting, None
-        if kwargs.get("dropout") or query.shape[2] != keys.shape[2] or more_than_a_mask(kwargs):
+        query = call.query
+        if call.options.get("dropout") or query.shape[2] != keys.shape[2] or call.more_than_a_mask:
             raise UnsupportedModelError(f"its attention is of a kind that pages cannot follow. {_UNPAGED}")
-        _check_mask(allowed, query, layer.window)
-        scale = kwargs.get("scaling")
+        _check_mask(call.mask, query, layer.window)
         result = layer.attend(
             query,
             keys,
             values,
-            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            scale=query.shape[-1] ** -0.5 if call.scale is None else call.scale,
             next_slots=lambda: self._next_slots(layer),
         )
         return result.transpose(1, 2).contiguous()

@@ -1,21 +1,144 @@
-"""Frames of memory within a budget, and one thread that reads spilled pages ahead, several at once.
+"""Frames of memory within a budget, and pages beyond it: in a file, or in the host's memory beside an accelerator.
 
-Used by the paged cache alone, from the thread that runs the model. Invariants: the ledger never exceeds the budget; a
-page is read as it was written; a move that failed raises, and from then on every use does.
+Used by the paged cache alone, from the thread that runs the model; one thread of the pager reads spilled pages ahead.
+Invariants: the ledger never exceeds the budget; a slot is written once and reads back those bits, or raises, and from
+then on every use does; nothing of it is left, however the process ends.
 """
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
+import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
+from typing import Protocol
 
 import torch
 
+from kvboost.direct_io import DIRECT, PAGE, up_to_page
 from kvboost.errors import CapacityError, KVBoostError
-from kvboost.offload.kv.spill import Spill
+
+
+class Spill(Protocol):
+    """Numbered slots for pages of equal size."""
+
+    def frame(self, size: int) -> torch.Tensor:
+        """New memory [bytes] to compute with, of the kind :meth:`read` fills."""
+        ...
+
+    def write(self, slot: int, frame: torch.Tensor) -> None:
+        """Keep the frame's bytes."""
+        ...
+
+    def read(self, slots: Sequence[int], pages: torch.Tensor) -> None:
+        """Fill ``pages`` [slots, bytes] with what was written to these slots."""
+        ...
+
+    def close(self) -> None:
+        """Release everything."""
+        ...
+
+
+class FileSpill:
+    """A file without a name, past the page cache where the file system allows it."""
+
+    def __init__(self, directory: Path | None) -> None:
+        """Raises OSError if no file can be made there."""
+        # Without a name from its first moment on: the kernel frees it with the process, also with a killed one.
+        self._file = tempfile.TemporaryFile(dir=directory, prefix="kvboost-kv-", buffering=0)  # noqa: SIM115
+        self.direct = bool(DIRECT)
+        """Whether reads and writes go past the page cache, which would hold in memory what was to leave it."""
+        if self.direct:
+            self._set_direct(True)
+
+    def frame(self, size: int) -> torch.Tensor:
+        """Memory that begins at a page and takes no byte beside its own: the pager counts what it gives out."""
+        return torch.frombuffer(mmap.mmap(-1, up_to_page(size)), dtype=torch.uint8)
+
+    def write(self, slot: int, frame: torch.Tensor) -> None:
+        """Raises OSError, for example if the disk is full."""
+        self._move(slot * frame.numel(), frame, write=True)
+
+    def read(self, slots: Sequence[int], pages: torch.Tensor) -> None:
+        """Slots that lie side by side are read in one call. Raises OSError if the bytes are not there."""
+        first = 0
+        for index in range(1, len(slots) + 1):
+            if index == len(slots) or slots[index] != slots[index - 1] + 1:
+                run = pages[first:index]
+                self._move(slots[first] * pages.shape[1], run.view(-1), write=False)
+                first = index
+
+    def close(self) -> None:
+        """The file and its blocks are gone."""
+        self._file.close()
+
+    def _move(self, offset: int, memory: torch.Tensor, *, write: bool) -> None:
+        buffer = memoryview(memory.numpy())  # type: ignore[arg-type]
+        call = os.pwritev if write else os.preadv
+        done = 0
+        while done < len(buffer):
+            try:
+                count = call(self._file.fileno(), [buffer[done:]], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self.direct:
+                    raise
+                self._set_direct(False)  # some file systems refuse only here
+                continue
+            if not count:
+                raise OSError(errno.EIO, f"the spilled KV ends after {done} of {len(buffer)} bytes at {offset}")
+            done += count
+            if self.direct and done % PAGE:
+                self._set_direct(False)  # a short transfer: its rest does not begin at a page
+
+    def _set_direct(self, direct: bool) -> None:
+        import fcntl  # POSIX only, as O_DIRECT is
+
+        descriptor = self._file.fileno()
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~DIRECT
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | (DIRECT if direct else 0))
+            self.direct = direct
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self.direct = False
+
+
+class HostSpill:
+    """Pinned host memory beside an accelerator. It has run with the CPU as the device only.
+
+    Copies go through the device's default stream, which orders them with the computing; a stream of their own
+    would overlap more.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pages: dict[int, torch.Tensor] = {}
+
+    def frame(self, size: int) -> torch.Tensor:
+        """Memory on the device."""
+        return torch.empty(up_to_page(size), dtype=torch.uint8, device=self._device)
+
+    def write(self, slot: int, frame: torch.Tensor) -> None:
+        """Returns when the bytes are there."""
+        page = torch.empty(frame.shape, dtype=torch.uint8, pin_memory=self._device.type != "cpu")
+        self._pages[slot] = page.copy_(frame)
+
+    def read(self, slots: Sequence[int], pages: torch.Tensor) -> None:
+        """What the default stream computes afterwards sees the bytes."""
+        for slot, page in zip(slots, pages, strict=True):
+            page.copy_(self._pages[slot])
+
+    def close(self) -> None:
+        """Forget all pages."""
+        self._pages.clear()
+
 
 TRANSIT = 2
 """Buffers for pages on their way: one is computed with, the next one is read."""
@@ -35,7 +158,7 @@ class PagingLedger:
     waited_seconds: float = 0.0
     """How long the model waited for a page to be read or written."""
 
-    def take(self, size: int) -> None:
+    def reserve(self, size: int) -> None:
         """Raises CapacityError if that is more than is left."""
         if self.used + size > self.limit:
             raise CapacityError(
@@ -70,9 +193,9 @@ class Pager:
         self._lost = False
         self.closed = False
 
-    def take(self) -> torch.Tensor:
+    def new_frame(self) -> torch.Tensor:
         """A frame [bytes] that stays. Raises CapacityError beyond the budget."""
-        self.ledger.take(self._frame_bytes)
+        self.ledger.reserve(self._frame_bytes)
         return self._spill.frame(self._frame_bytes)
 
     def write(self, frame: torch.Tensor, *, owner: Hashable) -> int:
@@ -145,7 +268,7 @@ class Pager:
             if not self._free_buffers:
                 if self._buffers == TRANSIT:
                     break
-                self.ledger.take(self._frame_bytes * self._group)
+                self.ledger.reserve(self._frame_bytes * self._group)
                 self._free_buffers.append(self._spill.frame(self._frame_bytes * self._group))
                 self._buffers += 1
             coming = _Coming(slots, self._free_buffers.pop(), Future())

@@ -24,7 +24,7 @@ import torch
 
 from kvboost.direct_io import DirectFile, page_aligned, up_to_page
 from kvboost.errors import ConfigError
-from kvboost.hf.weight_digests import weight_hasher
+from kvboost.hf.weights import weight_hasher
 
 _VERSION = 1
 _HEADER = "slabs.json"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvboost.errors import UnsupportedModelError
-from kvboost.hf import attention, device_memory, kept_study, probe, study
+from kvboost.hf import attention, device_memory, measured, probe
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.numerics import choose, tiles
 from kvboost.hf.runner import ModelRunner
@@ -27,15 +27,15 @@ from tests.helpers.packing import pack_all
 def test_a_bar_is_shown_once_it_takes_over_a_second(
     seconds: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    probe = study.probe_model
+    probe = measured.probe_model
 
     def slow(model: Any, **given: Any) -> Any:
         time.sleep(seconds)
         return probe(model, **given)
 
-    monkeypatch.setattr(study, "probe_model", slow)
+    monkeypatch.setattr(measured, "probe_model", slow)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    found = study.study_model(tiny_model("llama").eval(), numerics=None)
+    found = measured.measure_model(tiny_model("llama").eval(), numerics=None)
     assert found.identity.snapshot().fields["numerics"].endswith(found.numerics.spec)
     shown = capsys.readouterr().err
     assert ("testing how its kernels round (2 of 3" in shown) == (seconds > 1)
@@ -50,7 +50,9 @@ def _fields_beside(free: int, patch: pytest.MonkeyPatch, **settings: Any) -> Any
         lambda file, pattern: next((value for name, value in found.items() if name in f"{file} {pattern}"), None),
     )
     assert device_memory.memory_available() == free // 1024 * 1024
-    made = study.study_model(tiny_model("llama", hidden_size=256, intermediate_size=512), numerics=None, **settings)
+    made = measured.measure_model(
+        tiny_model("llama", hidden_size=256, intermediate_size=512), numerics=None, **settings
+    )
     assert made.numerics.tiles is not None
     return made.identity.snapshot().fields, made.numerics.tiles.packed_bytes
 
@@ -81,7 +83,7 @@ _TOKENS = 150
 
 @pytest.fixture
 def tested(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was run to study a model."""
+    """What was run to measure a model."""
     found: list[str] = []
 
     def count(module: Any, name: str) -> None:
@@ -93,14 +95,14 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def _study(model: Any = None, *, dtype: torch.dtype = torch.float32, **settings: Any) -> study.Study:
+def _measure(model: Any = None, *, dtype: torch.dtype = torch.float32, **settings: Any) -> measured.Measured:
     if model is None:
         model = tiny_model("llama", dtype=dtype, **_WIDE).eval()
-    return study.study_model(model, numerics=None, **settings)
+    return measured.measure_model(model, numerics=None, **settings)
 
 
-def _bits(made: study.Study, model: Any) -> list[bytes]:
-    """The KV of some text in steps of sizes that no study tests."""
+def _bits(made: measured.Measured, model: Any) -> list[bytes]:
+    """The KV of some text in steps of sizes that no measurement tests."""
     runner, cache = ModelRunner(model, made.numerics.tiles), SlabCache(made.facts.layout, capacity=_TOKENS)
     ids = [(7919 * i + 3) % VOCAB for i in range(_TOKENS)]
     for start, end in ((0, 7), (7, 109), (109, _TOKENS)):
@@ -109,7 +111,7 @@ def _bits(made: study.Study, model: Any) -> list[bytes]:
 
 
 def _kept() -> list[Path]:
-    return sorted(Path(os.environ["KVBOOST_CACHE_HOME"]).glob("studies/*"))
+    return sorted(Path(os.environ["KVBOOST_CACHE_HOME"]).glob("measured/*"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -123,12 +125,12 @@ def test_a_second_start_runs_nothing_and_has_the_same_key_and_bits(
     right = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda *given: products.append(1) or right(*given))
     first, second = (tiny_model("llama", dtype=dtype, **_WIDE).eval() for _ in range(2))
-    made = _study(first)
+    made = _measure(first)
     assert {"_check_forward", "key_granule", "_check"} <= set(tested)
     assert products
     tested.clear()
     products.clear()
-    kept = _study(second)
+    kept = _measure(second)
     assert (tested, products) == ([], [])
     assert kept.facts == made.facts
     assert kept.identity.snapshot().fields == made.identity.snapshot().fields
@@ -141,8 +143,8 @@ def test_a_second_start_runs_nothing_and_has_the_same_key_and_bits(
     assert _bits(kept, second) == _bits(made, first)
 
 
-def test_sizes_that_a_kept_study_lacks_are_tested_when_they_are_wanted() -> None:
-    made, kept = _study(), _study()
+def test_sizes_that_a_kept_measurement_lacks_are_tested_when_they_are_wanted() -> None:
+    made, kept = _measure(), _measure()
     assert made.numerics.tiles is not None
     assert kept.numerics.tiles is not None
     for name, (sizes, _) in kept.numerics.tiles.choices.items():
@@ -155,13 +157,13 @@ def test_sizes_that_a_kept_study_lacks_are_tested_when_they_are_wanted() -> None
 
 
 def test_a_model_that_was_refused_is_refused_again(tested: list[str]) -> None:
-    """What a study could not find is no finding."""
+    """What a measurement could not find is no finding."""
     for _ in range(2):
         broken = tiny_model("llama", **_WIDE).eval()
         with torch.no_grad():
             broken.model.norm.weight.fill_(torch.nan)
         with pytest.raises(UnsupportedModelError):
-            _study(broken)
+            _measure(broken)
     assert tested == ["_check_forward"] * 2
 
 
@@ -178,19 +180,19 @@ def _other_granule(whole: str) -> str:
 def _of_another_machine(whole: str) -> str:
     content = json.loads(whole)
     content["depends_on"]["numerics"] += "|another"
-    return json.dumps({**content, "digest": kept_study._digest([content["depends_on"], content["found"]])})
+    return json.dumps({**content, "digest": measured._digest([content["depends_on"], content["found"]])})
 
 
 @pytest.mark.parametrize(
     "damage", [lambda _: "", lambda _: "[]", lambda _: '{"found": 3}', _half, _other_granule, _of_another_machine]
 )
-def test_a_damaged_or_foreign_study_is_made_anew(damage: Callable[[str], str], tested: list[str]) -> None:
-    _study()
+def test_a_damaged_or_foreign_measurement_is_made_anew(damage: Callable[[str], str], tested: list[str]) -> None:
+    _measure()
     (file,) = _kept()
     whole = file.read_text()
     file.write_text(damage(whole))
     tested.clear()
-    _study()
+    _measure()
     assert "_check" in tested
     assert file.read_text() == whole
     assert file.stat().st_mode & 0o077 == 0
@@ -214,7 +216,7 @@ def _variable(patch: pytest.MonkeyPatch) -> Any:
 
 def _kernel(patch: pytest.MonkeyPatch) -> Any:
     right = attention.flash
-    patch.setattr("kvboost.hf.numerics.granule.flash", lambda *given: right(*given) * (1 + 2**-22))
+    patch.setattr("kvboost.hf.numerics.choose.flash", lambda *given: right(*given) * (1 + 2**-22))
 
 
 def _weights(patch: pytest.MonkeyPatch) -> Any:
@@ -239,30 +241,30 @@ def _forward(patch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("change", [_threads, _version, _code, _variable, _kernel, _weights, _type, _hook, _forward])
-def test_a_study_of_other_conditions_is_not_used(
+def test_a_measurement_of_other_conditions_is_not_used(
     change: Callable[[pytest.MonkeyPatch], Any], tested: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _study()
+    _measure()
     tested.clear()
-    _study()
+    _measure()
     assert tested == []
-    _study(change(monkeypatch))
+    _measure(change(monkeypatch))
     assert "_check_forward" in tested
 
 
-def test_other_settings_have_a_study_of_their_own(tested: list[str]) -> None:
-    _study(packed_bytes=0)
+def test_other_settings_have_a_measurement_of_their_own(tested: list[str]) -> None:
+    _measure(packed_bytes=0)
     tested.clear()
-    _study(packed_bytes=1)
+    _measure(packed_bytes=1)
     assert "_check_forward" in tested
     tested.clear()
-    study.study_model(tiny_model("llama", **_WIDE).eval(), numerics="fast", packed_bytes=0)
+    measured.measure_model(tiny_model("llama", **_WIDE).eval(), numerics="fast", packed_bytes=0)
     assert tested == ["_check_forward"]
 
 
 def test_a_model_without_tiles_is_told_why_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", attn_implementation="eager", **_WIDE).eval()
-    made, kept = _study(model), _study(model)
+    made, kept = _measure(model), _measure(model)
     assert made.numerics == kept.numerics
     assert "eager" in str(kept.numerics.reason)
 
@@ -273,5 +275,5 @@ def test_a_folder_that_cannot_be_written_costs_only_time(
     (tmp_path / "blocked").write_text("no folder")
     monkeypatch.setenv("KVBOOST_CACHE_HOME", str(tmp_path / "blocked"))
     with caplog.at_level(logging.DEBUG, logger="kvboost"):
-        _study()
+        _measure()
     assert "cannot be kept" in caplog.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvboost.hf.layers import ModuleTree
+from kvboost.hf.weights import ModuleTree
 
 
 def test_a_changed_tree_is_walked_again() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvboost.hf.cache import KVLayout, TensorSpec
-from kvboost.hf.numerics import granule as granule_module
-from kvboost.hf.numerics.granule import key_granule
+from kvboost.hf.numerics import choose as choose_module
+from kvboost.hf.numerics.choose import key_granule
 
 
 def layout(dtype: torch.dtype = torch.float32) -> KVLayout:
@@ -45,7 +45,7 @@ def kernel(split: Callable[[int, int], int]) -> Callable[..., torch.Tensor]:
 def test_the_granule_is_the_smallest_whose_multiples_agree(
     split: Callable[[int, int], int], expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(granule_module, "flash", kernel(split))
+    monkeypatch.setattr(choose_module, "flash", kernel(split))
     assert key_granule(layout()) == expected
 
 

@@ -1,12 +1,10 @@
-"""Keeps what a study of a model found, so that the next start need not run it.
+"""Measures how a model is to be run, once: what was found is kept, so that the next start need not run it.
 
-Used by :mod:`kvboost.hf.study`. A study is named by all that it depends on: the fields of the key of KV (weights,
-config, code, versions, threads, the CPU and its flags), where each weight lies, the settings, the variables that
-kernels read, and the bits of a few small products made now. Invariant: a file of another name, or that is not whole, is
-as good as none. What is kept is data: shapes, sizes and numbers.
-
-The products stand for the tests that are not run again: another library, or another CPU that goes by the same name,
-sums in another order and gives other bits.
+Called once for every engine. Measuring may take seconds, so a bar is shown from the second one on. What is kept is
+named by all that it depends on: the fields of the key of KV (weights, config, code, versions, threads, the CPU and its
+flags), where each weight lies, the settings, the variables that kernels read, and the bits of a few small products made
+now. Those stand for the tests that are not run again: another library, or another CPU that goes by the same name, sums
+in another order and gives other bits. Invariant: a file of another name, or that is not whole, is as good as none.
 """
 
 from __future__ import annotations
@@ -21,16 +19,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import linear
+from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
+from transformers.utils.logging import is_progress_bar_enabled
 
 from kvboost.hf.cache import KVLayout, TensorSpec
 from kvboost.hf.code_digest import hooks_of
-from kvboost.hf.kept_files import cache_directory, write_whole
-from kvboost.hf.numerics import KnownTiles, Tiles
-from kvboost.hf.numerics.granule import attention_bits
+from kvboost.hf.fingerprint import ModelIdentity
+from kvboost.hf.loaded_weights import cache_directory, write_whole
+from kvboost.hf.numerics import ChosenNumerics, KnownTiles, Tiles, budget_to_pack, choose_numerics
+from kvboost.hf.numerics.choose import attention_bits
 from kvboost.hf.numerics.rows import RowSizes, cancelling
+from kvboost.hf.probe import ModelFacts, probe_model
+from kvboost.hf.shape import shape_of
+from kvboost.steps import Numerics
 
 _FORMAT = 1
-_DECIDE = ("probe.py", "shape.py", "study.py", "kept_study.py")  # beside the code that the key of KV names
+_DECIDE = ("probe.py", "shape.py", "measured.py")  # beside the code that the key of KV names
 _VARIABLES = ("ATEN_", "CUBLAS_", "CUDA_", "DNNL_", "GOMP_", "KMP_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_", "TORCH_")
 _INPUTS, _OUTPUTS, _SIZES = 1024, 64, (1, 4, 16, 32, 48, 128, 192)  # of the small products
 
@@ -45,14 +49,14 @@ class Known(NamedTuple):
     """None if it found none: why is found again."""
 
 
-class KeptStudy:
-    """The study of one model in its present state, with some settings."""
+class KeptMeasurement:
+    """What was measured of one model in its present state, with some settings."""
 
     def __init__(self, model: Any, fields: Mapping[str, str], settings: Any) -> None:
         """``fields`` name the model's KV, but for how it is stepped."""
         self._depends_on = _depends_on(model, fields, settings) if _is_its_own(model) else None
         name = _digest(self._depends_on)
-        self._path = cache_directory() / "studies" / f"{name}.json"
+        self._path = cache_directory() / "measured" / f"{name}.json"
 
     def read(self) -> Known | None:
         """What was found; None if nothing was kept, or it cannot be used."""
@@ -67,7 +71,7 @@ class KeptStudy:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            _log.info("the study in %s cannot be used and is made anew: %r", self._path, error)
+            _log.info("the measurement in %s cannot be used and is made anew: %r", self._path, error)
             return None
 
     def write(self, layout: KVLayout, tiles: Tiles | None) -> None:
@@ -85,7 +89,7 @@ class KeptStudy:
         try:
             write_whole(self._path, json.dumps(content))
         except OSError as error:
-            _log.debug("the study cannot be kept, the next start makes it again: %r", error)
+            _log.debug("the measurement cannot be kept, the next start makes it again: %r", error)
 
 
 def _digest(content: Any) -> str:
@@ -156,3 +160,50 @@ def _kernel_bits(dtype: torch.dtype) -> str:
     for found in (*(linear(rows[:size], weights) for size in _SIZES), *attention_bits(dtype)):
         hasher.update(found.contiguous().view(torch.uint8).numpy().data)
     return hasher.hexdigest()
+
+
+_BAR = "preparing the model: {desc} ({n} of {total} done, {elapsed})"
+
+
+class Measured(NamedTuple):
+    """What was found."""
+
+    facts: ModelFacts
+    numerics: ChosenNumerics
+    identity: ModelIdentity
+
+
+def measure_model(model: Any, *, numerics: Numerics | None, packed_bytes: int | None = None) -> Measured:
+    """Run ``model`` on short prompts and hash its weights. Raises UnsupportedModelError if it allows no reuse.
+
+    What an earlier start found of the same model on the same machine is not found again.
+    """
+    hidden = None if is_progress_bar_enabled() else True  # None: also where nobody looks, as in a log file
+    with tqdm(total=3, bar_format=_BAR, delay=1, mininterval=0, leave=False, disable=hidden) as bar:
+        bar.set_description_str("hashing its weights", refresh=False)
+        identity = ModelIdentity(model)
+        before = identity.snapshot().fields
+        budget = budget_to_pack(model) if packed_bytes is None else packed_bytes
+        kept = KeptMeasurement(model, before, [numerics, budget])
+        known = kept.read()
+        _begin(bar, "running it on a short prompt")
+        facts = probe_model(model, layout=known.layout if known is not None else None)
+        _begin(bar, "testing how its kernels round")
+        chosen = choose_numerics(
+            model,
+            facts.layout,
+            shape_of(model, facts.layout),
+            numerics=numerics,
+            packed_bytes=budget,
+            known=known.tiles if known is not None else None,
+        )
+        identity.measured(facts.layout, steps=chosen.spec)
+        # A model that makes buffers when it first runs must run at every start.
+        if known is None and identity.snapshot().fields["weights"] == before["weights"]:
+            kept.write(facts.layout, chosen.tiles)
+    return Measured(facts, chosen, identity)
+
+
+def _begin(bar: Any, what: str) -> None:
+    bar.set_description_str(what, refresh=False)
+    bar.update()
