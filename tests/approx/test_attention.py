@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -28,7 +30,9 @@ def test_blocks_give_what_one_call_gives(count: int, boolean: bool, monkeypatch:
     mask = mask if boolean else torch.where(mask, 0.0, -torch.inf)
     whole, _ = sdpa_attention_forward(Layer(), query, key, value, mask, scaling=0.3)
     key[:, :, int(positions[-1]) + 1 :] = float("nan")  # after the last row nothing is looked at
-    call = Call(Layer(), query, key, value, mask, {"scaling": 0.3})
+    options = {"scaling": 0.3}
+    plain = partial(sdpa_attention_forward, Layer(), query, key, value, mask, **options)
+    call = Call(Layer(), query, key, value, mask, options, lambda: plain()[0])
     if count > 16:
         blocked = BlockedAttention(lambda: positions).attend(call)
         assert blocked.shape == whole.shape

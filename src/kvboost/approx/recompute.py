@@ -132,7 +132,7 @@ class RecomputeRunner:
             running = _Pass(cache, part, choose, partial(spread, begin=begin, end=end) if spread else None)
             inputs = torch.stack([part, ids[part]]).to(self._runner.device)  # in one copy
             rewriting = cache.rewriting(inputs[0], watch=watch, spread=running.spread_of(part))
-            with self._running(running), rewriting, attending(BlockedAttention(running.reaching)):
+            with self._running(running), rewriting, attending(BlockedAttention(running.reaching), self._model):
                 last = self._runner.run(
                     inputs[1:],
                     cache,
@@ -158,7 +158,11 @@ class RecomputeRunner:
         mask = self._masks(positions, start + count, known=known.to(device))
         tap = AttentionTap(layers, cached=start)
         try:
-            with self._running(_Pass(cache, torch.arange(count))), attending(tap), EagerTap(tap, keys=start + count):
+            with (
+                self._running(_Pass(cache, torch.arange(count))),
+                attending(tap, self._model),
+                EagerTap(tap, keys=start + count),
+            ):
                 self._runner.run(
                     torch.as_tensor(token_ids, device=device).view(1, -1),
                     cache,

@@ -22,13 +22,15 @@ In a step of several sequences (:class:`JointStep`) each has attention calls of 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -52,12 +54,15 @@ class UnsupportedAttentionError(Exception):
 class Call:
     """What Transformers asks for: one layer's attention of queries [batch, heads, rows, dim]."""
 
-    module: torch.nn.Module
+    module: torch.nn.Module | None
+    """None for a model that calls torch's kernel itself."""
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     mask: torch.Tensor | None
     options: dict[str, Any]
+    plain: Callable[[], torch.Tensor]
+    """What ``sdpa`` gives, [batch, rows, heads, dim]."""
 
     @property
     def scale(self) -> float | None:
@@ -68,11 +73,6 @@ class Call:
     def more_than_a_mask(self) -> str | None:
         """What it has beside its mask, by name; None for plain attention."""
         return next((name for name in _PLAIN_ONLY if self.options.get(name) is not None), None)
-
-    def plain(self) -> torch.Tensor:
-        """What ``sdpa`` gives, [batch, rows, heads, dim]."""
-        result, _ = sdpa_attention_forward(self.module, self.query, self.key, self.value, self.mask, **self.options)
-        return result  # type: ignore[no-any-return]
 
 
 class Plan:
@@ -95,17 +95,57 @@ _active = _Active()
 
 
 @contextmanager
-def attending(plan: Plan) -> Iterator[None]:
-    """Within this block the attention of models in this thread follows ``plan``."""
+def attending(plan: Plan, model: Any = None) -> Iterator[None]:
+    """Within this block the attention of models in this thread follows ``plan``.
+
+    With a ``model`` that does not use Transformers' interface, such as Falcon, its own calls of torch's kernel do.
+    """
     if AttentionInterface().get(NAME) is sdpa_attention_forward:  # somebody's own is left alone
         AttentionMaskInterface.register(NAME, mask)
         AttentionInterface.register(NAME, attention)
     before = _active.plan
     _active.plan = plan
+    direct = model is not None and not getattr(model, "_supports_attention_backend", False)
     try:
-        yield
+        with _DirectCalls() if direct else nullcontext():
+            yield
     finally:
         _active.plan = before
+
+
+def _follow(plan: Plan, call: Call) -> torch.Tensor:
+    """What the plan gives. What it calls itself is not asked of it again."""
+    _active.plan = None
+    try:
+        return plan.attend(call)
+    finally:
+        _active.plan = plan
+
+
+class _DirectCalls(TorchFunctionMode):
+    """Brings calls of torch's kernel to this thread's plan."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, plan = kwargs or {}, _active.plan
+        if func is not torch.nn.functional.scaled_dot_product_attention or plan is None:
+            return func(*args, **kwargs)
+
+        def call_of(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attn_mask: torch.Tensor | None = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+        ) -> Call:
+            options = {"scaling": scale, "dropout": dropout_p}
+            return Call(None, query, key, value, attn_mask, options, lambda: func(*args, **kwargs).transpose(1, 2))
+
+        return _follow(plan, call_of(*args, **kwargs)).transpose(1, 2)
 
 
 def registered(name: str) -> tuple[Any, ...]:
@@ -133,7 +173,8 @@ def attention(
     plan = None if torch.compiler.is_dynamo_compiling() else _active.plan
     if plan is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
-    return plan.attend(Call(module, query, key, value, attention_mask, kwargs)), None
+    plain = partial(sdpa_attention_forward, module, query, key, value, attention_mask, **kwargs)
+    return _follow(plan, Call(module, query, key, value, attention_mask, kwargs, lambda: plain()[0])), None
 
 
 @dataclass
@@ -212,7 +253,7 @@ def _layer_of(call: Call) -> int:
     """Which layer attends. Raises UnsupportedAttentionError where it needs more than a mask."""
     if name := call.more_than_a_mask:
         raise UnsupportedAttentionError(f"its attention has {name}")
-    layer = call.module.layer_idx
+    layer = getattr(call.module, "layer_idx", None)
     assert isinstance(layer, int)
     return layer
 

@@ -239,7 +239,7 @@ class RaggedRunner:
             exchange = self._exchange and len(rows) in _EXCHANGED_ROWS
         step = _DecodeStep(steps, self._windows)
         cache = Cache(layers=[_RaggedLayer(index, step) for index in range(len(self._windows))])
-        with attending(step), replaced(_exchanging(self._runner.model) if exchange else ()):
+        with attending(step, self._runner.model), replaced(_exchanging(self._runner.model) if exchange else ()):
             logits = self._runner.run_batch(inputs[0].view(-1, 1), cache, position_ids=inputs[1].view(-1, 1))
         if step.attended != len(self._windows):
             raise UnsupportedModelError(f"not all its layers attend through Transformers' {NAME!r}. {_ONE_BY_ONE}")

@@ -49,7 +49,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
         The ``layout`` comes from :func:`probe_paging`. A CPU's pages are spilled to ``directory``, which should not lie
         in memory, as some /tmp do.
         """
-        self.layout = layout
+        self.layout, self._model = layout, model
         slots = layout.slots
         windows = windows_by_layer(model)
         if 2 * len(windows) != len(slots):
@@ -116,7 +116,7 @@ class PagedCache(Cache):  # type: ignore[misc]  # transformers is untyped
         if self._pager.closed:
             raise ConfigError("this paged cache is closed; make a new one")
         self._attention.open = True
-        self._block.enter_context(attending(self._attention))
+        self._block.enter_context(attending(self._attention, self._model))
         return self
 
     def __exit__(
