@@ -13,7 +13,7 @@ from transformers.generation import utils as generation_utils
 
 from kvboost import ConfigError, KVBoost, StreamPiece
 from kvboost.engine.text_stream import Detokenizer, PieceStreamer
-from kvboost.serve.generation.text import token_bytes
+from kvboost.serve.generation.token_stream import token_bytes
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer, pieces_tokenizer
 

@@ -19,10 +19,9 @@ from kvboost.core.costs import StageClock
 from kvboost.core.session import Session
 from kvboost.engine.generation import Generator, Request
 from kvboost.errors import ConfigError, KVBoostError
-from kvboost.hf.generate import end_token_ids
+from kvboost.hf.generate import end_token_ids, speculates
 from kvboost.hf.prompt import PromptEncoder
 from kvboost.hf.sampling import Drawing, drawings
-from kvboost.hf.speculation import speculates
 from kvboost.scheduler.forwards import Forwards
 from kvboost.scheduler.jobs import Finished, Job, ModelParts, NewToken
 from kvboost.scheduler.loop import JobLoop, LoopRules

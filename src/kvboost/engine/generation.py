@@ -28,12 +28,12 @@ from kvboost.hf.generate import (
     run_generate,
     sampling_arguments,
     sequences_per_prompt,
+    speculates,
     stop_strings,
 )
 from kvboost.hf.probe import ModelFacts
 from kvboost.hf.prompt import PromptEncoder
 from kvboost.hf.runner import ModelRunner
-from kvboost.hf.speculation import speculates
 from kvboost.types import GenerationMode, GenerationResult, PrefillResult, ReuseReport
 
 _CAPACITY_AFTER_PREFILL = 64  # tokens, in a cache that is given away

@@ -14,9 +14,8 @@ import transformers
 from packaging.version import Version
 
 from kvboost.errors import ConfigError
-from kvboost.hf.generate import reads_prompt_again, sequences_per_prompt
+from kvboost.hf.generate import ASSISTANTS, reads_prompt_again, sequences_per_prompt, speculates
 from kvboost.hf.loading import ModelSource, load_resident, load_tokenizer
-from kvboost.hf.speculation import ASSISTANTS, speculates
 
 PROMPT_LOOKUP = "prompt-lookup"
 _DRAFTS_SLIDE = Version("5.22")  # the oldest version seen to crop a draft's windows correctly; 5.16 does not

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, GenerationMixin, StoppingCriteria, StoppingCriteriaList
 
 from kvboost.config import SETTINGS
 from kvboost.errors import ConfigError
-from kvboost.hf.speculation import Speculating, speculates, why_not_resumed
+from kvboost.hf.speculation import Speculating
 from kvboost.types import Speculation
 
 # Arguments of ``generate`` that would contradict the engine's own, or change the prompt after its prefill.
@@ -54,6 +54,8 @@ _NO_SETTINGS = ("transformers_version",)  # metadata fields of a generation conf
 # Assistants of these kinds read the model's states of the whole prompt, or its text; custom loops may do anything.
 _REREADS_PROMPT = ("assistant_early_exit", "assistant_tokenizer", "custom_generate", "speculation_type", "use_mtp")
 DEFAULT_NEW_TOKENS = 64
+ASSISTANTS = ("assistant_model", "prompt_lookup_num_tokens")
+"""Arguments of ``generate`` that name a draft."""
 
 
 @dataclass(frozen=True)
@@ -140,13 +142,36 @@ def _requested_length(extra: dict[str, Any], prompt_tokens: int) -> int:
     return DEFAULT_NEW_TOKENS
 
 
+def speculates(model: Any, arguments: dict[str, Any]) -> bool:
+    """Whether ``generate`` uses a draft with these arguments or the model's generation config."""
+
+    def setting(name: str) -> Any:
+        if name in arguments:  # an explicit None means: none
+            return arguments[name]
+        given = getattr(arguments.get("generation_config"), name, None)
+        return given if given is not None else getattr(getattr(model, "generation_config", None), name, None)
+
+    return any(setting(name) for name in ASSISTANTS)
+
+
+def _why_not_resumed(model: Any, arguments: dict[str, Any]) -> str | None:
+    """Why assisted decoding cannot continue from a cache, or None if it can."""
+    if not isinstance(model, GenerationMixin) or "generate" in vars(model):
+        return f"{type(model).__name__} has a generate of its own, which feeds the whole prompt again with a draft"
+    config = arguments.get("generation_config")
+    for name in ("output_attentions", "output_hidden_states"):
+        if arguments.get(name, getattr(config, name, None)):
+            return f"with a draft and {name}, Transformers feeds the whole prompt again"
+    return None
+
+
 def reads_prompt_again(model: Any, arguments: dict[str, Any]) -> str | None:
     """Why ``generate`` cannot continue from a cache with these arguments, or None if it can."""
     config = arguments.get("generation_config")
     for name in _REREADS_PROMPT:
         if arguments.get(name, getattr(config, name, None)):
             return f"with {name}, Transformers feeds the whole prompt again, whatever a cache already holds"
-    return why_not_resumed(model, arguments) if speculates(model, arguments) else None
+    return _why_not_resumed(model, arguments) if speculates(model, arguments) else None
 
 
 def sequences_per_prompt(model: Any, arguments: dict[str, Any]) -> int:

@@ -12,37 +12,10 @@ import copy
 from typing import Any
 
 import torch
-from transformers import GenerationMixin
 
 from kvboost.errors import ConfigError
 from kvboost.hf.cache import SlabCache
 from kvboost.types import Speculation
-
-ASSISTANTS = ("assistant_model", "prompt_lookup_num_tokens")
-"""Arguments of ``generate`` that name a draft."""
-
-
-def speculates(model: Any, arguments: dict[str, Any]) -> bool:
-    """Whether ``generate`` uses a draft with these arguments or the model's generation config."""
-
-    def setting(name: str) -> Any:
-        if name in arguments:  # an explicit None means: none
-            return arguments[name]
-        given = getattr(arguments.get("generation_config"), name, None)
-        return given if given is not None else getattr(getattr(model, "generation_config", None), name, None)
-
-    return any(setting(name) for name in ASSISTANTS)
-
-
-def why_not_resumed(model: Any, arguments: dict[str, Any]) -> str | None:
-    """Why assisted decoding cannot continue from a cache, or None if it can."""
-    if not isinstance(model, GenerationMixin) or "generate" in vars(model):
-        return f"{type(model).__name__} has a generate of its own, which feeds the whole prompt again with a draft"
-    config = arguments.get("generation_config")
-    for name in ("output_attentions", "output_hidden_states"):
-        if arguments.get(name, getattr(config, name, None)):
-            return f"with a draft and {name}, Transformers feeds the whole prompt again"
-    return None
 
 
 class Speculating:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvboost.serve.generation.answers import AnswerReader, AnswerReaders
+from kvboost.serve.generation.answers import AnswerReader, AnswerReaders, BlankHolder
 from kvboost.serve.generation.parts import CallArguments, CallOpened, Content, Reasoning
 from tests.helpers.tokenizer import byte_tokenizer
 
@@ -106,3 +106,10 @@ def test_special_tokens_are_needed_where_marks_are_such() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     assert AnswerReaders(tokenizer).needs_special(tools=False)
+
+
+def test_blanks_wait_for_other_text() -> None:
+    holder = BlankHolder(drop_first=True)
+    assert [holder.add(text) for text in (" \n", "\ta ", "\n", "b\n")] == ["", "a", "", " \nb"]
+    assert holder.end() == "\n"
+    assert BlankHolder().add(" a") == " a"

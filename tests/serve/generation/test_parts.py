@@ -6,6 +6,7 @@ from kvboost.serve.generation.parts import (
     Content,
     Reasoning,
     ReasoningSplitter,
+    TagFinder,
     hides_reasoning,
     opened_in,
     writes_reasoning,
@@ -62,3 +63,22 @@ def test_a_tokenizer_shows_whether_its_model_marks_it() -> None:
     templated = byte_tokenizer()
     templated.chat_template += "{# <think> #}"
     assert writes_reasoning(templated)
+
+
+@pytest.mark.parametrize("step", [1, 2, 100])
+def test_a_tag_is_found_across_pieces(step: int) -> None:
+    text, before = "a<<ta<tag>b<tag>", ""
+    finder = TagFinder("<tag>")
+    for start in range(0, len(text), step):
+        piece, rest = finder.add(text[start : start + step])
+        before += piece
+        if rest is not None:
+            assert (before, rest + text[start + step :]) == ("a<<ta", "b<tag>")
+            return
+    pytest.fail("the tag was not found")
+
+
+def test_half_of_a_tag_is_given_back_at_the_end() -> None:
+    finder = TagFinder("<tag>")
+    assert finder.add("a<ta") == ("a", None)
+    assert finder.end() == "<ta"

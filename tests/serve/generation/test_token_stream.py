@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost.scheduler.jobs import Finished, NewToken
-from kvboost.serve.generation.token_stream import Ended, Piece, StopCutter, TokenStream
+from kvboost.serve.generation.token_stream import Ended, Piece, StopCutter, TokenStream, token_bytes
 from tests.helpers.runner import Scripted
+from tests.helpers.tokenizer import byte_tokenizer, pieces_tokenizer
 
 
 class _Ticket(Scripted):
@@ -145,3 +146,16 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     assert cutter.add("Dless") == ""
     assert cutter.found
     assert cutter.add("more") == ""
+
+
+@pytest.mark.parametrize("tokenizer", [byte_tokenizer(), pieces_tokenizer()], ids=["bytes", "pieces"])
+def test_bytes_of_tokens(tokenizer: Any) -> None:
+    of = token_bytes(tokenizer)
+    ids = tokenizer("Grüße 🙂", add_special_tokens=False)["input_ids"]
+    assert len(ids) >= len("Grüße 🙂".encode()) - 1
+    assert b"".join(of(token) for token in ids).strip() == "Grüße 🙂".encode()
+
+
+def test_bytes_of_words_and_special_tokens() -> None:
+    assert token_bytes(pieces_tokenizer())(257) == b" der"
+    assert token_bytes(byte_tokenizer())(2) == b"</s>"

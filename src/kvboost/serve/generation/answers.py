@@ -28,7 +28,6 @@ from kvboost.serve.generation.parts import (
     writes_reasoning,
 )
 from kvboost.serve.generation.requests import Answer
-from kvboost.serve.generation.text import BlankHolder
 from kvboost.serve.generation.token_stream import Ended
 from kvboost.serve.generation.tools import ForcedReader, ToolReader, make_tool_reader, parses_reasoning
 
@@ -80,6 +79,35 @@ class AnswerReaders:
         reader = make_tool_reader(self._tokenizer, prompt=prompt, tools=tools or []) if tools or self._parsed else None
         splitter = ReasoningSplitter(inside=opened_in(prompt)) if self._reasons else None
         return AnswerReader(splitter=splitter, tools=reader, max_calls=None if parallel else 1)
+
+
+class BlankHolder:
+    """Holds back blanks until other text follows, so that those at an end can be dropped."""
+
+    def __init__(self, *, drop_first: bool = False) -> None:
+        self.drop_first = drop_first
+        """Whether blanks before the first other text are dropped."""
+        self._begun = False
+        self._blanks: list[str] = []
+
+    def add(self, text: str) -> str:
+        """The text up to its last character that is no blank."""
+        body = text.rstrip()
+        if not body:
+            self._blanks.append(text)
+            return ""
+        before = self.end()
+        if not self._begun and self.drop_first:
+            before, body = "", body.lstrip()
+        self._begun = True
+        self._blanks.append(text[len(text.rstrip()) :])
+        return before + body
+
+    def end(self) -> str:
+        """The blanks that were held back."""
+        blanks = "".join(self._blanks)
+        self._blanks.clear()
+        return blanks
 
 
 class AnswerReader:

@@ -11,8 +11,6 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from kvboost.serve.generation.text import TagFinder
-
 OPENS, CLOSES = "<think>", "</think>"
 
 
@@ -80,6 +78,29 @@ def _added_tokens(tokenizer: Any) -> Any:
     return added() if added is not None else ()
 
 
+class TagFinder:
+    """Looks for a tag in text as it comes, and holds back what may be the beginning of it."""
+
+    def __init__(self, tag: str) -> None:
+        self._tag = tag
+        self._held = ""
+
+    def add(self, text: str) -> tuple[str, str | None]:
+        """The text that is certain to be before the tag, and what follows it: None until it was found."""
+        before, found, rest = (self._held + text).partition(self._tag)
+        if found:
+            self._held = ""
+            return before, rest
+        cut = len(before) - overlap(before, self._tag)
+        self._held = before[cut:]
+        return before[:cut], None
+
+    def end(self) -> str:
+        """What was held back, if no tag came of it."""
+        piece, self._held = self._held, ""
+        return piece
+
+
 class ReasoningSplitter:
     """Splits one answer as it comes."""
 
@@ -123,3 +144,11 @@ class ReasoningSplitter:
             return self.add(self._start[len(OPENS) :])
         self._closed = True
         return self.add("".join([*self._blanks, self._start]))
+
+
+def overlap(text: str, stop: str) -> int:
+    """The length of the longest suffix of ``text`` that ``stop`` begins with."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

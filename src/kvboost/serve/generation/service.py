@@ -28,8 +28,7 @@ from kvboost.serve.generation.prompts import ChatPrompt, ChatPrompts
 from kvboost.serve.generation.replies import ReplyMemory
 from kvboost.serve.generation.requests import Answer, GenerationRequest
 from kvboost.serve.generation.structured import Grammars
-from kvboost.serve.generation.text import token_bytes
-from kvboost.serve.generation.token_stream import Ended, TokenStream, milliseconds, seconds_per_token
+from kvboost.serve.generation.token_stream import Ended, TokenStream, milliseconds, seconds_per_token, token_bytes
 from kvboost.serve.generation.tokenizing import PromptLengths, Tokenizing
 from kvboost.serve.observability.kept import KeptStats
 from kvboost.serve.observability.metrics import Metrics, RequestRecord

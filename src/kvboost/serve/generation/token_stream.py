@@ -8,18 +8,19 @@ cancelled.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from kvboost.engine.text_stream import Detokenizer
 from kvboost.failures import log_failure
 from kvboost.scheduler.jobs import Finished, NewToken, Ticket
-from kvboost.serve.generation.text import overlap
+from kvboost.serve.generation.parts import overlap
 
 _log = logging.getLogger("kvboost.serve")
 
@@ -239,3 +240,34 @@ class TokenStream:
             self._over.add(index)
             self._tickets[index].cancel()
             self._events.put_nowait(Ended(reason="error", report=None, error=repr(error), index=index))
+
+
+def token_bytes(tokenizer: Any) -> Callable[[int], bytes]:
+    """A function that gives the bytes of a token, which need not be whole characters."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = json.loads(backend.to_str()).get("decoder") if backend is not None else None
+    if '"ByteLevel"' in json.dumps(decoder):
+        table = {char: byte for byte, char in _byte_characters().items()}
+
+        def of_byte_level(token_id: int) -> bytes:
+            token = tokenizer.convert_ids_to_tokens(token_id) or ""
+            if all(char in table for char in token):
+                return bytes(table[char] for char in token)
+            return str(token).encode()  # an added token, written as it is
+
+        return of_byte_level
+
+    def of_pieces(token_id: int) -> bytes:
+        token = str(tokenizer.convert_ids_to_tokens(token_id) or "")
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()
+
+    return of_pieces
+
+
+def _byte_characters() -> dict[int, str]:
+    """The character that byte-level tokenizers write for each byte (GPT-2's table)."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {byte: chr(256 + index) for index, byte in enumerate(others)}

@@ -21,8 +21,7 @@ from kvboost.serve.generation.calls import (
     read_object,
     read_tagged,
 )
-from kvboost.serve.generation.parts import Call, Content, Found, Reasoning
-from kvboost.serve.generation.text import TagFinder
+from kvboost.serve.generation.parts import Call, Content, Found, Reasoning, TagFinder
 
 _BLANKS = " \t\r\n"
 _FENCE = re.compile(r"```(?:json)?\s{0,4}(?=\{)")
