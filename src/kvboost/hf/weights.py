@@ -75,6 +75,7 @@ def describe_weights(model: Any) -> str:
 
 _HASH_PIECE = 16 * 2**20  # elements
 
+
 class ModuleTree:
     """The modules of a model, walked again only where the tree has changed. Safe to use from any thread."""
 
