@@ -12,10 +12,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask, sliding_window_causal_mask_function
 
+from kvboost import KVBoost
 from kvboost.core.verify import same_bits
 from kvboost.hf import attention as module
 from kvboost.hf.attention import Call, Plan, Step, UnsupportedAttentionError, attending, attention
@@ -131,6 +132,17 @@ def test_what_somebody_else_registered_stays(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", theirs)
     with attending(Plan()):
         assert AttentionInterface().get("sdpa") is theirs
+
+
+def test_a_process_stores_what_its_first_request_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with KVBoost(tiny_model("llama"), quality="exact") as engine:
+        # As in a process whose engine need not measure anything.
+        for interface, plain in ((AttentionInterface, sdpa_attention_forward), (AttentionMaskInterface, sdpa_mask)):
+            monkeypatch.setitem(interface._global_mapping, module.NAME, plain)
+        prompt = [(7 * i * i + i) % 61 for i in range(100)]
+        engine.generate(prompt, max_new_tokens=1)
+        assert AttentionInterface().get(module.NAME) is attention, "registered during the request"
+        assert engine.generate(prompt, max_new_tokens=1).reuse.exact_tokens > 90
 
 
 def test_a_model_compiled_by_its_user_is_compiled_whole_and_follows_no_plan() -> None:

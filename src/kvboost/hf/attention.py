@@ -149,9 +149,13 @@ class _DirectCalls(TorchFunctionMode):
 
 
 def registered(name: str) -> tuple[Any, ...]:
-    """The attention that is registered with Transformers under this name, and its mask."""
+    """The attention that is registered with Transformers under this name, and its mask.
+
+    Transformers' own for ours, which is registered during the first request: the model is the same as before.
+    """
     found = (interface().get(name) for interface in (AttentionInterface, AttentionMaskInterface))
-    return tuple(function for function in found if function is not None)
+    own = {attention: sdpa_attention_forward, mask: sdpa_mask}
+    return tuple(own.get(function, function) for function in found if function is not None)
 
 
 def mask(**asked: Any) -> torch.Tensor | None:
