@@ -28,11 +28,10 @@ from kvboost.config import EngineConfig
 from kvboost.core.arrange import ServedPaths
 from kvboost.core.chunking import ContentChunker, FixedChunker, NaturalChunker, make_chunker
 from kvboost.core.guarded import GuardedStore, loads_of
-from kvboost.core.identity import PromptKeys
-from kvboost.core.keys import chunk_keys, token_array
+from kvboost.core.keys import PromptKeys, chunk_keys, token_array
 from kvboost.core.plan import plan_reuse, reusable_chunks
-from kvboost.core.prefill import tokens_by_tier
 from kvboost.core.session import Session
+from kvboost.core.state import tokens_by_tier
 from kvboost.core.verify import same_bits
 from kvboost.core.workspaces import KVLoader
 from kvboost.engine import KVBoost

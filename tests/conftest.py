@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from benchmarks.common.servers import RedisServer, redis_server
 from kvboost.bench.report import BenchError
-from kvboost.core.prefiller import Prefiller
+from kvboost.core.prefill import Prefiller
 from tests.helpers.models import smollm2_folder, tiny_model
 from tests.helpers.places import KINDS, Place
 from tests.helpers.s3 import s3_environment, s3_server

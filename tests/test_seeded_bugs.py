@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from kvboost import GenerationMode, KVBoost, UnsupportedModelError
-from kvboost.core import identity as naming
-from kvboost.core import prefill as reader
-from kvboost.core import prefiller
+from kvboost.core import keys as naming
+from kvboost.core import prefill, state
 from kvboost.core import workspaces as workspace
 from kvboost.core.plan import ReusePlan, plan_reuse
 from kvboost.hf import fingerprint, peft_layers, ragged
@@ -27,7 +26,7 @@ from kvboost.store.memory import MemoryStore
 from kvboost.types import Chunk, Fingerprint
 from tests import test_steps
 from tests.core import test_keys as test_hashing
-from tests.core import test_prefill
+from tests.core import test_state
 from tests.core import test_workspaces as test_workspace
 from tests.engine import test_batch, test_engine, test_exact
 from tests.helpers.exactness import assert_warm_equals_cold
@@ -55,7 +54,7 @@ def _last_token_reused(patch: pytest.MonkeyPatch) -> None:
     def wrong(self: Any) -> ReusePlan:
         return plan_reuse((), prompt_tokens=len(self.tokens), exact_tokens=self.hits.tokens)
 
-    patch.setattr(reader.PrefillState, "_exact_plan", wrong)
+    patch.setattr(state.PrefillState, "_exact_plan", wrong)
 
 
 def _steps_without_tiles(patch: pytest.MonkeyPatch) -> None:
@@ -151,26 +150,26 @@ def _change_during_request_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def _given_cache_pooled(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reader.PrefillState, "detach", lambda self: self.cache)
+    patch.setattr(state.PrefillState, "detach", lambda self: self.cache)
 
 
 def _taint_forgotten(patch: pytest.MonkeyPatch) -> None:
-    right = prefiller.Prefiller._put
+    right = prefill.Prefiller._put
     patch.setattr(
-        prefiller.Prefiller,
+        prefill.Prefiller,
         "_put",
         lambda self, state, chunk, *, context, bitwise: right(self, state, chunk, context=context, bitwise=True),
     )
 
 
 def _cut_step_is_exact(patch: pytest.MonkeyPatch) -> None:
-    right = reader.PrefillState.computed
+    right = state.PrefillState.computed
 
     def wrong(self: Any, end: int) -> None:
         right(self, end)
         self._num_exact = end
 
-    patch.setattr(reader.PrefillState, "computed", wrong)
+    patch.setattr(state.PrefillState, "computed", wrong)
 
 
 # The tests that must fail, as plain functions.
@@ -231,7 +230,7 @@ _BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Tiny], No
     "decoded rows pass for exact ones": (_taint_forgotten, _decoded_rows),
     "a step in two parts passes for exact": (
         _cut_step_is_exact,
-        lambda tiny: test_prefill.test_on_a_grid_a_second_advance_goes_on_inside_the_step(),
+        lambda tiny: test_state.test_on_a_grid_a_second_advance_goes_on_inside_the_step(),
     ),
     "changed weights go unnoticed": (
         _weights_not_watched,

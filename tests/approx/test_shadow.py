@@ -12,7 +12,7 @@ import pytest
 from kvboost import KVBoost
 from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.shadow import ServedRequest, ShadowChecks
-from kvboost.core.prefill import ChunkedPrompt
+from kvboost.core.state import ChunkedPrompt
 from tests.approx.test_find import HEAD, ONE, QUESTION, TWO, engine_for, joined, text, warm
 
 pytestmark = pytest.mark.usefixtures("prices_as_guessed")

@@ -13,7 +13,7 @@ from kvboost import KVBoost
 from kvboost.approx import setup
 from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.shadow import CheckSlots, ServedRequest, ShadowChecks, answers_differ
-from kvboost.core.prefiller import RequestCancelled
+from kvboost.core.prefill import RequestCancelled
 from kvboost.engine import parts
 from kvboost.engine.generation import Generator
 from kvboost.scheduler.forwards import JobDecoder

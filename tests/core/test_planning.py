@@ -13,10 +13,10 @@ import pytest
 
 from kvboost.core import keys
 from kvboost.core.chunking import FixedChunker
-from kvboost.core.prefiller import Prefiller
+from kvboost.core.prefill import Prefiller
 from kvboost.extend import TokenArray
 from kvboost.steps import StepRule
-from tests.core.test_prefill import prefiller
+from tests.core.test_state import prefiller
 
 
 def planning(run: Prefiller, tokens: list[int], boundaries: Sequence[int]) -> Counter[str]:

@@ -1,297 +1,363 @@
-"""The state machine of a prefill: what holds after every transition, and what is refused."""
+"""One prefill path: what is looked up, computed, stored, given back and reported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from kvboost import KVBoost
-from kvboost.core.guarded import EmptyLease, ReleasedLease
-from kvboost.core.prefill import ExactHits, PrefillState, tokens_by_tier
-from kvboost.core.prefiller import Prefiller
+from kvboost.core.costs import CostModel
+from kvboost.core.guarded import GuardedStore
+from kvboost.core.keys import PromptKeys
+from kvboost.core.non_prefix import NoApprox
+from kvboost.core.prefill import Prefiller, RequestCancelled, finish_together
 from kvboost.core.spans import ApproxSpans, RepairOutcome
-from kvboost.core.verify import same_bits
+from kvboost.core.state import PrefillState
+from kvboost.core.verify import same_bits, warm_equals_cold
+from kvboost.core.workspaces import KVLoader
 from kvboost.steps import StepRule
-from kvboost.types import DeclinedLoad, KVBlock, LoadReport
-from tests.helpers.models import tiny_model
+from kvboost.store import MemoryStore
+from kvboost.types import KVBlock, LoadReport
+from tests.core.test_state import _TEXT, prefiller
 
-_TEXT = torch.randint(3, 97, (100,), generator=torch.Generator().manual_seed(3)).tolist()
-_ENGINE: list[KVBoost] = []
-
-
-_GRID = StepRule(16, 16)  # what a model gets that cannot run in tiles, with shorter steps
+_OTHER = [96 - token for token in _TEXT]
+_BLOCK = KVBlock(b"k", None, b"c", b"", (), 0, bitwise=False)
 
 
-def prefiller(rule: StepRule | None = None) -> Prefiller:
-    """Chunks of 16 tokens: 100 tokens are six chunks and a tail. Without ``rule``, the model's own: any step."""
-    if not _ENGINE:
-        _ENGINE.append(KVBoost(tiny_model("llama"), chunk_size=16, chunking="fixed", quality="exact"))
-    _ENGINE[0].clear()
-    assert _ENGINE[0].session is not None
-    own = _ENGINE[0].session.prefiller
-    assert own.rule.grid is None
-    return own if rule is None else replace(own, rule=rule)
+@pytest.fixture
+def run() -> Prefiller:
+    return replace(prefiller(), costs=CostModel())
 
 
-def holds(state: PrefillState) -> None:
-    assert state.num_committed <= state.num_exact <= state.num_computed <= len(state.tokens)
-    assert state.cache.get_seq_length() == state.num_computed
-
-
-@given(stops=st.lists(st.integers(0, 99), max_size=6), warm=st.booleans(), commits=st.booleans())
-@settings(max_examples=60, deadline=None)
-def test_any_stops_give_the_same_bits_and_all_of_it_is_exact(stops: list[int], warm: bool, commits: bool) -> None:
-    """In tiles a prefill may stop anywhere: every bit is the same, so everything may be stored."""
-    run = prefiller()
-    with run.open(_TEXT) as state:
+def read(run: Prefiller, tokens: list[int], **asked: Any) -> PrefillState:
+    """Prefill and store; the state is closed."""
+    with run.open(tokens, **asked) as state:
         run.advance_to_last_step(state)
         run.finish(state)
-        expected = state.cache.extract(0, len(_TEXT))
-        if warm:
-            run.commit(state)
+        run.commit(state)
+    return state
+
+
+def leased(run: Prefiller) -> int:
+    store: Any = run.store._store
+    return store.stats().leased
+
+
+class Approx(NoApprox):
+    """Finds these spans, and repairs by computing everything behind the exact tokens."""
+
+    def __init__(self, run: Prefiller, spans: ApproxSpans | None = None, *, error: Exception | None = None) -> None:
+        super().__init__("as asked")
+        self._run, self._spans, self._error = run, spans, error
+        self.asked: list[Any] = []
+
+    def boundaries(self, tokens: Sequence[int]) -> Sequence[int]:
+        return (40,)
+
+    def find(self, chunks: Any, *, available: int, prompt_tokens: int, fetched: Any = None) -> Any:
+        self.asked.append((len(chunks), available, prompt_tokens, fetched))
+        return self._spans, None if self._spans else self.reason
+
+    def replay(self, blocks: Mapping[int, KVBlock]) -> ApproxSpans:
+        return ApproxSpans("replayed", blocks, replayed=True)
+
+    def repair(self, state: PrefillState) -> str | None:
+        self.asked.append("repair")
+        if self._error is not None:
+            return f"because of {self._error}"
+        state.clock.lap("move")
+        ids = self._run.runner.upload(state.tokens[state.num_computed : state.last_step])
+        self._run.runner.append(ids, state.cache, logits=False)
+        state.repaired(RepairOutcome(5, 0.25, (40, 41)))
+        return None
+
+    def keep(self, state: PrefillState) -> int:
+        return 3
+
+    def observe(self, state: PrefillState) -> None:
+        self.asked.append("observe")
+
+
+def test_a_cancelled_request_computes_nothing_more(run: Prefiller) -> None:
+    stepwise = replace(run, rule=StepRule(16))
+    with stepwise.open(_TEXT) as state:
+        for advance in (partial(stepwise.advance, to=80), stepwise.advance_to_last_step):
+            answers = iter([False, True])
+            before = state.num_computed
+            with pytest.raises(RequestCancelled):
+                advance(state, cancelled=answers.__next__)
+            assert state.num_computed == before + 16
+
+
+def test_a_measurement_has_a_store_workspaces_and_costs_of_its_own(run: Prefiller) -> None:
+    read(run, _TEXT)
+    other = replace(run, approx=Approx(run)).exact_over(GuardedStore(MemoryStore(10**7)))
+    state = read(other, _TEXT)
+    assert state.plan.exact_tokens == 0
+    assert other.pool is not run.pool
+    assert other.costs is not run.costs
+    assert type(other.approx) is NoApprox
+    assert other.runner is run.runner
+
+
+def test_a_prompt_is_cut_at_boundaries_known_documents_and_the_grid(run: Prefiller) -> None:
+    cut = replace(run, approx=Approx(run)).chunk(_TEXT, [70])
+    assert [chunk.end for chunk in cut.chunks] == [16, 32, 40, 56, 70, 86]
+    assert cut.tail is not None
+    assert (cut.tail.start, cut.tail.end) == (86, 100)
+    on_grid = replace(run, rule=StepRule(16, 48)).chunk(_TEXT[:96], [20])
+    assert [chunk.end for chunk in on_grid.chunks] == [16, 20, 36, 48, 64, 80, 96]
+    assert on_grid.boundaries == [20, 48, 96]
+    assert replace(run, rule=StepRule(16, 48)).chunk(_TEXT, []).tail is None
+
+
+def test_what_is_known_is_asked_for_in_portions(run: Prefiller, monkeypatch: pytest.MonkeyPatch) -> None:
+    read(run, _TEXT)
+    asked: list[int] = []
+    right = GuardedStore.contains_content
+
+    def contains(self: GuardedStore, chunks: Any) -> Sequence[bool]:
+        asked.append(len(chunks))
+        return right(self, chunks)
+
+    monkeypatch.setattr(GuardedStore, "contains_content", contains)
+    monkeypatch.setattr("kvboost.core.prefill._ASKED_AT_ONCE", 5)
+    assert run.knows([(_TEXT, ()), (_OTHER, ()), (_TEXT[:32], ()), ([*_TEXT[:16], *_OTHER[:16]], ())]) == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert asked == [5, 5, 5, 1]
+
+
+def test_the_time_without_reuse_is_what_was_learnt(run: Prefiller) -> None:
+    assert run.expected_seconds(100) is None
+    assert read(run, _TEXT).report().plain_ms is None
+    assert run.costs.in_seconds, "learnt from the prefill"
+    stepwise = replace(run, rule=StepRule(30), costs=CostModel())
+    stepwise.costs.observe_prefill(forwards=1, tokens=100, seconds=2.0)
+    expected = stepwise.costs.prefill_seconds(forwards=4, tokens=100)
+    assert stepwise.expected_seconds(100) == expected
+    with stepwise.open(_OTHER) as state:
+        assert state.report().plain_ms == 1000.0 * expected
+
+
+def test_the_costs_learn_from_what_was_computed(run: Prefiller, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(CostModel, "observe_prefill", lambda self, **observed: seen.append(observed))
+    stepwise = replace(run, rule=StepRule(32))
+    read(stepwise, _TEXT[:48])
+    state = read(stepwise, _TEXT)
+    stages = state.clock.stages()
+    assert [(entry["forwards"], entry["tokens"]) for entry in seen] == [(2, 48), (2, 52)]
+    assert seen[1]["seconds"] == pytest.approx((stages["prefill"] + stages["first_token"]) / 1000.0)
+    stepwise.commit(state)
+    assert len(seen) == 2, "once"
+
+
+def test_the_tiers_of_reused_tokens_are_reported(run: Prefiller, monkeypatch: pytest.MonkeyPatch) -> None:
+    read(run, _TEXT)
+    right = GuardedStore.lease
+
+    def lease(self: GuardedStore, chunks: Any, **asked: Any) -> Any:
+        found: Any = right(self, chunks, **asked)
+        loads = LoadReport({chunk.prefix_key: "disk" for chunk in chunks[1:]})
+        return SimpleNamespace(blocks=found.blocks, release=found.release, loads=loads)
+
+    monkeypatch.setattr(GuardedStore, "lease", lease)
+    with run.open(_TEXT) as state:
+        assert state.report().tiers == {"memory": 16, "disk": 83}, "the last token is computed"
+    assert leased(run) == 0
+
+
+def test_the_stages_of_a_prefill_are_named(run: Prefiller) -> None:
+    assert set(read(run, _TEXT).report().timings_ms) == {"plan", "lease", "place", "prefill", "first_token"}
+
+
+def test_nothing_is_stored_under_the_keys_of_other_weights(run: Prefiller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PromptKeys, "is_current", lambda self, snapshot: False)
+    state = read(run, _TEXT)
+    assert (state.num_committed, state.new_chunks) == (0, 0)
+    assert run.commit_decoded(state, [5]) == 0
+    assert read(run, _TEXT).plan.exact_tokens == 0
+
+
+def test_a_refused_chunk_ends_storing(run: Prefiller) -> None:
+    full = replace(run, store=GuardedStore(MemoryStore(1)))
+    assert (state := read(full, _TEXT)).num_committed == 0
+    assert state.new_chunks == 0
+    assert read(run, _TEXT).new_chunks == 7
+    again = read(run, _TEXT)
+    assert (again.new_chunks, again.num_committed) == (0, 100)
+
+
+def test_a_lossy_codec_stores_nothing_bitwise(run: Prefiller) -> None:
+    codec: Any = SimpleNamespace(pack=run.codec.pack, place=run.codec.place, lossless=False)
+    read(replace(run, codec=codec), _TEXT)
+    with run.open([*_TEXT, 5]) as state:
+        assert state.plan.exact_tokens == 100
+        assert not state.bitwise
+        run.finish(state)
+        run.commit(state)
     run.pool.clear()
-    with run.open(_TEXT) as state:
-        assert state.num_computed == (len(_TEXT) - 1 if warm else 0)
-        for stop in stops:
-            run.advance(state, to=stop)
-            if commits:
-                run.commit(state)
-            holds(state)
-        run.advance_to_last_step(state)
-        if state.num_computed < len(_TEXT):
-            run.finish(state)
-        run.commit(state)
-        holds(state)
-        assert state.num_exact == state.num_committed == len(_TEXT)
-        found = state.cache.extract(0, len(_TEXT))
-    assert all(same_bits(one, other) for one, other in zip(expected, found, strict=True))
+    assert not read(run, [*_TEXT, 5, 6]).bitwise, "nor what was computed behind it"
 
 
-@given(stops=st.lists(st.integers(0, 96), max_size=6))
-@settings(max_examples=60, deadline=None)
-def test_on_a_grid_only_whole_steps_are_exact(stops: list[int]) -> None:
-    run = prefiller(_GRID)
-    cut = len(_TEXT) // 16 * 16  # the tail is no whole step
-    with run.open(_TEXT) as state:
-        done = 0
-        for stop in stops:
-            run.advance(state, to=stop)
-            holds(state)
-            if stop > done:
-                done = stop
-                cut = min(cut, stop // 16 * 16) if stop % 16 else cut
+def test_decoded_chunks_are_stored_and_are_not_bitwise(run: Prefiller) -> None:
+    generated = _OTHER[:30]
+    with run.open(_TEXT, new_tokens=30) as state:
         run.advance_to_last_step(state)
         run.finish(state)
         run.commit(state)
-        holds(state)
-        assert (state.num_exact, state.num_committed) == (cut, cut)
-    with run.open(_TEXT) as state:
-        assert state.num_computed == cut
+        run.runner.append(run.runner.upload(generated[:-1]), state.cache, logits=False)
+        assert run.commit_decoded(state, generated) == 2
+        assert run.commit_decoded(state, generated) == 0, "they are there"
+    run.pool.clear()
+    with run.open([*_TEXT, *generated, 5]) as state:
+        assert state.plan.exact_tokens == 128
+        assert not state.bitwise
 
 
-def test_on_a_grid_a_second_advance_goes_on_inside_the_step() -> None:
-    run = prefiller(_GRID)
-    with run.open(_TEXT) as state:
-        run.advance(state, to=40)
-        assert (state.num_computed, state.num_exact) == (40, 32)
-        run.advance(state, to=60)
-        assert (state.num_computed, state.num_exact) == (60, 32), "a step in two parts is not what a cold run computes"
-        run.commit(state)
-        assert state.num_committed == 32
-
-
-def test_a_found_piece_longer_than_the_missing_chunk_leaves_the_prompt_to_be_stored() -> None:
-    run = prefiller()
-    for boundaries, hit in (((), 0), ((21,), 32), ((21,), len(_TEXT) - 1)):
-        tokens = _TEXT if boundaries else _TEXT[:40]
-        with run.open(tokens, boundaries=boundaries) as state:
-            assert state.num_computed == hit  # of the second prompt: up to 32, behind the cut at 21
-            run.advance_to_last_step(state)
-            run.finish(state)
-            run.commit(state)
-            assert state.num_committed == len(tokens)
-
-
-def test_fast_numerics_resume_anywhere_and_say_so() -> None:
-    run = prefiller(StepRule(64, numerics="fast"))
-    with run.open(_TEXT) as state:
+def test_decoding_behind_repositioned_or_paged_kv_stores_nothing(run: Prefiller) -> None:
+    with run.open(_TEXT, new_tokens=30) as state:
         run.advance_to_last_step(state)
         run.finish(state)
-        run.commit(state)
-        assert state.bitwise, "nothing was reused"
-    with run.open([*_TEXT, 5, 6]) as state:
-        assert state.num_computed == len(_TEXT)
-        assert not state.report().bitwise
+        state.paged = True
+        assert run.commit_decoded(state, _OTHER[:30]) == 0
 
 
-def test_nothing_is_finished_before_its_steps() -> None:
-    run = prefiller(_GRID)
-    with run.open(_TEXT) as state, pytest.raises(ValueError, match="advance_to_last_step"):
-        run.finish(state)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda state: state.computed(20),  # nothing was appended
-        lambda state: state.computed(0),
-        lambda state: state.committed(16, new=True),  # not computed
-        lambda state: state.repaired(RepairOutcome(0, None)),
-        lambda state: state.drop_approx("no reason"),
-    ],
-)
-def test_transitions_that_do_not_fit_are_refused(wrong: Callable[[PrefillState], Any]) -> None:
-    with prefiller().open(_TEXT) as state:
-        with pytest.raises(AssertionError):
-            wrong(state)
-        holds(state)
-
-
-def test_chunks_are_repositioned_once_and_before_anything_is_computed() -> None:
-    run = prefiller()
-    block = KVBlock(b"k", None, b"c", b"", (), 0, bitwise=False)
+def test_a_last_step_that_ran_elsewhere_is_noted_once(run: Prefiller) -> None:
     with run.open(_TEXT) as state:
-        state.reposition(ApproxSpans("none", {2: block}))
-        assert state.plan.approx_start == 32
-        assert state.awaits_repair
-        with pytest.raises(AssertionError, match="once"):
-            state.reposition(ApproxSpans("none", {3: block}))
-        run.advance(state, to=32)
-        with pytest.raises(AssertionError, match="by their repair"):
-            state.computed(48)
-        with pytest.raises(ValueError, match="cannot stop"):
-            run.advance(state, to=40)
-        assert state.last_step == 48, "what follows runs with the last token"
-        state.drop_approx("as asked")
-        assert (state.num_computed, state.num_exact, state.spans) == (32, 32, None)
-        run.finish(state)
-        assert state.num_exact == len(_TEXT)
-        assert state.report().reason == "as asked"
+        run.last_step_ran(state)
+        assert state.num_computed == 0, "it did not run"
+        run.runner.append(run.runner.upload(_TEXT), state.cache, logits=False)
+        run.last_step_ran(state)
+        assert state.num_computed == 100
+        run.last_step_ran(state)
+        assert state.forwards == 1
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(None, {"memory": 4, "disk": 2}), (3, {"memory": 2, "disk": 1})])
-def test_tokens_are_counted_by_tier_up_to_the_limit(limit: int | None, expected: dict[str, int]) -> None:
-    def block(name: bytes) -> KVBlock:
-        return KVBlock(name, None, name, bytes(8), (), 1, bitwise=True)  # two tokens
+def test_last_steps_together_are_those_of_each(run: Prefiller) -> None:
+    read(run, _TEXT[:64])
 
-    loads = LoadReport({b"b": "disk"})
-    assert tokens_by_tier([block(name) for name in (b"a", b"b", b"c")], loads, limit=limit) == expected
+    class Joint:
+        def append(self, tokens: Any, caches: Any) -> torch.Tensor:
+            self.tokens = tokens
+            rows = [
+                run.runner.append(run.runner.upload(ids), cache, logits=True)
+                for ids, cache in zip(tokens, caches, strict=True)
+            ]
+            return torch.stack([row for row in rows if row is not None])
 
-
-def test_reasons_are_joined_and_none_clears_them() -> None:
-    with prefiller().open(_TEXT) as state:
-        state.explain("one")
-        state.explain("two")
-        assert state.report().reason == "one; two"
-        state.explain(None)
-        assert state.report().reason is None
-
-
-def test_a_prefill_is_observed_once() -> None:
-    with prefiller().open(_TEXT) as state:
-        assert [state.observe_once() for _ in range(3)] == [True, False, False]
-
-
-class Pool:
-    """Notes what comes back."""
-
-    def __init__(self) -> None:
-        self.returned: list[tuple[Any, list[bytes]]] = []
-
-    def give_back(self, cache: Any, *, held: list[bytes]) -> None:
-        self.returned.append((cache, held))
+    joint = Joint()
+    with run.open(_TEXT) as one, run.open(_OTHER[:20]) as two:
+        logits = finish_together(joint, [one, two])
+        assert joint.tokens == [_TEXT[64:], _OTHER[:20]]
+        assert (one.num_exact, two.num_exact) == (100, 20)
+        assert "first_token" in one.clock.stages()
+        assert not one.observe_once(), "its time was that of both"
+    run.pool.clear()
+    with run.open(_OTHER[:20]) as alone:
+        assert same_bits(run.finish(alone), logits[1])
+    with replace(run, rule=StepRule(16, 16)).open(_TEXT) as early, pytest.raises(ValueError, match="have not run"):
+        finish_together(joint, [early])
 
 
-@pytest.mark.parametrize("bitwise", [True, False])
-def test_a_cache_goes_back_once_with_the_chunks_that_are_stored(bitwise: bool) -> None:
-    run, pool = prefiller(), Pool()
-    with run.open(_TEXT) as state:
-        run.advance(state, to=40)
-        run.commit(state)
-        state.hits = replace(state.hits, bitwise=bitwise)
-        state._pool = pool  # type: ignore[assignment]
-        cache, keys = state.cache, [chunk.prefix_key for chunk in state.prompt.chunks]
-    state.close()
-    assert pool.returned == [(cache, keys[:2] if bitwise else [])], "without those that others may not take for bits"
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), KeyboardInterrupt()])
+def test_a_failed_placing_holds_nothing(run: Prefiller, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish(self: KVLoader, blocks: Any, chunks: Any) -> Any:
+        raise error
 
-
-def test_a_cache_that_was_handed_over_does_not_go_back() -> None:
-    pool = Pool()
-    with prefiller().open(_TEXT) as state:
-        state._pool = pool  # type: ignore[assignment]
-        assert state.detach() is state.cache
-    assert pool.returned == []
-
-
-def test_a_prefill_goes_on_in_another_cache() -> None:
-    run, pool = prefiller(), Pool()
-    with run.open(_TEXT) as state:
-        run.advance(state, to=40)
-        state._pool = pool  # type: ignore[assignment]
-        before, other = state.cache, run.pool.make(tokens=200)
-        state.move_to(other)
-        assert [cache for cache, _ in pool.returned] == [before]
-        assert state.cache is other
-        holds(state)
-        expected, moved = before.extract(0, 40), other.extract(0, 40)
-        assert all(same_bits(one, two) for one, two in zip(expected, moved, strict=True))
-        run.finish(state)
-
-
-def test_closing_releases_every_lease() -> None:
-    released: list[str] = []
-
-    def lease(name: str) -> Any:
-        return SimpleNamespace(release=lambda: released.append(name), blocks=[])
-
-    block = KVBlock(b"k", None, b"c", b"", (), 0, bitwise=False)
-    with prefiller().open(_TEXT) as state:
-        state.hits = ExactHits(lease=lease("exact"))
-        state.reposition(ApproxSpans("none", {2: block}, lease=lease("moved")))
-        state.trial = ApproxSpans("none", {2: block}, lease=lease("trial"))
-    assert released == ["exact", "moved", "trial"]
-
-
-def test_only_what_was_repaired_is_checked_and_the_lease_stays() -> None:
+    read(run, _TEXT)
     released: list[int] = []
-    lease: Any = SimpleNamespace(release=lambda: released.append(1), blocks=[])
-    slot: Any = SimpleNamespace(release=lambda: released.append(2))
-    block = KVBlock(b"k", None, b"c", b"", (), 0, bitwise=False)
-    run = prefiller()
-    with run.open(_TEXT) as state:
-        state.reposition(ApproxSpans("none", {2: block}, lease=lease, slot=slot, ratio=0.5))
-        assert state.repair_tokens == 8, "half of what is repositioned; nothing is missing before it"
+    spans = ApproxSpans("none", {6: _BLOCK}, lease=SimpleNamespace(release=lambda: released.append(1)))
+    monkeypatch.setattr(KVLoader, "finish", finish)
+    with pytest.raises(type(error)):
+        replace(run, approx=Approx(run, spans)).open(_TEXT, approx=True)
+    assert leased(run) == 0
+    assert released == [1]
+
+
+def test_why_nothing_was_repositioned_is_reported(run: Prefiller) -> None:
+    read(run, _TEXT[:32])
+    approx = Approx(run)
+    other = replace(run, approx=approx)
+    fetched: Any = SimpleNamespace(exact=None, content="content")
+    with other.open(_TEXT, approx=True, fetched=fetched) as state:
+        assert state.report().reason == "as asked"
+        assert state.plan.exact_tokens == 32
+    assert approx.asked == [(6, 2, 100, "content")]
+    with other.open(_TEXT) as state:
+        assert state.report().reason is None
+    assert len(approx.asked) == 1
+
+
+def test_repositioned_chunks_are_repaired_and_reported(run: Prefiller) -> None:
+    approx = Approx(run, ApproxSpans("some", {3: _BLOCK}))
+    other = replace(run, approx=approx)
+    with other.open(_TEXT, approx=True) as state:
+        assert state.plan.approx_start == 40
+        assert state.repair_tokens == 0
+        other.advance_to_last_step(state)
+        assert (state.num_computed, state.num_exact) == (56, 40)
+        assert state.is_repaired
+        assert not state.awaits_repair
+        other.finish(state)
+        other.commit(state)
+        report = state.report()
+        assert other.commit_decoded(state, [5]) == 0
+    assert approx.asked[1:] == ["repair", "observe"]
+    assert (report.exact_tokens, report.moved_tokens, report.recomputed_tokens, report.fresh_tokens) == (0, 16, 5, 84)
+    assert report.segments == (("fresh", 40), ("recomputed", 2), ("moved", 14), ("fresh", 44))
+    assert (report.error_estimate, report.approximate, report.bitwise) == (0.25, "some", False)
+    assert "move" in report.timings_ms
+    assert (state.num_committed, state.new_chunks) == (40, 3 + 3), "three exact chunks, and three that it kept"
+
+
+def test_a_failed_repair_is_computed_instead(run: Prefiller) -> None:
+    approx = Approx(run, ApproxSpans("some", {3: _BLOCK}), error=RuntimeError("a fault"))
+    other = replace(run, approx=approx)
+    with other.open(_TEXT, approx=True) as state:
+        other.advance_to_last_step(state)
+        logits = other.finish(state)
+        other.commit(state)
+        assert state.report().reason == "because of a fault"
+        assert "move" in state.clock.stages()
+        assert (state.num_exact, state.bitwise) == (100, True)
+        assert not other.costs.in_seconds, "a time with a failed repair in it says nothing"
+    run.pool.clear()
+    with run.exact_over(GuardedStore(MemoryStore(10**7))).open(_TEXT, boundaries=[40]) as cold:
+        assert same_bits(run.finish(cold), logits)
+
+
+def test_chunks_on_trial_are_not_used_and_not_held(run: Prefiller) -> None:
+    released: list[int] = []
+    lease: Any = SimpleNamespace(release=lambda: released.append(1))
+    other = replace(run, approx=Approx(run, ApproxSpans("some", {3: _BLOCK}, lease=lease, on_trial=True)))
+    with other.open(_TEXT, approx=True) as state:
+        assert released == [1]
+        assert state.spans is None
+        trial = state.take_checked()
+        assert trial is not None
+        assert trial.blocks == {3: _BLOCK}
         assert state.take_checked() is None
-        run.advance(state, to=32)
-        run.runner.append(run.runner.upload(_TEXT[32:48]), state.cache, logits=False)
-        state.repaired(RepairOutcome(8, None))
-        assert (state.num_computed, state.num_exact) == (48, 32)
-        checked = state.take_checked()
-        assert checked is not None
-        assert (checked.slot, type(checked.lease)) == (slot, EmptyLease)
+
+
+def test_replayed_chunks_are_those_given_and_documents_do_not_cut_them(run: Prefiller) -> None:
+    read(run, _TEXT)
+    with replace(run, approx=Approx(run)).open(_TEXT, using={3: _BLOCK}) as state:
+        assert state.plan.exact_tokens == 48, "stored chunks before it only"
         assert state.spans is not None
-        assert (state.spans.slot, state.spans.lease) == (None, lease)
-    assert released == [1], "the slot is the check's"
+        assert state.spans.strategy == "replayed"
+        assert [segment.start for segment in state.plan.moved] == [48]
 
 
-def test_tiers_and_declined_loads_of_both_leases_are_reported() -> None:
-    disk, redis = DeclinedLoad("disk", 16, 2.0, 1.0), DeclinedLoad("redis", 32, 3.0, 1.0)
-    block = KVBlock(b"k", None, b"c", bytes(64), (), 0, bitwise=False)
-    with prefiller().open(_TEXT) as state:
-        exact = ReleasedLease(LoadReport({}, (disk,), {32: 16, 48: 16}))
-        state.hits = replace(state.hits, lease=exact, tiers={"disk": 5})
-        report = state.report()
-        assert (report.declined, report.declined_tokens, report.tiers) == ((disk,), 32, {"disk": 5})
-        moved = ReleasedLease(LoadReport({b"k": "disk"}, (redis,), {64: 16, 48: 16}))
-        state.reposition(ApproxSpans("none", {2: block}, lease=moved))
-        report = state.report()
-        assert report.declined == (disk, redis)
-        assert report.declined_tokens == 32, "the chunk at 32 was repositioned after all"
-        assert report.tiers == {"disk": 5 + 16}
+def test_a_warm_run_equals_a_cold_one_only_if_it_reuses_something(run: Prefiller) -> None:
+    assert warm_equals_cold(run, _TEXT)
+    assert not warm_equals_cold(replace(run, store=GuardedStore(MemoryStore(1))), _TEXT)

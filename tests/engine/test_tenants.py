@@ -373,7 +373,7 @@ _READER = """
 import json, sys
 from tests.approx.test_find import engine_for, text
 from tests.engine.test_tenants import digest, found
-from kvboost.core.prefiller import Prefiller
+from kvboost.core.prefill import Prefiller
 from tests.helpers.models import tiny_model
 Prefiller._observe = lambda self, reading: None  # as in the tests: what loading costs must not decide
 engines = {}

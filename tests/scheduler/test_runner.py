@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvboost import CapacityError, ConfigError, GenerationMode, KVBoost
-from kvboost.core.prefill import PrefillState
-from kvboost.core.prefiller import Prefiller
+from kvboost.core.prefill import Prefiller
+from kvboost.core.state import PrefillState
 from kvboost.core.verify import same_bits
 from kvboost.errors import ClosedError
 from kvboost.hf.cache import SlabCache

@@ -13,7 +13,7 @@ from tools.request_path import of_generate
 
 ROOT = Path(__file__).resolve().parents[2]
 
-_ON_EVERY_PATH = ("core/prefiller.py: ", "store/memory.py: ", "hf/runner.py: ")
+_ON_EVERY_PATH = ("core/prefill.py: ", "store/memory.py: ", "hf/runner.py: ")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from kvboost.approx.find import ApproxReuse
 from kvboost.approx.select import STRATEGIES, make_strategy
 from kvboost.approx.shadow import FIRST_TOKENS
 from kvboost.core.guarded import GuardedStore
-from kvboost.core.prefiller import Prefiller
+from kvboost.core.prefill import Prefiller
 from kvboost.errors import ConfigError
 from kvboost.hf.runner import ModelRunner
 from kvboost.store import MemoryStore

@@ -25,9 +25,9 @@ from kvboost.core.backend import Codec
 from kvboost.core.costs import CostModel
 from kvboost.core.guarded import GuardedStore, loads_of
 from kvboost.core.keys import variant_key
-from kvboost.core.prefill import PrefillState
-from kvboost.core.prefiller import Prefiller
+from kvboost.core.prefill import Prefiller
 from kvboost.core.spans import ApproxSpans, repair_end
+from kvboost.core.state import PrefillState
 from kvboost.extend import ContentLease
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.runner import ModelRunner

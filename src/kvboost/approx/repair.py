@@ -17,8 +17,8 @@ from kvboost.approx.recompute import MAX_POSITIONS, PositionSelector, RecomputeR
 from kvboost.approx.reposition import KeyRepositioner
 from kvboost.approx.select import Repair
 from kvboost.approx.spread import Spread
-from kvboost.core.prefill import PrefillState
 from kvboost.core.spans import ApproxSpans, RepairOutcome
+from kvboost.core.state import PrefillState
 from kvboost.extend import RepairSituation, RepairStrategy
 from kvboost.hf.cache import KVChanges, SlabCache
 from kvboost.types import Chunk, KVBlock, context_mark

@@ -17,9 +17,9 @@ from kvboost.approx.select import Repair, Selective, make_strategy
 from kvboost.approx.shadow import FIRST_TOKENS
 from kvboost.approx.trust import EarnedTrust, TrustFile
 from kvboost.config import EngineConfig
-from kvboost.core.identity import PromptKeys
+from kvboost.core.keys import PromptKeys
 from kvboost.core.non_prefix import NoApprox, NonPrefixReuse
-from kvboost.core.prefiller import Prefiller
+from kvboost.core.prefill import Prefiller
 from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.extend import RepairStrategy
 from kvboost.hf.cache import KVLayout

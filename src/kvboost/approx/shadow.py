@@ -23,9 +23,9 @@ import torch
 from kvboost.approx.find import ApproxReuse
 from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.trust import EarnedTrust
-from kvboost.core.prefill import ChunkedPrompt
-from kvboost.core.prefiller import Prefiller, RequestCancelled
+from kvboost.core.prefill import Prefiller, RequestCancelled
 from kvboost.core.spans import ApproxSpans, CheckSlot
+from kvboost.core.state import ChunkedPrompt
 from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.runner import ModelRunner
 from kvboost.types import KVBlock

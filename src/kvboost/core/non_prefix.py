@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvboost.core.prefill import PrefillState
 from kvboost.core.spans import ApproxSpans
+from kvboost.core.state import PrefillState
 from kvboost.types import Chunk, KVBlock, LoadReport, NonPrefixReuseStats
 
 

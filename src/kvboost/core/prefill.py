@@ -1,364 +1,334 @@
-"""The state of one prefill: what is computed, what of it is exact, what is stored.
+"""Prefills prompts: look up, place, compute what is missing, commit.
 
-Made and advanced by :class:`kvboost.core.prefiller.Prefiller` (or by paging) only. Invariants, checked by every
-transition: ``num_committed <= num_exact <= num_computed <= len(tokens)``; positions ``[0, num_computed)`` are in the
-cache; positions ``[0, num_exact)`` were placed or computed as a cold run computes them, so nothing behind a
-repositioned chunk, and nothing from a step that the rule does not allow, is ever exact.
+Used by the engine and by the scheduler for every kind of request: one prefill path, one commit point. Invariants:
+steps follow the rule of the model's numerics, whatever was reused; only KV straight from such a step is committed under
+an exact key, and only behind KV that came from such steps itself.
 """
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Self
+from itertools import chain, islice
+from typing import TYPE_CHECKING
 
-from kvboost.core.backend import KVCache
-from kvboost.core.costs import StageClock
-from kvboost.core.guarded import EmptyLease, loads_of
-from kvboost.core.identity import KeySnapshot
-from kvboost.core.plan import ReusePlan, plan_reuse, reusable_chunks
-from kvboost.core.spans import ApproxSpans, RepairOutcome, repair_end
-from kvboost.core.workspaces import WorkspacePool
+from kvboost.core.backend import Codec, JointRunner, KVCache, Runner
+from kvboost.core.costs import CostModel, StageClock
+from kvboost.core.guarded import EmptyLease, GuardedStore, JoinedLease, loads_of
+from kvboost.core.keys import PromptKeys
+from kvboost.core.non_prefix import NoApprox, NonPrefixReuse
+from kvboost.core.spans import ApproxSpans
+from kvboost.core.state import ChunkedPrompt, ExactHits, PrefillState, tokens_by_tier
+from kvboost.core.workspaces import KVLoader, WorkspacePool
 from kvboost.extend import Lease
 from kvboost.steps import StepRule
-from kvboost.types import TOKEN_BYTES, Chunk, KVBlock, LoadReport, ReuseReport
+from kvboost.types import NOTHING_LOADED, Chunk, Fetched, KVBlock, ModelSnapshot, PutOutcome, context_before
 
 if TYPE_CHECKING:
     import torch
 
-
-@dataclass(frozen=True)
-class ChunkedPrompt:
-    """A prompt cut into chunks, under the keys of one model state."""
-
-    tokens: list[int]
-    boundaries: Sequence[int]
-    snapshot: KeySnapshot
-    chunks: list[Chunk]
-
-    tail: Chunk | None = None
-    """The tokens behind the last cut: stored too, for prompts that begin with this one."""
-
-    @cached_property
-    def stored(self) -> list[Chunk]:
-        """What a prefill of the whole prompt stores: the chunks and the tail."""
-        return [*self.chunks, self.tail] if self.tail is not None else self.chunks
-
-    @cached_property
-    def lookup(self) -> list[Chunk]:
-        """The chunks to look up: all that hold a token before the last one, whose logits are needed."""
-        count = len(self.stored)
-        while count and self.stored[count - 1].start >= len(self.tokens) - 1:
-            count -= 1
-        return self.stored[:count]
-
-    @property
-    def usable(self) -> Sequence[Chunk]:
-        """The chunks that could be repositioned: all that end before the last token."""
-        return reusable_chunks(self.chunks, prompt_tokens=len(self.tokens))
+_ASKED_AT_ONCE = 256  # chunks
 
 
-@dataclass(frozen=True)
-class ExactHits:
-    """The leading chunks that a prefill begins with."""
-
-    tokens: int = 0
-    """Tokens of the leading chunks that were placed."""
-    borrowed: int = 0
-    """Those of them in the end of another prompt: stored, but not as chunks of this one."""
-    bitwise: bool = True
-    """Whether they, and what is computed right after them, are bitwise equal to a cold run."""
-    lease: Lease = field(default_factory=EmptyLease)
-    tiers: Mapping[str, int] = field(default_factory=dict)
-    """Number of their tokens by source tier."""
-
-    @property
-    def own_tokens(self) -> int:
-        """Tokens that are stored as chunks of this prompt."""
-        return self.tokens - self.borrowed
+class RequestCancelled(Exception):
+    """The caller closed the stream and no longer needs the result."""
 
 
-class PrefillState:
-    """One prefill. Owns a cache and leases; close it, or leave its ``with`` block, to give them back."""
+def _never() -> bool:
+    return False
 
-    def __init__(
+
+@dataclass(frozen=True, kw_only=True)
+class Prefiller:
+    """Prefills with one model for one tenant. For another tenant, ``dataclasses.replace`` what is not shared."""
+
+    runner: Runner
+    codec: Codec
+    keys: PromptKeys
+    store: GuardedStore
+    pool: WorkspacePool
+    rule: StepRule
+    """Where forward steps begin and end."""
+    costs: CostModel = field(default_factory=CostModel)
+    approx: NonPrefixReuse = field(default_factory=NoApprox)
+
+    def exact_over(self, store: GuardedStore) -> Prefiller:
+        """The same over another store with separate workspaces, exact reuse only: for measurements."""
+        return replace(self, store=store, pool=self.pool.for_tenant(), costs=CostModel(), approx=NoApprox())
+
+    def chunk(
+        self, tokens: list[int], boundaries: Sequence[int], *, model: ModelSnapshot | None = None
+    ) -> ChunkedPrompt:
+        """Cut the prompt into chunks, at documents that are known too, keyed by the model as it is, or ``model``."""
+        return self._cut(tokens, sorted({*boundaries, *self.approx.boundaries(tokens)}), model=model)
+
+    def _cut(
+        self, tokens: list[int], boundaries: Sequence[int], *, model: ModelSnapshot | None = None
+    ) -> ChunkedPrompt:
+        snapshot = self.keys.snapshot(model)
+        boundaries = self._with_grid(boundaries, len(tokens))
+        chunks, tail = self.keys.chunks_and_tail(snapshot.root, tokens, boundaries)
+        # Without a grid a prompt can be resumed anywhere, so its end is worth storing.
+        return ChunkedPrompt(tokens, boundaries, snapshot, chunks, tail if self.rule.grid is None else None)
+
+    def _with_grid(self, boundaries: Sequence[int], tokens: int) -> Sequence[int]:
+        """The boundaries and the grid's: a chunk across a step's end would leave the whole step to compute."""
+        if self.rule.grid is None:
+            return boundaries
+        return sorted({*boundaries, *range(self.rule.grid, tokens + 1, self.rule.grid)})
+
+    def open(
+        self,
+        tokens: list[int],
+        *,
+        boundaries: Sequence[int] = (),
+        new_tokens: int = 0,
+        clock: StageClock | None = None,
+        approx: bool = False,
+        using: Mapping[int, KVBlock] | None = None,
+        fetched: Fetched | None = None,
+    ) -> PrefillState:
+        """Place all stored KV of a prompt; the cache has capacity for ``new_tokens`` more.
+
+        With ``approx``, chunks from other positions are reused too, where that is faster. ``using`` gives them by chunk
+        index instead, to prefill a prompt as it was prefilled before. ``fetched`` is what was loaded for this prompt
+        before: then no slower tier is asked.
+        """
+        clock = clock or StageClock()
+        # Replayed blocks fit the chunks of that time: documents that became known since must not cut them.
+        prompt = self.chunk(tokens, boundaries) if using is None else self._cut(tokens, boundaries)
+        clock.lap("plan")
+        lookup = prompt.lookup
+        loader = KVLoader(lookup, tokens=len(tokens) + new_tokens, codec=self.codec, pool=self.pool)
+        lease = self.store.lease(lookup, arrived=loader.arrived, fetched=fetched.exact if fetched else None)
+        spans: ApproxSpans | None = None
+        trial: ApproxSpans | None = None
+        reason: str | None = None
+        try:
+            blocks = lease.blocks
+            if using is not None:
+                blocks, spans = blocks[: min(using)], self.approx.replay(using)
+            elif approx:
+                available = min(len(blocks), len(prompt.usable))
+                spans, reason = self.approx.find(
+                    prompt.usable,
+                    available=available,
+                    prompt_tokens=len(tokens),
+                    fetched=fetched.content if fetched else None,
+                )
+                if spans is not None and spans.on_trial:
+                    spans.lease.release()
+                    trial, spans = replace(spans, lease=EmptyLease()), None
+            tail = self.stored_tail(prompt, len(blocks), in_memory=fetched is not None) if spans is None else None
+            if tail is not None:
+                more = self.store.lease([tail], fetched=NOTHING_LOADED if fetched else None)
+                lookup, lease = [*lookup[: len(blocks)], tail], JoinedLease(lease, more)
+                blocks = lease.blocks
+            clock.lap("lease")
+            state = self._start(prompt, loader.finish(blocks, lookup), lease, lookup[: len(blocks)], blocks, clock)
+            clock.lap("place")
+        except BaseException:
+            lease.release()
+            for found in (spans, trial):
+                if found is not None:
+                    found.release()
+            raise
+        try:
+            state.explain(reason)
+            state.trial = trial
+            if spans is not None:
+                state.reposition(spans)
+            return state
+        except BaseException:
+            state.close()
+            raise
+
+    def stored_tail(self, prompt: ChunkedPrompt, found: int, *, in_memory: bool = False) -> Chunk | None:
+        """The stored end of an earlier prompt behind the first ``found`` chunks; None if there is none."""
+        if found >= len(prompt.lookup) or self.rule.grid is not None:
+            return None
+        behind, missed = prompt.lookup[found - 1] if found else None, prompt.lookup[found]
+        tails = self.keys.tails(prompt.snapshot.root, prompt.tokens, behind=behind)
+        tails = [tail for tail in tails if tail.end != missed.end]  # it was looked up
+        return self.store.first_stored(tails, in_memory=in_memory) if tails else None
+
+    def _start(
         self,
         prompt: ChunkedPrompt,
         cache: KVCache,
-        *,
-        hits: ExactHits,
-        rule: StepRule,
+        lease: Lease,
+        placed: Sequence[Chunk],
+        blocks: Sequence[KVBlock],
         clock: StageClock,
-        pool: WorkspacePool | None = None,
-        paged: bool = False,
-        plain_ms: float | None = None,
-    ) -> None:
-        """The cache holds the chunks of ``hits``. It goes back to ``pool`` at the end; without one it is not kept.
-
-        ``plain_ms`` is how long computing the whole prompt should take, for the report.
-        """
-        self.prompt, self.hits, self.rule, self.clock, self.paged = prompt, hits, rule, clock, paged
-        self._cache, self._pool, self._plain_ms = cache, pool, plain_ms
-        self._plan = self._exact_plan()
-        self._num_computed = self._num_exact = self._plan.exact_tokens
-        self._num_committed = min(hits.own_tokens, self._plan.exact_tokens)
-        self._spans: ApproxSpans | None = None
-        self.trial: ApproxSpans | None = None
-        """What could have been repositioned, to be checked once the prompt is answered. Its lease was released."""
-        self._repair: RepairOutcome | None = None
-        self._reason: str | None = None
-        self._new_chunks = 0
-        self.forwards = 0
-        """Steps that were computed."""
-        self._observed = False
-        self._uploaded: tuple[int, torch.Tensor] | None = None
-
-    @property
-    def tokens(self) -> list[int]:
-        """The prompt."""
-        return self.prompt.tokens
-
-    @property
-    def cache(self) -> KVCache:
-        """The cache that holds its KV."""
-        return self._cache
-
-    @property
-    def plan(self) -> ReusePlan:
-        """Where the KV of each segment comes from."""
-        return self._plan
-
-    @property
-    def spans(self) -> ApproxSpans | None:
-        """The repositioned chunks, if any."""
-        return self._spans
-
-    @property
-    def num_computed(self) -> int:
-        """Prompt tokens whose KV is in the cache."""
-        return self._num_computed
-
-    @property
-    def num_exact(self) -> int:
-        """Leading prompt tokens whose KV is as a cold run computes it."""
-        return self._num_exact
-
-    @property
-    def num_committed(self) -> int:
-        """Leading prompt tokens whose KV is stored under the exact keys of its own chunks."""
-        return self._num_committed
-
-    @property
-    def last_step(self) -> int:
-        """Where the step begins that holds the last token. Behind repositioned chunks it is all that follows them."""
-        if self._spans is not None:
-            moved, rest = self._plan.moved[-1], self._plan.segments[-1]
-            return repair_end(len(self.tokens), moved_end=moved.end, cut_end=rest.start)
-        return self.rule.last_step(self._plan.exact_tokens, len(self.tokens))
-
-    @property
-    def bitwise(self) -> bool:
-        """Whether everything in the cache has the bits of a cold run."""
-        return self.hits.bitwise and self._spans is None and (self.rule.is_bitwise or not self._plan.exact_tokens)
-
-    @property
-    def awaits_repair(self) -> bool:
-        """Whether repositioned chunks are planned and not yet repaired."""
-        return self._spans is not None and self._repair is None
-
-    @property
-    def is_repaired(self) -> bool:
-        """Whether repositioned chunks are in the cache, and repaired."""
-        return self._repair is not None
-
-    @property
-    def repair_tokens(self) -> int:
-        """About how many tokens the planned repair computes: what is missing, and its share of what is repositioned."""
-        assert self._spans is not None
-        moved = self._plan.moved_tokens
-        return self.last_step - self._plan.approx_start - moved + round(self._spans.ratio * moved)
-
-    @property
-    def new_chunks(self) -> int:
-        """Blocks that this prefill added to the store."""
-        return self._new_chunks
-
-    def missing_ids(self, end: int, *, upload: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor:
-        """The ids of the positions up to ``end`` that are not computed yet, [n], from one upload for all steps."""
-        start = self._num_computed
-        if self._uploaded is None or start < self._uploaded[0]:
-            self._uploaded = start, upload(self.tokens[start:])
-        first, ids = self._uploaded
-        return ids[start - first : end - first]
-
-    # Transitions
-
-    def computed(self, end: int) -> None:
-        """The model has appended the positions up to ``end`` in one step."""
-        start = self._num_computed
-        if self.awaits_repair and start >= self._plan.approx_start:
-            raise AssertionError("positions behind repositioned chunks are computed by their repair")
-        if not start < end <= len(self.tokens) or (self.awaits_repair and end > self._plan.approx_start):
-            raise AssertionError(f"[{start}, {end}) is no step of this plan")
-        if self._cache.get_seq_length() != end:
-            raise AssertionError(f"the cache holds {self._cache.get_seq_length()} positions instead of {end}")
-        if self._num_exact == start and self.rule.keeps_bits(start, end) and not self._approx_at(start):
-            self._num_exact = end
-        self._num_computed = end
-        self.forwards += 1
-
-    def reposition(self, spans: ApproxSpans) -> None:
-        """Add chunks from other positions to the plan; they are placed when what is before them is computed."""
-        if self._spans is not None or self._num_computed != self._plan.exact_tokens:
-            raise AssertionError("chunks are repositioned once, before anything is computed")
-        self._plan = plan_reuse(
-            self.prompt.chunks,
-            prompt_tokens=len(self.tokens),
-            exact_tokens=self._plan.exact_tokens,
-            approx=spans.blocks,
+    ) -> PrefillState:
+        end = placed[-1].end if placed else 0
+        reused = self.rule.resume(min(end, len(prompt.tokens) - 1))  # the rest of the last block is computed again
+        borrowed = bool(placed) and placed[-1].end != prompt.lookup[len(placed) - 1].end  # only the last one can be
+        hits = ExactHits(
+            tokens=end,
+            borrowed=end - placed[-1].start if borrowed else 0,
+            bitwise=all(block.bitwise for block in blocks),
+            lease=lease,
+            tiers=tokens_by_tier(blocks, loads_of(lease), limit=reused),
         )
-        self._spans = spans
+        plain = self.expected_seconds(len(prompt.tokens))
+        plain_ms = None if plain is None else 1000.0 * plain
+        state = PrefillState(prompt, cache, hits=hits, rule=self.rule, clock=clock, pool=self.pool, plain_ms=plain_ms)
+        cache.set_length(state.num_computed)
+        return state
 
-    def repaired(self, outcome: RepairOutcome) -> None:
-        """Everything up to the last step is in the cache, repositioned or computed."""
-        if not self.awaits_repair or self._num_computed != self._plan.approx_start:
-            raise AssertionError("a repair follows the exact steps before the first repositioned chunk")
-        if self._cache.get_seq_length() != self.last_step:
-            raise AssertionError(f"a repair leaves {self.last_step} positions in the cache")
-        self._repair, self._num_computed = outcome, self.last_step
-
-    def drop_approx(self, reason: str) -> None:
-        """Discard the repositioned chunks and continue with exact reuse only."""
-        if self._spans is None:
-            raise AssertionError("nothing was repositioned")
-        self._spans.release()
-        self._spans = self._repair = None
-        self._plan = self._exact_plan()
-        self._num_computed = self._num_exact
-        self._cache.set_length(self._num_exact)
-        self._reason = reason
-
-    def committed(self, end: int, *, new: bool) -> None:
-        """The store holds the exact chunk that ends here; ``new`` if it was added."""
-        if not self._num_committed < end <= self._num_exact:
-            raise AssertionError(f"[{self._num_committed}, {end}) is not exact, or was committed before")
-        self._num_committed = end
-        self._new_chunks += new
-
-    def kept(self, count: int) -> None:
-        """``count`` new approximate blocks were stored."""
-        self._new_chunks += count
-
-    def observe_once(self) -> bool:
-        """True for the first call only: a prefill's times are observed once."""
-        first, self._observed = not self._observed, True
-        return first
-
-    def explain(self, reason: str | None) -> None:
-        """Note why something was not reused, for the report."""
-        self._reason = reason if self._reason is None or reason is None else f"{self._reason}; {reason}"
-
-    def move_to(self, cache: KVCache) -> None:
-        """Continue in this cache; the one before goes back to the pool."""
-        length = self._cache.get_seq_length()
-        cache.place(0, self._cache.span(0, length))
-        cache.set_length(length)
-        before, self._cache = self._cache, cache
-        self._give_back(before)
-
-    def take_checked(self) -> ApproxSpans | None:
-        """What a check of this request is about: what was repositioned, or could have been.
-
-        Their slot goes along; the lease stays here.
-        """
-        if self._spans is None:
-            trial, self.trial = self.trial, None
-            return trial
-        if not self.is_repaired:
+    def expected_seconds(self, tokens: int) -> float | None:
+        """How long computing a whole prompt should take; None before anything was observed."""
+        if not self.costs.in_seconds:
             return None
-        spans, self._spans = replace(self._spans, lease=EmptyLease()), replace(self._spans, slot=None)
-        return spans
+        return self.costs.prefill_seconds(forwards=self.rule.count(tokens), tokens=tokens)
 
-    def detach(self) -> KVCache:
-        """Hand the cache over to the caller: it is no longer pooled."""
-        self._pool = None
-        return self._cache
+    def knows(self, texts: Iterable[tuple[list[int], Sequence[int]]]) -> list[bool]:
+        """For each text with its cuts whether all its chunks are stored somewhere."""
+        chunks = [self._cut(tokens, cuts).chunks for tokens, cuts in texts]
+        every = list(chain.from_iterable(chunks))
+        # Many in one round trip, and not so many that a server keeps its other clients waiting.
+        asked = (every[begin : begin + _ASKED_AT_ONCE] for begin in range(0, len(every), _ASKED_AT_ONCE))
+        found = iter([there for some in asked for there in self.store.contains_content(some)])
+        return [all(list(islice(found, len(own)))) for own in chunks]
 
-    def close(self) -> None:
-        """Release the leases and return the cache to the pool."""
-        self.hits.lease.release()
-        for spans in (self._spans, self.trial):
-            if spans is not None:
-                spans.release()
-        self._give_back(self._cache)
-        self._pool = None
+    def advance(self, state: PrefillState, *, to: int, cancelled: Callable[[], bool] = _never) -> None:
+        """Compute what is missing up to position ``to``, which may lie inside a step.
 
-    def _give_back(self, cache: KVCache) -> None:
-        """Pool a cache that holds the committed chunks."""
-        if self._pool is not None:
-            held = self._num_committed if self.hits.bitwise else 0
-            self._pool.give_back(cache, held=[c.prefix_key for c in self.prompt.lookup if c.end <= held])
+        Behind repositioned chunks there is one repair up to the last step, so ``to`` lies before them or not before
+        the last step.
+        """
+        if state.awaits_repair and state.plan.approx_start < to < state.last_step:
+            raise ValueError(f"a repair runs up to position {state.last_step}; it cannot stop at {to}")
+        self._advance(state, lambda: to, cancelled)
 
-    def __enter__(self) -> Self:
-        return self
+    def advance_to_last_step(self, state: PrefillState, *, cancelled: Callable[[], bool] = _never) -> None:
+        """Run every step but the one that holds the last token."""
+        self._advance(state, lambda: state.last_step, cancelled)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _advance(self, state: PrefillState, to: Callable[[], int], cancelled: Callable[[], bool]) -> None:
+        """Run steps and the repair up to ``to()``, which is asked again if there is no repair after all."""
+        self._run_steps(state, to=min(to(), state.plan.approx_start), cancelled=cancelled)
+        if state.awaits_repair and to() >= state.last_step:
+            state.clock.lap("prefill")
+            failure = self.approx.repair(state)  # only now: a step clears the positions behind its own
+            if failure is not None:
+                state.drop_approx(failure)
+                state.clock.lap("move")
+        self._run_steps(state, to=to(), cancelled=cancelled)
+        state.clock.lap("prefill")
 
-    def report(self) -> ReuseReport:
-        """What was reused and how long it took."""
-        exact, moved = self._plan.exact_tokens, self._plan.moved_tokens
-        tiers, loads = Counter(self.hits.tiers), loads_of(self.hits.lease)
-        declined, declined_at = loads.declined, dict(loads.declined_at)
-        if self._spans is not None:
-            more = loads_of(self._spans.lease)
-            tiers.update(tokens_by_tier(self._spans.blocks.values(), more))
-            declined += more.declined
-            declined_at |= more.declined_at
-            for segment in self._plan.moved:
-                declined_at.pop(segment.start, None)
-        return ReuseReport(
-            exact_tokens=exact,
-            moved_tokens=moved,
-            # A repair may go over some positions twice.
-            recomputed_tokens=min(moved, self._repair.recomputed_tokens) if self._repair else 0,
-            fresh_tokens=len(self.tokens) - exact - moved,
-            bitwise=self.bitwise,
-            timings_ms=self.clock.stages(),
-            reason=self._reason,
-            error_estimate=self._repair.error_estimate if self._repair else None,
-            approximate=self._spans.strategy if self._spans else None,
-            tiers=MappingProxyType(dict(tiers)),
-            declined_tokens=sum(declined_at.values()),
-            declined=declined,
-            segments=self._plan.runs(recomputed=self._repair.positions if self._repair else ()),
-            paged=self.paged,
-            plain_ms=self._plain_ms,
-        )
+    def _run_steps(self, state: PrefillState, *, to: int, cancelled: Callable[[], bool]) -> None:
+        while state.num_computed < to:
+            if cancelled():
+                raise RequestCancelled
+            end = state.rule.step_end(state.num_computed, to)
+            self.runner.append(state.missing_ids(end, upload=self.runner.upload), state.cache, logits=False)
+            state.computed(end)
+            if state.paged:
+                self.commit(state)  # while most of these positions are in memory
 
-    def _exact_plan(self) -> ReusePlan:
-        """The plan without repositioned chunks."""
-        tokens = len(self.tokens)
-        return plan_reuse((), prompt_tokens=tokens, exact_tokens=self.rule.resume(min(self.hits.tokens, tokens - 1)))
+    def last_step_ran(self, state: PrefillState) -> None:
+        """The model ran the last step elsewhere, as :meth:`Runner.first_forward` makes it."""
+        if state.num_computed < len(state.tokens) == state.cache.get_seq_length():
+            state.computed(len(state.tokens))
 
-    def _approx_at(self, position: int) -> bool:
-        return position >= self._plan.approx_start
+    def finish(self, state: PrefillState) -> torch.Tensor:
+        """Run the last step, or what is missing of it, and return the last token's logits, [vocab]."""
+        _check_last_step(state)
+        ids = state.missing_ids(len(state.tokens), upload=self.runner.upload)
+        logits = self.runner.append(ids, state.cache, logits=True)
+        assert logits is not None
+        state.computed(len(state.tokens))
+        state.clock.lap("first_token")
+        return logits
+
+    def commit(self, state: PrefillState) -> None:
+        """Store every chunk computed since the last commit."""
+        self._observe(state)
+        if not self.keys.is_current(state.prompt.snapshot):
+            return  # the weights changed meanwhile: this KV belongs to neither model
+        self._store_exact(state)
+        if state.spans is not None:
+            state.kept(self.approx.keep(state))
+
+    def commit_decoded(self, state: PrefillState, generated: Sequence[int]) -> int:
+        """Store the chunks that decoding completed, marked as not bitwise. The last token has no KV yet."""
+        if state.spans is not None or state.paged or not self.keys.is_current(state.prompt.snapshot):
+            return 0  # behind approximate KV nothing is exact; paged KV would have to be loaded once more
+        prompt = state.prompt
+        tokens = [*prompt.tokens, *generated][: state.cache.get_seq_length()]
+        chunks = self.keys.chunks(prompt.snapshot.root, tokens, self._with_grid(prompt.boundaries, len(tokens)))
+        new, stored = 0, []
+        for index, chunk in enumerate(chunks):
+            if chunk.end > state.num_committed:
+                outcome = self._put(state, chunk, context=context_before(chunks, index), bitwise=False)
+                if outcome is PutOutcome.REFUSED:
+                    break  # what follows could not be reached without it
+                new += outcome is PutOutcome.STORED
+            stored.append(chunk.prefix_key)
+        self.store.used(stored)
+        return new
+
+    def _store_exact(self, state: PrefillState) -> None:
+        chunks = state.prompt.stored
+        for index, chunk in enumerate(chunks):
+            if chunk.end > state.num_exact:
+                break
+            if chunk.end <= state.num_committed:
+                continue
+            if chunk.end <= state.hits.own_tokens:  # stored, and only its last token was computed for the logits
+                state.committed(chunk.end, new=False)
+                continue
+            context = context_before(chunks, index)
+            bitwise = state.hits.bitwise and state.rule.is_bitwise
+            outcome = self._put(state, chunk, context=context, bitwise=bitwise)
+            if outcome is PutOutcome.REFUSED:
+                break  # what follows could not be reached without it
+            state.committed(chunk.end, new=outcome is PutOutcome.STORED)
+        self.store.used([chunk.prefix_key for chunk in chunks if chunk.end <= state.num_committed])
+
+    def _put(self, state: PrefillState, chunk: Chunk, *, context: bytes, bitwise: bool) -> PutOutcome:
+        """Offer a copy of this chunk's KV to the store under its exact key."""
+
+        def block() -> KVBlock:
+            tensors = self.codec.pack(state.cache.span(chunk.start, chunk.end), start=chunk.start)
+            return KVBlock.of(chunk, tensors, context=context, bitwise=bitwise and self.codec.lossless)
+
+        return self.store.keep(block)
+
+    def _observe(self, state: PrefillState) -> None:
+        """Update the cost model with this prefill's times, once its first token exists."""
+        stages = state.clock.stages()
+        if state.paged or "first_token" not in stages or not state.observe_once():
+            return
+        if state.spans is not None:
+            self.approx.observe(state)
+        elif "move" not in stages:
+            seconds = (stages.get("prefill", 0.0) + stages["first_token"]) / 1000.0
+            tokens = len(state.tokens) - state.plan.exact_tokens
+            self.costs.observe_prefill(forwards=state.forwards, tokens=tokens, seconds=seconds)
 
 
-def tokens_by_tier(blocks: Iterable[KVBlock], loads: LoadReport, *, limit: int | None = None) -> Counter[str]:
-    """How many tokens of a lease's blocks, of the first ``limit``, came from which tier."""
-    tokens: dict[str, int] = {}
-    left = limit if limit is not None else sys.maxsize
-    for block in blocks:  # thousands in a long prompt
-        count = min(len(block.tokens) // TOKEN_BYTES, left)
-        if count:
-            tier = loads.tiers.get(block.key, "memory")
-            tokens[tier] = tokens.get(tier, 0) + count
-            left -= count
-    return Counter(tokens)
+def finish_together(runner: JointRunner, states: Sequence[PrefillState]) -> torch.Tensor:
+    """Run the last steps of several prefills in one forward. Returns their last tokens' logits, [states, vocab]."""
+    for state in states:
+        _check_last_step(state)
+    # One upload for all of them, whatever each has on the device.
+    tokens = [state.tokens[state.num_computed :] for state in states]
+    logits = runner.append(tokens, [state.cache for state in states])
+    for state in states:
+        state.computed(len(state.tokens))
+        state.clock.lap("first_token")
+        if state.spans is None:
+            state.observe_once()  # its time was that of all of them: it says nothing about this one
+    return logits
+
+
+def _check_last_step(state: PrefillState) -> None:
+    """Raise ValueError unless all that is missing is the last step, or a part of it."""
+    if state.awaits_repair:
+        raise ValueError("the repair has not run; call advance_to_last_step first")
+    left_over = state.rule.step_end(state.num_computed, len(state.tokens)) < len(state.tokens)
+    if left_over and not state.is_repaired:  # behind repositioned chunks one step may be as long as it likes
+        raise ValueError("the steps before the last one have not run; call advance_to_last_step first")

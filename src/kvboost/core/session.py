@@ -15,8 +15,8 @@ from typing import Protocol
 from kvboost.capacity import HOST_BUDGETS
 from kvboost.core.costs import StageClock
 from kvboost.core.guarded import joined_loads
-from kvboost.core.prefill import ChunkedPrompt, PrefillState
-from kvboost.core.prefiller import Prefiller
+from kvboost.core.prefill import Prefiller
+from kvboost.core.state import ChunkedPrompt, PrefillState
 from kvboost.errors import CapacityError
 from kvboost.extend import ChunkStore, LayeredStore
 from kvboost.types import NOTHING_LOADED, Fetched

@@ -1,6 +1,6 @@
 """The repositioned chunks of one prompt: what is planned for them, how far their repair reaches, and what came of it.
 
-Found by :mod:`kvboost.approx`, held by :class:`kvboost.core.prefill.PrefillState`.
+Found by :mod:`kvboost.approx`, held by :class:`kvboost.core.state.PrefillState`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvboost.core.prefiller import Prefiller
+from kvboost.core.prefill import Prefiller
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

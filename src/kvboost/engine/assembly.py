@@ -15,9 +15,9 @@ from kvboost.config import AUTO, SETTINGS, EngineConfig
 from kvboost.core.chunking import chunk_size_for, make_chunker
 from kvboost.core.costs import CostModel
 from kvboost.core.guarded import GuardedStore
-from kvboost.core.identity import PromptKeys
+from kvboost.core.keys import PromptKeys
 from kvboost.core.non_prefix import NoApprox
-from kvboost.core.prefiller import Prefiller
+from kvboost.core.prefill import Prefiller
 from kvboost.core.session import KVBudget, Session
 from kvboost.core.workspaces import WorkspacePool
 from kvboost.engine import optional

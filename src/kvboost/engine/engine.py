@@ -1,6 +1,6 @@
 """The public engine: its requests and measurements.
 
-Tenants and closing are in :mod:`kvboost.engine.tenants`, the making of prompts in :mod:`kvboost.engine.prompts`.
+What belongs to one tenant's store and prompts is in :mod:`kvboost.engine.tenants`, closing too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvboost.engine.estimate import estimate_engine
 from kvboost.engine.generation import Request, prefill_only, warm
 from kvboost.engine.optional import non_prefix
 from kvboost.engine.parts import EngineParts
-from kvboost.engine.prompts import PromptView
-from kvboost.engine.stats import TierState, cache_stats, describe, store_stats, tier_states, verify
+from kvboost.engine.stats import store_stats, verify
+from kvboost.engine.tenants import TenantView
 from kvboost.engine.text_stream import PieceStream, PieceStreamer
 from kvboost.errors import ConfigError
 from kvboost.extend import ChunkStore
@@ -31,8 +31,7 @@ from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.loading import ModelSource
 from kvboost.hf.prompt import Messages, Prompt
 from kvboost.offload.weights.load import load_model
-from kvboost.store import MemoryStore, TieredStore
-from kvboost.types import CacheStats, GenerationMode, GenerationResult, HotChunk, PrefillResult
+from kvboost.types import GenerationMode, GenerationResult, PrefillResult
 
 if TYPE_CHECKING:
     from kvboost.approx.calibration import Calibration
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 _REUSE = GenerationMode.CHUNK_KV_REUSE
 
 
-class KVBoost(PromptView):
+class KVBoost(TenantView):
     """A Transformers model with a KV cache that is reused across requests.
 
     Thread-safe: many threads may call one engine. Settings are keyword arguments, the
@@ -375,32 +374,6 @@ class KVBoost(PromptView):
         measured. ``kvboost doctor`` estimates without loading the model. A draft and its KV come on top.
         """
         return estimate_engine(self.parts, self.session, context=context, batch=batch, stored_tokens=stored_tokens)
-
-    def cache_stats(self, *, ask_tiers: bool = True) -> CacheStats:
-        """What the cache holds and how often it helped. Hits and misses count looked-up chunks.
-
-        ``ask_tiers=False`` does no I/O: what tiers below the memory hold is then as it was last asked.
-        """
-        stats = store_stats(self._store, self._share, ask_tiers=ask_tiers)
-        return cache_stats(stats, self._store, session=self.session, parts=self.parts)
-
-    def tier_states(self) -> dict[str, TierState]:
-        """The tiers below the memory, of all tenants together: whether they answer, and what they did. No I/O."""
-        assembly = self.parts.assembly
-        shared = assembly.stores if assembly is not None else None
-        return tier_states(self._store, shared)
-
-    def hottest_chunks(self, limit: int = 10) -> list[HotChunk]:
-        """The chunks in memory that were used most often; none if the store does not count."""
-        return self._store.hottest(limit) if isinstance(self._store, MemoryStore | TieredStore) else []
-
-    def held_keys(self, limit: int) -> list[tuple[bytes, bytes]]:
-        """Key and content key of the chunks in memory, of all tenants; the most used if there are more. No I/O."""
-        return self._store.held_keys(limit) if isinstance(self._store, MemoryStore | TieredStore) else []
-
-    def describe(self) -> dict[str, str]:
-        """What this engine can do with its model, and why not more; what ``kvboost doctor`` prints."""
-        return describe(self.parts, self.session)
 
     def allow_non_prefix_reuse(self) -> None:
         """Reset the shadow checks' counts, and allow non-prefix reuse again if they had stopped it.

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from kvboost.core.costs import StageClock
-from kvboost.core.prefill import ChunkedPrompt, PrefillState
-from kvboost.core.prefiller import Prefiller
+from kvboost.core.prefill import Prefiller
 from kvboost.core.session import Session
 from kvboost.core.spans import ApproxSpans
+from kvboost.core.state import ChunkedPrompt, PrefillState
 from kvboost.errors import CapacityError, UnsupportedModelError
 from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.draft import Draft

@@ -23,9 +23,9 @@ from kvboost.capacity import MAX_STEP
 from kvboost.config import EngineConfig
 from kvboost.core.chunking import FixedChunker
 from kvboost.core.non_prefix import NoApprox
-from kvboost.core.prefill import ChunkedPrompt
-from kvboost.core.prefiller import Prefiller
+from kvboost.core.prefill import Prefiller
 from kvboost.core.spans import ApproxSpans
+from kvboost.core.state import ChunkedPrompt
 from kvboost.engine.assembly import Assembly, assemble
 from kvboost.engine.batches import Batches
 from kvboost.engine.generation import Generator

@@ -1,25 +1,46 @@
-"""The views of one engine: one for each tenant, made on first use; how they are opened, cleared and closed.
+"""One tenant's view of an engine: how its prompts are made, what its store holds, how it is cleared and closed.
 
-:class:`kvboost.KVBoost` is such a view, with the requests added. Invariants: no view's keys occur in another's; there
-is one view for each tenant; closing the engine closes its views before what they share.
+:class:`kvboost.KVBoost` is such a view, with the requests added. Invariants: no document's own text or tokens change;
+no view's keys occur in another's; there is one view for each tenant; closing the engine closes its views before what
+they share.
 """
 
 from __future__ import annotations
 
+import hashlib
 import threading
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 from kvboost.config import EngineConfig
 from kvboost.core.arrange import ServedPaths
+from kvboost.core.keys import token_array
 from kvboost.core.non_prefix import NoApprox
 from kvboost.core.session import Session
 from kvboost.engine.optional import non_prefix
 from kvboost.engine.parts import EngineParts
+from kvboost.engine.stats import TierState, cache_stats, describe, store_stats, tier_states
 from kvboost.engine.stores import OwnStore
 from kvboost.errors import ConfigError
 from kvboost.extend import ChunkStore, LayeredStore, StoreListener
+from kvboost.hf.prompt import Prompt
 from kvboost.store import MemoryStore, TieredStore
+from kvboost.types import CacheStats, HotChunk
+
+
+@dataclass(frozen=True)
+class ArrangedPrompt:
+    """Documents in the order that begins with most text served before, and the prompt of them."""
+
+    parts: tuple[Prompt, ...]
+    """Head, documents, ranks, volatile text, question: for :meth:`KVBoost.join`, or as the text of a chat."""
+    order: tuple[int, ...]
+    """For each position the document's index as given."""
+    served_documents: int
+    """The leading documents that stood in this order before, behind the same head."""
+    served_tokens: int
+    """Their tokens: what is reused exactly behind the head, unless it was evicted."""
 
 
 class TenantView:
@@ -67,6 +88,95 @@ class TenantView:
         root = self._root or self
         with root._views_lock:
             return [root, *root._views.values()]
+
+    # Prompts
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The validated token ids of ``prompt``."""
+        return self.parts.encoder.encode(prompt)
+
+    def join(self, parts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
+        """A prompt of these parts and where each but the last ends, to be given as ``boundaries``.
+
+        Each part has the same token ids in every prompt and in :meth:`add_documents`, so it is found again at any
+        position.
+        """
+        return self.parts.encoder.join(parts)
+
+    def arrange(
+        self,
+        *,
+        documents: Sequence[Prompt],
+        head: Prompt | None = None,
+        volatile: Prompt | None = None,
+        question: Prompt | None = None,
+        keep: tuple[int, int] = (0, 0),
+        ranks: str | None = None,
+    ) -> ArrangedPrompt:
+        """Put documents in an order whose beginning is cached, so that more of the prompt is reused exactly.
+
+        It begins as an order of an earlier call behind the same ``head``; the rest is as given. ``volatile`` is text
+        that changes with every request, such as a date: it goes behind the documents. ``keep=(1, 2)`` leaves the first
+        document and the last two where they are. ``ranks`` is a line behind the documents, such as
+        ``"Most relevant first: {}.\\n"``; ``{}`` becomes the positions of the documents in the order as given,
+        "3, 1, 2". Nothing is computed. Call it once for each prompt you send.
+        """
+        if isinstance(documents, str):
+            raise ConfigError("documents is a list of texts; give [text] for a single one")
+        first, last = keep
+        if first < 0 or last < 0:
+            raise ConfigError(f"keep={keep} must be two counts of documents, such as (1, 0); give no negative ones")
+        if ranks is not None and ranks.count("{}") != 1:
+            raise ConfigError(f"ranks={ranks!r} does not say where the ranks go; put {{}} there, once")
+        self._check_open()
+        order = self._served.arrange(
+            self._digest(head) if head is not None else b"",
+            [self._digest(document) for document in documents],
+            tokens=lambda index: len(self.parts.encoder.encode_part(documents[index])),
+            keep_first=first,
+            keep_last=last,
+        )
+        positions = sorted(range(len(order.indexes)), key=order.indexes.__getitem__)
+        named = ranks.replace("{}", ", ".join(str(at + 1) for at in positions)) if ranks and positions else None
+        everything = (head, *(documents[index] for index in order.indexes), named, volatile, question)
+        parts = tuple(part for part in everything if part is not None)
+        return ArrangedPrompt(parts, order.indexes, order.served_documents, order.served_tokens)
+
+    def _digest(self, part: Prompt) -> bytes:
+        """Names a text or token ids; texts are not encoded for it."""
+        if isinstance(part, str):
+            return hashlib.sha256(b"text" + part.encode("utf-8", "surrogatepass")).digest()
+        return hashlib.sha256(b"ids" + token_array(self.parts.encoder.encode(part)).tobytes()).digest()
+
+    # Looking
+
+    def cache_stats(self, *, ask_tiers: bool = True) -> CacheStats:
+        """What the cache holds and how often it helped. Hits and misses count looked-up chunks.
+
+        ``ask_tiers=False`` does no I/O: what tiers below the memory hold is then as it was last asked.
+        """
+        stats = store_stats(self._store, self._share, ask_tiers=ask_tiers)
+        return cache_stats(stats, self._store, session=self.session, parts=self.parts)
+
+    def tier_states(self) -> dict[str, TierState]:
+        """The tiers below the memory, of all tenants together: whether they answer, and what they did. No I/O."""
+        assembly = self.parts.assembly
+        shared = assembly.stores if assembly is not None else None
+        return tier_states(self._store, shared)
+
+    def hottest_chunks(self, limit: int = 10) -> list[HotChunk]:
+        """The chunks in memory that were used most often; none if the store does not count."""
+        return self._store.hottest(limit) if isinstance(self._store, MemoryStore | TieredStore) else []
+
+    def held_keys(self, limit: int) -> list[tuple[bytes, bytes]]:
+        """Key and content key of the chunks in memory, of all tenants; the most used if there are more. No I/O."""
+        return self._store.held_keys(limit) if isinstance(self._store, MemoryStore | TieredStore) else []
+
+    def describe(self) -> dict[str, str]:
+        """What this engine can do with its model, and why not more; what ``kvboost doctor`` prints."""
+        return describe(self.parts, self.session)
+
+    # Removing
 
     def purge_tenant(self, tenant: str) -> None:
         """Remove everything stored for a tenant, of any model, from every tier. Let its requests finish first.

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from kvboost.core.prefill import ChunkedPrompt
 from kvboost.core.session import Session
+from kvboost.core.state import ChunkedPrompt
 from kvboost.failures import log_failure
 from kvboost.types import Fetched
 

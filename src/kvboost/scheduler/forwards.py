@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvboost.core.prefill import PrefillState
-from kvboost.core.prefiller import finish_together
+from kvboost.core.prefill import finish_together
+from kvboost.core.state import PrefillState
 from kvboost.errors import UnsupportedModelError
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.joint import JointPrefill, probe_joint

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self
 
 from kvboost.config import EngineConfig
-from kvboost.core.prefill import ChunkedPrompt
-from kvboost.core.prefiller import Prefiller
+from kvboost.core.prefill import Prefiller
 from kvboost.core.session import Session
 from kvboost.core.spans import ApproxSpans
+from kvboost.core.state import ChunkedPrompt
 from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.runner import ModelRunner

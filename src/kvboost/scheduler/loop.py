@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvboost.core.prefill import ChunkedPrompt
+from kvboost.core.state import ChunkedPrompt
 from kvboost.errors import ConfigError
 from kvboost.failures import log_failure
 from kvboost.scheduler.forwards import Forwards, JobDecoder, JobPrefiller

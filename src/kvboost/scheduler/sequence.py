@@ -15,8 +15,8 @@ from queue import SimpleQueue
 import torch
 
 from kvboost.core.costs import StageClock
-from kvboost.core.prefill import ChunkedPrompt, PrefillState
 from kvboost.core.session import Session
+from kvboost.core.state import ChunkedPrompt, PrefillState
 from kvboost.failures import log_failure
 from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.rows import Row, RowBatch

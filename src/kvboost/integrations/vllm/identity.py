@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kvboost.core.identity import PromptKeys
+from kvboost.core.keys import PromptKeys
 from kvboost.errors import ConfigError
 from kvboost.extend import Chunker
 from kvboost.hf.checkpoint import checkpoint_files

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvboost.core.guarded import GuardedStore
-from kvboost.core.identity import PromptKeys
+from kvboost.core.keys import PromptKeys
 from kvboost.integrations.vllm.messages import IDLE_S, Fetch, Load, Orders, Report, Save
 from kvboost.integrations.vllm.page_events import PageEvent, PageEvents
 from kvboost.integrations.vllm.setup import Setup, mode_of

@@ -20,8 +20,8 @@ from kvboost.core.backend import KVCache
 from kvboost.core.costs import StageClock
 from kvboost.core.guarded import ReleasedLease, joined_loads, loads_of
 from kvboost.core.keys import paged_key
-from kvboost.core.prefill import ChunkedPrompt, ExactHits, PrefillState, tokens_by_tier
-from kvboost.core.prefiller import Prefiller
+from kvboost.core.prefill import Prefiller
+from kvboost.core.state import ChunkedPrompt, ExactHits, PrefillState, tokens_by_tier
 from kvboost.errors import ConfigError, UnsupportedModelError
 from kvboost.hf.cache import KVLayout
 from kvboost.offload.kv.cache import PagedCache, min_budget, probe_paging

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from starlette.responses import JSONResponse, Response
 
-from kvboost.engine.prompts import ArrangedPrompt
+from kvboost.engine.tenants import ArrangedPrompt
 from kvboost.errors import CapacityError, ConfigError
 from kvboost.serve.api.chat import encode_messages
 from kvboost.serve.api.common import AppCaller, AppService

@@ -5,8 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from kvboost.core.chunking import make_chunker
-from kvboost.core.identity import PromptKeys
-from kvboost.core.keys import fingerprint_root
+from kvboost.core.keys import PromptKeys, fingerprint_root
 from kvboost.types import Fingerprint, ModelSnapshot
 
 _TOKENS = list(range(40))
