@@ -15,19 +15,19 @@ glibc_only = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="anoth
 
 _MANY_THREADS = """
 import ctypes, threading
-from kvboost.serve.process import bounded_malloc
+from kvboost.serve.process import share_malloc
 
 def work():
     kept = [bytearray(1000) for _ in range(1000)]
     over.wait()
 
 over = threading.Event()
-with bounded_malloc():
-    threads = [threading.Thread(target=work) for _ in range(12)]
-    for thread in threads:
-        thread.start()
-    ctypes.CDLL(None).malloc_stats()
-    over.set()
+share_malloc()
+threads = [threading.Thread(target=work) for _ in range(12)]
+for thread in threads:
+    thread.start()
+ctypes.CDLL(None).malloc_stats()
+over.set()
 """
 
 
@@ -39,14 +39,14 @@ def test_threads_of_a_server_share_the_areas_of_malloc() -> None:
 
 _HOLES = """
 import ctypes, sys, time
-from kvboost.serve.process import bounded_malloc
+from kvboost.serve.process import trimmed_malloc
 
 def held():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) // 1024 for line in status if line.startswith("RssAnon"))
 
 every_s = float(sys.argv[1])
-with bounded_malloc(every_s):
+with trimmed_malloc(every_s):
     blocks = [ctypes.create_string_buffer(b"x" * 60_000) for _ in range(2000)]
     full = held()
     del blocks[::2]  # what is left keeps the heap from shrinking

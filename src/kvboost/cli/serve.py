@@ -25,6 +25,7 @@ from kvboost.config import RunnerConfig
 from kvboost.errors import ClosedError, ConfigError, with_extra
 from kvboost.integrations.ray.config import RayConfig, need_ray
 from kvboost.serve.config import ServerConfig
+from kvboost.serve.process import share_malloc
 from kvboost.serve.security.limits import Limits
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def serve(
     """
     if not ray and (given := settings.given(RayConfig)):
         raise ConfigError(f"{', '.join(given)} is for a fleet; add --ray, or leave it out")
+    share_malloc()
     log_with_time()
     with _at_hangup(signal.SIG_IGN):  # until there are keys to read again
         if ray:

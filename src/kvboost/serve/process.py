@@ -33,25 +33,32 @@ def busy_interpreter() -> Iterator[None]:
     gc.freeze()
     switch = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
+    share_malloc()  # of a replica, which did not come through ``kvboost serve``
     try:
-        with bounded_malloc():
+        with trimmed_malloc():
             yield
     finally:
         sys.setswitchinterval(switch)
         gc.unfreeze()
 
 
-@contextlib.contextmanager
-def bounded_malloc(every_s: float = _EVERY_S) -> Iterator[None]:
-    """Share malloc's areas among all threads, and give the free pages in them back to the system every so often.
+def share_malloc() -> None:
+    """Share malloc's areas among all threads. Call it before there are threads: an area that was made stays.
 
-    By default glibc makes eight areas for each core, and each keeps the most that it ever held. A large request also
-    leaves holes, which requests of other sizes do not fill.
+    By default glibc makes eight areas for each core, and each keeps the most that it ever held.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another libc
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _ARENAS)
+
+
+@contextlib.contextmanager
+def trimmed_malloc(every_s: float = _EVERY_S) -> Iterator[None]:
+    """Give malloc's free pages back to the system every so often.
+
+    A large request leaves holes, which requests of other sizes do not fill.
     """
     try:
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_ARENA_MAX, _ARENAS)
-        give_back = libc.malloc_trim
+        give_back = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError):
         yield
         return
