@@ -192,7 +192,11 @@ class StoreListener(Protocol):
 
 @runtime_checkable
 class LayeredStore(ChunkStore, Protocol):
-    """A store with slower tiers below its memory, whose blocks may take time to arrive."""
+    """A store with slower tiers below its memory, whose blocks may take time to arrive.
+
+    It may have ``contains(keys, *, in_memory, tenant)`` too, which says which of these keys are stored near by: only
+    then are the ends of earlier prompts found.
+    """
 
     def lease(
         self,

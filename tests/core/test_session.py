@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
+from kvboost.core.guarded import GuardedStore
 from kvboost.core.session import KVBudget, Session, fetch, nothing_to_fetch
 from kvboost.errors import CapacityError
 from kvboost.types import NOTHING_LOADED, Fetched, LoadReport
 from tests.core.test_guarded import PlainStore, Store
 
 
-def session(store: Any, *, exact_limit: int | None = None, **prefiller: Any) -> Session:
+def session(below: Any, *, exact_limit: int | None = None, **prefiller: Any) -> Session:
     limits: Any = SimpleNamespace(max_positions=None, exact_limit=exact_limit, exact_limit_reason="too long")
-    return Session("tenant", store, SimpleNamespace(**prefiller), limits, KVBudget(lambda tokens: tokens))
+    return Session("tenant", below, SimpleNamespace(**prefiller), limits, KVBudget(lambda tokens: tokens))
 
 
 def test_a_budget_counts_the_bytes_of_all_sequences() -> None:
@@ -72,7 +73,7 @@ def test_clearing_drops_workspaces() -> None:
 def test_a_fetch_runs_in_the_background_as_the_request_is(approx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvboost.core.session.fetch", lambda *arguments, **keywords: (arguments, keywords))
     store = Store("future")
-    own = session(store)
+    own = session(store, store=GuardedStore(store))
     prompt: Any = SimpleNamespace()
     assert own.fetch(prompt, approx=approx) == "future"
     ((work, given),) = store.calls

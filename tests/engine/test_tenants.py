@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -446,3 +448,40 @@ def test_two_processes_share_a_tenants_text_and_keep_tenants_apart(
         engine.purge_tenant("one")
         assert found(one, _LONG) == 0
         assert found(engine.for_tenant("other"), _LONG) > 0, "the other tenant is gone too"
+
+
+def test_closing_one_tenant_keeps_no_other_waiting(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    with KVBoost(tiny("llama"), chunk_size=16) as engine:
+        closing, go_on = threading.Event(), threading.Event()
+        right = MemoryStore.close
+
+        def slow(store: MemoryStore, tenant: str | None = None) -> None:
+            if tenant == "slow":
+                closing.set()
+                assert go_on.wait(30)
+            right(store, tenant)
+
+        monkeypatch.setattr(MemoryStore, "close", slow)
+        old = engine.for_tenant("slow")
+        with ThreadPoolExecutor(2) as pool:
+            closed = pool.submit(old.close)
+            assert closing.wait(30)
+            assert engine.for_tenant("other").config.tenant == "other"
+            again = pool.submit(engine.for_tenant, "slow")
+            time.sleep(0.05)
+            assert not again.done(), "it waits for its own"
+            go_on.set()
+            closed.result(30)
+            assert again.result(30) is not old
+
+
+def test_what_a_closed_view_clears_and_counts_is_nobody_elses(tiny: Tiny) -> None:
+    with KVBoost(tiny("llama"), chunk_size=16) as engine:
+        view = engine.for_tenant("one")
+        for one in (engine, view):
+            one.warm(_LONG)
+        held = engine.cache_stats()["hot_chunks"]
+        view.close()
+        view.clear()
+        assert engine.cache_stats()["hot_chunks"] == held > 0
+        assert view.cache_stats()["hot_chunks"] == 0

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -143,6 +144,59 @@ def test_a_process_stores_what_its_first_request_computes(monkeypatch: pytest.Mo
         engine.generate(prompt, max_new_tokens=1)
         assert AttentionInterface().get(module.NAME) is attention, "registered during the request"
         assert engine.generate(prompt, max_new_tokens=1).reuse.exact_tokens > 90
+
+
+def test_somebodys_mask_stays_too_and_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        asked.append(kwargs)
+        return sdpa_mask(*args, **kwargs)
+
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, module.NAME, theirs)
+    monkeypatch.setitem(AttentionInterface._global_mapping, module.NAME, sdpa_attention_forward)
+    with attending(Plan()):
+        assert AttentionMaskInterface().get(module.NAME) is theirs
+        assert AttentionInterface().get(module.NAME) is sdpa_attention_forward
+
+
+@pytest.mark.parametrize("change", ["eager", "mask", "attention"])
+def test_an_attention_changed_after_the_first_batch_gives_the_answers_of_the_model(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    prompts = [[(7 * i * i + number * i + number) % 61 for i in range(40 + 9 * number)] for number in range(4)]
+    with KVBoost(model, quality="exact") as engine:
+        engine.generate_batch(prompts[:2], max_new_tokens=4, temperature=0)  # probes what may run together
+        if change == "eager":
+            model.set_attn_implementation("eager")
+        elif change == "mask":
+            theirs = partial(sdpa_mask)
+            monkeypatch.setitem(AttentionMaskInterface._global_mapping, module.NAME, theirs)
+        else:
+            theirs = partial(sdpa_attention_forward)
+            monkeypatch.setitem(AttentionInterface._global_mapping, module.NAME, theirs)
+        with pytest.warns(RuntimeWarning, match="decoded one by one"):
+            results = engine.generate_batch(prompts[2:], max_new_tokens=4, temperature=0)
+        for result in results:
+            plain = model.generate(torch.tensor([result.prompt_token_ids]), max_new_tokens=4, do_sample=False)
+            assert list(result.token_ids) == plain[0, len(result.prompt_token_ids) :].tolist()
+            again = engine.generate(list(result.prompt_token_ids), max_new_tokens=4, temperature=0)
+            assert again.token_ids == result.token_ids
+
+
+def test_arguments_may_be_given_by_position() -> None:
+    query = torch.randn(1, 2, 4, 8)
+    layer = torch.nn.Identity()
+    layer.is_causal = False
+    expected = sdpa_attention_forward(layer, query, query, query, None, 0.0, 0.5)[0]
+    with attending(Plan()):
+        assert torch.equal(attention(layer, query, query, query, None, 0.0, 0.5)[0], expected)
+    assert torch.equal(attention(layer, query, query, query, None, 0.0, 0.5)[0], expected)
+    by_name = sdpa_mask(batch_size=1, q_length=4, kv_length=4, q_offset=0, allow_is_causal_skip=False)
+    with attending(Plan()):
+        assert torch.equal(module.mask(1, 4, 4, q_offset=0, allow_is_causal_skip=False), by_name)
+    assert torch.equal(module.mask(1, 4, 4, q_offset=0, allow_is_causal_skip=False), by_name)
 
 
 def test_a_model_compiled_by_its_user_is_compiled_whole_and_follows_no_plan() -> None:

@@ -187,6 +187,21 @@ def test_a_chunk_is_found_by_content_without_its_own_beginning() -> None:
     store.close()
 
 
+def test_the_use_of_what_was_found_by_content_is_noted_in_its_tenants_tier() -> None:
+    own, theirs, there = ShelfTier(), ShelfTier(), prompt("a", "b", tenant="one")
+    theirs.held[there[1].prefix_key] = block_of(there[1], _SIZE)
+    store = _store(own)
+    store.open("one", [theirs])
+    with store.lease_content(prompt("x", "b", tenant="one"), after=0) as lease:
+        assert lease.blocks[1] is not None
+    own.asked.clear()
+    theirs.asked.clear()
+    store.used([chunk.prefix_key for chunk in there])  # without the beginning in memory
+    store.flush()
+    assert ("used" in own.asked, "used" in theirs.asked) == (False, True)
+    store.close()
+
+
 def test_a_block_with_other_tokens_or_of_another_shape_is_a_miss() -> None:
     chunks, other = prompt("a"), prompt("z")
     shelf = ShelfTier()

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 
 from kvboost.extend import ChunkStore, ContentLease, LayeredStore, Lease
 from kvboost.failures import Failures
 from kvboost.types import NOTHING_LOADED, Chunk, KVBlock, LoadReport, PutOutcome
+
+T = TypeVar("T")
 
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
@@ -131,6 +134,13 @@ class GuardedStore:
         if self._layered is None:
             return NOTHING_LOADED
         return self._ask(NOTHING_LOADED, self._layered.fetch_content, chunks, after=after)
+
+    def in_background(self, work: Callable[[], T], *, tenant: str, nothing: Future[T]) -> Future[T] | None:
+        """As :class:`LayeredStore` has it; ``nothing`` if it fails, or there are no slower tiers."""
+        if self._layered is None:
+            return nothing
+        otherwise: Future[T] | None = nothing
+        return self._ask(otherwise, self._layered.in_background, work, tenant=tenant)
 
     def first_stored(self, chunks: Sequence[Chunk], *, in_memory: bool = False) -> Chunk | None:
         """The first of ``chunks`` that is stored near by; None if none is, or the store cannot tell."""

@@ -116,9 +116,10 @@ class Session:
 
     def fetch(self, prompt: ChunkedPrompt, *, approx: bool) -> Future[Fetched] | None:
         """Load what a prefill of the prompt would reuse into memory, in the background; None if too much waits."""
-        assert isinstance(self.store, LayeredStore)
+        nothing: Future[Fetched] = Future()
+        nothing.set_result(Fetched())
         work = partial(fetch, self.prefiller, prompt, approx=approx)
-        return self.store.in_background(work, tenant=self.tenant)
+        return self.prefiller.store.in_background(work, tenant=self.tenant, nothing=nothing)
 
 
 def nothing_to_fetch() -> Future[int]:

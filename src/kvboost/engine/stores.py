@@ -95,7 +95,9 @@ class Stores:
         tiers: Sequence[Tier] = [*self._host_tiers(), *self._tiers]
         # What waits to be written may have left the memory, so it has a share of the same budget.
         queue_bytes = min(_MAX_QUEUE_BYTES, int(config.cache_bytes) // _QUEUE_SHARE) if tiers else 0
-        memory = MemoryStore(int(config.cache_bytes) - queue_bytes, max_chunks=config.max_chunks, quota_bytes=quota)
+        memory = MemoryStore(
+            int(config.cache_bytes) - queue_bytes, max_chunks=config.max_chunks, quota_bytes=quota, owner=config.tenant
+        )
         if not tiers:
             return memory
         rules = LoadRules(

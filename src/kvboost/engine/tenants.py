@@ -59,6 +59,7 @@ class TenantView:
         self._views: dict[str, Self] = {}
         self._views_lock = threading.Lock()
         self._closed = False
+        self._released = threading.Event()
 
     def for_tenant(self, tenant: str) -> Self:
         """This engine for another tenant, which shares no chunks with the others in any tier.
@@ -72,10 +73,14 @@ class TenantView:
         self._check_open()
         if tenant == root.config.tenant:
             return root
-        with root._views_lock:
-            if tenant not in root._views:
-                root._views[tenant] = root._view(tenant)
-            return root._views[tenant]
+        while True:
+            with root._views_lock:
+                if tenant not in root._views:
+                    root._views[tenant] = root._view(tenant)
+                view = root._views[tenant]
+            if not view._closed:
+                return view
+            view._released.wait()  # what it writes last, this tenant's next view may find
 
     def _view(self, tenant: str) -> Self:
         assembly, view = self.parts.assembly, type(self).__new__(type(self))
@@ -238,18 +243,22 @@ class TenantView:
 
     def close(self) -> None:
         """Release the cache. The model stays usable, the engine does not. A store passed to it is left alone."""
-        if self._closed:
-            return  # shared parts may be in use
-        self._closed = True
-        if self._root is not None:
-            with self._root._views_lock:  # whoever opens this tenant again waits until it is closed
-                self._release(self._share)
-                self._root._views.pop(self.config.tenant, None)
-            return
-        for view in self.views()[1:]:
-            view.close()
-        self.parts.close()
-        self._release(None)
+        root = self._root or self
+        with root._views_lock:
+            if self._closed:
+                return  # shared parts may be in use
+            self._closed = True
+        if self._root is None:
+            for view in self.views()[1:]:
+                view.close()
+                view._released.wait()  # another thread may be closing it
+            self.parts.close()
+        try:
+            self._release(self._share if self._root is not None else None)
+        finally:
+            with root._views_lock:
+                root._views.pop(self.config.tenant, None)
+            self._released.set()
 
     def _release(self, share: str | None) -> None:
         """Let go of the workspaces, and of a share of the engine's own store or all of it."""

@@ -21,6 +21,7 @@ In a step of several sequences (:class:`JointStep`) each has attention calls of 
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -43,6 +44,8 @@ _FEW_ROWS = 64  # below it, folding heads into rows saves more padding than a ma
 _CALL_ROWS = 1024
 _MAX_FOLDED = 1 << 22  # elements of a mask repeated for folded heads; above it, repeating the keys is cheaper
 _KEPT_BIASES = 2  # models have at most two kinds of layers: with a window and without
+_MASK_ARGUMENTS = tuple(inspect.signature(sdpa_mask).parameters)
+_OPTIONS = tuple(inspect.signature(sdpa_attention_forward).parameters)[5:]
 _PLAIN_ONLY = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
@@ -99,18 +102,26 @@ def attending(plan: Plan, model: Any = None) -> Iterator[None]:
     """Within this block the attention of models in this thread follows ``plan``.
 
     With a ``model`` that does not use Transformers' interface, such as Falcon, its own calls of torch's kernel do.
+    Where somebody registered an attention or a mask of their own, nothing follows it; who must be followed checks it.
     """
-    if AttentionInterface().get(NAME) is sdpa_attention_forward:  # somebody's own is left alone
-        AttentionMaskInterface.register(NAME, mask)
-        AttentionInterface.register(NAME, attention)
-    before = _active.plan
-    _active.plan = plan
     direct = model is not None and not getattr(model, "_supports_attention_backend", False)
+    before = _active.plan
+    _active.plan = plan if _is_registered() or direct else None
     try:
         with _DirectCalls() if direct else nullcontext():
             yield
     finally:
         _active.plan = before
+
+
+def _is_registered() -> bool:
+    """Whether ours are registered with Transformers; in the place of its own they are, for the life of the process."""
+    found = AttentionInterface().get(NAME), AttentionMaskInterface().get(NAME)
+    if found == (sdpa_attention_forward, sdpa_mask):
+        AttentionMaskInterface.register(NAME, mask)
+        AttentionInterface.register(NAME, attention)
+        return True
+    return found == (attention, mask)
 
 
 def _follow(plan: Plan, call: Call) -> torch.Tensor:
@@ -158,11 +169,13 @@ def registered(name: str) -> tuple[Any, ...]:
     return tuple(own.get(function, function) for function in found if function is not None)
 
 
-def mask(**asked: Any) -> torch.Tensor | None:
+def mask(*by_position: Any, **asked: Any) -> torch.Tensor | None:
     """What is registered with Transformers for making masks."""
     # Dynamo knows the answer, so that a compiled model is compiled as without us.
     plan = None if torch.compiler.is_dynamo_compiling() else _active.plan
-    return sdpa_mask(**asked) if plan is None else plan.mask(**asked)
+    if plan is None:
+        return sdpa_mask(*by_position, **asked)  # type: ignore[no-any-return]
+    return plan.mask(**dict(zip(_MASK_ARGUMENTS, by_position, strict=False)), **asked)
 
 
 def attention(
@@ -171,12 +184,14 @@ def attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    *by_position: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What is registered with Transformers for attention."""
     plan = None if torch.compiler.is_dynamo_compiling() else _active.plan
     if plan is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+        return sdpa_attention_forward(module, query, key, value, attention_mask, *by_position, **kwargs)  # type: ignore[no-any-return]
+    kwargs = {**dict(zip(_OPTIONS, by_position, strict=False)), **kwargs}
     plain = partial(sdpa_attention_forward, module, query, key, value, attention_mask, **kwargs)
     return _follow(plan, Call(module, query, key, value, attention_mask, kwargs, lambda: plain()[0])), None
 

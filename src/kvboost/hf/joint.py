@@ -16,7 +16,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvboost.errors import UnsupportedModelError
-from kvboost.hf.attention import UnsupportedAttentionError
+from kvboost.hf.attention import NAME, UnsupportedAttentionError
 from kvboost.hf.cache import KVLayout, SlabCache, SlabLayer, StepLayer
 from kvboost.hf.numerics.tiles import Tiles
 from kvboost.hf.probe import compare_logits
@@ -59,9 +59,12 @@ class JointPrefill:
         layers = zip(*(cache.layers for cache in caches), strict=True)
         joint = Cache(layers=[_JointLayer(each, rows) for each in layers])
         try:
-            with self._tiles.joint_step(caches, rows):
+            with self._tiles.joint_step(caches, rows) as step:
                 last = torch.tensor(list(accumulate(rows)), device=device) - 1
-                return self._runner.run_rows(inputs[0][None], joint, last, position_ids=inputs[1][None])
+                logits = self._runner.run_rows(inputs[0][None], joint, last, position_ids=inputs[1][None])
+            if any(part.calls != len(joint.layers) for part in step.parts):  # each prompt would have seen the others
+                raise UnsupportedAttentionError(f"its attention is not Transformers' {NAME!r} any more")
+            return logits
         except BaseException:
             for cache, start in zip(caches, starts, strict=True):
                 cache.set_length(start)

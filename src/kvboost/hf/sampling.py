@@ -158,7 +158,10 @@ def drawings(
         return None
     criteria = StoppingCriteriaList()
     if stops := stop_strings(arguments[0]):
-        criteria.append(StopStringCriteria(arguments[0].get("tokenizer") or tokenizer, stops))
+        tokenizer = arguments[0].get("tokenizer") or tokenizer
+        if tokenizer is None:
+            return None  # ``generate`` says what is missing
+        criteria.append(StopStringCriteria(tokenizer, stops))
     config = copy.copy(arguments[0].get("generation_config"))
     if config is not None:
         config.stop_strings = None  # Transformers hands no tokenizer on to a loop that is not its own

@@ -88,7 +88,9 @@ class ModuleTree:
         modules, children = self._walked
         if not modules or _children(modules) != children:  # modules are equal only to themselves
             modules = list(walk(self._model))
-            self._walked = modules, _children(modules)
+            children = _children(modules)
+            if set(children) - {None} <= set(modules):  # else another thread adds to it
+                self._walked = modules, children
         return modules
 
 

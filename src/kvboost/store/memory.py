@@ -94,8 +94,9 @@ class MemoryLease(Generic[Found]):
 class MemoryStore:
     """Blocks in process memory, at most ``capacity_bytes`` and ``max_chunks`` of them.
 
-    Tenants have different keys, so none finds another's blocks. Those that were opened have a share of their own; the
-    blocks and chunks of any other count to the store's.
+    Tenants have different keys, so none finds another's blocks. Those that were opened have a share of their own. All
+    others count to the store's own share, unless the store has an ``owner``: then that is the owner's alone, and of
+    tenants that are not open, such as one that was closed, nothing is kept.
     """
 
     def __init__(
@@ -105,8 +106,10 @@ class MemoryStore:
         max_chunks: int | None = None,
         policy: EvictionPolicy | None = None,
         quota_bytes: int | None = None,
+        owner: str | None = None,
     ) -> None:
         """``quota_bytes`` is what each tenant may have of it."""
+        self.owner = owner
         self.on_evict: Callable[[KVBlock], None] = lambda block: None
         """Called with every block that is evicted, while the store is locked: it must be quick and not call back."""
         self.selective = True
@@ -119,7 +122,7 @@ class MemoryStore:
         self._contents = ContentKeys()
         self._bytes = 0
         self._holders = 0  # tenants that hold a block
-        self._own = _Share()
+        self._own, self._nobodys = _Share(), _Share()
         self._shares: dict[str, _Share] = {}
         self._found: list[list[bytes]] = []  # by lookups; the policy gets them later, as a lookup is waited for
         self._uncounted = threading.local()
@@ -131,7 +134,8 @@ class MemoryStore:
             self._shares.setdefault(tenant, _Share())
 
     def _share_of(self, tenant: str | None) -> _Share:
-        return self._own if tenant is None else self._shares.get(tenant, self._own)
+        others = self._own if self.owner in (None, tenant) else self._nobodys
+        return self._own if tenant is None else self._shares.get(tenant, others)
 
     def listen(self, listener: StoreListener) -> None:
         """Tell ``listener`` what this store holds, and from now on what it gains and loses, in that order."""
@@ -253,6 +257,8 @@ class MemoryStore:
             share = self._share_of(block.tenant)
             if block.key in self._entries:
                 return PutOutcome.PRESENT
+            if share is self._nobodys:
+                return _refused(share)
             if block.approx_depth and len(self._contents.of(block.content_key)) >= MAX_VARIANTS:
                 return _refused(share)
             parent = None
@@ -282,11 +288,14 @@ class MemoryStore:
     def clear(self, tenant: str | None = None) -> None:
         """Forget every block, or those of one tenant."""
         with self._lock:
-            self._report_found()
-            share = self._share_of(tenant)
-            for key, entry in list(self._entries.items()):
-                if tenant is None or entry.share is share or entry.block.tenant == tenant:
-                    self._drop(key)
+            self._clear(tenant)
+
+    def _clear(self, tenant: str | None) -> None:
+        self._report_found()
+        share = self._share_of(tenant)
+        for key, entry in list(self._entries.items()):
+            if tenant is None or entry.share is share or entry.block.tenant == tenant:
+                self._drop(key)
 
     def stats(self, tenant: str | None = None) -> StoreStats:
         """Counters and sizes, consistent with each other; of one tenant, or of all that are open."""
@@ -308,8 +317,8 @@ class MemoryStore:
 
     def close(self, tenant: str | None = None) -> None:
         """Forget every block, or one tenant's and its counters."""
-        self.clear(tenant)
-        with self._lock:
+        with self._lock:  # once: nothing of it comes in between
+            self._clear(tenant)
             self._shares = {} if tenant is None else {n: share for n, share in self._shares.items() if n != tenant}
 
     def _count(self, share: _Share, chunks: int, nbytes: int) -> None:

@@ -118,7 +118,8 @@ class TieredStore:
             self._tenants[tenant] = _Tenant(tiers)
 
     def _of(self, tenant: str | None) -> _Tenant:
-        return self._own if tenant is None else self._tenants.get(tenant, self._own)
+        others = self._own if self._memory.owner in (None, tenant) else self._closed
+        return self._own if tenant is None else self._tenants.get(tenant, others)
 
     def _all(self, tenant: str | None) -> list[_Tenant]:
         return [self._own, *list(self._tenants.values())] if tenant is None else [self._of(tenant)]
@@ -247,10 +248,9 @@ class TieredStore:
     def used(self, chain: Sequence[bytes]) -> None:
         """Tell every tier that these keys served one prompt; the slower ones after the request."""
         self._memory.used(chain)
-        held = self._memory.blocks(chain[:1])
-        tenant = held[0].tenant if held else ""
-        for tier in self._of(tenant).tiers:
-            self._writer.note(tenant, tier, partial(self._note_used, tier, chain))
+        held = self._memory.blocks(chain)  # what was found by its content need not have its beginning here
+        for tier in self._of(held[0].tenant).tiers if held else ():
+            self._writer.note(held[0].tenant, tier, partial(self._note_used, tier, chain))
 
     def _note_used(self, tier: Tier, chain: Sequence[bytes]) -> None:
         """In the thread that writes: what the tier has lost meanwhile is written again, others would miss it."""
@@ -326,7 +326,7 @@ class TieredStore:
                 self._ask(tier, None, tier.close)
         self._memory.close(tenant)
         with self._lock:
-            self._tenants = {} if tenant is None else {**self._tenants, tenant: self._closed}
+            self._tenants = {} if tenant is None else {n: each for n, each in self._tenants.items() if n != tenant}
 
     def _bring_up(self, chunks: Sequence[Chunk], lookup: Lookup, *, after: int | None = None) -> None:
         """Load the leading chunks, or with ``after`` the later ones by their content."""
