@@ -8,7 +8,7 @@ a tenant makes lookups, only who holds more than it evicts its blocks, and nobod
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import nlargest
@@ -117,7 +117,7 @@ class MemoryStore:
         self._capacity, self._max_chunks = capacity_bytes, max_chunks
         self._quota = capacity_bytes if quota_bytes is None else min(capacity_bytes, quota_bytes)
         self._policy = policy if policy is not None else LeastExpected()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._entries: dict[bytes, _Entry] = {}
         self._contents = ContentKeys()
         self._bytes = 0
@@ -226,9 +226,7 @@ class MemoryStore:
     def held_keys(self, limit: int) -> list[tuple[bytes, bytes]]:
         """Key and content key of the blocks, of all tenants; the most used if there are more."""
         with self._lock:
-            entries: Collection[_Entry] = self._entries.values()
-            if len(entries) > limit:
-                entries = nlargest(limit, entries, key=lambda entry: entry.uses)
+            entries = nlargest(limit, self._entries.values(), key=lambda entry: entry.uses)
             return [(entry.block.key, entry.block.content_key) for entry in entries]
 
     def _hold(self, entries: Sequence[_Entry], share: _Share) -> None:
@@ -288,14 +286,11 @@ class MemoryStore:
     def clear(self, tenant: str | None = None) -> None:
         """Forget every block, or those of one tenant."""
         with self._lock:
-            self._clear(tenant)
-
-    def _clear(self, tenant: str | None) -> None:
-        self._report_found()
-        share = self._share_of(tenant)
-        for key, entry in list(self._entries.items()):
-            if tenant is None or entry.share is share or entry.block.tenant == tenant:
-                self._drop(key)
+            self._report_found()
+            share = self._share_of(tenant)
+            for key, entry in list(self._entries.items()):
+                if tenant is None or entry.share is share or entry.block.tenant == tenant:
+                    self._drop(key)
 
     def stats(self, tenant: str | None = None) -> StoreStats:
         """Counters and sizes, consistent with each other; of one tenant, or of all that are open."""
@@ -318,7 +313,7 @@ class MemoryStore:
     def close(self, tenant: str | None = None) -> None:
         """Forget every block, or one tenant's and its counters."""
         with self._lock:  # once: nothing of it comes in between
-            self._clear(tenant)
+            self.clear(tenant)
             self._shares = {} if tenant is None else {n: share for n, share in self._shares.items() if n != tenant}
 
     def _count(self, share: _Share, chunks: int, nbytes: int) -> None:
