@@ -34,8 +34,7 @@ from kvboost.types import (
 
 Found = TypeVar("Found", KVBlock, KVBlock | None)
 
-TIER = "memory"
-"""The name of this store in statistics and events."""
+TIER = "memory"  # in statistics and events
 MAX_VARIANTS = 4  # of one content that are kept for non-prefix reuse only
 _GONE_S = 3600.0  # without a lookup: what such a tenant has is kept from nobody
 _MAX_LOOKED_AT = 8  # of one content in a lookup; exact blocks may hold the same text after any number of beginnings
