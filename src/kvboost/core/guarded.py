@@ -104,14 +104,14 @@ class GuardedStore:
         """As the store's own; nothing is held if it fails. The other arguments as :class:`LayeredStore` has them."""
         nothing: Lease = EmptyLease()
         if self._layered is None:
-            return self._ask(nothing, self._store.lease, chunks)
+            return self._ask(nothing, lambda: self._store.lease(chunks))
         return self._ask(nothing, self._layered.lease, chunks, arrived=arrived, fetched=fetched)
 
     def lease_content(self, chunks: Sequence[Chunk], *, after: int, fetched: LoadReport | None = None) -> ContentLease:
         """As the store's own; nothing is held if it fails. ``fetched`` as :class:`LayeredStore` has it."""
         nothing: ContentLease = EmptyLease()
         if self._layered is None:
-            return self._ask(nothing, self._store.lease_content, chunks, after=after)
+            return self._ask(nothing, lambda: self._store.lease_content(chunks, after=after))
         return self._ask(nothing, self._layered.lease_content, chunks, after=after, fetched=fetched)
 
     def uncounted(self) -> AbstractContextManager[None]:
@@ -163,7 +163,7 @@ class GuardedStore:
 
     def put(self, block: KVBlock) -> PutOutcome:
         """As the store's own; REFUSED if it fails."""
-        return self._ask(PutOutcome.REFUSED, self._store.put, block)
+        return self._ask(PutOutcome.REFUSED, lambda: self._store.put(block))
 
     def keep(self, make: Callable[[], KVBlock]) -> PutOutcome:
         """Put the block that ``make`` copies out of a cache; REFUSED if there is no memory for the copy."""
@@ -181,7 +181,7 @@ class GuardedStore:
 
     def used(self, chain: Sequence[bytes]) -> None:
         """As the store's own."""
-        self._ask(None, self._store.used, chain)
+        self._ask(None, lambda: self._store.used(chain))
 
 
 def _for_each(chunks: Sequence[Chunk], found: Sequence[bool]) -> Sequence[bool]:
