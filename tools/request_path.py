@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
@@ -77,6 +78,7 @@ def of_chat() -> list[tuple[str, str]]:
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
                 client.post("/v1/chat/completions", json=body).raise_for_status()
+                time.sleep(0.5)  # the loop ends its last step
                 return watch.functions(lambda: client.post("/v1/chat/completions", json=body).raise_for_status())
         finally:
             server.should_exit = True

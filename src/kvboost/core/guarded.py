@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Self, TypeVar
+from typing import Self, TypeVar, cast
 
 import torch
 
@@ -85,7 +85,8 @@ class GuardedStore:
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
-        self._layered = store if isinstance(store, LayeredStore) else None
+        # By its class: a broken store may raise when it is only looked at.
+        self._layered = cast(LayeredStore, store) if issubclass(type(store), LayeredStore) else None
         self._failures = Failures("store")
         self._ask = self._failures.ask
 

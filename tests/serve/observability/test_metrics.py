@@ -49,7 +49,7 @@ def test_every_tier_tells_how_it_does(with_disk: Running) -> None:
         told = http.get("/ready").json()
         page = http.get("/v1/cache").json()
     assert samples["kvboost_runner_alive",] == 1
-    assert samples["kvboost_runner_step_seconds",] == 0
+    assert samples["kvboost_runner_step_seconds",] < 5, "what ends the last step may still run"
     assert samples["kvboost_tier_available", "disk"] == 1
     assert samples["kvboost_tier_hits_total", "disk"] > 0
     assert samples["kvboost_tier_loads_total", "disk"] > 0

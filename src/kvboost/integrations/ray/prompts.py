@@ -16,8 +16,7 @@ from starlette.types import Scope
 from kvboost.core.keys import fingerprint_root
 from kvboost.errors import ConfigError
 from kvboost.serve.errors import ApiError
-from kvboost.serve.generation.prompts import ChatPrompts, effort_variables, to_turn
-from kvboost.serve.generation.requests import as_function
+from kvboost.serve.generation.prompts import ChatPrompts, as_function, effort_variables, to_turn
 from kvboost.serve.schemas.chat import ChatRequest, CompletionRequest
 from kvboost.serve.security.auth import Keys
 from kvboost.serve.security.limits import Limits, check_json

@@ -16,8 +16,8 @@ from kvboost.serve.api.common import DONE, AppCaller, AppService, streamed, unre
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.answers import AnswerReader
 from kvboost.serve.generation.parts import CallOpened, Content, Part, Reasoning
-from kvboost.serve.generation.prompts import ChatPrompt, Turn, check_arguments, effort_variables, to_turn
-from kvboost.serve.generation.requests import GenerationRequest, Offer, as_function, make_offer, sampling_of
+from kvboost.serve.generation.prompts import ChatPrompt, Turn, as_function, check_arguments, effort_variables, to_turn
+from kvboost.serve.generation.requests import GenerationRequest, Offer, make_offer, sampling_of
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.structured import Constrain
 from kvboost.serve.generation.token_stream import Ended, Piece

@@ -18,8 +18,8 @@ from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.answers import AnswerReader, answer_parts
 from kvboost.serve.generation.blocks import to_turns
 from kvboost.serve.generation.parts import CallArguments, CallOpened, Part, Reasoning
-from kvboost.serve.generation.prompts import ChatPrompt, effort_variables
-from kvboost.serve.generation.requests import Answer, Choice, GenerationRequest, Offer, as_function, make_offer
+from kvboost.serve.generation.prompts import ChatPrompt, as_function, effort_variables
+from kvboost.serve.generation.requests import Answer, Choice, GenerationRequest, Offer, make_offer
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Ended
 from kvboost.serve.schemas.messages import CountTokensRequest, MessagesRequest

@@ -19,8 +19,8 @@ from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.answers import AnswerReader, answer_parts
 from kvboost.serve.generation.items import to_turns
 from kvboost.serve.generation.parts import CallArguments, CallOpened, Part, Reasoning
-from kvboost.serve.generation.prompts import ChatPrompt, Turn, check_arguments, effort_variables
-from kvboost.serve.generation.requests import Answer, GenerationRequest, Offer, as_function, make_offer
+from kvboost.serve.generation.prompts import ChatPrompt, Turn, as_function, check_arguments, effort_variables
+from kvboost.serve.generation.requests import Answer, GenerationRequest, Offer, make_offer
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Ended
 from kvboost.serve.schemas.responses import FunctionCall, FunctionTool, InputItem, NamedTool, ResponsesRequest

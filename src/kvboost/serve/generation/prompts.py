@@ -28,6 +28,14 @@ _MAX_LOST = 32  # messages that are not in the text; then the rest is not search
 _MIN_SPLICE = 4  # tokens of a reply's end; fewer are not worth a search
 
 
+def as_function(
+    name: str, *, description: str | None, parameters: dict[str, Any] | None, strict: bool | None = None
+) -> dict[str, Any]:
+    """A tool as templates take it. Its schema is not copied: how deep that goes is checked where it is offered."""
+    given = {"name": name, "description": description, "parameters": parameters, "strict": strict}
+    return {"type": "function", "function": {field: value for field, value in given.items() if value is not None}}
+
+
 @dataclass(frozen=True)
 class Turn:
     """A message as templates take it, and where its parts mark a cut or end (characters of its content)."""

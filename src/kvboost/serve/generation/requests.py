@@ -185,14 +185,6 @@ class Offer:
     """The functions one of which the answer has to call, with the schemas of their arguments; empty if it is free."""
 
 
-def as_function(
-    name: str, *, description: str | None, parameters: dict[str, Any] | None, strict: bool | None = None
-) -> dict[str, Any]:
-    """A tool as templates take it. Its schema is not copied: how deep that goes is checked by :func:`make_offer`."""
-    given = {"name": name, "description": description, "parameters": parameters, "strict": strict}
-    return {"type": "function", "function": {field: value for field, value in given.items() if value is not None}}
-
-
 def make_offer(
     tools: Sequence[dict[str, Any]],
     *,
@@ -201,7 +193,7 @@ def make_offer(
     chats: ChatPrompts,
     limits: Limits,
 ) -> Offer:
-    """The offer of ``tools``, each of :func:`as_function`. ``named`` is the one to call, if the client chose one."""
+    """The offer of ``tools``, each made by ``as_function``. ``named`` is the one to call, if the client chose one."""
     functions: dict[str, dict[str, Any] | None] = {
         tool["function"]["name"]: tool["function"].get("parameters") for tool in tools
     }
