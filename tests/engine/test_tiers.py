@@ -141,7 +141,7 @@ _WRITER = """
 import sys, torch
 from tests.approx.test_find import engine_for, text
 from tests.helpers.models import tiny_model
-engine = engine_for(tiny_model("llama"), **{sys.argv[1]: sys.argv[2]})
+engine = engine_for(tiny_model("llama"), **{sys.argv[1]: sys.argv[2]}, remote_timeout_seconds=30.0)
 engine.prefill(text(11, 400))
 engine.flush()
 print("flushed", flush=True)
