@@ -37,11 +37,10 @@ from kvboost.core.workspaces import KVLoader
 from kvboost.engine import KVBoost
 from kvboost.engine.memory import workload
 from kvboost.extend import RepairStrategy
-from kvboost.hf.breaks import break_table
+from kvboost.hf.breaks import break_table, light_tokenizer
 from kvboost.hf.cache import KVLayout, SlabCache, SlabLayer, TensorSpec, stock_cache
 from kvboost.hf.codec import KVCodec, codec_for
 from kvboost.hf.joint import JointPrefill, probe_joint
-from kvboost.hf.light_tokenizer import light_tokenizer
 from kvboost.hf.loading import ModelSource, load_tokenizer
 from kvboost.hf.probe import probe_model
 from kvboost.hf.prompt import PromptEncoder

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvboost.errors import ConfigError
 from kvboost.types import Break
 
 _CLOSING = "\"'`)]}*»›”’」』）】"  # may stand after the stop that ends a sentence
@@ -59,3 +60,16 @@ def _byte_level_characters() -> dict[str, int]:
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def light_tokenizer(name_or_path: str) -> Any:
+    """The fast tokenizer of a model, for a process without one. Raises ConfigError if there is none.
+
+    Transformers' ``AutoTokenizer`` imports torch, which takes seconds and hundreds of megabytes.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(name_or_path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name_or_path!r} has no tokenizer.json that can be read ({error})") from error

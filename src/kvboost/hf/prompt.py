@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from kvboost.errors import CapacityError, ConfigError
-from kvboost.hf.edges import edge_tokens
 
 # Tokenizer outputs that no model takes.
 _BOOKKEEPING = ("length", "offset_mapping", "special_tokens_mask")
 Prompt = str | Sequence[int] | torch.Tensor | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
+_NEIGHBOURS = ("x", "1", " ", "\n", ".", '"')  # a letter, a digit, blanks and marks: tokenizers treat them differently
+_CHARACTERS = 256  # enough for any word, and quick for long texts
 
 
 class PromptEncoder:
@@ -213,3 +214,28 @@ def _head_of(render: Any, messages: Messages) -> str | None:
         return str(render(messages, add_generation_prompt=False))
     except TemplateError:
         return None
+
+
+def edge_tokens(text: str, encode: Callable[[list[str]], Sequence[Sequence[int]]]) -> tuple[int, int]:
+    """How many tokens at the beginning and at the end of ``text`` may differ beside other text.
+
+    A tokenizer may merge them with their neighbours; what is between does not change. A wrong guess costs a hit, never
+    a token: found tokens are compared. ``encode`` is called once, with all texts that are compared.
+    """
+    head, tail = text[:_CHARACTERS], text[-_CHARACTERS:]
+    before = [near + head for near in (*_NEIGHBOURS, head[:1])]
+    after = [tail + near for near in (*_NEIGHBOURS, tail[-1:])]
+    first, last, *beside = encode([head, tail, *before, *after])
+    begin = max(len(first) - _common(first[::-1], other[::-1]) for other in beside[: len(before)])
+    end = max(len(last) - _common(last, other) for other in beside[len(before) :])
+    return begin, end
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading tokens are equal."""
+    count = 0
+    for left, right in zip(one, other, strict=False):
+        if left != right:
+            break
+        count += 1
+    return count

@@ -248,7 +248,8 @@ class TieredStore:
     def used(self, chain: Sequence[bytes]) -> None:
         """Tell every tier that these keys served one prompt; the slower ones after the request."""
         self._memory.used(chain)
-        held = self._memory.blocks(chain)  # what was found by its content need not have its beginning here
+        # What was found by its content need not have its beginning here.
+        held = self._memory.blocks(chain[:1]) or self._memory.blocks(chain)
         for tier in self._of(held[0].tenant).tiers if held else ():
             self._writer.note(held[0].tenant, tier, partial(self._note_used, tier, chain))
 

@@ -17,8 +17,7 @@ from kvboost.core.chunking import make_chunker
 from kvboost.core.keys import token_array
 from kvboost.fleet.index import FleetIndex, KeyUpdate
 from kvboost.fleet.route import RouteCosts, RoutePrompt, Router
-from kvboost.hf.breaks import break_table
-from kvboost.hf.light_tokenizer import light_tokenizer
+from kvboost.hf.breaks import break_table, light_tokenizer
 from kvboost.integrations.ray.prompts import Facts, PromptReader
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve.app import make_app
@@ -139,7 +138,7 @@ def test_what_cannot_be_read_is_left_to_the_replica(path: str, body: bytes, key:
 def test_what_a_front_imports_has_no_torch() -> None:
     modules = ["prompts", "config"]
     code = "import sys\n" + "".join(f"import kvboost.integrations.ray.{name}\n" for name in modules)
-    code += "import kvboost.hf.breaks, kvboost.hf.light_tokenizer, kvboost.fleet.route, transformers\n"
+    code += "import kvboost.hf.breaks, kvboost.fleet.route, transformers\n"
     code += "from transformers import PreTrainedTokenizerFast\n"
     code += "sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -24,8 +24,7 @@ from kvboost.errors import ConfigError
 from kvboost.extend import Chunker
 from kvboost.fleet.index import FleetIndex, KeyUpdate
 from kvboost.fleet.route import Choice, RouteCosts, RoutePrompt, Router
-from kvboost.hf.breaks import break_table
-from kvboost.hf.light_tokenizer import light_tokenizer
+from kvboost.hf.breaks import break_table, light_tokenizer
 from kvboost.integrations.ray.prompts import AskedPrompt, Facts, PromptReader
 from kvboost.serve.security.auth import Keys
 
