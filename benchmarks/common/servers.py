@@ -5,6 +5,7 @@ Used by the benchmarks and by the tests.
 
 from __future__ import annotations
 
+import random
 import shutil
 import socket
 import subprocess
@@ -110,13 +111,30 @@ sys.stdin.read()
 """
 
 
+def _cluster_ports(nodes: int) -> list[int]:
+    """Ports of the nodes; each one's bus has its port + 10000.
+
+    Both are below those that the system gives to outgoing connections, which could take one before its node does.
+    """
+    found: set[int] = set()
+    while len(found) < nodes:
+        port = random.SystemRandom().randrange(11000, 22000)  # a seed would give every test process the same
+        with socket.socket() as one, socket.socket() as bus:
+            try:
+                one.bind(("127.0.0.1", port))
+                bus.bind(("127.0.0.1", port + 10000))
+            except OSError:
+                continue
+        found.add(port)
+    return list(found)
+
+
 @contextmanager
 def redis_cluster(nodes: int = 3) -> Iterator[RedisCluster]:
     """A cluster for one ``with`` block, made with ``redis-cli --cluster create``. Raises BenchError."""
     options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no"]
     with ExitStack() as stack:
-        # The bus of a node has its port + 10000, which must be one too.
-        ports = [port for port in (free_port() for _ in range(50 * nodes)) if port < 55000][:nodes]
+        ports = _cluster_ports(nodes)
         servers = [stack.enter_context(redis_server(options, port=port)) for port in ports]
         addresses = [f"127.0.0.1:{port}" for port in ports]
         _cli(ports[0], "--cluster", "create", *addresses, "--cluster-replicas", "0", "--cluster-yes")

@@ -121,14 +121,19 @@ def _token_gaps(running: Running, *, until: Callable[[], bool]) -> list[float]:
 
 @pytest.mark.parametrize("schema", [*_SLOW_TO_COMPILE.values(), _COSTLY_TO_FOLLOW], ids=[*_SLOW_TO_COMPILE, "masks"])
 def test_a_hostile_schema_is_refused_and_others_go_on(keyed: Running, schema: dict[str, Any]) -> None:
-    with keyed.http() as http, ThreadPoolExecutor(1) as pool:
-        body = {**_ASKED, "response_format": _format(schema)}
-        asked = pool.submit(http.post, "/v1/chat/completions", json=body)
-        gaps = _token_gaps(keyed, until=asked.done)
-        answer = asked.result()
-    assert answer.status_code == 400, answer.text
-    assert "simplify" in answer.json()["error"]["message"]
-    assert max(gaps, default=0.0) < 1.0
+    worst = []
+    for attempt in range(4):  # a busy machine delays a token now and then; a compiler on the model's thread does so each time
+        with keyed.http() as http, ThreadPoolExecutor(1) as pool:
+            body = {**_ASKED, "response_format": _format({**schema, "description": f"attempt {attempt}"})}
+            asked = pool.submit(http.post, "/v1/chat/completions", json=body)
+            gaps = _token_gaps(keyed, until=asked.done)
+            answer = asked.result()
+        assert answer.status_code == 400, answer.text
+        assert "simplify" in answer.json()["error"]["message"]
+        worst.append(max(gaps, default=0.0))
+        if worst[-1] < 1.0:
+            return
+    raise AssertionError(f"tokens were as late as {worst} s")
 
 
 def test_tools_that_take_long_to_compile_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
