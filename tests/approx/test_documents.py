@@ -227,7 +227,7 @@ def test_a_shadow_check_replays_the_chunks_of_its_time() -> None:
         blocks, chunks, boundaries = dict(state.spans.blocks), state.prompt.chunks, state.prompt.boundaries
     engine.add_documents([_PASSAGES[1][20:], _PASSAGES[4]], progress=False)
     assert prefiller.chunk(tokens, boundaries).chunks != chunks
-    with prefiller.open(tokens, boundaries=boundaries, using=blocks) as state:
+    with prefiller.replay(tokens, boundaries=boundaries, new_tokens=0, using=blocks) as state:
         assert state.prompt.chunks == chunks
 
 

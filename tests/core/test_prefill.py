@@ -351,7 +351,7 @@ def test_chunks_on_trial_are_not_used_and_not_held(run: Prefiller) -> None:
 
 def test_replayed_chunks_are_those_given_and_documents_do_not_cut_them(run: Prefiller) -> None:
     read(run, _TEXT)
-    with replace(run, approx=Approx(run)).open(_TEXT, using={3: _BLOCK}) as state:
+    with replace(run, approx=Approx(run)).replay(_TEXT, boundaries=(), new_tokens=0, using={3: _BLOCK}) as state:
         assert state.plan.exact_tokens == 48, "stored chunks before it only"
         assert state.spans is not None
         assert state.spans.strategy == "replayed"

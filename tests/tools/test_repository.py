@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -64,3 +65,16 @@ def test_the_wheel_does_not_grow() -> None:
         "the wheel has grown: delete what the change made useless, merge what says the same twice, or move what only "
         f"maintainers use to benchmarks/, tools/ or tests/; the largest files are {largest}"
     )
+
+
+def test_no_function_on_the_path_of_a_request_takes_more_than_six_arguments() -> None:
+    found = []
+    for room in ("core",):
+        for file in (_ROOT / "src/kvboost" / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    given = node.args
+                    names = [arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+                    if len(names) - (names[:1] in (["self"], ["cls"])) > 6:
+                        found.append(f"{file.relative_to(_ROOT)}: {node.name}")
+    assert found == [], "put what belongs together into one argument"

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -104,7 +105,8 @@ def answers_differ(
 
     for using in (request.blocks, None):
         with prefiller.store.uncounted():  # no request looks for these
-            state = prefiller.open(prompt.tokens, boundaries=prompt.boundaries, new_tokens=count, using=using)
+            again = prefiller.open if using is None else partial(prefiller.replay, using=using)
+            state = again(prompt.tokens, boundaries=prompt.boundaries, new_tokens=count)
         with state:
             try:
                 prefiller.advance_to_last_step(state, cancelled=busy)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvboost.core.backend import Codec, JointRunner, KVCache, Runner
 from kvboost.core.costs import CostModel, StageClock
@@ -36,6 +36,17 @@ class RequestCancelled(Exception):
 
 def _never() -> bool:
     return False
+
+
+class _Chosen(NamedTuple):
+    """What a prefill reuses of what is stored."""
+
+    blocks: Sequence[KVBlock]
+    """Those of its leading chunks."""
+    spans: ApproxSpans | None = None
+    """Those from other positions."""
+    reason: str | None = None
+    """Why there are none of those."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,40 +96,62 @@ class Prefiller:
         new_tokens: int = 0,
         clock: StageClock | None = None,
         approx: bool = False,
-        using: Mapping[int, KVBlock] | None = None,
         fetched: Fetched | None = None,
     ) -> PrefillState:
         """Place all stored KV of a prompt; the cache has capacity for ``new_tokens`` more.
 
-        With ``approx``, chunks from other positions are reused too, where that is faster. ``using`` gives them by chunk
-        index instead, to prefill a prompt as it was prefilled before. ``fetched`` is what was loaded for this prompt
-        before: then no slower tier is asked.
+        With ``approx``, chunks from other positions are reused too, where that is faster. ``fetched`` is what was
+        loaded for this prompt before: then no slower tier is asked.
         """
         clock = clock or StageClock()
-        # Replayed blocks fit the chunks of that time: documents that became known since must not cut them.
-        prompt = self.chunk(tokens, boundaries) if using is None else self._cut(tokens, boundaries)
+        prompt = self.chunk(tokens, boundaries)
+
+        def choose(blocks: Sequence[KVBlock]) -> _Chosen:
+            if not approx:
+                return _Chosen(blocks)
+            spans, reason = self.approx.find(
+                prompt.usable,
+                available=min(len(blocks), len(prompt.usable)),
+                prompt_tokens=len(tokens),
+                fetched=fetched.content if fetched else None,
+            )
+            return _Chosen(blocks, spans, reason)
+
+        return self._open(prompt, choose, clock=clock, new_tokens=new_tokens, fetched=fetched)
+
+    def replay(
+        self, tokens: list[int], *, boundaries: Sequence[int], new_tokens: int, using: Mapping[int, KVBlock]
+    ) -> PrefillState:
+        """As :meth:`open`, with the chunks from other positions that an earlier prefill used, by chunk index."""
+        # They fit the chunks of that time: documents that became known since must not cut them.
+        prompt = self._cut(tokens, boundaries)
+
+        def choose(blocks: Sequence[KVBlock]) -> _Chosen:
+            return _Chosen(blocks[: min(using)], self.approx.replay(using))
+
+        return self._open(prompt, choose, clock=StageClock(), new_tokens=new_tokens)
+
+    def _open(
+        self,
+        prompt: ChunkedPrompt,
+        choose: Callable[[Sequence[KVBlock]], _Chosen],
+        *,
+        clock: StageClock,
+        new_tokens: int,
+        fetched: Fetched | None = None,
+    ) -> PrefillState:
+        """Place what ``choose`` takes of the leading blocks that are stored, and what it adds from other positions."""
         clock.lap("plan")
         lookup = prompt.lookup
-        loader = KVLoader(lookup, tokens=len(tokens) + new_tokens, codec=self.codec, pool=self.pool)
+        loader = KVLoader(lookup, tokens=len(prompt.tokens) + new_tokens, codec=self.codec, pool=self.pool)
         lease = self.store.lease(lookup, arrived=loader.arrived, fetched=fetched.exact if fetched else None)
         spans: ApproxSpans | None = None
         trial: ApproxSpans | None = None
-        reason: str | None = None
         try:
-            blocks = lease.blocks
-            if using is not None:
-                blocks, spans = blocks[: min(using)], self.approx.replay(using)
-            elif approx:
-                available = min(len(blocks), len(prompt.usable))
-                spans, reason = self.approx.find(
-                    prompt.usable,
-                    available=available,
-                    prompt_tokens=len(tokens),
-                    fetched=fetched.content if fetched else None,
-                )
-                if spans is not None and spans.on_trial:
-                    spans.lease.release()
-                    trial, spans = replace(spans, lease=EmptyLease()), None
+            blocks, spans, reason = choose(lease.blocks)
+            if spans is not None and spans.on_trial:
+                spans.lease.release()
+                trial, spans = replace(spans, lease=EmptyLease()), None
             tail = self.stored_tail(prompt, len(blocks), in_memory=fetched is not None) if spans is None else None
             if tail is not None:
                 more = self.store.lease([tail], fetched=NOTHING_LOADED if fetched else None)
@@ -172,8 +205,8 @@ class Prefiller:
             tiers=tokens_by_tier(blocks, loads_of(lease), limit=reused),
         )
         plain = self.expected_seconds(len(prompt.tokens))
-        plain_ms = None if plain is None else 1000.0 * plain
-        state = PrefillState(prompt, cache, hits=hits, rule=self.rule, clock=clock, pool=self.pool, plain_ms=plain_ms)
+        state = PrefillState(prompt, cache, hits=hits, rule=self.rule, clock=clock, pool=self.pool)
+        state.plain_ms = None if plain is None else 1000.0 * plain
         cache.set_length(state.num_computed)
         return state
 

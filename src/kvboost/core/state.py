@@ -94,15 +94,14 @@ class PrefillState:
         rule: StepRule,
         clock: StageClock,
         pool: WorkspacePool | None = None,
-        paged: bool = False,
-        plain_ms: float | None = None,
     ) -> None:
-        """The cache holds the chunks of ``hits``. It goes back to ``pool`` at the end; without one it is not kept.
-
-        ``plain_ms`` is how long computing the whole prompt should take, for the report.
-        """
-        self.prompt, self.hits, self.rule, self.clock, self.paged = prompt, hits, rule, clock, paged
-        self._cache, self._pool, self._plain_ms = cache, pool, plain_ms
+        """The cache holds the chunks of ``hits``. It goes back to ``pool`` at the end; without one it is not kept."""
+        self.prompt, self.hits, self.rule, self.clock = prompt, hits, rule, clock
+        self._cache, self._pool = cache, pool
+        self.paged = False
+        """Whether the cache keeps most of its KV outside of the memory."""
+        self.plain_ms: float | None = None
+        """How long computing the whole prompt should take, for the report."""
         self._plan = self._exact_plan()
         self._num_computed = self._num_exact = self._plan.exact_tokens
         self._num_committed = min(hits.own_tokens, self._plan.exact_tokens)
@@ -339,7 +338,7 @@ class PrefillState:
             declined=declined,
             segments=self._plan.runs(recomputed=self._repair.positions if self._repair else ()),
             paged=self.paged,
-            plain_ms=self._plain_ms,
+            plain_ms=self.plain_ms,
         )
 
     def _exact_plan(self) -> ReusePlan:

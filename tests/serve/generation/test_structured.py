@@ -122,7 +122,8 @@ def _token_gaps(running: Running, *, until: Callable[[], bool]) -> list[float]:
 @pytest.mark.parametrize("schema", [*_SLOW_TO_COMPILE.values(), _COSTLY_TO_FOLLOW], ids=[*_SLOW_TO_COMPILE, "masks"])
 def test_a_hostile_schema_is_refused_and_others_go_on(keyed: Running, schema: dict[str, Any]) -> None:
     worst = []
-    for attempt in range(4):  # a busy machine delays a token now and then; a compiler on the model's thread does so each time
+    # A busy machine delays a token now and then; a compiler on the model's thread does so each time.
+    for attempt in range(4):
         with keyed.http() as http, ThreadPoolExecutor(1) as pool:
             body = {**_ASKED, "response_format": _format({**schema, "description": f"attempt {attempt}"})}
             asked = pool.submit(http.post, "/v1/chat/completions", json=body)

@@ -90,7 +90,8 @@ def _start(prefiller: Prefiller, cache: PagedCache, prompt: ChunkedPrompt, clock
     clock.lap("place")
     tokens = prompt.chunks[exact + paged - 1].end if exact + paged else 0
     hits = ExactHits(tokens, bitwise=False, lease=ReleasedLease(joined_loads(loads, more)), tiers=tiers + more_tiers)
-    state = PrefillState(prompt, cast(KVCache, cache), hits=hits, rule=_RULE, clock=clock, paged=True)
+    state = PrefillState(prompt, cast(KVCache, cache), hits=hits, rule=_RULE, clock=clock)
+    state.paged = True
     state.explain(_EXACT_ONLY)
     return state
 
