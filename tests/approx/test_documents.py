@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 
 from kvboost import ConfigError, GenerationMode, KVBoost
-from kvboost.approx.documents import Document, group_documents
+from kvboost.approx.documents import Document, group_documents, named_documents
 from kvboost.core.keys import token_array
-from kvboost.engine.documents import named_documents
 from kvboost.scheduler.jobs import Finished, Job
 from kvboost.scheduler.runner import BatchRunner
 from tests.approx.test_find import HEAD, QUESTION, engine_for, joined, text

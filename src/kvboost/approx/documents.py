@@ -1,4 +1,4 @@
-"""Prefills documents behind other documents, and has later prompts searched for them.
+"""Names and prefills documents behind other documents, and has later prompts searched for them.
 
 Called by :meth:`KVBoost.add_documents`. The KV of a document prefilled behind the head and a few others is far
 closer to what a later prompt needs than that of one prefilled alone (docs/results/recompute.md). Each group of
@@ -11,12 +11,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
 from kvboost.approx.find import ApproxReuse
 from kvboost.approx.registry import DocumentRegistry
+from kvboost.core.keys import token_array
 from kvboost.core.session import Session
+from kvboost.errors import ConfigError
+from kvboost.extend import Chunker
+from kvboost.hf.prompt import Prompt, PromptEncoder
 
 MAX_GROUP_TOKENS = 2048
 """Prefilled as one prompt."""
@@ -30,6 +35,41 @@ class Document:
     tokens: list[int]
     cuts: Sequence[int]
     """The ends of its chunks, wherever it stands."""
+
+
+def named_documents(
+    texts: Iterable[Prompt],
+    encoder: PromptEncoder,
+    chunker: Chunker,
+    *,
+    ids: Iterable[str] | None,
+    key: Callable[[Prompt], Any] | None,
+) -> list[Document]:
+    """The documents with their names and cuts, in the order of ``key``."""
+    given = _listed(texts)
+    names = document_names(encoder, given if ids is None else _listed(ids))
+    if len(names) != len(given):
+        raise ConfigError(f"{len(names)} ids for {len(given)} documents; give one for each")
+    if ids is not None and len(set(names)) < len(names):
+        raise ConfigError("two documents have the same id; give each its own")
+    order = range(len(given)) if key is None else sorted(range(len(given)), key=lambda index: key(given[index]))
+
+    def document(index: int) -> Document:
+        tokens, edges = encoder.encode_document(given[index])
+        return Document(names[index], tokens, chunker.cut(token_array(tokens), [*edges, len(tokens)]))
+
+    return [document(index) for index in order]
+
+
+def document_names(encoder: PromptEncoder, ids: Iterable[Prompt]) -> list[Hashable]:
+    """The names of documents by their ids, or by themselves where they were added without."""
+    return [name if isinstance(name, str) else tuple(encoder.encode(name)) for name in _listed(ids)]
+
+
+def _listed(items: Iterable[Prompt]) -> list[Prompt]:
+    if isinstance(items, str):
+        raise ConfigError("documents and their ids come as lists; put this text into one")
+    return list(items)
 
 
 def add_documents(

@@ -35,10 +35,8 @@ _MAX_JOINT = 256  # sequences of one forward
 class Batches:
     """Generates together with one model. Thread-safe."""
 
-    def __init__(
-        self, generator: Generator, model: Any, *, encoder: PromptEncoder, tokenizer: Any, parts: ModelParts
-    ) -> None:
-        self._generator, self._model, self._parts = generator, model, parts
+    def __init__(self, generator: Generator, *, encoder: PromptEncoder, tokenizer: Any, parts: ModelParts) -> None:
+        self._generator, self._model, self._parts = generator, parts.runner.model, parts
         self._encoder, self._tokenizer = encoder, tokenizer
         self._lock = threading.Lock()
         self._forwards: Forwards | None = None

@@ -64,7 +64,6 @@ class KVBoost(TenantView):
         *,
         dtype: Any = "auto",
         device: str | None = None,
-        revision: str | None = None,
         store: ChunkStore | None = None,
         weight_budget: int | str | None = None,
         weight_dir: str | Path | None = None,
@@ -72,15 +71,13 @@ class KVBoost(TenantView):
     ) -> Self:
         """Load a model and its tokenizer, and wrap them.
 
-        ``name_or_path``, ``dtype``, ``revision`` and every argument that is not a field of
-        :class:`kvboost.EngineConfig` go to Transformers' ``from_pretrained``. The default ``device`` is the
-        accelerator if there is one. With a ``weight_budget``, such as ``"6GB"``, layers that do not fit are read from
-        disk in every step; results are bitwise equal. Their files are written once to ``weight_dir``, by default
-        beside the checkpoint. A given ``store`` replaces the engine's own.
+        ``name_or_path``, ``dtype`` and every argument that is not a field of :class:`kvboost.EngineConfig`, such as
+        ``revision``, go to Transformers' ``from_pretrained``. The default ``device`` is the accelerator if there is
+        one. With a ``weight_budget``, such as ``"6GB"``, layers that do not fit are read from disk in every step;
+        results are bitwise equal. Their files are written once to ``weight_dir``, by default beside the checkpoint. A
+        given ``store`` replaces the engine's own.
         """
         settings, model_kwargs = split_settings(settings_and_model_kwargs)
-        if revision is not None:
-            model_kwargs["revision"] = revision
         model, tokenizer = load_model(
             ModelSource(name_or_path, dtype=dtype, device=device, model_kwargs=model_kwargs),
             weight_budget=parse_bytes(weight_budget, name="weight_budget") if weight_budget is not None else None,
@@ -154,8 +151,7 @@ class KVBoost(TenantView):
         where only prefixes are reused.
         """
         session = self._session_with_approx("documents are for non-prefix reuse, which this engine does not do")
-        from kvboost.approx.documents import add_documents
-        from kvboost.engine.documents import named_documents
+        from kvboost.approx.documents import add_documents, named_documents
 
         return add_documents(
             named_documents(texts, self.parts.encoder, self.parts.chunker, ids=ids, key=key),
@@ -172,8 +168,7 @@ class KVBoost(TenantView):
         Their KV stays until it is evicted: it is found as that of any other text.
         """
         session = self._session_with_approx("this engine knows no documents, as it does no non-prefix reuse")
-        from kvboost.approx.documents import registry_of
-        from kvboost.engine.documents import document_names
+        from kvboost.approx.documents import document_names, registry_of
 
         return registry_of(session).remove(document_names(self.parts.encoder, ids))
 

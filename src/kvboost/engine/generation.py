@@ -184,17 +184,16 @@ class Generator:
 
     def __init__(
         self,
-        model: Any,
+        runner: ModelRunner,
         *,
         encoder: PromptEncoder,
         tokenizer: Any,
-        runner: ModelRunner,
         offer_check: OfferCheck,
         facts: ModelFacts | None,
         refusal: str | None,
     ) -> None:
         """``offer_check`` is called with every answer; ``refusal`` is why a model without ``facts`` reuses nothing."""
-        self._model, self._runner, self._refusal = model, runner, refusal
+        self._model, self._runner, self._refusal = runner.model, runner, refusal
         self._max_positions = facts.max_positions if facts is not None else None
         self._offer_check = offer_check
         self._encoder, self._tokenizer = encoder, tokenizer

@@ -82,15 +82,14 @@ class EngineParts:
         )
         self.shadow = self._shadow_checks(uncounted)
         self.generator = Generator(
-            model,
+            self.runner,
             encoder=self.encoder,
             tokenizer=tokenizer,
-            runner=self.runner,
             offer_check=self.offer_check,
             facts=facts,
             refusal=self.refusal,
         )
-        self.batches = Batches(self.generator, model, encoder=self.encoder, tokenizer=tokenizer, parts=self)
+        self.batches = Batches(self.generator, encoder=self.encoder, tokenizer=tokenizer, parts=self)
         self.closed = False
 
     def _assemble(self, store: ChunkStore | None) -> tuple[Assembly | None, str | None]:

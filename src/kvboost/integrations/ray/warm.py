@@ -26,9 +26,9 @@ from kvboost.approx.documents import (
     Document,
     join_group,
     max_document_tokens,
+    named_documents,
 )
 from kvboost.engine import KVBoost
-from kvboost.engine.documents import named_documents
 from kvboost.errors import CapacityError, ConfigError, PlaceError
 from kvboost.integrations.ray.config import last_line
 from kvboost.integrations.ray.warm_plan import CorpusSurvey, SurveyedDocument, WarmPlan, spread
