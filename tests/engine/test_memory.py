@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from kvboost import EngineConfig, KVBoost
-from kvboost.capacity import Rates, shortfall
+from kvboost.capacity import shortfall
 from kvboost.engine import forecast as engine_memory
 from kvboost.engine.estimate import memory_shortfall
 from kvboost.engine.forecast import Forecast, forecast
 from kvboost.errors import ConfigError
 from kvboost.hf.loading import ModelSource
 from kvboost.offload import rates
-from kvboost.offload.rates import measure_rates
+from kvboost.offload.rates import Rates, measure_rates
 from kvboost.scheduler.runner import BatchRunner
 from tests.helpers.models import tiny_model
 from tests.helpers.packing import pack_all

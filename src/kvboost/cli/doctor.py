@@ -21,9 +21,8 @@ from kvboost.cli.settings import Settings
 from kvboost.errors import EXTRAS, ConfigError, with_extra
 
 if TYPE_CHECKING:
-    from kvboost.capacity import Option
     from kvboost.engine import KVBoost
-    from kvboost.engine.forecast import Forecast
+    from kvboost.engine.forecast import Forecast, Option
 
 _WIDTH = 20
 _TEST_TOKENS = 96

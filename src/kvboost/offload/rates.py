@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from kvboost.capacity import Rates
 from kvboost.direct_io import DirectFile, page_aligned, up_to_page
 from kvboost.offload.kv.pager import FileSpill
 
@@ -20,6 +20,18 @@ _SIDE = 2048
 _PIECE = 8 * 2**20  # bytes
 _SPILLED_PIECES = 16
 _MAX_ROWS = 256  # longer steps multiply no faster
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this machine does in a second, measured."""
+
+    memory: float
+    """Bytes of weights multiplied with one token's states: what decoding reads."""
+    multiply: float
+    """Multiplications and additions, with as many tokens as a step of prefill has."""
+    disk: float
+    """Bytes read past the page cache."""
 
 
 @torch.no_grad()

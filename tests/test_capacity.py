@@ -27,7 +27,7 @@ from kvboost.engine.memory import default_budgets, with_budgets
 from kvboost.errors import ConfigError
 from kvboost.hf.cache import KVLayout, TensorSpec
 from kvboost.steps import StepRule
-from tests.capacity.shapes import KV, WEIGHTS, shape, work
+from tests.helpers.shapes import KV, WEIGHTS, shape, work
 
 
 def test_workspaces_have_headroom_and_round_numbers() -> None:
