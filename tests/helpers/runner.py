@@ -12,7 +12,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from kvboost import KVBoost
-from kvboost.scheduler.jobs import Finished, Job, JobRunner, NewToken, RunnerLoad, Ticket
+from kvboost.scheduler.jobs import Finished, Job, NewToken, RunnerLoad, Ticket
+from kvboost.scheduler.runner import BatchRunner
 
 
 class _Choosing(LogitsProcessor):
@@ -164,7 +165,7 @@ class OneByOne:
 class Recording:
     """Hands jobs to a real runner and remembers them."""
 
-    def __init__(self, runner: JobRunner) -> None:
+    def __init__(self, runner: BatchRunner) -> None:
         self._runner = runner
         self.jobs: list[Job] = []
 

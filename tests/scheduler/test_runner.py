@@ -18,12 +18,13 @@ from kvboost.core.verify import same_bits
 from kvboost.errors import ClosedError
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.probe import probe_model
+from kvboost.hf.sampling import Sampling
 from kvboost.scheduler.forwards import JobDecoder
-from kvboost.scheduler.jobs import Finished, Job, NewToken, RunnerLoad, Sampling, Ticket
+from kvboost.scheduler.jobs import Finished, Job, NewToken, RunnerLoad, Ticket
 from kvboost.scheduler.loop import JobLoop
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.scheduler.sampler import Sampler
-from kvboost.scheduler.sequence import JobTicket, RunningJob
+from kvboost.scheduler.sequence import RunningJob
 from tests.helpers.models import FAMILIES
 
 _TEXT = torch.randint(3, 97, (300,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -563,9 +564,9 @@ def test_a_first_token_does_not_wait_for_prompts_that_are_read_after_it(
     prompts = [_TEXT[i : i + 12] for i in (0, 20, 40)]
     order: list[str] = []
     with BatchRunner(engine, deterministic=True) as runner:
-        step, put = RunningJob.prefill_step, JobTicket.put
+        step, put = RunningJob.prefill_step, Ticket.put
         monkeypatch.setattr(RunningJob, "prefill_step", lambda job: (order.append("read"), step(job))[1])
-        monkeypatch.setattr(JobTicket, "put", lambda ticket, event: (order.append("told"), put(ticket, event))[1])
+        monkeypatch.setattr(Ticket, "put", lambda ticket, event: (order.append("told"), put(ticket, event))[1])
         submitted_together(runner, [job(tokens, 1) for tokens in prompts])
     behind = order[order.index("read", 1) :]  # the job that submitted them is the first
     assert [what for what in behind if what == "read"] == ["read"] * 3

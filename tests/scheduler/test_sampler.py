@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvboost.errors import ConfigError
-from kvboost.scheduler.jobs import Job, Sampling
+from kvboost.hf.sampling import Sampling
+from kvboost.scheduler.jobs import Job
 from kvboost.scheduler.sampler import Sampler, sample_batch
 from tests.helpers.devices import Devices, on_device
 

@@ -23,10 +23,10 @@ from kvboost.hf.generate import end_token_ids, speculates
 from kvboost.hf.prompt import PromptEncoder
 from kvboost.hf.sampling import Drawing, drawings
 from kvboost.scheduler.forwards import Forwards
-from kvboost.scheduler.jobs import Finished, Job, ModelParts, NewToken
+from kvboost.scheduler.jobs import Finished, Job, ModelParts, NewToken, Ticket
 from kvboost.scheduler.loop import JobLoop, LoopRules
 from kvboost.scheduler.queue import Limits
-from kvboost.scheduler.sequence import JobTicket, RunningJob
+from kvboost.scheduler.sequence import RunningJob
 from kvboost.types import GenerationMode, GenerationResult
 
 _MAX_JOINT = 256  # sequences of one forward
@@ -104,7 +104,7 @@ class Batches:
             tenant=session.tenant,
         )
         running = RunningJob(
-            job, session=session, ticket=JobTicket(lambda: None), parts=self._parts, waits_for_tiers=False
+            job, session=session, ticket=Ticket(lambda: None), parts=self._parts, waits_for_tiers=False
         )
         running.adapter = request.adapter
         return running

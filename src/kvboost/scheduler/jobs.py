@@ -1,14 +1,16 @@
 """Jobs and their events: the boundary between a server and the scheduler.
 
-Made by :mod:`kvboost.serve`, run by a :class:`JobRunner`. Invariant: after ``submit`` every ticket ends, with
-:class:`Finished` as its last event, whatever happens to the job.
+Made by :mod:`kvboost.serve`, run by :mod:`kvboost.scheduler.runner`. Invariant: after ``submit`` every ticket ends,
+with :class:`Finished` as its last event, whatever happens to the job.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, Literal, Protocol, Self
 
 from kvboost.config import EngineConfig
@@ -21,19 +23,6 @@ from kvboost.hf.cache import KVLayout
 from kvboost.hf.runner import ModelRunner
 from kvboost.hf.sampling import Constraint, Drawing, Sampling
 from kvboost.types import ReuseReport
-
-__all__ = [
-    "BatchEngine",
-    "Constraint",
-    "Finished",
-    "Job",
-    "JobRunner",
-    "ModelParts",
-    "NewToken",
-    "RunnerLoad",
-    "Sampling",
-    "Ticket",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,23 +74,51 @@ class Finished:
     """From ``submit`` to the end."""
 
 
-class Ticket(Protocol):
-    """The caller's handle on a submitted job."""
+class Ticket:
+    """The submitter's handle: delivers events, and cancels."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._early: list[NewToken | Finished] = []  # before anybody listened
+        self._deliver: Callable[[NewToken | Finished], None] = self._early.append
+        self._cancelled = threading.Event()
+        self.wake = wake
+        """Called when something has changed that the job may wait for."""
 
     def events(self) -> Iterator[NewToken | Finished]:
         """Each new token as it is generated, then :class:`Finished`. Blocks; called from one thread."""
-        ...
+        arrived: SimpleQueue[NewToken | Finished] = SimpleQueue()
+        self.listen(arrived.put)
+        while True:
+            event = arrived.get()
+            yield event
+            if isinstance(event, Finished):
+                return
 
     def listen(self, deliver: Callable[[NewToken | Finished], None]) -> None:
         """The same without a thread that waits: ``deliver`` is called with each event, by whoever makes it.
 
         Those that came before are delivered now. ``deliver`` returns at once and raises nothing. For one listener.
         """
-        ...
+        with self._lock:
+            for event in self._early:
+                deliver(event)
+            self._early, self._deliver = [], deliver
 
     def cancel(self) -> None:
         """Stop within one step and release everything; harmless after the end."""
-        ...
+        self._cancelled.set()
+        self.wake()
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the submitter cancelled the job."""
+        return self._cancelled.is_set()
+
+    def put(self, event: NewToken | Finished) -> None:
+        """Deliver an event to the submitter."""
+        with self._lock:
+            self._deliver(event)
 
 
 @dataclass(frozen=True)
@@ -127,26 +144,6 @@ class RunnerLoad:
     def alive(self) -> bool:
         """Whether it accepts jobs."""
         return self.failure is None
-
-
-class JobRunner(Protocol):
-    """Runs jobs concurrently. Thread-safe."""
-
-    def submit(self, job: Job) -> Ticket:
-        """Queue the job.
-
-        Raises CapacityError if it can never fit, BusyError if too many are waiting, ClosedError once the runner was
-        closed or has failed.
-        """
-        ...
-
-    def load(self) -> RunnerLoad:
-        """How many jobs are running and waiting."""
-        ...
-
-    def close(self) -> None:
-        """Cancel all jobs, end every ticket and release everything."""
-        ...
 
 
 class ModelParts(Protocol):

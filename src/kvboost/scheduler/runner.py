@@ -1,7 +1,7 @@
 """Continuous batching: one thread owns the model and takes the steps of a :class:`JobLoop`.
 
-Implements :class:`kvboost.scheduler.jobs.JobRunner` for a server or any other caller with many threads. Invariants:
-every ticket ends with ``Finished``; the thread never waits for a slower tier; a refusal gives the reason and a remedy.
+For a server, or any other caller with many threads. Invariants: every ticket ends with ``Finished``; the thread never
+waits for a slower tier; a refusal gives the reason and a remedy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvboost.scheduler.forwards import Forwards
 from kvboost.scheduler.jobs import BatchEngine, Finished, Job, RunnerLoad, Ticket
 from kvboost.scheduler.loop import JobLoop, LoopRules
 from kvboost.scheduler.queue import Limits
-from kvboost.scheduler.sequence import JobTicket, RunningJob
+from kvboost.scheduler.sequence import RunningJob
 
 _PREFILL_BUDGET = 256  # prompt tokens between two decode steps: others wait for a step of so many
 _FETCH_POLL_SECONDS = 0.05  # how late a load that takes too long is given up, while there is nothing else to do
@@ -106,7 +106,7 @@ class BatchRunner:
         closed.
         """
         job, session = checked_job(job, self._engine, vocab_size=self._vocab_size, kv_bytes=self.kv_bytes)
-        ticket = JobTicket(self._wake)
+        ticket = Ticket(self._wake)
         running = RunningJob(
             job, session=session, ticket=ticket, parts=self._parts, max_step=self._loop.scheduler.limits.chunk_budget
         )

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from queue import SimpleQueue
 
 import torch
 
@@ -21,56 +19,11 @@ from kvboost.failures import log_failure
 from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.rows import Row, RowBatch
 from kvboost.scheduler.fetching import JobFetch
-from kvboost.scheduler.jobs import Finished, Job, ModelParts, NewToken
+from kvboost.scheduler.jobs import Finished, Job, ModelParts, NewToken, Ticket
 from kvboost.scheduler.sampler import Sampler
 from kvboost.types import ReuseReport
 
 _log = logging.getLogger("kvboost.engine")
-
-
-class JobTicket:
-    """The submitter's handle: delivers events, and cancels."""
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._lock = threading.Lock()
-        self._early: list[NewToken | Finished] = []  # before anybody listened
-        self._deliver: Callable[[NewToken | Finished], None] = self._early.append
-        self._cancelled = threading.Event()
-        self.wake = wake
-        """Called when something has changed that the job may wait for."""
-
-    def listen(self, deliver: Callable[[NewToken | Finished], None]) -> None:
-        """Call ``deliver`` with each event; see :meth:`kvboost.scheduler.jobs.Ticket.listen`."""
-        with self._lock:
-            for event in self._early:
-                deliver(event)
-            self._early, self._deliver = [], deliver
-
-    def events(self) -> Iterator[NewToken | Finished]:
-        """Each new token as it is generated, then :class:`Finished`. Blocks; called from one thread."""
-        arrived: SimpleQueue[NewToken | Finished] = SimpleQueue()
-        self.listen(arrived.put)
-        while True:
-            event = arrived.get()
-            yield event
-            if isinstance(event, Finished):
-                return
-
-    def cancel(self) -> None:
-        """Stop within one step and release everything; harmless after the end."""
-        self._cancelled.set()
-        self.wake()
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether the submitter cancelled the job."""
-        return self._cancelled.is_set()
-
-    def put(self, event: NewToken | Finished) -> None:
-        """Deliver an event to the submitter."""
-        with self._lock:
-            self._deliver(event)
-
 
 _INITIAL_NEW_TOKENS = 256  # initial capacity for new tokens; doubled whenever it is full
 
@@ -83,7 +36,7 @@ class RunningJob:
         job: Job,
         *,
         session: Session,
-        ticket: JobTicket,
+        ticket: Ticket,
         parts: ModelParts,
         max_step: int = sys.maxsize,
         waits_for_tiers: bool = True,

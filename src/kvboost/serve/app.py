@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvboost.engine import KVBoost
 from kvboost.errors import ConfigError
-from kvboost.scheduler.jobs import JobRunner
+from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve.api import cache, messages, status, tokens
 from kvboost.serve.api.chat import chat_completions
 from kvboost.serve.api.common import IGNORED
@@ -85,7 +85,7 @@ _NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_c
 
 def make_app(
     engine: KVBoost,
-    runner: JobRunner,
+    runner: BatchRunner,
     *,
     model_name: str,
     keys: Keys | None = None,

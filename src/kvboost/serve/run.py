@@ -25,7 +25,7 @@ from fastapi import FastAPI
 
 from kvboost.engine import KVBoost
 from kvboost.errors import ClosedError, ConfigError, with_extra
-from kvboost.scheduler.jobs import JobRunner
+from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve.app import make_app
 from kvboost.serve.config import ServerConfig
 from kvboost.serve.generation.service import Service
@@ -103,7 +103,7 @@ class _Server(uvicorn.Server):
 
 def serve(
     engine: KVBoost,
-    runner: JobRunner,
+    runner: BatchRunner,
     config: ServerConfig,
     *,
     keys: Keys | None = None,
@@ -145,7 +145,7 @@ def serve(
         raise ClosedError(f"{failure}; see the log, and start the server again")
 
 
-def app_of(engine: KVBoost, runner: JobRunner, config: ServerConfig, *, keys: Keys, limits: Limits) -> FastAPI:
+def app_of(engine: KVBoost, runner: BatchRunner, config: ServerConfig, *, keys: Keys, limits: Limits) -> FastAPI:
     """The app as ``config`` wants it, with its adapters loaded. Whoever asks for it closes ``app.state.service``."""
     if config.served_model_name is None:
         raise ConfigError("clients need a name for the model; give ServerConfig(served_model_name=...)")

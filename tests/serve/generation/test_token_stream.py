@@ -99,9 +99,9 @@ def test_what_comes_after_the_stream_is_left_is_not_read() -> None:
 
 @pytest.mark.parametrize("early", [0, 3])
 def test_a_ticket_delivers_what_came_before_somebody_listened(early: int) -> None:
-    from kvboost.scheduler.sequence import JobTicket
+    from kvboost.scheduler.jobs import Ticket
 
-    ticket, heard = JobTicket(lambda: None), []
+    ticket, heard = Ticket(lambda: None), []
     events = [NewToken(1), NewToken(2), Finished("length", None)]
     for event in events[:early]:
         ticket.put(event)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from starlette.responses import JSONResponse, Response
 
 from kvboost.errors import CapacityError, ConfigError, StoreError
-from kvboost.scheduler.jobs import Sampling
+from kvboost.hf.sampling import Sampling
 from kvboost.serve.api.common import AppService
 from kvboost.serve.api.status import describe_tiers
 from kvboost.serve.api.tokens import encode_either

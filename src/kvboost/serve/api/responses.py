@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from starlette.responses import JSONResponse, Response
 
-from kvboost.scheduler.jobs import Sampling
+from kvboost.hf.sampling import Sampling
 from kvboost.serve.api.chat import encode_turns, grammar_of
 from kvboost.serve.api.common import AppCaller, AppService, streamed, unread, with_ignored
 from kvboost.serve.errors import bad_request

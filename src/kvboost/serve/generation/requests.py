@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvboost.scheduler.jobs import Sampling
+from kvboost.hf.sampling import Sampling
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.prompts import ChatPrompts
 from kvboost.serve.generation.token_stream import Ended, Piece, TokenStream

@@ -20,7 +20,8 @@ from kvboost.engine.pinning import Pins
 from kvboost.errors import BusyError, CapacityError, ClosedError, ConfigError
 from kvboost.failures import log_failure
 from kvboost.hf.generate import end_token_ids
-from kvboost.scheduler.jobs import Job, JobRunner, Ticket
+from kvboost.scheduler.jobs import Job, Ticket
+from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.answers import AnswerReaders
 from kvboost.serve.generation.items import ResponseMemory
@@ -53,7 +54,7 @@ class Service:
     def __init__(
         self,
         engine: KVBoost,
-        runner: JobRunner,
+        runner: BatchRunner,
         *,
         model_name: str,
         limits: Limits,

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvboost.scheduler.jobs import JobRunner
+from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve.observability.kept import KeptStats
 from kvboost.types import NonPrefixReuseStats
 
@@ -67,7 +67,7 @@ class RequestRecord:
 class _Live(Collector):
     """The engine's and the runner's own numbers, taken at each scrape."""
 
-    def __init__(self, kept: KeptStats, runner: JobRunner) -> None:
+    def __init__(self, kept: KeptStats, runner: BatchRunner) -> None:
         self._kept, self._runner = kept, runner
         self._lock = threading.Lock()
         self._last: defaultdict[tuple[str, ...], float] = defaultdict(float)
@@ -140,7 +140,7 @@ def _standing(reuse: NonPrefixReuseStats) -> Iterator[Metric]:
 class Metrics:
     """Counters and histograms of requests, and the engine's own. Thread-safe."""
 
-    def __init__(self, kept: KeptStats, runner: JobRunner) -> None:
+    def __init__(self, kept: KeptStats, runner: BatchRunner) -> None:
         self._recent: deque[RequestRecord] = deque(maxlen=_MAX_RECENT)
         self._registry = CollectorRegistry()
         self._registry.register(_Live(kept, runner))
