@@ -10,7 +10,6 @@ import pytest
 
 _LIGHT = [
     "kvboost.capacity",
-    "kvboost.explain.explanation",
     "kvboost.explain.log",
     "kvboost.explain.report",
     "kvboost.types",

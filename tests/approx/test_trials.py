@@ -15,7 +15,7 @@ from kvboost.approx.guard import ReuseGuard
 from kvboost.approx.shadow import CheckSlots, ServedRequest, ShadowChecks, answers_differ
 from kvboost.core.prefill import RequestCancelled
 from kvboost.engine import parts
-from kvboost.engine.generation import Generator
+from kvboost.engine.single import Generator
 from kvboost.scheduler.forwards import JobDecoder
 from kvboost.scheduler.jobs import Job
 from kvboost.scheduler.runner import BatchRunner

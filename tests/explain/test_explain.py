@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from kvboost.core.keys import token_array
-from kvboost.explain.explanation import Explanation, explain
 from kvboost.explain.faults import FaultKind
 from kvboost.explain.log import read_log
 from kvboost.explain.replay import LoggedPrompt
-from kvboost.explain.report import html_page, text_report
+from kvboost.explain.report import Explanation, explain, html_page, text_report
 from kvboost.types import Break
 
 Chat = list[tuple[str, str]]

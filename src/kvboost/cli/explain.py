@@ -49,8 +49,8 @@ def explain(
     ] = None,
 ) -> None:
     """Show where the reuse of your prompts breaks and why, what that costs, and what to change."""
-    from kvboost.explain.explanation import explain as explain_log
     from kvboost.explain.log import read_log
+    from kvboost.explain.report import explain as explain_log
     from kvboost.explain.report import html_page, text_report
 
     records = read_log(log)
@@ -81,8 +81,8 @@ def encoded(records: Sequence[LogRecord], tokenizer: Any, log: Path) -> Iterator
 
     from kvboost.core.chunking import NaturalChunker
     from kvboost.core.keys import token_array
-    from kvboost.explain.explanation import CHUNK_TOKENS
     from kvboost.explain.replay import LoggedPrompt
+    from kvboost.explain.report import CHUNK_TOKENS
     from kvboost.hf.prompt import PromptEncoder
 
     encoder = PromptEncoder(tokenizer, max_tokens=None, vocab_size=_ANY_ID)

@@ -17,7 +17,7 @@ import torch
 
 from kvboost.core.costs import StageClock
 from kvboost.core.session import Session
-from kvboost.engine.generation import Generator, Request
+from kvboost.engine.single import Generator, Request
 from kvboost.errors import ConfigError, KVBoostError
 from kvboost.hf.generate import end_token_ids, speculates
 from kvboost.hf.prompt import PromptEncoder

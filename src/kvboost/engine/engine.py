@@ -19,9 +19,9 @@ from kvboost.core.non_prefix import NoApprox
 from kvboost.core.session import Session, nothing_to_fetch
 from kvboost.engine.assembly import checked_config, split_settings
 from kvboost.engine.estimate import estimate_engine
-from kvboost.engine.generation import Request, prefill_only, warm
 from kvboost.engine.optional import non_prefix
 from kvboost.engine.parts import EngineParts
+from kvboost.engine.single import Request, prefill_only, warm
 from kvboost.engine.stats import store_stats, verify
 from kvboost.engine.tenants import TenantView
 from kvboost.engine.text_stream import PieceStream, PieceStreamer

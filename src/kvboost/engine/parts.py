@@ -28,7 +28,7 @@ from kvboost.core.spans import ApproxSpans
 from kvboost.core.state import ChunkedPrompt
 from kvboost.engine.assembly import Assembly, assemble
 from kvboost.engine.batches import Batches
-from kvboost.engine.generation import Generator
+from kvboost.engine.single import Generator
 from kvboost.errors import ClosedError, ConfigError, UnsupportedModelError
 from kvboost.extend import ChunkStore
 from kvboost.hf.adapters import AS_SET, AdapterName, Adapters

@@ -1,6 +1,6 @@
 """Why the reuse of a prompt ends where it does, and how many tokens that costs.
 
-Used by :mod:`kvboost.explain.explanation`. The cost of a fault is what would be reused exactly without it: text behind
+Used by :mod:`kvboost.explain.report`. The cost of a fault is what would be reused exactly without it: text behind
 a changing value counts as far as an earlier prompt has it in the same order. Invariant: no token is counted twice.
 """
 

@@ -1,6 +1,6 @@
 """Replays prompts against the engine's chunks and keys, with a store that keeps everything.
 
-Used by :mod:`kvboost.explain.explanation`. Invariant: a prompt finds earlier prompts only, never itself.
+Used by :mod:`kvboost.explain.report`. Invariant: a prompt finds earlier prompts only, never itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Generations: prefill the prompt up to its last step, then let Transformers run that step and decode.
+"""Single requests: prefill the prompt up to its last step, then let Transformers run that step and decode.
 
-Used by the engine for single requests. The time of the first token is taken when the first token exists;
-committing new chunks comes after that.
+Used by the engine; :mod:`kvboost.engine.batches` takes several. The time of the first token is taken when the first
+token exists; committing new chunks comes after that.
 """
 
 from __future__ import annotations
