@@ -18,8 +18,7 @@ from kvboost.hf.probe import probe_model
 from kvboost.hf.ragged import RaggedRunner, SharedPrefix, exchanged, gains_exchanged, probe_ragged
 from kvboost.hf.rows import Row, RowBatch
 from kvboost.hf.runner import ModelRunner
-from kvboost.scheduler.draw import Sampler, sample_batch
-from kvboost.scheduler.jobs import Job
+from kvboost.scheduler.jobs import Job, Sampler, sample_batch
 from tests.helpers.models import FAMILIES
 
 _TEXT = torch.randint(3, 97, (200,), generator=torch.Generator().manual_seed(3)).tolist()

@@ -19,9 +19,8 @@ from kvboost.errors import ClosedError
 from kvboost.hf.cache import SlabCache
 from kvboost.hf.probe import probe_model
 from kvboost.hf.sampling import Sampling
-from kvboost.scheduler.draw import Sampler
 from kvboost.scheduler.forwards import JobDecoder
-from kvboost.scheduler.jobs import Finished, Job, NewToken, RunnerLoad, Ticket
+from kvboost.scheduler.jobs import Finished, Job, NewToken, RunnerLoad, Sampler, Ticket
 from kvboost.scheduler.loop import JobLoop
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.scheduler.sequence import RunningJob

@@ -1,6 +1,6 @@
 """Builds Transformers' logits processors for batches, from sampling settings or from arguments of ``generate``.
 
-Used by :mod:`kvboost.scheduler.draw`, which cannot use ``model.generate``, and for ``generate_batch``. Invariant:
+Used by :mod:`kvboost.scheduler.jobs`, which cannot use ``model.generate``, and for ``generate_batch``. Invariant:
 what Transformers has a processor for is done by that processor.
 """
 

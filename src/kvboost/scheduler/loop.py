@@ -17,9 +17,8 @@ import torch
 from kvboost.core.state import ChunkedPrompt
 from kvboost.errors import ConfigError
 from kvboost.failures import log_failure
-from kvboost.scheduler.draw import sample_batch
 from kvboost.scheduler.forwards import Forwards, JobDecoder, JobPrefiller
-from kvboost.scheduler.jobs import ModelParts
+from kvboost.scheduler.jobs import ModelParts, sample_batch
 from kvboost.scheduler.queue import Limits, Scheduler
 from kvboost.scheduler.sequence import RunningJob
 from kvboost.types import ModelSnapshot

@@ -18,9 +18,8 @@ from kvboost.core.state import ChunkedPrompt, PrefillState
 from kvboost.failures import log_failure
 from kvboost.hf.adapters import AS_SET, AdapterName
 from kvboost.hf.rows import Row, RowBatch
-from kvboost.scheduler.draw import Sampler
 from kvboost.scheduler.fetching import JobFetch
-from kvboost.scheduler.jobs import Finished, Job, ModelParts, NewToken, Ticket
+from kvboost.scheduler.jobs import Finished, Job, ModelParts, NewToken, Sampler, Ticket
 from kvboost.types import ReuseReport
 
 _log = logging.getLogger("kvboost.engine")

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from kvboost.errors import ConfigError
 from kvboost.hf.sampling import Sampling
-from kvboost.scheduler.draw import Sampler, sample_batch
-from kvboost.scheduler.jobs import Job
+from kvboost.scheduler.jobs import Job, Sampler, sample_batch
 from tests.helpers.devices import Devices, on_device
 
 _LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.9, -1.0])
