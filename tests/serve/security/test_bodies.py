@@ -95,7 +95,9 @@ def test_a_large_body_of_wrong_entries_is_refused_at_once(any_number: Running, n
     assert got[0].status_code == 400
     assert got[0].json()["error"]["param"].startswith(param)
     assert len(got[0].content) < 1000
-    assert took < 1.0, "parsing the JSON and the client's own work count as well"
+    # A quiet machine takes half a second, with parsing the JSON and the client's own work; a busy one took two. Where
+    # each entry is told of, it takes minutes.
+    assert took < 5.0
 
 
 @pytest.mark.parametrize("body", [b"[" + b"[]," * 1_390_000 + b"[]]", b"[" * 4_000_000], ids=["many", "deep"])
