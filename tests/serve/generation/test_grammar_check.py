@@ -97,7 +97,7 @@ def test_closing_waits_for_no_grammar_and_nothing_is_started_afterwards() -> Non
     assert thread.is_alive()
     began = time.monotonic()
     check.close()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 30, "it waited for the grammar, which may take 60 s here"
     thread.join(10)
     assert process.poll() is not None
     with pytest.raises(ApiError, match="shutting down") as refused:

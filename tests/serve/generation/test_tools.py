@@ -145,21 +145,23 @@ def test_what_is_not_a_whole_call_of_an_offered_tool_is_text(marker: str, text: 
     assert _read(_reader(marker), text, step) == (text, [])
 
 
-_HOSTILE = {
-    "blanks in a call": ("<tool_call>", "<tool_call>" + " " * 200_000),
-    "blanks alone": ("<tool_call>", " " * 200_000),
-    "blanks in a fence": ("<tool_call>", "```json" + " " * 200_000),
-    "openings": ("<tool_call>", "<tool_call>" * 18_000),
-    "functions": ("<tool_call>", "<tool_call>" + "<function=a>" * 16_000),
-    "parameters": ("<tool_call>", "<tool_call><function=a>" + "<parameter=a>" * 15_000 + "</function>"),
-    "halves": ("<tool_call>", "<tool_cal" * 22_000),
-    "empty calls": ("<tool_call>", "<tool_call></tool_call>" * 8_000),
-    "braces": ("python_tag", "{" * 200_000),
-    "quotes": ("python_tag", '{"' + '\\"' * 100_000),
-    "objects": ("python_tag", '{"name":"get_weather","parameters":{}};' * 5_000),
-    "brackets": ("[TOOL_CALLS]", "[TOOL_CALLS][" + "[" * 200_000),
-    "names": ("[TOOL_CALLS]", "[TOOL_CALLS]a" * 15_000),
-}
+def _hostile(size: int) -> dict[str, tuple[str, str]]:
+    """Markers of formats, and answers of about ``size`` characters that are slow to read for who reads them again."""
+    return {
+        "blanks in a call": ("<tool_call>", "<tool_call>" + " " * size),
+        "blanks alone": ("<tool_call>", " " * size),
+        "blanks in a fence": ("<tool_call>", "```json" + " " * size),
+        "openings": ("<tool_call>", "<tool_call>" * (size // 11)),
+        "functions": ("<tool_call>", "<tool_call>" + "<function=a>" * (size // 12)),
+        "parameters": ("<tool_call>", "<tool_call><function=a>" + "<parameter=a>" * (size // 13) + "</function>"),
+        "halves": ("<tool_call>", "<tool_cal" * (size // 9)),
+        "empty calls": ("<tool_call>", "<tool_call></tool_call>" * (size // 23)),
+        "braces": ("python_tag", "{" * size),
+        "quotes": ("python_tag", '{"' + '\\"' * (size // 2)),
+        "objects": ("python_tag", '{"name":"get_weather","parameters":{}};' * (size // 39)),
+        "brackets": ("[TOOL_CALLS]", "[TOOL_CALLS][" + "[" * size),
+        "names": ("[TOOL_CALLS]", "[TOOL_CALLS]a" * (size // 13)),
+    }
 
 
 def _parsed(**marks: str) -> Any:
@@ -183,10 +185,10 @@ def _seconds(reader: ToolReader, text: str) -> float:
     return time.process_time() - started
 
 
-@pytest.mark.parametrize("hostile", _HOSTILE)
-def test_an_answer_of_200_kb_is_read_in_linear_time(hostile: str) -> None:
-    marker, text = _HOSTILE[hostile]
-    assert _seconds(_reader(marker), text) < 1.0
+@pytest.mark.parametrize("hostile", _hostile(0))
+def test_an_answer_of_a_million_characters_is_read_in_linear_time(hostile: str) -> None:
+    marker, text = _hostile(10**6)[hostile]
+    assert _seconds(_reader(marker), text) < 8.0  # a second; to search all of it anew at each token takes 30
 
 
 @pytest.mark.parametrize(
@@ -197,11 +199,11 @@ def test_an_answer_of_200_kb_is_read_in_linear_time(hostile: str) -> None:
     ],
     ids=["marks", "patterns"],
 )
-@pytest.mark.parametrize("hostile", _HOSTILE)
+@pytest.mark.parametrize("hostile", _hostile(0))
 def test_and_by_transformers_parser(hostile: str, marks: dict[str, str]) -> None:
-    text = _HOSTILE[hostile][1].replace("[TOOL_CALLS]", "<tool_call>")
+    text = _hostile(200_000)[hostile][1].replace("[TOOL_CALLS]", "<tool_call>")
     reader = make_tool_reader(_parsed(**marks), prompt="<assistant>", tools=[_WEATHER])
-    assert _seconds(reader, text) < 3.0  # searching all of it anew at each token is quadratic
+    assert _seconds(reader, text) < 5.0  # half a second; to search all of it anew at each token takes 14
 
 
 def test_transformers_own_parser_is_used_where_the_tokenizer_has_one() -> None:

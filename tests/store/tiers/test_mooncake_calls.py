@@ -220,11 +220,11 @@ def test_a_value_that_hangs_is_seen_though_nobody_waited_for_it(library: Library
 
 def test_one_lookup_has_one_budget(library: Library) -> None:
     with opened(library, timeout_s=0.2) as store:
-        names = store.names(40)
+        names = store.names(400)  # each takes less than the budget: 400 of them, by four threads, take 10 s
         library.seconds = 0.1
         begin = time.monotonic()
         found = list(store.load(names))
-        assert time.monotonic() - begin < 0.6, "every record had a budget of its own"
+        assert time.monotonic() - begin < 3.0, "every record had a budget of its own"
         assert found[0] is not None
         assert found[-1] is None
         assert store.values.is_available

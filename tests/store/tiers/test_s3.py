@@ -112,7 +112,7 @@ def test_a_store_that_is_gone_is_misses_one_warning_and_used_again_later(s3: int
         for _ in range(100):
             assert list(tier.load([block.key])) == [None]
             assert tier.contains([block.key]) == [False]
-        assert (time.perf_counter() - begin) / 100 < 0.01, "requests wait for a store that is gone"
+        assert time.perf_counter() - begin < 10.0, "requests wait for a store that is gone"  # minutes, in a black hole
         proxy.fault = Fault.NONE
         for _ in range(1000):
             if tier.contains([block.key]) == [True]:
