@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvboost.bench.report import BenchError, Report
+from benchmarks.common.report import BenchError, Report
 from kvboost.errors import KVBoostError
 
 _ROOT = Path(__file__).parent

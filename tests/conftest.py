@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+from benchmarks.common.report import BenchError
 from benchmarks.common.servers import RedisServer, redis_server
-from kvboost.bench.report import BenchError
 from kvboost.core.prefill import Prefiller
 from tests.helpers.models import smollm2_folder, tiny_model
 from tests.helpers.places import KINDS, Place

@@ -14,8 +14,8 @@ from typing import Any
 from benchmarks.common import rag
 from benchmarks.common.measure import add_engine_arguments, engine_beside, joined, load_engine, positive
 from benchmarks.common.quality import Reference, compare, quality_cells
+from benchmarks.common.report import BenchError, Progress, Report
 from benchmarks.internals import passage_chunks, stored_blocks
-from kvboost.bench.report import BenchError, Progress, Report
 from kvboost.engine import KVBoost
 from kvboost.store import MemoryStore
 from kvboost.types import KVBlock, PutOutcome

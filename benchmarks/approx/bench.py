@@ -18,8 +18,9 @@ from benchmarks.bench.summary import report_of
 from benchmarks.bench.workloads import RECIPES
 from benchmarks.common.journal import Journal
 from benchmarks.common.measure import DTYPES, positive
+from benchmarks.common.report import BenchError, Report
 from kvboost.bench.compare import quality_settings
-from kvboost.bench.report import BenchError, Report, describe_machine
+from kvboost.bench.report import describe_machine
 
 QUICK = {
     "tokens": 384,

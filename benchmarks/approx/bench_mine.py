@@ -20,7 +20,8 @@ from typing import Any
 from benchmarks.common.measure import positive
 from benchmarks.common.questions import cut_at_sentence
 from benchmarks.common.rag import read_questions
-from kvboost.bench.report import BenchError, Report, say
+from benchmarks.common.report import BenchError, Report
+from kvboost.bench.report import say
 
 QUICK = {"questions": 2, "passages": 2, "new": 2, "dtype": "float32"}
 _CHARACTERS = 1000  # of a passage

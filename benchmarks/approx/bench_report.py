@@ -12,7 +12,7 @@ from benchmarks.bench.page import html_report
 from benchmarks.bench.run import KIND
 from benchmarks.bench.summary import report_of
 from benchmarks.common.journal import load
-from kvboost.bench.report import Report
+from benchmarks.common.report import Report
 
 QUICK: dict[str, object] = {}
 _PUBLISHED = Path(__file__).parents[2] / "docs" / "results" / "bench"

@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks.common.measure import positive
 from benchmarks.common.rag import read_questions
+from benchmarks.common.report import BenchError, Report
 from benchmarks.internals import (
     ContentChunker,
     DocumentRegistry,
@@ -29,7 +30,6 @@ from benchmarks.internals import (
     reusable_chunks,
     token_array,
 )
-from kvboost.bench.report import BenchError, Report
 from kvboost.extend import Chunker
 
 QUICK = {"prompts": 6}

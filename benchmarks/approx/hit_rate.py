@@ -19,8 +19,9 @@ import numpy as np
 
 from benchmarks.common.measure import positive
 from benchmarks.common.ragpulse import KINDS, by_kind, part_tokens, prompt_of, read_trace
+from benchmarks.common.report import Progress, Report
 from benchmarks.internals import ContentChunker, chunk_keys, reusable_chunks
-from kvboost.bench.report import Progress, Report, Table, describe_machine
+from kvboost.bench.report import Table, describe_machine
 from kvboost.types import Chunk
 
 _ROOT = hashlib.sha256(b"benchmarks.approx.hit_rate").digest()

@@ -23,8 +23,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from benchmarks.common import rag
 from benchmarks.common.measure import joined, positive
 from benchmarks.common.ragpulse import KINDS, by_kind, part_tokens, prompt_of, read_trace
+from benchmarks.common.report import BenchError, Progress, Report
 from benchmarks.internals import prefill_reuse
-from kvboost.bench.report import BenchError, Progress, Report
 from kvboost.config import parse_bytes
 from kvboost.engine import KVBoost
 from kvboost.extend import EvictionPolicy

@@ -27,8 +27,9 @@ from benchmarks.common.measure import (
     load_engine,
     positive,
 )
+from benchmarks.common.report import BenchError, Report
 from benchmarks.internals import STRATEGIES, forget_requests
-from kvboost.bench.report import BenchError, Machine, Report, Spread, Table, describe_machine, ratios, say
+from kvboost.bench.report import Machine, Spread, Table, describe_machine, ratios, say
 from kvboost.engine import KVBoost
 from kvboost.types import GenerationResult
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from benchmarks.common.measure import add_model_arguments, engine_beside, load_engine, positive
 from benchmarks.common.questions import cut_at_sentence, read_questions
+from benchmarks.common.report import BenchError, Report
 from benchmarks.internals import wait_for_shadow_check, why_no_approx
-from kvboost.bench.report import BenchError, Report, Spread, Table, describe_machine, ratios, say
+from kvboost.bench.report import Spread, Table, describe_machine, ratios, say
 from kvboost.engine import KVBoost
 from kvboost.types import GenerationMode, GenerationResult
 

@@ -28,8 +28,9 @@ from benchmarks.common.measure import (
 )
 from benchmarks.common.plot import Panel, Point, save
 from benchmarks.common.quality import SEED, Reference, compare, interval, mean_cell
+from benchmarks.common.report import Progress, Report
 from benchmarks.internals import STRATEGIES
-from kvboost.bench.report import Progress, Report, Table, say
+from kvboost.bench.report import Table, say
 from kvboost.engine import KVBoost
 
 QUICK = {

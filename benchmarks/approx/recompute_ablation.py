@@ -13,6 +13,7 @@ import torch
 from benchmarks.common import rag
 from benchmarks.common.measure import FreezableStore, add_engine_arguments, engine_beside, load_engine, share
 from benchmarks.common.quality import Reference, compare, quality_cells
+from benchmarks.common.report import Progress, Report
 from benchmarks.internals import (
     Auto,
     CacheBlend,
@@ -22,7 +23,6 @@ from benchmarks.internals import (
     second_round_always,
     values_only,
 )
-from kvboost.bench.report import Progress, Report
 from kvboost.engine import KVBoost
 from kvboost.extend import RepairSituation, RepairStrategy
 

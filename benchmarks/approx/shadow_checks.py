@@ -16,8 +16,9 @@ from typing import Any
 
 from benchmarks.common import rag
 from benchmarks.common.measure import add_engine_arguments, engine_beside, joined, load_engine, positive
+from benchmarks.common.report import Progress, Report
 from benchmarks.internals import wait_for_shadow_check
-from kvboost.bench.report import Progress, Report, Table
+from kvboost.bench.report import Table
 from kvboost.engine import KVBoost
 
 QUICK = {"requests": 20, "prompts": 2}

@@ -21,7 +21,8 @@ from benchmarks.common.measure import (
     load_engine,
     positive,
 )
-from kvboost.bench.report import Progress, Report, Spread, Table, describe_machine, ratios
+from benchmarks.common.report import Progress, Report
+from kvboost.bench.report import Spread, Table, describe_machine, ratios
 from kvboost.types import GenerationResult
 
 QUICK = {"turns": 2, "chats": 1}

@@ -33,8 +33,9 @@ from benchmarks.common.measure import (
     share,
 )
 from benchmarks.common.quality import Reference
+from benchmarks.common.report import BenchError, Progress, Report
 from benchmarks.internals import family_of, why_no_approx
-from kvboost.bench.report import BenchError, Progress, Report, describe_machine, say
+from kvboost.bench.report import describe_machine, say
 from kvboost.engine import KVBoost
 from kvboost.store import MemoryStore
 

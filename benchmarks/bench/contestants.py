@@ -22,7 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from kvboost.bench.report import BenchError, say
+from benchmarks.common.report import BenchError
+from kvboost.bench.report import say
 
 _START = Path(__file__).parent / "rivals" / "start.py"
 _SILENT_S = 2.0

@@ -22,11 +22,12 @@ from benchmarks.bench.contestants import OURS, RIVALS, Contestant, Missing, how_
 from benchmarks.bench.summary import left_out, pairings
 from benchmarks.bench.workloads import RECIPES, TextRequest, build, with_text
 from benchmarks.common.journal import Journal, Kind, check_same
+from benchmarks.common.report import BenchError, Progress
 from benchmarks.internals import ModelSource, break_table, load_tokenizer
 from kvboost import __version__
 from kvboost.bench.compare import EXACT, Sample, quality_settings, spread_out, take_turns
 from kvboost.bench.mine import hit_rates
-from kvboost.bench.report import BenchError, Progress, Spread, say
+from kvboost.bench.report import Spread, say
 from kvboost.bench.workloads import Writer, encode
 
 KIND = Kind("kvboost bench", 3, ("workload", "rival", "repeat"))
@@ -318,7 +319,7 @@ class Unit:
     ) -> dict[str, list[Sample]]:
         """Everyone's answers. Cold ones have one token: their time is the prompt's and what it takes to keep its KV."""
         asked = {name: partial(self._ask, one, moves=moves, cold=cold) for name, one in self._contestants.items()}
-        return take_turns(asked, requests, progress)
+        return take_turns(asked, requests, progress.step)
 
     def _ask(self, contestant: Contestant, request: TextRequest, *, moves: bool, cold: bool) -> dict[str, Any]:
         if cold:

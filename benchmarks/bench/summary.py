@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.bench.contestants import OURS
+from benchmarks.common.report import Report
 from kvboost.bench import compare
 from kvboost.bench.compare import REUSE, Sample
-from kvboost.bench.report import Machine, Report, Spread, Table
+from kvboost.bench.report import Machine, Spread, Table
 
 _STEPS = 4  # lengths that are told apart between one and its double
 

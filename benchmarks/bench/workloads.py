@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.common.measure import TextSource
 from benchmarks.common.questions import LONGEST, SHORTEST, cut_at_sentence, read_questions
+from benchmarks.common.report import BenchError
 from kvboost.bench import workloads
-from kvboost.bench.report import BenchError
 from kvboost.bench.workloads import PASSAGES, Plan, Prompt, Recipe, Request, in_new_orders, numbered
 
 _CALLS = 8

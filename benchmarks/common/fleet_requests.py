@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.fleet_load import Request
+from benchmarks.common.report import BenchError
 from benchmarks.common.traces import Prompt, read
 from benchmarks.internals import break_table, make_chunker, token_array
-from kvboost.bench.report import BenchError
 from kvboost.fleet.route import RoutePrompt
 
 _WORD = re.compile(r"[Ġ▁]?[A-Za-z]+")  # as vocabularies write a word, with or without the blank before it

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
-from kvboost.bench.report import BenchError, Machine, say
+from benchmarks.common.report import BenchError
+from kvboost.bench.report import Machine, say
 
 _OTHER_FILE = "continue it as it was begun, or give another --out"
 _MACHINE = ("cpu", "threads", "torch", "transformers")  # whose times are no comparison with others

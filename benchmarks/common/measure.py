@@ -17,7 +17,8 @@ from typing import Any, get_args
 
 import torch
 
-from kvboost.bench.report import BenchError, Progress, say
+from benchmarks.common.report import BenchError, Progress
+from kvboost.bench.report import say
 from kvboost.engine import KVBoost
 from kvboost.steps import Numerics
 from kvboost.store import MemoryStore

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.journal import Journal, Kind
-from kvboost.bench.report import Progress, describe_machine
+from benchmarks.common.report import Progress
+from kvboost.bench.report import describe_machine
 
 _FILE = Kind("kvboost proof", 1, ("kind", "part"))
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from kvboost.bench.report import BenchError
+from benchmarks.common.report import BenchError
 
 
 def memory_status(name: str) -> int:

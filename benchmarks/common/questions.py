@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvboost.bench.report import BenchError
+from benchmarks.common.report import BenchError
 
 SHORTEST, LONGEST = 700, 1400  # characters between which a passage may be cut
 _SENTENCE_END = re.compile(r"[.!?][\"')\]]*(?=\s)")

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.common.measure import joined, positive
 from benchmarks.common.questions import LONGEST, SHORTEST, cut_at_sentence, read_questions
-from kvboost.bench.report import BenchError
+from benchmarks.common.report import BenchError
 from kvboost.engine import KVBoost
 from kvboost.types import ReuseReport
 

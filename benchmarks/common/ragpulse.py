@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvboost.bench.report import BenchError
+from benchmarks.common.report import BenchError
 from kvboost.extend import TokenArray
 
 _VOCAB = 49152

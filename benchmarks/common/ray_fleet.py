@@ -19,8 +19,8 @@ from typing import Any, Self
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.common.report import BenchError
 from benchmarks.common.servers import free_port
-from kvboost.bench.report import BenchError
 
 _ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvboost.bench.report import BenchError
+from benchmarks.common.report import BenchError
 from kvboost.errors import with_extra
 
 _START_S = 30.0

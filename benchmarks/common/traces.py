@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.ragpulse import read_trace as read_ragpulse
-from kvboost.bench.report import BenchError
+from benchmarks.common.report import BenchError
 
 BLOCK = 512
 _FILES = {

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from benchmarks.common.report import BenchError
 from benchmarks.common.servers import redis_server
-from kvboost.bench.report import BenchError
 
 _ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {

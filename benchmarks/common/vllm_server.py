@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.report import BenchError
 from benchmarks.common.servers import free_port
 from benchmarks.common.vllm_engine import ENVIRONMENT
-from kvboost.bench.report import BenchError
 
 MODEL_NAME = "m"
 _START_S = 300

@@ -22,8 +22,9 @@ import numpy as np
 from benchmarks.approx.hit_rate import Store
 from benchmarks.common.measure import DTYPES, add_engine_arguments, first_token, load_engine, positive
 from benchmarks.common.ragpulse import KINDS, Part, by_kind, part_tokens, prompt_of, read_trace
+from benchmarks.common.report import BenchError, Progress, Report
 from benchmarks.internals import ContentChunker, ServedPaths, chunk_keys, reusable_chunks
-from kvboost.bench.report import BenchError, Progress, Report, Spread, ratios
+from kvboost.bench.report import Spread, ratios
 from kvboost.engine import KVBoost
 from kvboost.types import Chunk
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from benchmarks.common.measure import TextSource, add_model_arguments, load_engine, positive, wall_ms
+from benchmarks.common.report import Progress, Report
 from benchmarks.internals import stock_cache
-from kvboost.bench.report import Machine, Progress, Report, Spread, Table, describe_machine, ratios
+from kvboost.bench.report import Machine, Spread, Table, describe_machine, ratios
 from kvboost.engine import KVBoost
 
 QUICK = {"turns": 2, "repeat": 1, "system": 100, "message": 30, "answer": 4, "dtype": ["float32"]}

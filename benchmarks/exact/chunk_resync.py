@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.common.measure import positive
+from benchmarks.common.report import Report
 from benchmarks.internals import ContentChunker, FixedChunker, chunk_keys
-from kvboost.bench.report import Report
 from kvboost.extend import Chunker, TokenArray
 
 QUICK = {"documents": 3}

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from benchmarks.common.measure import TextSource, add_model_arguments, engine_beside, load_engine, positive
+from benchmarks.common.report import Progress, Report
 from benchmarks.internals import FixedChunker, step_grid, token_array
-from kvboost.bench.report import Machine, Progress, Report, Table, describe_machine, say
+from kvboost.bench.report import Machine, Table, describe_machine, say
 from kvboost.engine import KVBoost
 from kvboost.store import LeafFirstLRU, MemoryStore
 

@@ -19,7 +19,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from benchmarks.common.measure import load_engine, positive
 from benchmarks.common.parts import add_part_arguments, run_parts, total
-from kvboost.bench.report import Report
+from benchmarks.common.report import Report
 from tests.helpers.exactness import ExactReuseMachine
 from tests.helpers.models import FAMILIES, tiny_model
 

@@ -13,8 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.common.report import BenchError, Report
 from benchmarks.serve.screenshot import find_browser, take
-from kvboost.bench.report import BenchError, Report
 
 QUICK = {"out": Path(tempfile.gettempdir()) / "kvboost-explain.png"}
 

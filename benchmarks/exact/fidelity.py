@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from benchmarks.common.measure import TextSource, add_model_arguments, load_engine, positive
-from kvboost.bench.report import BenchError, Progress, Report, Spread, Table, describe_machine
+from benchmarks.common.report import BenchError, Progress, Report
+from kvboost.bench.report import Spread, Table, describe_machine
 from kvboost.engine import KVBoost
 from kvboost.types import GenerationMode
 

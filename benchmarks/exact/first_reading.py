@@ -22,8 +22,9 @@ from benchmarks.common.measure import (
     positive,
     wall_ms,
 )
+from benchmarks.common.report import BenchError, Report
 from benchmarks.internals import stock_cache
-from kvboost.bench.report import BenchError, Machine, Report, Spread, Table, describe_machine, ratios, say
+from kvboost.bench.report import Machine, Spread, Table, describe_machine, ratios, say
 from kvboost.engine import KVBoost
 
 QUICK = {"lengths": [200], "read": 200, "repeat": 1, "dtype": ["float32"]}

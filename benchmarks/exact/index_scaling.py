@@ -21,6 +21,7 @@ import numpy as np
 
 from benchmarks.common.measure import positive
 from benchmarks.common.process import memory_status
+from benchmarks.common.report import BenchError, Progress, Report
 from benchmarks.internals import (
     ContentChunker,
     FixedChunker,
@@ -34,7 +35,7 @@ from benchmarks.internals import (
     token_array,
     tokens_by_tier,
 )
-from kvboost.bench.report import BenchError, Progress, Report, Spread, Table, describe_machine
+from kvboost.bench.report import Spread, Table, describe_machine
 from kvboost.extend import Chunker
 from kvboost.store import MemoryStore
 from kvboost.types import Break, Chunk, KVBlock, PutOutcome

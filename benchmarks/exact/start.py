@@ -17,7 +17,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.common.measure import DTYPES, model_folder, positive
-from kvboost.bench.report import BenchError, Progress, Report, Spread, Table, describe_machine
+from benchmarks.common.report import BenchError, Progress, Report
+from kvboost.bench.report import Spread, Table, describe_machine
 
 QUICK = {"repeat": 1, "dtype": ["float32"]}
 _BAR = 0.5  # s more than loading the model

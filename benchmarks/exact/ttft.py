@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks.common.measure import TextSource, add_model_arguments, bare_forward, first_token, load_engine, positive
-from kvboost.bench.report import BenchError, Progress, Report, Spread, Table, describe_machine, ratios, say
+from benchmarks.common.report import BenchError, Progress, Report
+from kvboost.bench.report import Spread, Table, describe_machine, ratios, say
 from kvboost.engine import KVBoost
 from kvboost.types import GenerationMode, GenerationResult
 

@@ -22,7 +22,8 @@ from benchmarks.common.measure import (
     positive,
     wall_ms,
 )
-from kvboost.bench.report import BenchError, Machine, Report, Spread, Table, describe_machine, ratios, say
+from benchmarks.common.report import BenchError, Report
+from kvboost.bench.report import Machine, Spread, Table, describe_machine, ratios, say
 from kvboost.engine import KVBoost
 from kvboost.types import GenerationResult
 

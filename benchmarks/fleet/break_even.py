@@ -11,7 +11,7 @@ import argparse
 from dataclasses import dataclass
 
 from benchmarks.common.measure import positive
-from kvboost.bench.report import Report
+from benchmarks.common.report import Report
 
 QUICK: dict[str, object] = {}
 

@@ -27,8 +27,8 @@ from benchmarks.common.fleet_routers import (
 )
 from benchmarks.common.fleet_sim import Fleet, Outage, Outcome, Simulation, Strategy
 from benchmarks.common.measure import positive
+from benchmarks.common.report import BenchError, Progress, Report
 from benchmarks.common.traces import BLOCK, NAMES, Trace, read
-from kvboost.bench.report import BenchError, Progress, Report
 from kvboost.fleet.route import RouteCosts
 from kvboost.store.eviction import LeafFirstLRU
 

@@ -29,9 +29,9 @@ import httpx
 from benchmarks.common.fleet_requests import MadeUpText
 from benchmarks.common.measure import positive
 from benchmarks.common.ray_fleet import RayFleet, ray_python
+from benchmarks.common.report import BenchError, Progress, Report
 from benchmarks.common.servers import redis_server
 from benchmarks.internals import light_tokenizer
-from kvboost.bench.report import BenchError, Progress, Report
 from kvboost.engine import KVBoost
 from kvboost.types import GenerationMode
 

@@ -26,10 +26,11 @@ from benchmarks.common.fleet_routers import expected_seconds, power_of_two, ray_
 from benchmarks.common.fleet_sim import Fleet, Simulation, Strategy
 from benchmarks.common.measure import DTYPES, positive, share
 from benchmarks.common.ray_fleet import RayFleet, ray_python
+from benchmarks.common.report import BenchError, Progress, Report
 from benchmarks.common.servers import RedisServer, redis_server
 from benchmarks.common.traces import BLOCK
 from benchmarks.internals import ModelSource, light_tokenizer, model_on_disk
-from kvboost.bench.report import BenchError, Progress, Report, say
+from kvboost.bench.report import say
 from kvboost.fleet.route import RouteCosts
 
 QUICK = {"requests": 12, "max_tokens": 200, "block_tokens": 40, "warm_up": 3, "simulate": True}

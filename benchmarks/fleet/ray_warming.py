@@ -18,9 +18,9 @@ from pathlib import Path
 
 from benchmarks.common.measure import positive
 from benchmarks.common.ray_fleet import ENVIRONMENT, ray_python
+from benchmarks.common.report import BenchError, Progress, Report
 from benchmarks.common.servers import RedisServer, redis_server
 from benchmarks.internals import light_tokenizer
-from kvboost.bench.report import BenchError, Progress, Report
 
 QUICK = {"documents": 40, "actors": [1, 2]}
 _DONE = re.compile(r"(\d+) documents were prefilled; (\d+) chunks were new")

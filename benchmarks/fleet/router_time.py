@@ -19,8 +19,9 @@ import numpy as np
 
 from benchmarks.common.key_summary import KeySummary
 from benchmarks.common.measure import positive
+from benchmarks.common.report import BenchError, Report
 from benchmarks.internals import FixedChunker, chunk_keys, token_array
-from kvboost.bench.report import BenchError, Report, Spread
+from kvboost.bench.report import Spread
 from kvboost.fleet.index import FleetIndex, KeyUpdate, ShortKeys, short_keys
 from kvboost.fleet.route import RouteCosts, RoutePrompt, Router
 from kvboost.types import Chunk

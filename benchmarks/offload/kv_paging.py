@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicCache
 
 from benchmarks.common.measure import TextSource, positive
+from benchmarks.common.report import Report
 from benchmarks.internals import KVLayout, ModelRunner, SlabCache
-from kvboost.bench.report import Report
 from kvboost.offload.kv import PagedCache, probe_paging
 from kvboost.offload.kv.pager import FileSpill
 from kvboost.offload.kv.prefill import page_tokens_for

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 from benchmarks.common.process import memory_status
+from benchmarks.common.report import BenchError, Report
 from benchmarks.internals import BatchRunner, Finished, Job, ModelSource, measure_rates, model_on_disk, workload
-from kvboost.bench.report import BenchError, Report, say
+from kvboost.bench.report import say
 from kvboost.capacity import MAX_STEP, MemoryEstimate, estimate_memory
 from kvboost.config import EngineConfig
 from kvboost.engine import KVBoost

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.measure import positive
+from benchmarks.common.report import Report
 from benchmarks.offload.weight_streaming import SIZES, make_checkpoint, tensor_bytes
-from kvboost.bench.report import Report, Spread
+from kvboost.bench.report import Spread
 from kvboost.engine import KVBoost
 from kvboost.offload.weights.streamer import streamer_of
 from kvboost.types import GenerationResult

@@ -31,8 +31,9 @@ import torch
 
 from benchmarks.common.measure import positive
 from benchmarks.common.process import drop_from_page_cache, memory_status
+from benchmarks.common.report import BenchError, Report
 from benchmarks.internals import root_key
-from kvboost.bench.report import BenchError, Report, say
+from kvboost.bench.report import say
 from kvboost.direct_io import up_to_page
 from kvboost.engine import KVBoost
 from kvboost.offload.weights.link import FileSource, HostLink

@@ -19,7 +19,7 @@ import httpx
 import numpy as np
 
 from benchmarks.common.measure import DTYPES, positive
-from kvboost.bench.report import BenchError, Progress, Report
+from benchmarks.common.report import BenchError, Progress, Report
 from kvboost.bench.workloads import Writer
 from kvboost.hf.loading import ModelSource, load_tokenizer
 from tests.helpers.serving import kvboost_serve

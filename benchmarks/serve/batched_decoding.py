@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from benchmarks.common.measure import TextSource, add_model_arguments, load_engine, positive
+from benchmarks.common.report import Report
 from benchmarks.internals import BatchRunner, Job, NewToken, stock_cache
-from kvboost.bench.report import Report, Spread, ratios, say
+from kvboost.bench.report import Spread, ratios, say
 from kvboost.engine import KVBoost
 
 QUICK = {"jobs": 3, "context": 100, "spread": 20, "new": 6, "rounds": 1, "dtype": "float32", "bar": 0.0}

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from functools import partial
 
 from benchmarks.common.measure import TextSource, add_model_arguments, load_engine, positive
+from benchmarks.common.report import Report
 from benchmarks.internals import BatchRunner, Job, NewToken
-from kvboost.bench.report import Report
 from kvboost.engine import KVBoost
 
 QUICK = {"jobs": 4, "shared": 200, "new": 4, "rounds": 1}

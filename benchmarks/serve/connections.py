@@ -26,8 +26,9 @@ from pathlib import Path
 import httpx
 
 from benchmarks.common.measure import positive
+from benchmarks.common.report import Report
 from benchmarks.serve.hostile import quantile
-from kvboost.bench.report import Report, say
+from kvboost.bench.report import say
 from tests.helpers.certificates import self_signed
 from tests.helpers.serving import ServeProcess, key_files, kvboost_serve, tiny_folder
 

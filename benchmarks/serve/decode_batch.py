@@ -18,8 +18,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import model_runner as their_runner
 
 from benchmarks.common.measure import add_model_arguments, load_engine, positive
+from benchmarks.common.report import BenchError, Report
 from benchmarks.internals import ModelRunner, RaggedRunner, RowBatch, SharedPrefix, SlabCache, probe_model
-from kvboost.bench.report import BenchError, Report
 
 QUICK = {"context": 100, "steps": 2}
 

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from benchmarks.common.measure import positive
-from kvboost.bench.report import BenchError, Report
+from benchmarks.common.report import BenchError, Report
 from tests.helpers.serving import kvboost_serve, tiny_folder
 
 QUICK = {"times": 5, "others": 4}

@@ -14,8 +14,9 @@ import torch
 from torch.nn.functional import linear
 
 from benchmarks.common.measure import add_model_arguments, load_engine, positive
+from benchmarks.common.report import Report
 from benchmarks.internals import exchanged, gains_exchanged
-from kvboost.bench.report import Report, Spread, ratios, say
+from kvboost.bench.report import Spread, ratios, say
 
 QUICK = {"rows": [2, 8], "rounds": 1, "dtype": "float32"}
 

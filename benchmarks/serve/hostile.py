@@ -29,7 +29,8 @@ import httpx
 
 from benchmarks.common.hostile import Seen, hostile
 from benchmarks.common.measure import DTYPES, positive
-from kvboost.bench.report import BenchError, Report, ratios, say
+from benchmarks.common.report import BenchError, Report
+from kvboost.bench.report import ratios, say
 from tests.helpers.serving import ServeProcess, key_files, kvboost_serve
 
 QUICK = {"seconds": 6.0, "connections": 16, "dtype": "float32"}

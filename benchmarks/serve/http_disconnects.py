@@ -25,7 +25,7 @@ import httpx
 import torch
 
 from benchmarks.common.measure import positive
-from kvboost.bench.report import Report
+from benchmarks.common.report import Report
 from tests.helpers.serving import ServeProcess, kvboost_serve, tiny_folder
 
 QUICK = {"clients": 8, "disconnects": 60}

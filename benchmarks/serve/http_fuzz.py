@@ -22,7 +22,8 @@ from typing import Any
 import httpx
 
 from benchmarks.common.measure import positive
-from kvboost.bench.report import Report, say
+from benchmarks.common.report import Report
+from kvboost.bench.report import say
 
 QUICK = {"cases": 20, "connections": 50}
 _MAX_HEALTH_S = 0.1

@@ -11,8 +11,9 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.common.measure import TextSource, add_model_arguments, load_engine, positive
+from benchmarks.common.report import Report
 from benchmarks.internals import JointPrefill, ModelRunner, SlabCache, probe_joint, same_bits
-from kvboost.bench.report import Report, Spread, ratios, say
+from kvboost.bench.report import Spread, ratios, say
 
 QUICK = {"jobs": 3, "context": 40, "end": 5, "rounds": 1, "dtype": "float32"}
 

@@ -30,8 +30,9 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.common.measure import TextSource, positive
+from benchmarks.common.report import BenchError, Report
 from benchmarks.common.servers import free_port
-from kvboost.bench.report import BenchError, Report, Spread, say
+from kvboost.bench.report import Spread, say
 
 QUICK = {"requests": 8, "rounds": 1, "clients": 2, "shared": 200, "new": 4, "dtype": "float32"}
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from openai import OpenAI
 
-from kvboost.bench.report import BenchError, Report
+from benchmarks.common.report import BenchError, Report
 
 QUICK = {"out": Path(tempfile.gettempdir()) / "kvboost-page.png"}
 

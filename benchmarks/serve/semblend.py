@@ -19,8 +19,9 @@ from typing import Any
 
 from benchmarks.common.measure import positive
 from benchmarks.common.rag import RagPrompt, load_prompts
+from benchmarks.common.report import BenchError, Report
 from benchmarks.common.vllm_engine import VLLMEngine
-from kvboost.bench.report import BenchError, Report, say
+from kvboost.bench.report import say
 
 QUICK = {"new": 4}
 _ORDER = (2, 0, 3, 1)

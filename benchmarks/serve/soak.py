@@ -39,7 +39,8 @@ from benchmarks.common.flapping import FlappingRedis
 from benchmarks.common.hostile import Seen, hostile
 from benchmarks.common.measure import positive
 from benchmarks.common.plot import Panel, Point, save
-from kvboost.bench.report import Report, say
+from benchmarks.common.report import Report
+from kvboost.bench.report import say
 from tests.helpers.s3 import s3_environment, s3_server
 from tests.helpers.serving import KeyFiles, ServeProcess, key_files, kvboost_serve, tiny_adapter, tiny_folder
 

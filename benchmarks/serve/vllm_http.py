@@ -21,9 +21,10 @@ from typing import Any
 import httpx
 
 from benchmarks.common.measure import positive
+from benchmarks.common.report import BenchError, Progress, Report
 from benchmarks.common.vllm_engine import lasting_tiers, random_prompt, vllm_python
 from benchmarks.common.vllm_server import MODEL_NAME, vllm_server
-from kvboost.bench.report import BenchError, Progress, Report, Spread, ratios
+from kvboost.bench.report import Spread, ratios
 
 QUICK = {"repeat": 1, "clients": 2, "tokens": 200}
 _SHORT, _NEW = 200, 32

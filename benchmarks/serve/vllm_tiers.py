@@ -16,8 +16,9 @@ from typing import Any
 
 from benchmarks.common.measure import positive, share
 from benchmarks.common.rag import load_prompts
+from benchmarks.common.report import BenchError, Progress, Report
 from benchmarks.common.vllm_engine import VLLMEngine, lasting_tiers, random_prompt, vllm_python
-from kvboost.bench.report import BenchError, Progress, Report, Spread, Table, ratios
+from kvboost.bench.report import Spread, Table, ratios
 
 QUICK = {"repeat": 1, "questions": 1}
 _PREAMBLES = ("Read these texts with care.\n\n", "You are a librarian. Some texts follow, then a question.\n\n")

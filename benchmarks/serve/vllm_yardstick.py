@@ -25,8 +25,9 @@ from benchmarks.common import rag
 from benchmarks.common.journal import Journal
 from benchmarks.common.measure import positive, share
 from benchmarks.common.quality import agreement, best_f1, harm
+from benchmarks.common.report import BenchError, Progress, Report
 from benchmarks.common.vllm_engine import VLLMEngine, vllm_python
-from kvboost.bench.report import BenchError, Progress, Report, describe_machine
+from kvboost.bench.report import describe_machine
 
 QUICK = {"prompts": 1, "tokens": 4, "ratios": [0.0]}
 _HISTORY = "reordered"

@@ -14,8 +14,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from benchmarks.common.measure import positive
+from benchmarks.common.report import Report
 from benchmarks.common.servers import redis_server
-from kvboost.bench.report import Report
 from tests.helpers import workload
 
 QUICK = {"operations": 2000, "no_redis": True}

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable
 
 from benchmarks.common.measure import positive
-from kvboost.bench.report import Report
+from benchmarks.common.report import Report
 
 QUICK = {"repeat": 2}
 

@@ -19,6 +19,7 @@ import torch
 from benchmarks.common import rag
 from benchmarks.common.measure import DTYPES, add_engine_arguments, load_engine, positive
 from benchmarks.common.quality import agreement, mean_cell
+from benchmarks.common.report import Progress, Report
 from benchmarks.common.roundings import SCHEMES, Rounding
 from benchmarks.internals import (
     KeyRepositioner,
@@ -30,7 +31,7 @@ from benchmarks.internals import (
     probe_model,
     probe_reposition,
 )
-from kvboost.bench.report import Progress, Report, Table, describe_machine, say
+from kvboost.bench.report import Table, describe_machine, say
 from kvboost.errors import UnsupportedModelError
 
 _SHAPES = {"SmolLM2-135M": (30, 3, 64), "Llama-3-8B": (32, 8, 128)}  # layers, key and value heads, dim

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.common.measure import TextSource, add_model_arguments, engine_beside, load_engine, positive
 from benchmarks.common.quality import agreement, mean_cell
-from kvboost.bench.report import Progress, Report
+from benchmarks.common.report import Progress, Report
 from kvboost.engine import KVBoost
 
 QUICK = {"texts": 1, "turns": 2, "turn_tokens": 96}

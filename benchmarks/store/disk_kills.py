@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.common.measure import positive
 from benchmarks.common.parts import add_part_arguments, run_parts, total
-from kvboost.bench.report import Report
+from benchmarks.common.report import Report
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.disk.recovery import charge
 from kvboost.store.tiers.disk.tier import DiskTier

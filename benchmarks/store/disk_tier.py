@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks.common.process import drop_from_page_cache
-from kvboost.bench.report import Progress, Report, Spread, Table, describe_machine
+from benchmarks.common.report import Progress, Report
+from kvboost.bench.report import Spread, Table, describe_machine
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.header import PAGE
 from kvboost.store.tiers.disk.files import Files, Layout

@@ -18,9 +18,10 @@ from typing import Any
 
 from benchmarks.common.measure import positive
 from benchmarks.common.replay import Replay, oracle_hit_tokens
+from benchmarks.common.report import BenchError, Progress, Report
 from benchmarks.common.traces import NAMES, Trace, read
 from benchmarks.store.policies import AdaptiveReplacement, GreedyDualSizeFrequency, SmallMainGhostFIFO
-from kvboost.bench.report import BenchError, Machine, Progress, Report, Table, describe_machine
+from kvboost.bench.report import Machine, Table, describe_machine
 from kvboost.extend import EvictionPolicy
 from kvboost.store.eviction import LeafFirstLRU, LeastExpected
 

@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 
 from benchmarks.common.measure import positive
-from kvboost.bench.report import Progress, Report, Spread
+from benchmarks.common.report import Progress, Report
+from kvboost.bench.report import Spread
 from kvboost.store.admin.disk import DiskCatalogue
 from kvboost.store.tiers.disk.files import Layout
 from kvboost.store.tiers.disk.index import EVICTED_AT_ONCE, ChunkIndex, NewEntry

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.common.measure import positive
 from benchmarks.common.parts import add_part_arguments, run_parts, total
-from kvboost.bench.report import BenchError, Report
+from benchmarks.common.report import BenchError, Report
 from kvboost.errors import RecordError
 from kvboost.store.record.format import RecordFormat, inspect
 from kvboost.store.record.header import PAGE, seal_of

@@ -16,9 +16,9 @@ import redis
 import torch
 
 from benchmarks.common.measure import positive
+from benchmarks.common.report import Report
 from benchmarks.common.servers import redis_server
 from benchmarks.store.redis_tier import make_block, open_tier
-from kvboost.bench.report import Report
 from kvboost.types import PutOutcome
 
 QUICK = {"flips": 200}

@@ -21,8 +21,9 @@ import torch
 
 from benchmarks.common.faults import Fault, FaultyProxy
 from benchmarks.common.measure import alternate, positive
+from benchmarks.common.report import BenchError, Report
 from benchmarks.common.servers import redis_server
-from kvboost.bench.report import BenchError, Report, Spread, Table, describe_machine, ratios
+from kvboost.bench.report import Spread, Table, describe_machine, ratios
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.redis.tier import RedisTier
 from kvboost.types import KVBlock, Namespace, PutOutcome

@@ -30,9 +30,10 @@ from benchmarks.common.measure import (
     load_engine,
     positive,
 )
+from benchmarks.common.report import BenchError, Report
 from benchmarks.common.servers import redis_server
 from benchmarks.internals import place_after_loading
-from kvboost.bench.report import BenchError, Report, Spread, ratios
+from kvboost.bench.report import Spread, ratios
 from kvboost.engine import KVBoost
 
 QUICK = {"length": 1000, "repeat": 2, "tiers": ["disk"]}

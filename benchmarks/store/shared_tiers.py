@@ -18,9 +18,10 @@ from functools import partial
 from typing import Any
 
 from benchmarks.common.measure import alternate, positive
+from benchmarks.common.report import BenchError, Report
 from benchmarks.common.servers import mooncake_store, redis_cluster, redis_server
 from benchmarks.store.redis_tier import make_block, namespace, open_tier, python_packer, server_cpu
-from kvboost.bench.report import BenchError, Report, Spread, ratios
+from kvboost.bench.report import Spread, ratios
 from kvboost.store import RedisTier
 from kvboost.store.record.format import RecordFormat
 from kvboost.types import KVBlock, PutOutcome

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks.common.measure import positive
+from benchmarks.common.report import Report
 from benchmarks.common.servers import redis_server
-from kvboost.bench.report import Report
 from kvboost.engine import KVBoost
 from tests.helpers.models import VOCAB, tiny_model
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from benchmarks.common.faults import Fault
 from benchmarks.common.measure import positive
+from benchmarks.common.report import Progress, Report
 from benchmarks.common.servers import redis_server
-from kvboost.bench.report import Progress, Report
 from tests.helpers.failing import MOMENTS, Failing, Judge, over_failing_disk, over_failing_redis
 from tests.helpers.models import tiny_model
 

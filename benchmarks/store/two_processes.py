@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from benchmarks.common.measure import positive
+from benchmarks.common.report import Report
 from benchmarks.common.servers import redis_server
 from benchmarks.internals import without_deadlines
-from kvboost.bench.report import Report
 from kvboost.engine import KVBoost
 from tests.helpers.models import tiny_model
 

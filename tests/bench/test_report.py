@@ -1,4 +1,4 @@
-"""The report helpers: spread, ratios, tables, machine line, progress."""
+"""The report helpers: spread, ratios, tables, machine line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvboost.bench.report import Machine, Progress, Spread, Table, cpu_model, describe_machine, ratios
+from kvboost.bench.report import Machine, Spread, Table, cpu_model, describe_machine, ratios
 
 MACHINE = Machine("2030-01-02", "A CPU", 2, 2, "2.13", "5.22", "float32", "tiny")
 
@@ -66,23 +66,3 @@ def test_the_cpu_name_comes_from_cpuinfo(tmp_path: Path) -> None:
     file.write_text(f"{file.read_text()}flags\t: fpu avx avx2 avx512f amx_tile amx_bf16\n")
     assert cpu_model(file) == "Some CPU @ 2 GHz (avx2, avx512f, amx_bf16)"
     assert cpu_model(tmp_path / "missing")
-
-
-def test_progress_is_silent_at_first_and_speaks_on_stderr(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 100.0
-    monkeypatch.setattr("kvboost.bench.report.time.perf_counter", lambda: now)
-    progress = Progress("things", 10)
-    now += 1.9
-    progress.step()
-    assert capsys.readouterr() == ("", "")
-    now += 0.2
-    progress.step(2)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err == "things: 3 of 10, 2 s, about 5 s left\n"
-    progress.leave(4)
-    now += 2.1
-    progress.step()
-    assert capsys.readouterr().err == "things: 4 of 6, 4 s, about 2 s left\n"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvboost.bench.report import BenchError
 from kvboost.bench.workloads import RECIPES, Request, build, encode
+from kvboost.errors import ConfigError
 from tests.helpers.tokenizer import byte_tokenizer
 
 TOKENS = 3000
@@ -66,7 +66,7 @@ def test_rag_shows_every_passage_first_and_then_in_other_orders() -> None:
 
 
 def test_prompts_that_are_too_short_are_refused() -> None:
-    with pytest.raises(BenchError, match="give 64 or more"):
+    with pytest.raises(ConfigError, match="give 64 or more"):
         build(RECIPES["chat"], byte_tokenizer(), tokens=10, seed=1)
 
 

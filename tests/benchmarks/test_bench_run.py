@@ -26,7 +26,8 @@ from benchmarks.bench.summary import (
     row,
 )
 from benchmarks.common.journal import Journal, load
-from kvboost.bench.report import BenchError, Machine, describe_machine
+from benchmarks.common.report import BenchError
+from kvboost.bench.report import Machine, describe_machine
 from tests.helpers.serving import tiny_folder
 
 _STAND_IN = """#!/bin/sh

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.bench.workloads import RECIPES, TextRequest, build
+from benchmarks.common.report import BenchError
 from kvboost.bench import workloads
-from kvboost.bench.report import BenchError
 from tests.bench.test_workloads import shared
 from tests.helpers.tokenizer import byte_tokenizer
 

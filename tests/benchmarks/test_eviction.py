@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from benchmarks.common.replay import Replay, oracle_hit_tokens
+from benchmarks.common.report import BenchError
 from benchmarks.common.traces import Prompt, Trace, read
 from benchmarks.runner import main
 from benchmarks.store import eviction
 from benchmarks.store.eviction import POLICIES, time_calls
-from kvboost.bench.report import BenchError
 from kvboost.extend import EvictionPolicy
 from kvboost.store import LeafFirstLRU, MemoryStore
 from kvboost.types import Chunk, KVBlock

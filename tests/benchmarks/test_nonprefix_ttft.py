@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.approx.nonprefix_ttft import documents, new_orders, parse_setting
 from benchmarks.common.measure import FreezableStore, TextSource
+from benchmarks.common.report import BenchError
 from benchmarks.runner import main
-from kvboost.bench.report import BenchError
 from kvboost.types import KVBlock, PutOutcome
 from tests.helpers.models import tiny_model
 from tests.helpers.tokenizer import byte_tokenizer

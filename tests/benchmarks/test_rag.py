@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks.common import rag
+from benchmarks.common.report import BenchError
 from benchmarks.common.stand_ins import make_questions
 from kvboost import KVBoost
-from kvboost.bench.report import BenchError
 from kvboost.types import KVBlock, PutOutcome, ReuseReport
 from tests.helpers.tokenizer import byte_tokenizer
 

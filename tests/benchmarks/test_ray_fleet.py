@@ -15,13 +15,13 @@ from benchmarks.common.fleet_load import Request
 from benchmarks.common.fleet_requests import MadeUpText, scaled_requests, simulated_requests
 from benchmarks.common.fleet_routers import ray_affinity
 from benchmarks.common.fleet_sim import Fleet, Simulation
+from benchmarks.common.report import Report
 from benchmarks.common.stand_ins import make_traces
 from benchmarks.common.traces import read
 from benchmarks.fleet import ray_faults, ray_fleet
 from benchmarks.fleet.ray_fleet import Answer, Outcome
 from benchmarks.internals import break_table, make_chunker, token_array
 from benchmarks.runner import main
-from kvboost.bench.report import Report
 from kvboost.fleet.route import RouteCosts, RoutePrompt
 from tests.helpers.tokenizer import byte_tokenizer, word_tokenizer
 

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from benchmarks.common.measure import engine_beside, load_engine
+from benchmarks.common.report import Report
 from benchmarks.common.stand_ins import make_model
 from benchmarks.runner import as_json, find_benchmarks, main, summary_of
 from benchmarks.store import disk_kills
-from kvboost.bench.report import Machine, Report, Table
+from kvboost.bench.report import Machine, Table
 from kvboost.engine import KVBoost
 
 NEED_A_MODEL = (

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common.report import Report
 from kvboost.bench.compare import Pairing
 from kvboost.bench.mine import Tried
-from kvboost.bench.report import Report
 from kvboost.cli import main
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from benchmarks.approx.yard.strategies import NONE
 from benchmarks.common.journal import Kind
 from benchmarks.common.quality import SEED, interval, mean_cell
-from kvboost.bench.report import BenchError, Machine, Report, Spread, Table, ratios
+from benchmarks.common.report import BenchError, Report
+from kvboost.bench.report import Machine, Spread, Table, ratios
 
 KIND = Kind("yardstick", 1, ("prompt", "history", "strategy"))
 FLOOR = "floor"

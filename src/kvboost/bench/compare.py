@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
-from kvboost.bench.report import Progress, Report, Spread, ratios, say
+from kvboost.bench.report import Spread, Table, describe_machine, ratios, say
 from kvboost.bench.workloads import RECIPES, Request, build
 from kvboost.config import EngineConfig
 from kvboost.engine import KVBoost
@@ -96,16 +97,16 @@ def row(pairing: Pairing) -> list[str]:
 
 
 def take_turns(
-    asked: Mapping[str, Callable[[R], Sample]], requests: Sequence[R], progress: Progress
+    asked: Mapping[str, Callable[[R], Sample]], requests: Sequence[R], answered: Callable[[], object]
 ) -> dict[str, list[Sample]]:
-    """Everyone's answers. Who goes first changes with every request."""
+    """Everyone's answers. Who goes first changes with every request. ``answered`` is called after each answer."""
     answers: dict[str, list[Sample]] = {name: [] for name in asked}
     names = list(asked)
     for number, request in enumerate(requests):
         first = number % len(names)
         for name in names[first:] + names[:first]:
             answers[name].append(asked[name](request))
-            progress.step()
+            answered()
     return answers
 
 
@@ -122,17 +123,18 @@ def compare(workload: str, requests: Sequence[Request], engine: KVBoost, *, new:
     """
     quality = str(engine.config.quality)
     controls = spread_out(requests, cold)
-    progress = Progress(f"{workload}, quality {quality}", 2 * (1 + len(requests) + len(controls)))
+    total = 2 * (1 + len(requests) + len(controls))
 
     def asked(new: int, *, forget: bool = False) -> dict[str, Callable[[Request], Sample]]:
         ours = partial(_ask_ours, engine, new=new, forget=forget)
         return {quality: ours, _PLAIN: partial(_ask_plain, engine.model, new=new)}
 
-    # Not counted: first calls of kernels and of memory. Ours goes first: of a prompt that is too long it says so.
-    take_turns(asked(2), [max(requests, key=lambda request: len(request.tokens))], progress)
-    engine.clear()
-    warm = take_turns(asked(new), requests, progress)
-    alone = take_turns(asked(1, forget=True), controls, progress)
+    with tqdm(total=total, unit="answer", desc=f"{workload}, quality {quality}", leave=False, delay=2) as bar:
+        # Not counted: first calls of kernels and of memory. Ours goes first: of a prompt that is too long it says so.
+        take_turns(asked(2), [max(requests, key=lambda request: len(request.tokens))], bar.update)
+        engine.clear()
+        warm = take_turns(asked(new), requests, bar.update)
+        alone = take_turns(asked(1, forget=True), controls, bar.update)
     pairing = Pairing(workload, quality, cold_theirs=alone[_PLAIN], cold_ours=alone[quality])
     for request, theirs, ours in zip(requests, warm[_PLAIN], warm[quality], strict=True):
         if request.counts:
@@ -206,22 +208,19 @@ def quality_settings(quality: str) -> dict[str, Any]:
     return settings
 
 
-def bench(source: ModelSource, workloads: Sequence[str], *, tokens: int, new: int, seed: int, quality: str) -> Report:
+def bench(
+    source: ModelSource, workloads: Sequence[str], *, tokens: int, new: int, seed: int, quality: str
+) -> tuple[Table, bool]:
     """Workloads on a model: exact reuse, and ``quality`` where text moves.
 
-    The report is ``failed`` if a warm prefill had other bits than a cold one.
+    Returns the table, and whether every warm prefill had the bits of a cold one.
     """
     tokenizer = load_tokenizer(source)
     built = {name: build(RECIPES[name], tokenizer, tokens=tokens, seed=seed) for name in workloads}
     say(f"loading {source.name}")
     model = load_resident(source)
-    report = Report("bench")
-    table = report.table(
-        f"Time to the first token, prompts of about {tokens} tokens",
-        COLUMNS,
-        dtype=str(model.dtype).removeprefix("torch."),
-        model=source.name,
-    )
+    machine = describe_machine(dtype=str(model.dtype).removeprefix("torch."), model=source.name)
+    table = Table(f"Time to the first token, prompts of about {tokens} tokens", machine, COLUMNS)
     same_bits = 0
     for name, requests in built.items():
         for tried in dict.fromkeys((EXACT, quality) if RECIPES[name].moves else (EXACT,)):
@@ -230,6 +229,5 @@ def bench(source: ModelSource, workloads: Sequence[str], *, tokens: int, new: in
                 same_bits += tried == EXACT and engine.verify_correctness(requests[-1].tokens)
             table.add(*row(pairing))
             say(f"{name}: first tokens {Spread.of(pairing.ratio()).text()} times as fast with quality {tried}")
-    report.failed = same_bits < len(built)
     table.notes += [*NOTES, f"A warm prefill has the bits of a cold one in {same_bits} of {len(built)} workloads."]
-    return report
+    return table, same_bits == len(built)

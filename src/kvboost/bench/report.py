@@ -1,4 +1,4 @@
-"""What `kvboost bench` and every benchmark print with: the machine line, medians with spread, tables, progress.
+"""What `kvboost bench` and every benchmark print with: the machine line, medians with spread, tables.
 
 Invariant: nothing written here names a path, only a folder's name.
 """
@@ -9,24 +9,15 @@ import os
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from kvboost.errors import KVBoostError
-
-_SILENT_SECONDS = 2.0
 _CPU_KINDS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-
-
-class BenchError(KVBoostError):
-    """A benchmark cannot start; the message says in one line what to do."""
 
 
 @dataclass(frozen=True)
@@ -138,51 +129,6 @@ class Table:
         lines += [line(row) for row in self.rows]
         lines += ["", *self.notes] if self.notes else []
         return "\n".join(lines) + "\n"
-
-
-@dataclass
-class Report:
-    """What one command measured."""
-
-    command: str
-    tables: list[Table] = field(default_factory=list)
-    raw: dict[str, Any] = field(default_factory=dict)
-    """Every single sample, for the JSON file of a benchmark."""
-    failed: bool = False
-    """A claim did not hold; the command then exits with 1."""
-
-    def table(
-        self, title: str, columns: Sequence[str], *, dtype: str = "none", model: str | Path | None = None
-    ) -> Table:
-        """A new, empty table behind the others."""
-        self.tables.append(Table(title, describe_machine(dtype=dtype, model=str(model) if model else None), columns))
-        return self.tables[-1]
-
-    def markdown(self) -> str:
-        """All tables."""
-        return "\n".join(table.markdown() for table in self.tables)
-
-
-class Progress:
-    """Says on stderr how far a long benchmark is; silent for anything under two seconds."""
-
-    def __init__(self, label: str, total: int) -> None:
-        self._label, self._total, self._done = label, total, 0
-        self._start = self._said = time.perf_counter()
-
-    def step(self, count: int = 1) -> None:
-        """``count`` more of the total are done."""
-        self._done += count
-        now = time.perf_counter()
-        if now - self._said >= _SILENT_SECONDS:
-            self._said = now
-            took = now - self._start
-            left = max(0.0, took * (self._total - self._done) / self._done)
-            say(f"{self._label}: {self._done} of {self._total}, {took:.0f} s, about {left:.0f} s left")
-
-    def leave(self, count: int) -> None:
-        """``count`` of the total will not be done."""
-        self._total -= count
 
 
 def say(text: str) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvboost.bench.report import BenchError
 from kvboost.config import DEFAULT_CHUNK
 from kvboost.core.chunking import NaturalChunker
+from kvboost.errors import ConfigError
 from kvboost.hf.prompt import PromptEncoder
 
 _WHO = ("engineer", "botanist", "clerk", "sailor", "teacher", "painter", "surveyor", "baker", "printer", "pilot")
@@ -197,6 +197,6 @@ def encode(tokenizer: Any, prompt: Prompt, *, counts: bool = True) -> Request:
 def build(recipe: Recipe, tokenizer: Any, *, tokens: int, seed: int) -> list[Request]:
     """The requests of a workload whose longest prompts have about ``tokens`` tokens."""
     if tokens < MIN_TOKENS:
-        raise BenchError(f"--tokens {tokens} is too short to show anything; give {MIN_TOKENS} or more")
+        raise ConfigError(f"--tokens {tokens} is too short to show anything; give {MIN_TOKENS} or more")
     prompts = recipe.build(Plan(Writer(tokenizer, seed=seed), tokens))
     return [encode(tokenizer, prompt, counts=counts) for prompt, counts in prompts]

@@ -67,9 +67,9 @@ def run(
     _check_dtype(dtype)
     chosen = list(dict.fromkeys(workload or RECIPES))
     source = ModelSource(model, dtype=dtype)
-    report = bench(source, chosen, tokens=tokens, new=new, seed=seed, quality=quality)
-    print(report.markdown(), end="")
-    if report.failed:
+    table, same_bits = bench(source, chosen, tokens=tokens, new=new, seed=seed, quality=quality)
+    print(table.markdown(), end="")
+    if not same_bits:
         note("a warm prefill had other bits than a cold one")
         raise typer.Exit(1)
 
