@@ -75,7 +75,7 @@ def file(model: str, stand_in: Path, tmp_path_factory: pytest.TempPathFactory, s
     with journal_of(options, out) as journal:
         rivals = ["llama-cpp", "plain", "kept-cache", "vllm", "kvboost-0.9"]  # the first one is not there
         with pytest.MonkeyPatch.context() as patch:
-            for module in ("benchmarks.bench.run", "kvboost.bench.report"):
+            for module in ("benchmarks.bench.run", "benchmarks.common.report"):
                 patch.setattr(f"{module}.say", said.append)
             reasons = Bench(options, journal).run(["chat"], rivals, alone=True)
     assert reasons == [

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common.report import Report
 from kvboost.bench.compare import Pairing
 from kvboost.bench.mine import Tried
+from kvboost.bench.report import Table, describe_machine
 from kvboost.cli import main
 
 
@@ -64,7 +64,7 @@ def test_a_run_compares_plain_transformers_with_ours(
 def test_other_bits_are_exit_code_1(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvboost.bench.compare.bench", lambda *args, **more: Report("bench", failed=True))
+    monkeypatch.setattr("kvboost.bench.compare.bench", lambda *args, **more: (Table("", describe_machine(), []), False))
     assert main(["bench", str(folder)]) == 1
     assert "other bits" in capsys.readouterr().err
 

@@ -114,7 +114,7 @@ def test_a_prompt_read_twice_is_an_error_rather_than_a_wrong_answer(
     engine: KVBoost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvboost import UnsupportedModelError
-    from kvboost.engine import generation as module
+    from kvboost.engine import single as module
 
     monkeypatch.setattr(module, "reads_prompt_again", lambda model, arguments: None)
     engine.warm(_TEXT)
