@@ -108,11 +108,14 @@ def test_a_store_that_is_gone_is_misses_one_warning_and_used_again_later(s3: int
             assert list(tier.load([block.key] * 3)) == [None] * 3
         assert len(seen) == 1
         assert "\n" not in str(seen[0].message)
-        begin = time.perf_counter()
-        for _ in range(100):
-            assert list(tier.load([block.key])) == [None]
-            assert tier.contains([block.key]) == [False]
-        assert time.perf_counter() - begin < 10.0, "requests wait for a store that is gone"  # minutes, in a black hole
+        took = []
+        for _ in range(3):  # a busy machine stands still now and then; the store is gone each time
+            begin = time.perf_counter()
+            for _ in range(100):
+                assert list(tier.load([block.key])) == [None]
+                assert tier.contains([block.key]) == [False]
+            took.append(time.perf_counter() - begin)
+        assert min(took) < 0.5, "requests wait for a store that is gone"
         proxy.fault = Fault.NONE
         for _ in range(1000):
             if tier.contains([block.key]) == [True]:
