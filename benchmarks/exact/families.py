@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from benchmarks.common.family_configs import tiny_config
 from benchmarks.common.measure import positive
-from kvboost.bench.report import BenchError, Progress, Report
+from benchmarks.common.report import BenchError, Progress, Report
 from kvboost.engine import KVBoost
 from kvboost.errors import UnsupportedModelError
 
