@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -535,7 +536,7 @@ def test_what_was_cleared_may_be_moved_again(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize(
-    "chosen", [torch.tensor([400]), torch.tensor([-1]), torch.ones(3, dtype=torch.bool), torch.tensor([0.5])]
+    "chosen", [torch.tensor([400]), torch.tensor([-1]), torch.ones(3, dtype=torch.bool), torch.tensor([0.5]), [1]]
 )
 def test_a_strategy_that_chooses_no_indices_is_named(tiny: Tiny, chosen: torch.Tensor) -> None:
     """Positions instead of indices, or a mask: the prompt is computed and the result says why."""
@@ -552,3 +553,22 @@ def test_a_strategy_that_chooses_no_indices_is_named(tiny: Tiny, chosen: torch.T
     assert found.reuse.moved_tokens == 0
     assert found.reuse.bitwise
     assert "ValueError" in str(found.reuse.reason)
+
+
+@pytest.mark.parametrize("method", ["choose", "decision_layers", "attention_layers"])
+def test_a_strategy_that_fails_is_named(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    @dataclass(frozen=True)
+    class Mine(First):
+        name = "my own"
+
+    def fail(self: Mine, asked: Any) -> Any:
+        raise KeyError("text")
+
+    monkeypatch.setattr(Mine, method, fail)
+    engine = engine_for(tiny("llama"), recompute_strategy=Mine(), recompute_ratio=0.3)
+    with warnings.catch_warnings(action="ignore"):  # of those that fail while a prompt is repaired
+        warm(engine, HEAD, ONE, TWO)
+        found = read(engine, HEAD, TWO, ONE, QUESTION)
+    assert "my own failed: KeyError('text')" in str(found.reuse.reason)
+    assert found.reuse.moved_tokens == 0
+    assert found.reuse.bitwise

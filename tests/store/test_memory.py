@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvboost.errors import ConfigError
 from kvboost.extend import ChunkStore, EvictionPolicy, Lease
 from kvboost.store import LeafFirstLRU, LeastExpected, MemoryStore, memory
 from kvboost.types import Chunk, KVBlock, PutOutcome
@@ -42,6 +43,16 @@ def put_all(store: MemoryStore, chunks: Sequence[Chunk]) -> None:
     for chunk in chunks:
         store.put(block_of(chunk))
     store.used([chunk.prefix_key for chunk in chunks])
+
+
+def test_what_is_no_capacity_or_no_policy_is_refused_at_once() -> None:
+    for capacity, policy, told in (
+        ("2GB", None, r"capacity_bytes='2GB' is text; give a number of bytes, such as 2 \* 10\*\*9"),
+        (500, LeafFirstLRU, r"policy is a class; give an object of it: LeafFirstLRU\(\)"),
+        (500, "lru", "policy='lru' has no inserted, found, used, removed, victim, admits"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            MemoryStore(capacity, policy=policy)  # type: ignore[arg-type]
 
 
 def test_the_least_recently_used_prompt_goes_first_from_its_end() -> None:

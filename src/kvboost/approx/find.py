@@ -19,7 +19,7 @@ from kvboost.approx.recompute import RecomputeRunner, probe_recompute
 from kvboost.approx.registry import DocumentRegistry
 from kvboost.approx.repair import MAX_QUERY_TOKENS, Repairer, RepairTooSlow, slab_cache
 from kvboost.approx.reposition import KeyRepositioner, Move
-from kvboost.approx.select import Repair
+from kvboost.approx.select import Repair, naming
 from kvboost.approx.trust import EarnedTrust
 from kvboost.core.backend import Codec
 from kvboost.core.costs import CostModel
@@ -84,7 +84,10 @@ class ApproxModel:
 def probe_approx(runner: ModelRunner, layout: KVLayout, codec: Codec, repairs: Sequence[Repair]) -> ApproxModel:
     """Test what the repairs need. Raises UnsupportedModelError with the reason if the model does not support it."""
     repositioner = probe_reposition(runner.model, layout)
-    layers = max((repair.strategy.attention_layers(len(layout.slots) // 2) for repair in repairs), key=len)
+    layers = range(0)
+    for repair in repairs:
+        with naming(repair.strategy):
+            layers = max(layers, repair.strategy.attention_layers(len(layout.slots) // 2), key=len)
     return ApproxModel(repositioner, probe_recompute(runner, layout, attention_layers=layers), codec)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from kvboost.approx.recompute import MAX_POSITIONS, PositionSelector, RecomputeRunner
 from kvboost.approx.reposition import KeyRepositioner
-from kvboost.approx.select import Repair
+from kvboost.approx.select import Repair, naming
 from kvboost.approx.spread import Spread
 from kvboost.core.spans import ApproxSpans, RepairOutcome
 from kvboost.core.state import PrefillState
@@ -32,7 +32,8 @@ class Repairer:
     def __init__(self, *, repositioner: KeyRepositioner, recompute: RecomputeRunner, repair: Repair) -> None:
         self._repositioner, self._recompute = repositioner, recompute
         self._strategy, self._ratio, self._tolerated = repair.strategy, repair.ratio, repair.tolerated_error
-        self._layers = self._strategy.attention_layers(recompute.layer_count) if self._ratio > 0.0 else range(0)
+        with naming(self._strategy):
+            self._layers = self._strategy.attention_layers(recompute.layer_count) if self._ratio > 0.0 else range(0)
 
     @property
     def needs_attention(self) -> bool:
@@ -188,7 +189,10 @@ def _spans(chunks: Sequence[Chunk], blocks: Mapping[int, KVBlock]) -> list[tuple
 
 def _checked(strategy: RepairStrategy, situation: RepairSituation) -> torch.Tensor:
     """What ``strategy`` selects, or ValueError for what are no indices into the positions."""
-    chosen = strategy.choose(situation)
+    with naming(strategy):
+        chosen = strategy.choose(situation)
+    if not isinstance(chosen, torch.Tensor):
+        raise ValueError(f"{strategy.name} must choose a tensor of integer indices, got {type(chosen).__name__}")
     count = len(situation.positions)
     if chosen.dtype.is_floating_point or chosen.dtype == torch.bool or chosen.dim() != 1:
         raise ValueError(
@@ -209,7 +213,8 @@ class _Selector:
     ) -> None:
         self._strategy, self._layer_count, self._region = strategy, layer_count, region
         self._attention, self._ratio = attention, ratio
-        self._decisions = frozenset(strategy.decision_layers(layer_count))
+        with naming(strategy):
+            self._decisions = frozenset(strategy.decision_layers(layer_count))
         self._error_layers: frozenset[int] = frozenset()
         self._narrowing = True
         self._budget = round(ratio * int(region.repositioned.sum()))

@@ -7,7 +7,8 @@ only on the given situation, so the same request recomputes the same positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,6 +174,15 @@ def make_strategy(strategy: Any) -> RepairStrategy:
         kind = type(strategy).__name__
         raise ConfigError(f"recompute_strategy must be a name or a RepairStrategy; {kind} lacks {', '.join(missing)}")
     return strategy
+
+
+@contextmanager
+def naming(strategy: RepairStrategy) -> Iterator[None]:
+    """Give the strategy's name to whatever it raises: it may be a user's own."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"the repair strategy {strategy.name} failed: {error!r}") from error
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from heapq import nlargest
 from time import monotonic
 from typing import Generic, Self, TypeVar
 
-from kvboost.errors import StoreError
+from kvboost.errors import ConfigError, StoreError
 from kvboost.extend import EvictionPolicy, StoreListener
 from kvboost.store.counters import ContentKeys, Counters, sum_of
-from kvboost.store.eviction import LeastExpected
+from kvboost.store.eviction import checked_policy
 from kvboost.store.variants import best_variant
 from kvboost.types import (
     NOTHING_LOADED,
@@ -113,9 +113,11 @@ class MemoryStore:
         """Called with every block that is evicted, while the store is locked: it must be quick and not call back."""
         self.selective = True
         """Whether the policy may refuse a block that is worth less than the one it evicts. Not where blocks pass."""
+        if isinstance(capacity_bytes, str):
+            raise ConfigError(f"capacity_bytes={capacity_bytes!r} is text; give a number of bytes, such as 2 * 10**9")
         self._capacity, self._max_chunks = capacity_bytes, max_chunks
         self._quota = capacity_bytes if quota_bytes is None else min(capacity_bytes, quota_bytes)
-        self._policy = policy if policy is not None else LeastExpected()
+        self._policy = checked_policy(policy)
         self._lock = threading.RLock()
         self._entries: dict[bytes, _Entry] = {}
         self._contents = ContentKeys()
@@ -158,8 +160,7 @@ class MemoryStore:
             held: list[_Entry] = []
             share = self._share_of(chunks[0].tenant if chunks else None)
             for chunk in chunks:
-                entry = self._entries.get(chunk.prefix_key)
-                if entry is None:
+                if (entry := self._entries.get(chunk.prefix_key)) is None:
                     break
                 if entry.block.tokens != chunk.tokens:
                     share.counters.rejected += 1
@@ -254,9 +255,8 @@ class MemoryStore:
             share = self._share_of(block.tenant)
             if block.key in self._entries:
                 return PutOutcome.PRESENT
-            if share is self._nobodys:
-                return _refused(share)
-            if block.approx_depth and len(self._contents.of(block.content_key)) >= MAX_VARIANTS:
+            variants = self._contents.of(block.content_key)
+            if share is self._nobodys or (block.approx_depth and len(variants) >= MAX_VARIANTS):
                 return _refused(share)
             parent = None
             if block.parent_key is not None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,21 @@ def _routes(running: Running) -> list[tuple[str, str]]:
 def test_every_route_is_listed_and_every_listed_route_is_there(keyed: Running) -> None:
     assert set(_routes(keyed)) == set(ACCESS)
     assert {path for (_, path), access in ACCESS.items() if access is Access.OPEN} == _OPEN
+
+
+def test_the_table_in_the_documentation_is_that_of_the_app() -> None:
+    """`POST /a`, `/b` are two routes of one method."""
+    text = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+    section = text.partition("## Routes and who may call them\n")[2].partition("\n\nThese are all routes")[0]
+    who = {"everybody": Access.OPEN, "API key": Access.USER, "admin key": Access.ADMIN}
+    listed = {}
+    for row in section.strip().splitlines()[2:]:
+        routes, callers, _ = row.strip("| ").split(" | ", 2)
+        method = ""
+        for told, path in re.findall(r"`(?:([A-Z]+) )?(/[^`]*)`", routes):
+            method = told or method
+            listed[method, path] = who[callers.partition(" (")[0]]
+    assert listed == {(method, path.replace(":path", "")): access for (method, path), access in ACCESS.items()}
 
 
 def test_every_route_is_denied_without_a_key(keyed: Running) -> None:
