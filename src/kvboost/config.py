@@ -62,6 +62,12 @@ def parse_bytes(value: int | str, *, name: str) -> int:
     return value
 
 
+def check_bytes(value: object, *, name: str) -> None:
+    """Refuse a size in text where a number is taken."""
+    if isinstance(value, str):
+        raise ConfigError(f"{name}={value!r} is text; give a number of bytes, such as 2 * 10**9")
+
+
 def is_server(place: str) -> bool:
     """Whether this is the URL of a Redis or Valkey server, of a cluster, of Sentinels, or of a Mooncake Store."""
     return re.match(r"(rediss?(\+cluster|\+sentinel)?|mooncake)://", place) is not None

@@ -15,7 +15,8 @@ from heapq import nlargest
 from time import monotonic
 from typing import Generic, Self, TypeVar
 
-from kvboost.errors import ConfigError, StoreError
+from kvboost.config import check_bytes
+from kvboost.errors import StoreError
 from kvboost.extend import EvictionPolicy, StoreListener
 from kvboost.store.counters import ContentKeys, Counters, sum_of
 from kvboost.store.eviction import checked_policy
@@ -113,8 +114,7 @@ class MemoryStore:
         """Called with every block that is evicted, while the store is locked: it must be quick and not call back."""
         self.selective = True
         """Whether the policy may refuse a block that is worth less than the one it evicts. Not where blocks pass."""
-        if isinstance(capacity_bytes, str):
-            raise ConfigError(f"capacity_bytes={capacity_bytes!r} is text; give a number of bytes, such as 2 * 10**9")
+        check_bytes(capacity_bytes, name="capacity_bytes")
         self._capacity, self._max_chunks = capacity_bytes, max_chunks
         self._quota = capacity_bytes if quota_bytes is None else min(capacity_bytes, quota_bytes)
         self._policy = checked_policy(policy)
