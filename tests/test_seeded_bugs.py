@@ -21,7 +21,7 @@ from kvboost.hf.cache import SlabCache, SlabLayer
 from kvboost.hf.codec import RawCodec
 from kvboost.hf.runner import ModelRunner
 from kvboost.steps import StepRule
-from kvboost.store import LeafFirstLRU, memory
+from kvboost.store import LeafFirstLRU, eviction
 from kvboost.store.memory import MemoryStore
 from kvboost.types import Chunk, Fingerprint
 from tests import test_steps
@@ -96,7 +96,7 @@ def _leased_blocks_evicted(patch: pytest.MonkeyPatch) -> None:
 
 def _parents_evicted_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "_evictable", lambda self, key: self._entries[key].leases == 0)
-    patch.setattr(memory, "LeastExpected", LeafFirstLRU)  # which leaves leaves to the store
+    patch.setattr(eviction, "LeastExpected", LeafFirstLRU)  # which leaves leaves to the store
 
 
 def _budget_forgotten(patch: pytest.MonkeyPatch) -> None:
