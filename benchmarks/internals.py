@@ -38,7 +38,8 @@ from kvboost.engine import KVBoost
 from kvboost.engine.memory import workload
 from kvboost.extend import RepairStrategy
 from kvboost.hf.breaks import break_table, light_tokenizer
-from kvboost.hf.cache import KVLayout, SlabCache, SlabLayer, TensorSpec, stock_cache
+from kvboost.hf.cache import KVLayout, SlabCache, TensorSpec, stock_cache
+from kvboost.hf.cache_layers import SlabLayer
 from kvboost.hf.codec import KVCodec, codec_for
 from kvboost.hf.joint import JointPrefill, probe_joint
 from kvboost.hf.loading import ModelSource, load_tokenizer

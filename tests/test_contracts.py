@@ -225,7 +225,7 @@ class ReadableLease(MemoryLease[KVBlock]):
     """Still hands out its blocks after release, and releases as often as it is told."""
 
     def release(self) -> None:
-        self._store._release(self._entries)
+        self._release(self._entries)
 
 
 class LeasesStayOpen(MemoryStore):
@@ -233,7 +233,7 @@ class LeasesStayOpen(MemoryStore):
 
     def lease(self, chunks: Sequence[Chunk]) -> MemoryLease[KVBlock]:
         lease = super().lease(chunks)
-        return ReadableLease(self, lease._entries, lease.blocks)
+        return ReadableLease(lease._entries, lease.blocks, release=self._release)
 
 
 class ClearsHalf(MemoryStore):

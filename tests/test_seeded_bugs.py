@@ -13,12 +13,14 @@ import torch
 
 from kvboost import GenerationMode, KVBoost, UnsupportedModelError
 from kvboost.core import keys as naming
-from kvboost.core import prefill, state
+from kvboost.core import prefill, state, states
 from kvboost.core import workspaces as workspace
 from kvboost.core.plan import ReusePlan, plan_reuse
 from kvboost.hf import fingerprint, peft_layers, ragged
-from kvboost.hf.cache import SlabCache, SlabLayer
+from kvboost.hf.cache import SlabCache
+from kvboost.hf.cache_layers import SlabLayer, StateLayer
 from kvboost.hf.codec import RawCodec
+from kvboost.hf.numerics import choose
 from kvboost.hf.runner import ModelRunner
 from kvboost.steps import StepRule
 from kvboost.store import LeafFirstLRU, eviction
@@ -92,6 +94,34 @@ def _padding_counted(patch: pytest.MonkeyPatch) -> None:
 
 def _leased_blocks_evicted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemoryStore, "_evictable", lambda self, key: self._entries[key].successors == 0)
+
+
+def _states_of_the_text_before(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StateLayer, "forget", lambda self: None)
+
+
+def _states_not_placed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SlabCache, "place_states", lambda self, tensors: None)
+
+
+def _states_shared_with_the_store(patch: pytest.MonkeyPatch) -> None:
+    def wrong(self: SlabCache, tensors: Sequence[torch.Tensor]) -> None:
+        left = iter(tensors)
+        for layer, specs in self.layout.states_by_layer.items():
+            self.layers[layer].set_states([next(left)[None] for _ in specs])
+
+    patch.setattr(SlabCache, "place_states", wrong)
+
+
+def _state_named_by_its_end(patch: pytest.MonkeyPatch) -> None:
+    right = prefill.state_chunk
+
+    def wrong(behind: Chunk) -> Chunk:
+        key = hashlib.sha256(str(behind.end).encode()).digest()
+        return right(behind)._replace(prefix_key=key, content_key=key)
+
+    for module in (prefill, states):
+        patch.setattr(module, "state_chunk", wrong)
 
 
 def _parents_evicted_first(patch: pytest.MonkeyPatch) -> None:
@@ -207,6 +237,16 @@ def _contract(name: str) -> Callable[[Tiny], None]:
     return lambda tiny: getattr(TestMemoryStoreContract(), name)()
 
 
+def _recurrent_requests(tiny: Tiny) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "_GRID_ON_CPU", 16)
+        warm, cold = (KVBoost(tiny("qwen3_5_text"), None, chunk_size=16, quality="exact") for _ in range(2))
+        one, other = ([(i * factor) % 90 + 3 for i in range(70)] for factor in (7, 11))
+        warm.warm(one)  # its cache is taken for the next prompt
+        for tokens in (other, other, one, [*one, 5, 6], [*one, 7]):
+            assert_warm_equals_cold(warm, cold, tokens)
+
+
 def _byte_engine() -> KVBoost:
     from tests.helpers.tokenizer import byte_tokenizer
 
@@ -249,6 +289,10 @@ _BUGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Callable[[Tiny], No
         _given_cache_pooled,
         lambda tiny: test_engine.test_a_cache_handed_out_with_the_result_is_the_callers(_byte_engine()),
     ),
+    "states of the text before are not forgotten": (_states_of_the_text_before, _recurrent_requests),
+    "states are not placed": (_states_not_placed, _recurrent_requests),
+    "placed states are the stored ones": (_states_shared_with_the_store, _recurrent_requests),
+    "a state is named by its end": (_state_named_by_its_end, _recurrent_requests),
     "a lease does not protect": (_leased_blocks_evicted, _contract("test_a_leased_block_is_not_evicted")),
     "a parent goes before its successor": (
         _parents_evicted_first,

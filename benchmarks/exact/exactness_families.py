@@ -21,7 +21,7 @@ from benchmarks.common.measure import load_engine, positive
 from benchmarks.common.parts import add_part_arguments, run_parts, total
 from benchmarks.common.report import Report
 from tests.helpers.exactness import ExactReuseMachine
-from tests.helpers.models import FAMILIES, tiny_model
+from tests.helpers.models import FAMILIES, HYBRIDS, tiny_model
 
 QUICK = {"requests": 50, "families": ["llama"]}
 _PART, _TRAINED_PART = 250, 60  # requests; one of a trained model takes a second and more
@@ -30,6 +30,7 @@ _WIDE = {"hidden_size": 256, "intermediate_size": 512}
 _ON_GRID = ("qwen3_moe", "mixtral", "gemma2")  # resumed at multiples of 128 tokens: shorter prompts reuse nothing
 _CASES: dict[str, tuple[str, torch.dtype, dict[str, Any], int]] = {
     **{family: (family, torch.float32, {}, 6 if family in _ON_GRID else 1) for family in FAMILIES},
+    **{family: (family, torch.float32, {}, 6) for family in HYBRIDS},
     "llama, wide": ("llama", torch.float32, _WIDE, 4),
     "llama, wide, bfloat16": ("llama", torch.bfloat16, _WIDE, 4),
 }

@@ -73,6 +73,8 @@ class ModelShape:
     max_positions: int | None = None
     on_host: bool = True
     """Whether it runs on the CPU, where memory counts from when it is first written to."""
+    state_bytes: int = 0
+    """Of recurrent layers, for each sequence, however long it is."""
 
     def __post_init__(self) -> None:
         if len(self.windows) != self.layers:
@@ -283,13 +285,13 @@ def activations(shape: ModelShape, work: Workload) -> Activations:
 
 def estimate_memory(shape: ModelShape, weights: WeightMemory, work: Workload, *, runtime: int = 0) -> MemoryEstimate:
     """The memory that ``work`` takes with this model."""
-    reserved = request_bytes(work.context, kv_per_token=shape.kv_per_token)
+    reserved = request_bytes(work.context, kv_per_token=shape.kv_per_token) + shape.state_bytes
     spilled = 0
     if work.kv_bytes is not None and is_paged(shape, work):
         kv, spilled = paged_memory(shape, tokens=work.context, budget=work.kv_bytes, block_tokens=work.block_tokens)
         reserved = kv
     else:
-        kv = work.context * shape.kv_per_token if shape.on_host else reserved
+        kv = work.context * shape.kv_per_token + shape.state_bytes if shape.on_host else reserved
     if work.stored_tokens is None:
         cache, workspaces = work.cache_bytes, min(work.workspace_bytes, MAX_IDLE * kv)
     else:

@@ -194,8 +194,8 @@ class StoreListener(Protocol):
 class LayeredStore(ChunkStore, Protocol):
     """A store with slower tiers below its memory, whose blocks may take time to arrive.
 
-    It may have ``contains(keys, *, in_memory, tenant)`` too, which says which of these keys are stored near by: only
-    then are the ends of earlier prompts found.
+    It may have ``contains(keys, *, where, tenant)`` too, which says which of these keys are stored there: only then are
+    the ends of earlier prompts found, and the states of recurrent layers.
     """
 
     def lease(

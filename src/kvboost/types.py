@@ -9,7 +9,7 @@ import enum
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 from kvboost.results import DeclinedLoad as DeclinedLoad
 from kvboost.results import GenerationResult as GenerationResult
@@ -66,6 +66,9 @@ class ModelSnapshot:
     fields: Mapping[str, str] = field(compare=False)
     """The model's fingerprint fields, derived from ``state``."""
 
+
+Where = Literal["memory", "near", "anywhere"]
+"""Which tiers are asked for a block: none, those that answer without a round trip, or all."""
 
 TOKEN_BYTES = 4
 """Bytes of a token id where tokens are stored."""

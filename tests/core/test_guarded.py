@@ -13,7 +13,7 @@ import torch
 from kvboost.core.guarded import EmptyLease, GuardedStore, JoinedLease, ReleasedLease, joined_loads, loads_of
 from kvboost.extend import LayeredStore
 from kvboost.store import MemoryStore
-from kvboost.types import NOTHING_LOADED, DeclinedLoad, KVBlock, LoadReport, PutOutcome
+from kvboost.types import NOTHING_LOADED, DeclinedLoad, KVBlock, LoadReport, PutOutcome, Where
 from tests.contracts.blocks import block_of
 from tests.contracts.content import prompt
 
@@ -159,12 +159,12 @@ def test_what_is_not_counted_is_left_to_the_store() -> None:
         assert inside == "not counted"
 
 
-@pytest.mark.parametrize("in_memory", [False, True])
-def test_the_first_chunk_that_is_stored_is_found(in_memory: bool) -> None:
+@pytest.mark.parametrize("where", ["memory", "near", "anywhere"])
+def test_the_first_chunk_that_is_stored_is_found(where: Where) -> None:
     inner = Store([False, True, True])
-    assert GuardedStore(inner).first_stored(_CHUNKS, in_memory=in_memory) == _CHUNKS[1]
+    assert GuardedStore(inner).first_stored(_CHUNKS, where=where) == _CHUNKS[1]
     keys = [chunk.prefix_key for chunk in _CHUNKS]
-    assert inner.calls == [(keys, {"in_memory": in_memory, "tenant": _CHUNKS[0].tenant})]
+    assert inner.calls == [(keys, {"where": where, "tenant": _CHUNKS[0].tenant})]
     assert GuardedStore(Store([False] * 3)).first_stored(_CHUNKS) is None
 
 

@@ -50,7 +50,7 @@ def test_a_prefetch_asks_the_store_for_the_chunks_to_look_up() -> None:
         asked.append(arguments)
         return SimpleNamespace(lookup="chunks")
 
-    own = session(store, exact_limit=3, chunk=chunk)
+    own = session(store, exact_limit=3, chunk=chunk, leading=lambda prompt: prompt.lookup)
     assert own.prefetch([1, 2, 3], [2]) is future
     assert asked == [([1, 2, 3], [2])]
     assert store.calls == [("chunks",)]
@@ -108,6 +108,7 @@ def fetched(*, known: int, first: int | None, tail: str | None, approx: bool) ->
         store=SimpleNamespace(fetch=bring, fetch_content=bring_content),
         approx=SimpleNamespace(first_wanted=first_wanted),
         stored_tail=stored_tail,
+        leading=lambda prompt: prompt.lookup,
     )
     prompt: Any = SimpleNamespace(lookup="0123", usable="012")
     found = fetch(prefiller, prompt, approx=approx)

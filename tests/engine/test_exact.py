@@ -13,7 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from kvboost import KVBoost
 from kvboost.hf.numerics import choose
 from tests.helpers.exactness import ExactReuseMachine, assert_warm_equals_cold
-from tests.helpers.models import FAMILIES
+from tests.helpers.models import FAMILIES, HYBRIDS
 
 # `python -m benchmarks exactness_families` runs the same machine over 20,000 requests.
 _CI = settings(
@@ -27,7 +27,7 @@ _CI = settings(
 _WIDE = {"hidden_size": 256, "intermediate_size": 512}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_random_requests_are_bit_identical_to_cold_ones(
     family: str, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,12 +51,62 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
 }
 
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_LAYERS_OF_TWO_KINDS = ["linear_attention", "full_attention"]
+
+# Models with recurrent layers.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        **_DELTA,
+        "head_dim": 8,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", *_LAYERS_OF_TWO_KINDS],
+    },
+    "qwen3_next": {**_DELTA, **_MOE, "shared_expert_intermediate_size": 24, "layer_types": _LAYERS_OF_TWO_KINDS},
+    "olmo_hybrid": {**_DELTA, "linear_num_value_heads": 2, "layer_types": _LAYERS_OF_TWO_KINDS},
+    "nemotron_h": {  # with a layer that keeps nothing
+        "head_dim": 8,
+        "layers_block_type": ["mamba", "attention", "mlp"],
+        "num_hidden_layers": 3,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "chunk_size": 16,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},  # convolutions alone
+    "falcon_h1": {  # every layer attends and has a state
+        "head_dim": 8,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 16,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 24,
+    },
+}
+
 
 def tiny_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Any:
     """A random model of ``family``, small enough for thousands of requests."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES.get(family, {}), **overrides})
+        config = AutoConfig.for_model(family, **{**_COMMON, **{**FAMILIES, **HYBRIDS}.get(family, {}), **overrides})
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         # Freshly initialised logits hardly depend on the prompt; larger weights make a wrong row visible.
         for name, parameter in model.named_parameters():

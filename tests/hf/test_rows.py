@@ -7,6 +7,7 @@ import torch
 
 from kvboost.capacity import row_capacity, workspace_capacity
 from kvboost.hf.cache import KVLayout, TensorSpec
+from kvboost.hf.cache_layers import StateSpec
 from kvboost.hf.rows import Row, RowBatch
 
 _CPU = torch.device("cpu")
@@ -26,6 +27,22 @@ def block(tokens: int, value: float) -> list[torch.Tensor]:
 
 def holds(row: Row, value: float) -> bool:
     return all(bool((part == value).all()) for part in row.span(0, row.get_seq_length()))
+
+
+def test_rows_come_go_and_grow_and_every_sequence_keeps_its_states() -> None:
+    spec = StateSpec(2, "recurrent", 0, (3, 2), torch.float32, _CPU)
+    layout = KVLayout(_LAYOUT.slots, without_kv=(2,), states=(spec,))
+    chance, batch = random.Random(1), RowBatch(layout)
+    rows: dict[int, Row] = {}
+    for number in range(1, 100):
+        batch.limit_spare(chance.choice([0, 10**5]))
+        if rows and chance.random() < 0.45:
+            batch.remove(rows.pop(chance.choice(list(rows))))
+        else:
+            row = rows[number] = batch.add(tokens=chance.randrange(1, 700), filled=0)
+            row.place_states([torch.full(spec.shape, float(number))])
+        assert all(bool((row.states()[0] == number).all()) for number, row in rows.items())
+        assert all(group.row_bytes == group.capacity * layout.bytes_per_token + 24 for group in batch.groups)
 
 
 def test_a_row_takes_no_more_than_admission_reserves() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvboost.store import MemoryStore
-from kvboost.store.memory import _Entry
+from kvboost.store.held import Entry
 from tests.helpers import workload
 
 
@@ -28,7 +28,7 @@ def test_the_watch_sees_a_store_that_takes_too_much(tmp_path: Path, monkeypatch:
 
 
 def test_the_watch_sees_a_lease_that_leaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forgetful(self: MemoryStore, entries: list[_Entry]) -> None:
+    def forgetful(self: MemoryStore, entries: list[Entry]) -> None:
         for entry in entries:
             entry.share.leased -= 1
 

@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvboost.core.states import state_chunk
 from kvboost.errors import ConfigError
 from kvboost.extend import ChunkStore, EvictionPolicy, Lease
 from kvboost.store import LeafFirstLRU, LeastExpected, MemoryStore, memory
@@ -67,6 +68,40 @@ def test_the_least_recently_used_prompt_goes_first_from_its_end() -> None:
         assert store.stats().chunks == 5
         # The policy's order is under test: looking the old prompt up would make it young.
         assert [c.prefix_key in store._entries for c in old] == [i < left for i in range(3)]
+
+
+def _with_state(*words: str) -> list[Chunk]:
+    chunks = prompt(*words)
+    return [*chunks, state_chunk(chunks[-1])]
+
+
+def test_states_take_a_third_of_what_is_held_and_the_least_recently_used_goes_first() -> None:
+    store = MemoryStore(4000)
+    for chunk in prompt(*"abcdefghij"):
+        assert store.put(block_of(chunk)) is PutOutcome.STORED
+    for word in "wxyz":
+        put_all(store, prompt(word))
+    # 1,400 bytes of KV: with 700 of states these are a third.
+    made = [_with_state(word) for word in "wxy"]
+    for chunks in made:
+        assert store.put(block_of(chunks[-1], 300)) is PutOutcome.STORED
+        store.lease(made[0]).release()
+    assert [held_keys(store, chunks)[-1:] == [chunks[-1].prefix_key] for chunks in made] == [True, False, True]
+    assert store.put(block_of(_with_state("z")[-1], 800)) is PutOutcome.REFUSED
+    assert store.stats().chunks == 14, "no state left, and no KV evicted for one that does not fit"
+
+
+def test_a_leased_state_is_not_evicted_for_another() -> None:
+    store = MemoryStore(4000)
+    for word in "wx":
+        put_all(store, prompt(word))
+    first, second = _with_state("w"), _with_state("x")
+    assert store.put(block_of(first[-1], 400)) is PutOutcome.STORED
+    with store.lease(first) as lease:
+        assert len(lease.blocks) == 2
+        assert store.put(block_of(second[-1], 400)) is PutOutcome.REFUSED
+    assert store.put(block_of(second[-1], 400)) is PutOutcome.STORED
+    assert held_keys(store, first) == [first[0].prefix_key]
 
 
 def test_a_lease_makes_a_prompt_young() -> None:

@@ -28,6 +28,7 @@ from kvboost.core.keys import variant_key
 from kvboost.core.prefill import Prefiller
 from kvboost.core.spans import ApproxSpans, repair_end
 from kvboost.core.state import PrefillState
+from kvboost.errors import UnsupportedModelError
 from kvboost.extend import ContentLease
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.runner import ModelRunner
@@ -83,6 +84,11 @@ class ApproxModel:
 
 def probe_approx(runner: ModelRunner, layout: KVLayout, codec: Codec, repairs: Sequence[Repair]) -> ApproxModel:
     """Test what the repairs need. Raises UnsupportedModelError with the reason if the model does not support it."""
+    if layout.states:
+        raise UnsupportedModelError(
+            "a recurrent state holds all that came before it, so text that was read elsewhere cannot be taken over. "
+            "Only exact prefix reuse is available for it."
+        )
     repositioner = probe_reposition(runner.model, layout)
     layers = range(0)
     for repair in repairs:

@@ -20,7 +20,8 @@ import torch
 from kvboost.approx.attention import AttentionTap, BlockedAttention, EagerTap, StopForward
 from kvboost.errors import UnsupportedModelError
 from kvboost.hf.attention import NAME, attending
-from kvboost.hf.cache import KVChanges, KVLayout, SlabCache, Spreading
+from kvboost.hf.cache import KVLayout, SlabCache
+from kvboost.hf.cache_layers import KVChanges, Spreading
 from kvboost.hf.layers import attention_windows, decoder_layers
 from kvboost.hf.probe import compare_logits
 from kvboost.hf.runner import ModelRunner

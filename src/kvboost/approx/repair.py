@@ -20,7 +20,8 @@ from kvboost.approx.spread import Spread
 from kvboost.core.spans import ApproxSpans, RepairOutcome
 from kvboost.core.state import PrefillState
 from kvboost.extend import RepairSituation, RepairStrategy
-from kvboost.hf.cache import KVChanges, SlabCache
+from kvboost.hf.cache import SlabCache
+from kvboost.hf.cache_layers import KVChanges
 from kvboost.types import Chunk, KVBlock, context_mark
 
 MAX_QUERY_TOKENS = 64  # the last suffix tokens: more would make selecting as expensive as repairing

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from kvboost.approx.reposition import KeyRepositioner, Rotations
-from kvboost.hf.cache import SlabLayer
+from kvboost.hf.cache_layers import SlabLayer
 
 _WIDTH = 32.0  # positions; standard deviation of the Gaussian weights
 _RADIUS = 96  # positions; three standard deviations

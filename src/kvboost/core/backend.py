@@ -50,6 +50,14 @@ class KVCache(Protocol):
         """Copies of positions ``[start, end)``."""
         ...
 
+    def states(self) -> tuple[torch.Tensor, ...]:
+        """The states of recurrent layers: views, which the next token overwrites. Nothing for most models."""
+        ...
+
+    def place_states(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Go on after copies of these states, which belong to the sequence so far."""
+        ...
+
     def wipe(self, start: int, end: int) -> None:
         """Set positions ``[start, end)`` to zero."""
         ...

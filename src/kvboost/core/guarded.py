@@ -16,7 +16,7 @@ import torch
 
 from kvboost.extend import ChunkStore, ContentLease, LayeredStore, Lease
 from kvboost.failures import Failures
-from kvboost.types import NOTHING_LOADED, Chunk, KVBlock, LoadReport, PutOutcome
+from kvboost.types import NOTHING_LOADED, Chunk, KVBlock, LoadReport, PutOutcome, Where
 
 T = TypeVar("T")
 
@@ -143,13 +143,13 @@ class GuardedStore:
         otherwise: Future[T] | None = nothing
         return self._ask(otherwise, self._layered.in_background, work, tenant=tenant)
 
-    def first_stored(self, chunks: Sequence[Chunk], *, in_memory: bool = False) -> Chunk | None:
-        """The first of ``chunks`` that is stored near by; None if none is, or the store cannot tell."""
+    def first_stored(self, chunks: Sequence[Chunk], *, where: Where = "near") -> Chunk | None:
+        """The first of ``chunks`` that is stored there; None if none is, or the store cannot tell."""
         contains = getattr(self._store, "contains", None)
         if contains is None or not chunks:
             return None
         keys = [chunk.prefix_key for chunk in chunks]
-        given = {"in_memory": in_memory, "tenant": chunks[0].tenant} if self._layered is not None else {}
+        given = {"where": where, "tenant": chunks[0].tenant} if self._layered is not None else {}
         found = self._ask(None, lambda: _for_each(chunks, contains(keys, **given)))
         return next((chunk for chunk, there in zip(chunks, found or (), strict=False) if there), None)
 

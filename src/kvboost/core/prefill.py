@@ -19,6 +19,7 @@ from kvboost.core.keys import PromptKeys
 from kvboost.core.non_prefix import NoApprox, NonPrefixReuse
 from kvboost.core.spans import ApproxSpans
 from kvboost.core.state import ChunkedPrompt, ExactHits, PrefillState, tokens_by_tier
+from kvboost.core.states import StateLookup, state_chunk
 from kvboost.core.workspaces import KVLoader, WorkspacePool
 from kvboost.extend import Lease
 from kvboost.steps import StepRule
@@ -62,6 +63,8 @@ class Prefiller:
     """Where forward steps begin and end."""
     costs: CostModel = field(default_factory=CostModel)
     approx: NonPrefixReuse = field(default_factory=NoApprox)
+    state_tokens: int = 0
+    """Tokens whose KV is as large as the states of the model's recurrent layers; 0 if it has none."""
 
     def exact_over(self, store: GuardedStore) -> Prefiller:
         """The same over another store with separate workspaces, exact reuse only: for measurements."""
@@ -77,16 +80,25 @@ class Prefiller:
         self, tokens: list[int], boundaries: Sequence[int], *, model: ModelSnapshot | None = None
     ) -> ChunkedPrompt:
         snapshot = self.keys.snapshot(model)
-        boundaries = self._with_grid(boundaries, len(tokens))
-        chunks, tail = self.keys.chunks_and_tail(snapshot.root, tokens, boundaries)
-        # Without a grid a prompt can be resumed anywhere, so its end is worth storing.
-        return ChunkedPrompt(tokens, boundaries, snapshot, chunks, tail if self.rule.grid is None else None)
+        cuts = self._with_grid(boundaries, len(tokens))
+        chunks, tail = self.keys.chunks_and_tail(snapshot.root, tokens, cuts)
+        # Where a prompt can be resumed anywhere, its end is worth storing.
+        anywhere = self.rule.grid is None and not self.state_tokens
+        return ChunkedPrompt(tokens, cuts, snapshot, chunks, tail if anywhere else None, boundaries)
 
     def _with_grid(self, boundaries: Sequence[int], tokens: int) -> Sequence[int]:
         """The boundaries and the grid's: a chunk across a step's end would leave the whole step to compute."""
         if self.rule.grid is None:
             return boundaries
         return sorted({*boundaries, *range(self.rule.grid, tokens + 1, self.rule.grid)})
+
+    def leading(self, prompt: ChunkedPrompt) -> list[Chunk]:
+        """The chunks to look up for a prefill. For recurrent layers they end with the last state that is stored."""
+        return self._states.leading(prompt.lookup) if self.state_tokens else prompt.lookup
+
+    @property
+    def _states(self) -> StateLookup:
+        return StateLookup(self.store, self.rule, self.state_tokens)
 
     def open(
         self,
@@ -144,11 +156,16 @@ class Prefiller:
         clock.lap("plan")
         lookup = prompt.lookup
         loader = KVLoader(lookup, tokens=len(prompt.tokens) + new_tokens, codec=self.codec, pool=self.pool)
-        lease = self.store.lease(lookup, arrived=loader.arrived, fetched=fetched.exact if fetched else None)
+        states: KVBlock | None = None
+        if self.state_tokens:
+            lease, held, states = self._states.lease(lookup, arrived=loader.arrived, fetched=fetched)
+        else:
+            lease = self.store.lease(lookup, arrived=loader.arrived, fetched=fetched.exact if fetched else None)
+            held = lease.blocks
         spans: ApproxSpans | None = None
         trial: ApproxSpans | None = None
         try:
-            blocks, spans, reason = choose(lease.blocks)
+            blocks, spans, reason = choose(held)
             if spans is not None and spans.on_trial:
                 spans.lease.release()
                 trial, spans = replace(spans, lease=EmptyLease()), None
@@ -158,7 +175,11 @@ class Prefiller:
                 lookup, lease = [*lookup[: len(blocks)], tail], JoinedLease(lease, more)
                 blocks = lease.blocks
             clock.lap("lease")
-            state = self._start(prompt, loader.finish(blocks, lookup), lease, lookup[: len(blocks)], blocks, clock)
+            cache = loader.finish(blocks, lookup)
+            hits = self._hits(prompt, lease, lookup[: len(blocks)], blocks, states)
+            state = self._start(prompt, cache, hits, clock)
+            if states is not None:
+                cache.place_states(states.tensors)
             clock.lap("place")
         except BaseException:
             lease.release()
@@ -178,32 +199,35 @@ class Prefiller:
 
     def stored_tail(self, prompt: ChunkedPrompt, found: int, *, in_memory: bool = False) -> Chunk | None:
         """The stored end of an earlier prompt behind the first ``found`` chunks; None if there is none."""
-        if found >= len(prompt.lookup) or self.rule.grid is not None:
+        if found >= len(prompt.lookup) or self.rule.grid is not None or self.state_tokens:
             return None
         behind, missed = prompt.lookup[found - 1] if found else None, prompt.lookup[found]
         tails = self.keys.tails(prompt.snapshot.root, prompt.tokens, behind=behind)
         tails = [tail for tail in tails if tail.end != missed.end]  # it was looked up
-        return self.store.first_stored(tails, in_memory=in_memory) if tails else None
+        return self.store.first_stored(tails, where="memory" if in_memory else "near") if tails else None
 
-    def _start(
+    def _hits(
         self,
         prompt: ChunkedPrompt,
-        cache: KVCache,
         lease: Lease,
         placed: Sequence[Chunk],
         blocks: Sequence[KVBlock],
-        clock: StageClock,
-    ) -> PrefillState:
+        states: KVBlock | None,
+    ) -> ExactHits:
         end = placed[-1].end if placed else 0
         reused = self.rule.resume(min(end, len(prompt.tokens) - 1))  # the rest of the last block is computed again
         borrowed = bool(placed) and placed[-1].end != prompt.lookup[len(placed) - 1].end  # only the last one can be
-        hits = ExactHits(
+        return ExactHits(
             tokens=end,
             borrowed=end - placed[-1].start if borrowed else 0,
             bitwise=all(block.bitwise for block in blocks),
             lease=lease,
             tiers=tokens_by_tier(blocks, loads_of(lease), limit=reused),
+            state=states.key if states is not None else None,
+            state_ends=self._states.ends(prompt, start=reused) if self.state_tokens else (),
         )
+
+    def _start(self, prompt: ChunkedPrompt, cache: KVCache, hits: ExactHits, clock: StageClock) -> PrefillState:
         plain = self.expected_seconds(len(prompt.tokens))
         state = PrefillState(prompt, cache, hits=hits, rule=self.rule, clock=clock, pool=self.pool)
         state.plain_ms = None if plain is None else 1000.0 * plain
@@ -255,7 +279,7 @@ class Prefiller:
         while state.num_computed < to:
             if cancelled():
                 raise RequestCancelled
-            end = state.rule.step_end(state.num_computed, to)
+            end = state.step_end(to)
             self.runner.append(state.missing_ids(end, upload=self.runner.upload), state.cache, logits=False)
             state.computed(end)
             if state.paged:
@@ -319,7 +343,9 @@ class Prefiller:
             if outcome is PutOutcome.REFUSED:
                 break  # what follows could not be reached without it
             state.committed(chunk.end, new=outcome is PutOutcome.STORED)
-        self.store.used([chunk.prefix_key for chunk in chunks if chunk.end <= state.num_committed])
+            if (tensors := state.states_at(chunk.end)) is not None:
+                self.store.put(KVBlock.of(state_chunk(chunk), tensors, context=b"", bitwise=bitwise))
+        self.store.used(state.used_keys())
 
     def _put(self, state: PrefillState, chunk: Chunk, *, context: bytes, bitwise: bool) -> PutOutcome:
         """Offer a copy of this chunk's KV to the store under its exact key."""
@@ -362,6 +388,6 @@ def _check_last_step(state: PrefillState) -> None:
     """Raise ValueError unless all that is missing is the last step, or a part of it."""
     if state.awaits_repair:
         raise ValueError("the repair has not run; call advance_to_last_step first")
-    left_over = state.rule.step_end(state.num_computed, len(state.tokens)) < len(state.tokens)
+    left_over = state.step_end(len(state.tokens)) < len(state.tokens)
     if left_over and not state.is_repaired:  # behind repositioned chunks one step may be as long as it likes
         raise ValueError("the steps before the last one have not run; call advance_to_last_step first")

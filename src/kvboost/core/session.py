@@ -107,7 +107,7 @@ class Session:
         """Load the stored prefix of a prompt from slower tiers into memory, in the background."""
         if self.fetches(len(tokens)):
             assert isinstance(self.store, LayeredStore)
-            return self.store.prefetch(self.prefiller.chunk(tokens, boundaries).lookup)
+            return self.store.prefetch(self.prefiller.leading(self.prefiller.chunk(tokens, boundaries)))
         return nothing_to_fetch()
 
     def fetches(self, tokens: int) -> bool:
@@ -132,7 +132,7 @@ def nothing_to_fetch() -> Future[int]:
 def fetch(prefiller: Prefiller, prompt: ChunkedPrompt, *, approx: bool) -> Fetched:
     """Bring up the prompt's leading chunks and the end of an earlier prompt; with ``approx``, other chunks too."""
     store, usable = prefiller.store, prompt.usable
-    exact, known = store.fetch(prompt.lookup)
+    exact, known = store.fetch(prefiller.leading(prompt))
     content = NOTHING_LOADED
     if approx:
         first = prefiller.approx.first_wanted(usable, available=min(known, len(usable)))

@@ -42,6 +42,8 @@ class ChunkedPrompt:
 
     tail: Chunk | None = None
     """The tokens behind the last cut: stored too, for prompts that begin with this one."""
+    given: Sequence[int] = ()
+    """Those of the boundaries that are not of the steps' grid."""
 
     @cached_property
     def stored(self) -> list[Chunk]:
@@ -75,6 +77,10 @@ class ExactHits:
     lease: Lease = field(default_factory=EmptyLease)
     tiers: Mapping[str, int] = field(default_factory=dict)
     """Number of their tokens by source tier."""
+    state: bytes | None = None
+    """The key of the states that a prefill goes on from, where there are recurrent layers."""
+    state_ends: tuple[int, ...] = ()
+    """Where it keeps the states that it passes. A step ends at each."""
 
     @property
     def own_tokens(self) -> int:
@@ -97,6 +103,8 @@ class PrefillState:
     ) -> None:
         """The cache holds the chunks of ``hits``. It goes back to ``pool`` at the end; without one it is not kept."""
         self.prompt, self.hits, self.rule, self.clock = prompt, hits, rule, clock
+        self.state_ends = hits.state_ends
+        self._states: dict[int, tuple[torch.Tensor, ...]] = {}
         self._cache, self._pool = cache, pool
         self.paged = False
         """Whether the cache keeps most of its KV outside of the memory."""
@@ -157,7 +165,13 @@ class PrefillState:
         if self._spans is not None:
             moved, rest = self._plan.moved[-1], self._plan.segments[-1]
             return repair_end(len(self.tokens), moved_end=moved.end, cut_end=rest.start)
-        return self.rule.last_step(self._plan.exact_tokens, len(self.tokens))
+        return self.rule.last_step(max(self._plan.exact_tokens, *self.state_ends, 0), len(self.tokens))
+
+    def step_end(self, limit: int, *, start: int | None = None) -> int:
+        """Where the step that begins at ``start``, or the next one, ends: at ``limit`` at the latest."""
+        start = self._num_computed if start is None else start
+        kept = (end for end in self.state_ends if end > start)
+        return self.rule.step_end(start, min(limit, next(kept, limit)))
 
     @property
     def bitwise(self) -> bool:
@@ -209,6 +223,8 @@ class PrefillState:
             self._num_exact = end
         self._num_computed = end
         self.forwards += 1
+        if end in self.state_ends and self._num_exact == end:
+            self._states[end] = tuple(tensor.clone() for tensor in self._cache.states())
 
     def reposition(self, spans: ApproxSpans) -> None:
         """Add chunks from other positions to the plan; they are placed when what is before them is computed."""
@@ -248,6 +264,15 @@ class PrefillState:
         self._num_committed = end
         self._new_chunks += new
 
+    def used_keys(self) -> list[bytes]:
+        """What served this prompt or was stored of it, in order."""
+        keys = [chunk.prefix_key for chunk in self.prompt.stored if chunk.end <= self._num_committed]
+        return keys if self.hits.state is None else [*keys, self.hits.state]
+
+    def states_at(self, end: int) -> tuple[torch.Tensor, ...] | None:
+        """The states that were kept at this position, once: they are stored now."""
+        return self._states.pop(end, None)
+
     def kept(self, count: int) -> None:
         """``count`` new approximate blocks were stored."""
         self._new_chunks += count
@@ -266,6 +291,8 @@ class PrefillState:
         length = self._cache.get_seq_length()
         cache.place(0, self._cache.span(0, length))
         cache.set_length(length)
+        if length:
+            cache.place_states(self._cache.states())
         before, self._cache = self._cache, cache
         self._give_back(before)
 

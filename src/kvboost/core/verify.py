@@ -35,4 +35,5 @@ def _prefill(prefiller: Prefiller, tokens: list[int]) -> tuple[torch.Tensor, tup
         prefiller.advance_to_last_step(state)
         logits = prefiller.finish(state)
         prefiller.commit(state)
-        return logits, state.cache.extract(0, len(tokens)), state.plan.exact_tokens
+        kv = *state.cache.extract(0, len(tokens)), *(tensor.clone() for tensor in state.cache.states())
+        return logits, kv, state.plan.exact_tokens

@@ -47,14 +47,22 @@ class WorkspacePool:
     """Idle caches of one model and one tenant, at most ``capacity_bytes`` of them over all tenants."""
 
     def __init__(
-        self, make: MakeCache, *, bytes_per_token: int, capacity_bytes: int = 0, shelf: _Shelf | None = None
+        self,
+        make: MakeCache,
+        *,
+        bytes_per_token: int,
+        state_bytes: int = 0,
+        capacity_bytes: int = 0,
+        shelf: _Shelf | None = None,
     ) -> None:
-        self._make, self._bytes_per_token = make, bytes_per_token
+        """A cache takes ``state_bytes`` however short it is."""
+        self._make, self._bytes_per_token, self._state_bytes = make, bytes_per_token, state_bytes
         self._shelf = shelf or _Shelf(capacity_bytes)
 
     def for_tenant(self) -> WorkspacePool:
         """Another tenant's pool: shared capacity, separate workspaces."""
-        return WorkspacePool(self._make, bytes_per_token=self._bytes_per_token, shelf=self._shelf)
+        per_token, fixed = self._bytes_per_token, self._state_bytes
+        return WorkspacePool(self._make, bytes_per_token=per_token, state_bytes=fixed, shelf=self._shelf)
 
     @property
     def idle_bytes(self) -> int:
@@ -64,7 +72,7 @@ class WorkspacePool:
 
     def bytes_for(self, tokens: int) -> int:
         """Bytes of a new cache with capacity for ``tokens``."""
-        return request_bytes(tokens, kv_per_token=self._bytes_per_token)
+        return request_bytes(tokens, kv_per_token=self._bytes_per_token) + self._state_bytes
 
     def take(self, *, tokens: int, chain: Sequence[bytes]) -> tuple[KVCache, int]:
         """A cache with capacity for ``tokens``, and how many leading chunks of ``chain`` it already holds."""
@@ -121,7 +129,7 @@ class KVLoader:
 
     def arrived(self, chunk: Chunk, block: KVBlock) -> None:
         """Copy a block that arrived before the lease returned."""
-        if self._failed:
+        if self._failed or not chunk.tokens:  # a state is placed once it is clear that all before it is there
             return
         try:
             if self._cache is None:

@@ -130,6 +130,7 @@ def assemble(runner: ModelRunner, tokenizer: Any, *, config: EngineConfig, store
     pool = WorkspacePool(
         lambda tokens: SlabCache(facts.layout, capacity=tokens),
         bytes_per_token=facts.layout.bytes_per_token,
+        state_bytes=facts.layout.state_bytes,
         capacity_bytes=int(config.workspace_bytes),
     )
     budget = _budget(runner, config, pool, jobs_bytes=budgets.jobs_kv_bytes)
@@ -155,7 +156,14 @@ def assemble(runner: ModelRunner, tokenizer: Any, *, config: EngineConfig, store
         stores = Stores(config, layout=facts.layout, codec=codec, costs=costs, repaired_share=share)
         store = stores.open(config.tenant, root=keys.namespace())
     prefiller = Prefiller(
-        runner=runner, codec=codec, keys=keys, store=GuardedStore(store), pool=pool, rule=numerics.rule, costs=costs
+        runner=runner,
+        codec=codec,
+        keys=keys,
+        store=GuardedStore(store),
+        pool=pool,
+        rule=numerics.rule,
+        costs=costs,
+        state_tokens=-(-facts.layout.state_bytes // facts.layout.bytes_per_token),
     )
     if isinstance(approx, NoApprox):
         prefiller = replace(prefiller, approx=approx)

@@ -73,6 +73,8 @@ def _describe_reuse(parts: EngineParts, session: Session) -> dict[str, str]:
     limit = f"up to {facts.exact_limit} tokens: {facts.exact_limit_reason}" if facts.exact_limit is not None else "on"
     lines = {"longest prompt": str(facts.max_positions or "no limit"), "exact reuse": limit}
     lines["bytes per token"] = str(facts.layout.bytes_per_token)
+    if facts.layout.state_bytes:
+        lines["recurrent state"] = f"{facts.layout.state_bytes} bytes where a prompt can be resumed"
     if budget.limit is not None:
         paged = f"more goes to pages of {budget.paging.page_tokens} tokens" if budget.paging else "more is refused"
         lines["KV of a request"] = f"at most {budget.limit} bytes; {paged}"
@@ -88,7 +90,8 @@ def verify(session: Session, parts: EngineParts, prompt: list[int] | None) -> bo
         length = max(config.chunk_tokens * 5, 2 * (session.prefiller.rule.grid or 0)) + 1  # on a grid, whole steps
         made_up = [(i * 7919 + i * i) % vocab for i in range(length)]
         prompt = parts.encoder.encode(made_up[: parts.assembly.max_tokens])
-    store = MemoryStore(2 * len(prompt) * parts.assembly.facts.layout.bytes_per_token)
+    layout = parts.assembly.facts.layout
+    store = MemoryStore(2 * len(prompt) * layout.bytes_per_token + 16 * layout.state_bytes)
     prefiller = session.prefiller.exact_over(GuardedStore(store))
     try:
         return warm_equals_cold(prefiller, prompt)

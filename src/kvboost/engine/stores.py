@@ -143,7 +143,7 @@ class Stores:
         return record_format(
             namespace,
             codec=self._codec.name,
-            max_bytes=max(_RECORD_BYTES, longest),
+            max_bytes=max(_RECORD_BYTES, longest, 2 * self._layout.state_bytes),
             protection=config.record_protection,
             key=self._key,
         )
@@ -235,7 +235,11 @@ def _fits_codec(codec: KVCodec, layout: KVLayout) -> Callable[[KVBlock], bool]:
         ]
         return [(tensor.shape, tensor.dtype) for tensor in codec.pack(empty, start=start)]
 
+    states = [(torch.Size(spec.shape), spec.dtype) for spec in layout.states]
+
     def fits(block: KVBlock) -> bool:
+        if not block.tokens:
+            return bool(states) and [(tensor.shape, tensor.dtype) for tensor in block.tensors] == states
         # A codec may depend on the position only in whether it is 0.
         wanted = packed_like(len(block.tokens) // TOKEN_BYTES, min(block.start, 1))
         return [(tensor.shape, tensor.dtype) for tensor in block.tensors] == wanted

@@ -2,20 +2,35 @@
 
 Made by the engine for every request (or taken from its pool) and passed to the model's own forward and ``generate``.
 Invariant: positions ``[0, length)`` of every layer hold that sequence's KV; attention never sees what lies after them.
+Recurrent layers hold the states of the same tokens: who sets another length places the states that belong to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from functools import cached_property, partial
+from itertools import islice
+from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers import cache_utils
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from kvboost.capacity import rounded_capacity
+from kvboost.hf.cache_layers import SlabLayer, SlabStateLayer, Spreading, StateLayer, StateSpec
+
+# What Transformers has for a layer that keeps nothing; its older versions have an empty recurrent one.
+_Nothing: Any = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
 
 
 @dataclass(frozen=True)
@@ -35,9 +50,45 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Which tensors a model's cache holds. ``slots[2 * layer]`` are keys, ``slots[2 * layer + 1]`` values."""
+    """Which tensors a model's cache holds.
+
+    ``slots[2 * i]`` are the keys of the i-th layer that has KV, ``slots[2 * i + 1]`` its values.
+    """
 
     slots: tuple[TensorSpec, ...]
+    without_kv: tuple[int, ...] = ()
+    """Layers that keep no KV."""
+    states: tuple[StateSpec, ...] = ()
+    """What recurrent layers keep, in the order of the layers."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model, with KV and without."""
+        return len(self.slots) // 2 + len(self.without_kv)
+
+    @cached_property
+    def with_kv(self) -> tuple[int, ...]:
+        """Layers that keep KV, in the order of the slots."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.without_kv)
+
+    @cached_property
+    def states_by_layer(self) -> dict[int, list[StateSpec]]:
+        """The recurrent layers and what each keeps."""
+        found: dict[int, list[StateSpec]] = {}
+        for spec in self.states:
+            found.setdefault(spec.layer, []).append(spec)
+        return found
+
+    def layers_of(self, with_kv: Sequence[Any]) -> list[Any]:
+        """All layers of a cache, where ``with_kv`` are those that have KV."""
+        found = dict(zip(self.with_kv, with_kv, strict=True))
+        found |= {layer: StateLayer(specs) for layer, specs in self.states_by_layer.items() if layer not in found}
+        return [found.get(layer) or _Nothing() for layer in range(self.num_layers)]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's recurrent states, however long it is."""
+        return sum(spec.nbytes for spec in self.states)
 
     @property
     def groups(self) -> dict[TensorSpec, list[int]]:
@@ -51,171 +102,6 @@ class KVLayout:
     def bytes_per_token(self) -> int:
         """Bytes of KV one token takes over all layers."""
         return sum(spec.bytes_per_row for spec in self.slots)
-
-
-@dataclass(frozen=True)
-class KVChanges:
-    """Squared change of recomputed positions in one layer, relative to their mean square: [positions]."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-
-class Spreading(Protocol):
-    """Adjusts other positions along with the recomputed ones."""
-
-    def apply(self, layer_index: int, layer: SlabLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Called with each layer's new states before they replace the old ones."""
-        ...
-
-
-class SlabLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
-    """One layer's cache: writes new positions in place into preallocated storage."""
-
-    def __init__(self, key_store: torch.Tensor, value_store: torch.Tensor) -> None:
-        super().__init__()
-        self.key_store, self.value_store = key_store, value_store  # [batch, heads, capacity, dim]
-        self.in_slab = True
-        """False once it has storage of its own."""
-        self.rewritten: torch.Tensor | None = None  # positions that the next update replaces
-        self.watched = False
-        self.changes: KVChanges | None = None
-        self.spread: Callable[[SlabLayer, torch.Tensor, torch.Tensor], None] | None = None
-        self.dtype, self.device = key_store.dtype, key_store.device
-        self.is_initialized = True
-        self.set_length(0)
-
-    def set_length(self, length: int) -> None:
-        """Declare positions ``[0, length)`` to be the sequence so far."""
-        self.length = length
-
-    # Views made when asked for: a request sets the length of every layer before the model does.
-
-    @property
-    def keys(self) -> torch.Tensor:
-        """The keys of positions ``[0, length)``."""
-        return self.key_store[:, :, : self.length]
-
-    @keys.setter
-    def keys(self, keys: None) -> None:
-        """Only Transformers' constructor does it, before there are any."""
-
-    @property
-    def values(self) -> torch.Tensor:
-        """The values of positions ``[0, length)``."""
-        return self.value_store[:, :, : self.length]
-
-    @values.setter
-    def values(self, values: None) -> None:
-        """Only Transformers' constructor does it, before there are any."""
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the storage was made with the layer."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new positions, [batch, heads, new, dim]; return all positions up to and including them."""
-        if self.rewritten is not None:
-            if self.watched:
-                self.changes = KVChanges(
-                    _squared_change(self.key_store, self.rewritten, key_states),
-                    _squared_change(self.value_store, self.rewritten, value_states),
-                )
-            if self.spread is not None:
-                self.spread(self, key_states, value_states)
-            # Recomputed positions are replaced; the sequence keeps its length.
-            self.key_store.index_copy_(2, self.rewritten, key_states)
-            self.value_store.index_copy_(2, self.rewritten, value_states)
-            return self.keys, self.values
-        start, end = self.length, self.length + key_states.shape[-2]
-        self.reserve(end)
-        self.key_store[:, :, start:end].copy_(key_states)
-        self.value_store[:, :, start:end].copy_(value_states)
-        self.set_length(end)
-        return self.keys, self.values
-
-    def reserve(self, positions: int) -> None:
-        """Have storage for this many positions."""
-        if positions > self.key_store.shape[-2]:
-            self._replace(
-                _grown(self.key_store, self.length, positions), _grown(self.value_store, self.length, positions)
-            )
-
-    def get_seq_length(self) -> int:
-        """Positions held."""
-        return self.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of what :meth:`update` will return."""
-        return (self.length if self.rewritten is not None else self.length + query_length), 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``-tokens_to_remove`` positions (Transformers passes a negative count)."""
-        if tokens_to_remove > 0:
-            raise ValueError("crop takes a negative number: how many tokens to remove")
-        self.set_length(max(0, self.length + tokens_to_remove))
-
-    def reset(self) -> None:
-        """Forget the sequence, keep the storage."""
-        self.set_length(0)
-
-    # The batch operations below leave the slab for storage of their own: beams and copies diverge at once.
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Sequence b becomes what sequence ``beam_idx[b]`` was."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sequence ``repeats`` times."""
-        self._replace(
-            self.key_store.repeat_interleave(repeats, dim=0),
-            self.value_store.repeat_interleave(repeats, dim=0),
-        )
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences named by ``indices``."""
-        self._replace(
-            self.key_store[indices.to(self.key_store.device)],
-            self.value_store[indices.to(self.value_store.device)],
-        )
-
-    def _replace(self, key_store: torch.Tensor, value_store: torch.Tensor) -> None:
-        self.key_store, self.value_store, self.in_slab = key_store, value_store, False
-
-
-def _squared_change(store: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-    """Squared distance of new states [batch, heads, positions, dim] from the stored ones, [positions]."""
-    new = states.float()
-    change = (store.index_select(2, positions).float() - new).square_().sum(dim=(0, 1, 3))
-    return change / new.square().sum(dim=(0, 1, 3)).mean().clamp_min(1e-12)
-
-
-def _grown(store: torch.Tensor, used: int, needed: int) -> torch.Tensor:
-    """A copy of ``store`` with capacity for ``needed`` positions and half as many again."""
-    batch, heads, _, dim = store.shape
-    bigger = torch.empty(batch, heads, rounded_capacity(needed * 3 // 2), dim, dtype=store.dtype, device=store.device)
-    bigger[:, :, :used] = store[:, :, :used]
-    return bigger
-
-
-class StepLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
-    """One layer of several sequences in one forward: a subclass writes new KV, attention reads it where it was written.
-
-    It has no length, so that no mask is made of it: the caller passes position ids.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_initialized = True
-
-    def get_seq_length(self) -> int:
-        """Zero: every sequence has its own."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The sizes of what ``update`` returns: the new states."""
-        return query_length, 0
 
 
 class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
@@ -234,7 +120,13 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
             self._slabs.append((slab, slots))
             for index, slot in enumerate(slots):
                 stores[slot] = slab[index]
-        super().__init__(layers=[SlabLayer(k, v) for k, v in zip(stores[::2], stores[1::2], strict=True)])
+        own = layout.states_by_layer
+        self._with_kv = [
+            SlabStateLayer(keys, values, own[layer]) if layer in own else SlabLayer(keys, values)
+            for layer, keys, values in zip(layout.with_kv, stores[::2], stores[1::2], strict=True)
+        ]
+        super().__init__(layers=layout.layers_of(self._with_kv))
+        self._with_states: list[StateLayer] = [self.layers[layer] for layer in own]
 
     @property
     def slabs(self) -> list[torch.Tensor]:
@@ -249,17 +141,31 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
     @property
     def is_poolable(self) -> bool:
         """Whether every layer still lives in its slab (no growth, no batch operation since)."""
-        return all(layer.in_slab for layer in self.layers)
+        return all(layer.in_slab for layer in self._with_kv)
 
     def set_length(self, length: int) -> None:
         """Declare positions ``[0, length)`` of every layer to be the sequence so far."""
-        for layer in self.layers:
+        for layer in self._with_kv:
             layer.set_length(length)
+        if length == 0:
+            for recurrent in self._with_states:
+                recurrent.forget()
 
     def reserve(self, positions: int) -> None:
         """Have storage for this many positions in every layer."""
-        for layer in self.layers:
+        for layer in self._with_kv:
             layer.reserve(positions)
+
+    def states(self) -> tuple[torch.Tensor, ...]:
+        """The recurrent states of sequence 0, in the order of the layout: views, which the next token overwrites."""
+        return tuple(tensor[0] for layer in self._with_states for tensor in layer.states())
+
+    def place_states(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Go on after copies of these, as :meth:`states` gave them."""
+        left = iter(zip(self.layout.states, tensors, strict=True))
+        for layer in self._with_states:
+            copies = [tensor.to(spec.device, copy=True)[None] for spec, tensor in islice(left, len(layer.specs))]
+            layer.set_states(copies)
 
     def place(self, start: int, tensors: Sequence[torch.Tensor], *, row: int = 0) -> None:
         """Copy a block's tensors (one [slots, heads, tokens, dim] per slab) to positions from ``start`` on."""
@@ -272,7 +178,7 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
             for slab, _ in self._slabs:
                 slab[:, :, :, start:end].zero_()
             return
-        for layer in self.layers:
+        for layer in self._with_kv:
             layer.key_store[:, :, start:end].zero_()
             layer.value_store[:, :, start:end].zero_()
 
@@ -289,7 +195,7 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return tuple(view.clone(memory_format=torch.contiguous_format) for view in self.span(start, end))
 
     def _slot_store(self, slot: int) -> torch.Tensor:
-        layer = self.layers[slot // 2]
+        layer = self._with_kv[slot // 2]
         store: torch.Tensor = layer.value_store if slot % 2 else layer.key_store
         return store
 
@@ -320,17 +226,52 @@ class SlabCache(Cache):  # type: ignore[misc]  # transformers is untyped
             layer.spread = partial(spread.apply, index) if spread is not None else None
 
 
-def stock_cache() -> Cache:
-    """A cache of Transformers' own that keeps everything: what ours is held against."""
-    return DynamicCache()
+def stock_cache(config: Any = None) -> Cache:
+    """A cache of Transformers' own that keeps everything: what ours is held against.
+
+    Without the ``config`` of a model with recurrent layers it has none for those.
+    """
+    kinds: list[Any] = DynamicCache(config=config).layers if config is not None else []
+    if all(isinstance(layer, DynamicLayer) and not is_recurrent(layer) for layer in kinds):
+        return DynamicCache()  # no layer of it has a window
+    return Cache(layers=[_without_window(layer) for layer in kinds])
+
+
+def is_recurrent(layer: Any) -> bool:
+    """Whether this layer of a cache keeps more than one entry per token."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def model_is_recurrent(model: Any) -> bool:
+    """Whether some layers of this model carry a state from token to token."""
+    return any(map(is_recurrent, DynamicCache(config=model.config.get_text_config(decoder=True)).layers))
+
+
+def _without_window(layer: Any) -> Any:
+    if is_recurrent(layer):
+        whole = LinearAttentionAndFullAttentionLayer if isinstance(layer, CacheLayerMixin) else LinearAttentionLayer
+        return whole(number_of_states=layer.number_of_states)
+    return DynamicLayer() if isinstance(layer, CacheLayerMixin) else layer
 
 
 def layout_of(cache: Cache) -> KVLayout:
     """The layout of a filled stock cache."""
-    return KVLayout(
-        tuple(
+    slots: list[TensorSpec] = []
+    without_kv: list[int] = []
+    states: list[StateSpec] = []
+    for index, layer in enumerate(cache.layers):
+        if is_recurrent(layer):
+            for kind, tensors in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
+                states += [
+                    StateSpec(index, kind, i, tuple(tensor.shape[1:]), tensor.dtype, tensor.device)
+                    for i, tensor in tensors.items()
+                    if tensor is not None
+                ]
+        if not isinstance(layer, CacheLayerMixin) or not layer.is_initialized:
+            without_kv.append(index)
+            continue
+        slots += [
             TensorSpec(tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)
-            for layer in cache.layers
             for tensor in (layer.keys, layer.values)
-        )
-    )
+        ]
+    return KVLayout(tuple(slots), tuple(without_kv), tuple(states))

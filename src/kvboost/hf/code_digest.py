@@ -26,6 +26,7 @@ from kvboost.hf.attention import registered
 DECIDES_BITS = (
     "hf/attention.py",
     "hf/cache.py",
+    "hf/cache_layers.py",
     "hf/codec",
     "hf/environment.py",
     "hf/generate.py",

@@ -14,6 +14,7 @@ import transformers
 from packaging.version import Version
 
 from kvboost.errors import ConfigError
+from kvboost.hf.cache import model_is_recurrent
 from kvboost.hf.generate import ASSISTANTS, reads_prompt_again, sequences_per_prompt, speculates
 from kvboost.hf.loading import ModelSource, load_resident, load_tokenizer
 
@@ -49,7 +50,7 @@ class Draft:
 
 def make_draft(given: Any, *, model: Any, tokenizer: Any) -> Draft:
     """The draft for ``model``: a loaded model, the name or folder of one, or ``"prompt-lookup"``."""
-    if getattr(model, "_is_stateful", False):
+    if getattr(model, "_is_stateful", False) or model_is_recurrent(model):
         raise ConfigError(f"{type(model).__name__} keeps a state from which tokens cannot be removed; leave draft out")
     if given == PROMPT_LOOKUP:
         return Draft(PROMPT_LOOKUP, {"prompt_lookup_num_tokens": _LOOKUP_TOKENS})

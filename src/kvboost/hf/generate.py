@@ -16,6 +16,7 @@ from transformers import GenerationConfig, GenerationMixin, StoppingCriteria, St
 
 from kvboost.config import SETTINGS
 from kvboost.errors import ConfigError
+from kvboost.hf.cache import model_is_recurrent
 from kvboost.hf.speculation import Speculating
 from kvboost.types import Speculation
 
@@ -158,6 +159,8 @@ def _why_not_resumed(model: Any, arguments: dict[str, Any]) -> str | None:
     """Why assisted decoding cannot continue from a cache, or None if it can."""
     if not isinstance(model, GenerationMixin) or "generate" in vars(model):
         return f"{type(model).__name__} has a generate of its own, which feeds the whole prompt again with a draft"
+    if model_is_recurrent(model):
+        return "with a draft: the states of its recurrent layers take no tokens back"
     config = arguments.get("generation_config")
     for name in ("output_attentions", "output_hidden_states"):
         if arguments.get(name, getattr(config, name, None)):

@@ -17,7 +17,8 @@ from transformers.cache_utils import Cache
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.hf.attention import NAME, UnsupportedAttentionError
-from kvboost.hf.cache import KVLayout, SlabCache, SlabLayer, StepLayer
+from kvboost.hf.cache import KVLayout, SlabCache
+from kvboost.hf.cache_layers import SlabLayer, StepLayer
 from kvboost.hf.numerics.tiles import Tiles
 from kvboost.hf.probe import compare_logits
 from kvboost.hf.runner import ModelRunner

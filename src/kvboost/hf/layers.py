@@ -6,11 +6,21 @@ layer that is not known here is refused, never taken for full attention.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 from kvboost.errors import UnsupportedModelError
+
+
+def decoder_of(model: Any) -> Any:
+    """The model without its projection onto the vocabulary, or all of it where that cannot be run by itself."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    alone = isinstance(decoder, torch.nn.Module) and "input_ids" in inspect.signature(decoder.forward).parameters
+    return decoder if alone else model
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
@@ -33,13 +43,26 @@ def attention_windows(model: Any) -> dict[str, int | None]:
     kinds = getattr(config, "layer_types", None)
     if not kinds:
         return {"all": window}
-    known = {"full_attention": None, "sliding_attention": window}
+    known = {"full_attention": None, "sliding_attention": window, **dict.fromkeys(_without_kv(config, kinds))}
     unknown = sorted(set(kinds) - set(known))
     if unknown:
         raise UnsupportedModelError(
             f"{config.model_type} has layers of kind {', '.join(unknown)}, whose attention is not supported here"
         )
     return {kind: known[kind] for kind in kinds}
+
+
+def _without_kv(config: Any, kinds: Sequence[str]) -> set[str]:
+    """The kinds of layers that have a recurrent state, or nothing at all, in place of keys and values; or beside all.
+
+    None of them hides a key.
+    """
+    layers = DynamicCache(config=config).layers
+    return {
+        kind
+        for kind, layer in zip(kinds, layers, strict=False)
+        if not isinstance(layer, DynamicLayer) or type(layer) is LinearAttentionAndFullAttentionLayer
+    }
 
 
 def windows_by_layer(model: Any) -> list[int | None]:

@@ -23,6 +23,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]  # comes with transfo
 from transformers.utils.logging import is_progress_bar_enabled
 
 from kvboost.hf.cache import KVLayout, TensorSpec
+from kvboost.hf.cache_layers import StateSpec
 from kvboost.hf.code_digest import hooks_of
 from kvboost.hf.fingerprint import ModelIdentity
 from kvboost.hf.loaded_weights import cache_directory, write_whole
@@ -33,7 +34,7 @@ from kvboost.hf.probe import ModelFacts, probe_model
 from kvboost.hf.shape import shape_of
 from kvboost.steps import Numerics
 
-_FORMAT = 1
+_FORMAT = 2
 _DECIDE = ("probe.py", "shape.py", "measured.py")  # beside the code that the key of KV names
 _VARIABLES = ("ATEN_", "CUBLAS_", "CUDA_", "DNNL_", "GOMP_", "KMP_", "MKL_", "NVIDIA_", "OMP_", "ONEDNN_", "TORCH_")
 _INPUTS, _OUTPUTS, _SIZES = 1024, 64, (1, 4, 16, 32, 48, 128, 192)  # of the small products
@@ -80,6 +81,8 @@ class KeptMeasurement:
             return
         found = {
             "layout": [[spec.heads, spec.dim, str(spec.dtype), str(spec.device)] for spec in layout.slots],
+            "without_kv": list(layout.without_kv),
+            "states": [[s.layer, s.kind, s.index, list(s.shape), str(s.dtype), str(s.device)] for s in layout.states],
             "granule": tiles.granule if tiles is not None else None,
             "choices": {name: [*_numbers(sizes), packed] for name, (sizes, packed) in tiles.choices.items()}
             if tiles is not None
@@ -110,7 +113,11 @@ def _known(found: Any) -> Known:
         tested = {**dict.fromkeys(same, True), **dict.fromkeys(other, False)}
         choices[name] = RowSizes(smallest, dense, tuple(larger), cost, None, tested), packed
     tiles = KnownTiles(found["granule"], choices) if found["granule"] is not None else None
-    return Known(KVLayout(tuple(slots)), tiles)
+    states = [
+        StateSpec(layer, kind, index, tuple(shape), _DTYPES[dtype], torch.device(device))
+        for layer, kind, index, shape, dtype, device in found["states"]
+    ]
+    return Known(KVLayout(tuple(slots), tuple(found["without_kv"]), tuple(states)), tiles)
 
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}

@@ -9,10 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from kvboost.errors import UnsupportedModelError
-from kvboost.hf.cache import KVLayout, SlabCache, layout_of
+from kvboost.hf.cache import KVLayout, SlabCache, layout_of, stock_cache
 from kvboost.hf.generate import run_generate
 from kvboost.hf.runner import ModelRunner
 
@@ -53,38 +61,73 @@ def probe_model(model: Any, *, layout: KVLayout | None = None) -> ModelFacts:
     return ModelFacts(layout, longest, limit, reason)
 
 
+# Sliding layers qualify: kept whole, with the model's own sliding mask, they give the same attention.
+_KNOWN_LAYERS = {
+    "DummyLayer",  # of layers that keep nothing; not in all versions of Transformers
+    *(
+        kind.__name__
+        for kind in (
+            DynamicLayer,
+            DynamicSlidingWindowLayer,
+            LinearAttentionLayer,
+            LinearAttentionAndFullAttentionLayer,
+            LinearAttentionAndSlidingWindowAttentionLayer,
+        )
+    ),
+}
+_UNEXPECTED = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
 def _check_layers(config: Any) -> None:
-    """Every cache layer must keep one entry per token that later tokens cannot change."""
-    # A sliding layer qualifies: kept whole, with the model's own sliding mask, it gives the same attention.
-    known = (DynamicLayer, DynamicSlidingWindowLayer)
-    others = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers if type(layer) not in known})
+    """Every cache layer must keep entries per token that later tokens cannot change, or states that can be copied."""
+    layers = DynamicCache(config=config).layers
+    if layers and not any(isinstance(layer, CacheLayerMixin) for layer in layers):
+        raise UnsupportedModelError(
+            f"no layer of {config.model_type} has keys and values, so there is no KV to keep its states with. "
+            f"{_WITHOUT_REUSE}"
+        )
+    others = sorted({type(layer).__name__ for layer in layers} - _KNOWN_LAYERS)
     if others:
         raise UnsupportedModelError(
-            f"{config.model_type} keeps state that is not one entry per token ({', '.join(others)}), "
-            f"so its cache cannot be cut into chunks. {_WITHOUT_REUSE}"
+            f"{config.model_type} keeps what is neither one entry per token nor a state that can be copied "
+            f"({', '.join(others)}), so its cache cannot be cut into chunks. {_WITHOUT_REUSE}"
         )
+
+
+def _check_forward(model: Any, config: Any) -> KVLayout:
+    """A prefill in two steps through our cache, then decoding from it, must match plain Transformers."""
+    try:
+        return _checked_layout(model, config)
+    except UnsupportedModelError:
+        raise
+    except _UNEXPECTED as error:
+        raise UnsupportedModelError(
+            f"{config.model_type} does not run on a cache that is given to it ({type(error).__name__}: {error}). "
+            f"{_WITHOUT_REUSE}"
+        ) from error
 
 
 @torch.no_grad()
-def _check_forward(model: Any, config: Any) -> KVLayout:
-    """A prefill in two steps through our cache, then decoding from it, must match plain Transformers."""
+def _checked_layout(model: Any, config: Any) -> KVLayout:
     ids = torch.arange(_PROBE_TOKENS) * 7919 % min(config.vocab_size, 30_000)
     runner = ModelRunner(model)
     batch = ids.view(1, -1).to(runner.device)
-    stock = DynamicCache()  # without a config every layer keeps all positions, which shows the layout
+    stock = stock_cache(config)  # without windows, which shows the layout
     whole = model(input_ids=batch, past_key_values=stock, use_cache=True).logits[0, -1]
-    if len(stock.layers) == 0 or any(layer.get_seq_length() != _PROBE_TOKENS for layer in stock.layers):
+    layout = layout_of(stock)
+    if not layout.slots or any(stock.layers[layer].get_seq_length() != _PROBE_TOKENS for layer in layout.with_kv):
         raise UnsupportedModelError(
             f"{config.model_type} did not fill a Transformers cache with one entry per token. {_WITHOUT_REUSE}"
         )
-    layout = layout_of(stock)
     half = _PROBE_TOKENS // 2
     cache = SlabCache(layout, capacity=_PROBE_TOKENS + _PROBE_NEW_TOKENS)
     runner.append(ids[:half], cache, logits=False)
+    states = [state.clone() for state in cache.states()]
     stepped = runner.append(ids[half:], cache, logits=True)
     assert stepped is not None
     compare_logits(config, whole, stepped, "its prompt is prefilled in two steps")
-    cache.crop(-half)
+    cache.set_length(half)
+    cache.place_states(states)
     for expected, found in zip(_greedy_logits(model, batch, None), _greedy_logits(model, batch, cache), strict=False):
         compare_logits(config, expected, found, "Transformers' generate continues from a given cache")
         if expected.argmax() != found.argmax():

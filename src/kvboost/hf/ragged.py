@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from transformers.cache_utils import Cache
 
 from kvboost.errors import UnsupportedModelError
 from kvboost.hf.attention import NAME, Call, Plan, attending
-from kvboost.hf.cache import KVLayout, SlabCache, StepLayer
+from kvboost.hf.cache import KVLayout, SlabCache
+from kvboost.hf.cache_layers import StateLayer, StateSpec, StepLayer
 from kvboost.hf.layers import windows_by_layer
 from kvboost.hf.numerics.forwards import Forward, replaced, set_on
 from kvboost.hf.peft_layers import walk
@@ -58,6 +60,14 @@ class _RaggedLayer(StepLayer):
         """Write one new token of every sequence, [batch, heads, 1, dim]; the step attends to the cached ones."""
         self._step.write(self._index, key_states, value_states)
         return key_states, value_states
+
+
+class _RaggedStateLayer(StateLayer, _RaggedLayer):
+    """The same of a layer that has recurrent states beside its KV."""
+
+    def __init__(self, index: int, step: _DecodeStep, specs: Sequence[StateSpec]) -> None:
+        _RaggedLayer.__init__(self, index, step)
+        StateLayer.__init__(self, specs)
 
 
 class _GroupStep:
@@ -162,6 +172,31 @@ class _DecodeStep(Plan):
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).transpose(1, 2).contiguous()
 
 
+def _batch_cache(batch: RowBatch, step: _DecodeStep) -> Cache:
+    """The cache of one step over all sequences."""
+    layout = batch.layout
+    own = layout.states_by_layer
+    with_kv = [
+        _RaggedStateLayer(index, step, own[layer]) if layer in own else _RaggedLayer(index, step)
+        for index, layer in enumerate(layout.with_kv)
+    ]
+    cache = Cache(layers=layout.layers_of(with_kv))
+    # Copies, also of a single group's: a step that fails leaves every sequence the state it had.
+    before = (torch.cat([group.used_states(i) for group in batch.groups]) for i in range(len(layout.states)))
+    for layer, specs in own.items():
+        cache.layers[layer].set_states(list(islice(before, len(specs))))
+    return cache
+
+
+def _keep_states(batch: RowBatch, cache: Cache) -> None:
+    """Give every sequence its recurrent states after the step."""
+    after = [tensor for layer in batch.layout.states_by_layer for tensor in cache.layers[layer].states()]
+    for index, tensor in enumerate(after):
+        parts = tensor.split([len(group.rows) for group in batch.groups])
+        for group, part in zip(batch.groups, parts, strict=True):
+            group.used_states(index).copy_(part)
+
+
 def _attend_with_lse(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,14 +272,15 @@ class RaggedRunner:
             steps.append(_GroupStep(group, begin, inputs[1, begin : members.stop], shared_tokens=common))
         if exchange is None:
             exchange = self._exchange and len(rows) in _EXCHANGED_ROWS
-        step = _DecodeStep(steps, self._windows)
-        cache = Cache(layers=[_RaggedLayer(index, step) for index in range(len(self._windows))])
+        step = _DecodeStep(steps, [self._windows[layer] for layer in batch.layout.with_kv])
+        cache = _batch_cache(batch, step)
         with attending(step, self._runner.model), replaced(_exchanging(self._runner.model) if exchange else ()):
             logits = self._runner.run_batch(inputs[0].view(-1, 1), cache, position_ids=inputs[1].view(-1, 1))
-        if step.attended != len(self._windows):
+        if step.attended != len(batch.layout.with_kv):
             raise UnsupportedModelError(f"not all its layers attend through Transformers' {NAME!r}. {_ONE_BY_ONE}")
         for row, length in zip(rows, lengths, strict=True):
             row.set_length(length + 1)
+        _keep_states(batch, cache)
         return logits
 
     def _shared_by_all(self, members: range, shared: Sequence[SharedPrefix]) -> int:
@@ -264,7 +300,7 @@ def probe_ragged(runner: ModelRunner, layout: KVLayout) -> RaggedRunner:
     ragged = RaggedRunner(runner)
     vocab = min(config.vocab_size, 30_000)
     batch = RowBatch(layout)
-    alone, tokens = [], []
+    alone, tokens, states = [], [], []
     for number, length in enumerate(_PROBE_LENGTHS):
         ids = [(i * 7919 + number) % vocab for i in range(length + 1)]
         cache = SlabCache(layout, capacity=length + 1)
@@ -272,6 +308,8 @@ def probe_ragged(runner: ModelRunner, layout: KVLayout) -> RaggedRunner:
         row = batch.add(tokens=length + 1)
         row.place(0, cache.span(0, length))
         row.set_length(length)
+        row.place_states(cache.states())
+        states.append([tensor.clone() for tensor in cache.states()])
         single = runner.append(ids[length:], cache, logits=True)
         assert single is not None
         alone.append(single)
@@ -285,7 +323,8 @@ def probe_ragged(runner: ModelRunner, layout: KVLayout) -> RaggedRunner:
             raise UnsupportedModelError(f"{config.model_type} cannot decode sequences together ({error})") from error
         for single, joint in zip(alone, together, strict=True):
             compare_logits(config, single, joint, "several sequences are decoded together", remedy=_ONE_BY_ONE)
-        for group in batch.groups:
-            for row in group.rows:
-                row.set_length(row.get_seq_length() - 1)
+        rows = [row for group in batch.groups for row in group.rows]
+        for row, before in zip(rows, states, strict=True):
+            row.set_length(row.get_seq_length() - 1)
+            row.place_states(before)
     return ragged

@@ -20,12 +20,13 @@ _CLEARED_AT_ONCE = 256  # positions; then rarely in a step, and little memory is
 
 
 class RowGroup:
-    """Rows of one capacity: a tensor [rows, heads, capacity, dim] for each slot of the layout."""
+    """Rows of one capacity: a tensor [rows, heads, capacity, dim] for each slot of the layout, one for each state."""
 
     def __init__(self, layout: KVLayout, capacity: int) -> None:
         self.layout, self.capacity = layout, capacity
         self.rows: list[Row] = []
         self.stores = [self._empty(slot, 0) for slot in range(len(layout.slots))]
+        self.states = [self._no_states(index, 0) for index in range(len(layout.states))]  # [rows, ...]
         self._cleared = 0  # rows in use are numbers up to here, whatever their lengths
 
     @property
@@ -36,12 +37,16 @@ class RowGroup:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
-        return self.capacity * self.layout.bytes_per_token
+        return self.capacity * self.layout.bytes_per_token + self.layout.state_bytes
 
     @property
     def spare(self) -> int:
         """Rows that nobody uses."""
         return self.allocated - len(self.rows)
+
+    def used_states(self, index: int) -> torch.Tensor:
+        """One kind of state of every row in use, [rows, ...]: a view."""
+        return self.states[index][: len(self.rows)]
 
     def add(self, *, spare_bytes: int, filled: int) -> Row:
         """One more row, of which the caller fills the first ``filled`` positions before anything reads them.
@@ -63,6 +68,8 @@ class RowGroup:
         if last is not row:
             for store in self.stores:
                 store[row.index, :, : self._cleared].copy_(store[last.index, :, : self._cleared])
+            for states in self.states:
+                states[row.index].copy_(states[last.index])
             last.index = row.index
             self.rows[row.index] = last
 
@@ -82,10 +89,17 @@ class RowGroup:
             new = self._empty(slot, rows)
             new[:used, :, : self._cleared].copy_(old[:used, :, : self._cleared])
             self.stores[slot] = new
+        for index, old in enumerate(self.states):
+            self.states[index] = self._no_states(index, rows)
+            self.states[index][:used].copy_(old[:used])
 
     def _empty(self, slot: int, rows: int) -> torch.Tensor:
         spec = self.layout.slots[slot]
         return torch.empty(rows, spec.heads, self.capacity, spec.dim, dtype=spec.dtype, device=spec.device)
+
+    def _no_states(self, index: int, rows: int) -> torch.Tensor:
+        spec = self.layout.states[index]
+        return torch.zeros(rows, *spec.shape, dtype=spec.dtype, device=spec.device)
 
 
 class Row:
@@ -135,6 +149,15 @@ class Row:
 
     extract = span
 
+    def states(self) -> tuple[torch.Tensor, ...]:
+        """The states of its recurrent layers: views."""
+        return tuple(states[self.index] for states in self.group.states)
+
+    def place_states(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Go on after copies of these states."""
+        for mine, tensor in zip(self.states(), tensors, strict=True):
+            mine.copy_(tensor)
+
     def wipe(self, start: int, end: int) -> None:
         """Set positions ``[start, end)`` to zero."""
         torch._foreach_zero_(self._views(range(len(self.group.stores)), start, end))
@@ -151,7 +174,7 @@ class RowBatch:
     """All sequences that are decoded together."""
 
     def __init__(self, layout: KVLayout) -> None:
-        self._layout = layout
+        self.layout = layout
         self._groups: dict[int, RowGroup] = {}  # by capacity
         self._spare_limit = 0
 
@@ -176,7 +199,7 @@ class RowBatch:
         """A row with capacity for ``tokens``, of which the caller fills the first ``filled`` positions at once."""
         capacity = row_capacity(tokens)
         if capacity not in self._groups:
-            self._groups[capacity] = RowGroup(self._layout, capacity)
+            self._groups[capacity] = RowGroup(self.layout, capacity)
         return self._groups[capacity].add(spare_bytes=max(0, self._spare_limit - self.spare_bytes), filled=filled)
 
     def remove(self, row: Row) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kvboost.hf.cache import SlabCache
+from kvboost.hf.layers import decoder_of
 from kvboost.hf.numerics.tiles import Tiles
 
 
@@ -29,8 +30,7 @@ class ModelRunner:
         forward = model.get_base_model().forward if hasattr(model, "get_base_model") else model.forward
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(forward).parameters
         # The decoder without its vocabulary projection: enough for a step whose logits are not needed.
-        decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-        self._decoder = decoder if isinstance(decoder, torch.nn.Module) else model
+        self._decoder = decoder_of(model)
 
     @property
     def device(self) -> torch.device:

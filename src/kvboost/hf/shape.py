@@ -24,8 +24,7 @@ _SAMPLE_TOKENS = 64  # the 4-bit codec keeps one mean for so many
 def shape_of(model: Any, layout: KVLayout) -> ModelShape:
     """The shape of a model, loaded or not."""
     config = model.config.get_text_config(decoder=True)
-    heads, dim = _heads(config)
-    layers = len(layout.slots) // 2
+    layers = layout.num_layers
     keys = layout.slots[0]
     embedding = model.get_input_embeddings().weight
     inside = sum(p.numel() for p in model.parameters() if p.dim() > 1) - embedding.numel()
@@ -37,9 +36,9 @@ def shape_of(model: Any, layout: KVLayout) -> ModelShape:
         hidden=int(config.hidden_size),
         intermediate=_intermediate(config),
         vocab=int(embedding.shape[0]),
-        heads=heads,
-        kv_heads=keys.heads,
-        head_dim=max(dim, keys.dim),
+        heads=int(config.num_attention_heads),
+        kv_heads=max(spec.heads for spec in layout.slots),
+        head_dim=max(spec.dim for spec in layout.slots),
         element=keys.dtype.itemsize,
         parameters=inside,
         kv_per_token=layout.bytes_per_token,
@@ -48,6 +47,7 @@ def shape_of(model: Any, layout: KVLayout) -> ModelShape:
         tiled=keys.device.type == "cpu" and why_no_tiles(model) is None,  # as far as can be told without running it
         max_positions=max_positions_of(config),
         on_host=keys.device.type == "cpu",
+        state_bytes=layout.state_bytes,
     )
 
 
@@ -70,15 +70,11 @@ def layout_of_config(config: Any, *, dtype: torch.dtype, device: torch.device) -
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError(f"{config.model_type} reads its prompt with an encoder; give a decoder-only model")
-    heads, dim = _heads(text)
+    heads = int(text.num_attention_heads)
+    dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     slot = TensorSpec(int(kv_heads), dim, dtype, device)
     return KVLayout((slot,) * (2 * int(text.num_hidden_layers)))
-
-
-def _heads(config: Any) -> tuple[int, int]:
-    heads = int(config.num_attention_heads)
-    return heads, int(getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 def _intermediate(config: Any) -> int:

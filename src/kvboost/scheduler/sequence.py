@@ -215,7 +215,7 @@ class RunningJob:
         state, steps = self.state, []
         start, limit = state.num_computed, state.plan.approx_start if state.awaits_repair else len(state.tokens)
         while start < limit:
-            end = state.rule.step_end(start, limit)
+            end = state.step_end(limit, start=start)
             if state.rule.grid is None:  # steps of any length: no longer than other jobs should wait
                 end = min(end, start + self._max_step)
             steps.append((start, end))

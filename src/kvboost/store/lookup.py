@@ -324,4 +324,5 @@ class Loader:
 
     def note_size(self, block: KVBlock) -> None:
         """A block of the model has so many bytes for each of its tokens."""
-        self._token_bytes = block.nbytes / max(1, len(block.tokens) // TOKEN_BYTES)
+        if block.tokens:  # not a state's
+            self._token_bytes = block.nbytes / (len(block.tokens) // TOKEN_BYTES)

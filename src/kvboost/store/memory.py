@@ -10,85 +10,31 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from heapq import nlargest
 from time import monotonic
-from typing import Generic, Self, TypeVar
 
 from kvboost.config import check_bytes
-from kvboost.errors import StoreError
 from kvboost.extend import EvictionPolicy, StoreListener
-from kvboost.store.counters import ContentKeys, Counters, sum_of
+from kvboost.store.counters import ContentKeys, sum_of
 from kvboost.store.eviction import checked_policy
+from kvboost.store.held import Entry, MemoryLease, Share
 from kvboost.store.variants import best_variant
 from kvboost.types import (
-    NOTHING_LOADED,
     TOKEN_BYTES,
     Chunk,
     HotChunk,
     KVBlock,
-    LoadReport,
     PutOutcome,
     StoreStats,
     context_mark,
 )
 
-Found = TypeVar("Found", KVBlock, KVBlock | None)
-
 TIER = "memory"  # in statistics and events
 MAX_VARIANTS = 4  # of one content that are kept for non-prefix reuse only
 _GONE_S = 3600.0  # without a lookup: what such a tenant has is kept from nobody
+# States of recurrent layers take this part of what is held or, while that is little, of the capacity.
+_STATES_OF_HELD, _STATES = 3, 8
 _MAX_LOOKED_AT = 8  # of one content in a lookup; exact blocks may hold the same text after any number of beginnings
-
-
-@dataclass(slots=True, eq=False)
-class _Share:
-    """What one tenant holds of the memory, and what was counted of its requests."""
-
-    bytes: int = 0
-    chunks: int = 0
-    leased: int = 0
-    looked: float = field(default_factory=lambda: monotonic())
-    counters: Counters = field(default_factory=Counters)
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    block: KVBlock
-    share: _Share
-    leases: int = 0
-    successors: int = 0
-    uses: int = 0
-
-
-class MemoryLease(Generic[Found]):
-    """Blocks of a :class:`MemoryStore`, held against eviction until released."""
-
-    loads: LoadReport = NOTHING_LOADED
-    """What the tiers below did for this lookup; set by the store above them."""
-
-    def __init__(self, store: MemoryStore, entries: Sequence[_Entry], blocks: Sequence[Found]) -> None:
-        self._store, self._entries = store, entries
-        self._blocks: Sequence[Found] | None = blocks
-
-    @property
-    def blocks(self) -> Sequence[Found]:
-        """First chunk first; of chunks looked for by content, None where there was none."""
-        if self._blocks is None:
-            raise StoreError("this lease was released; take a new one before reading blocks")
-        return self._blocks
-
-    def release(self) -> None:
-        """Let the blocks go. Harmless the second time."""
-        entries, self._entries, self._blocks = self._entries, (), None
-        if entries:
-            self._store._release(entries)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.release()
 
 
 class MemoryStore:
@@ -119,12 +65,13 @@ class MemoryStore:
         self._quota = capacity_bytes if quota_bytes is None else min(capacity_bytes, quota_bytes)
         self._policy = checked_policy(policy)
         self._lock = threading.RLock()
-        self._entries: dict[bytes, _Entry] = {}
+        self._entries: dict[bytes, Entry] = {}
         self._contents = ContentKeys()
         self._bytes = 0
+        self._states: dict[bytes, int] = {}  # bytes of each, the least recently used first
         self._holders = 0  # tenants that hold a block
-        self._own, self._nobodys = _Share(), _Share()
-        self._shares: dict[str, _Share] = {}
+        self._own, self._nobodys = Share(), Share()
+        self._shares: dict[str, Share] = {}
         self._found: list[list[bytes]] = []  # by lookups; the policy gets them later, as a lookup is waited for
         self._uncounted = threading.local()
         self._listener: StoreListener | None = None
@@ -132,9 +79,9 @@ class MemoryStore:
     def open(self, tenant: str) -> None:
         """Count what this tenant holds and does by itself."""
         with self._lock:
-            self._shares.setdefault(tenant, _Share())
+            self._shares.setdefault(tenant, Share())
 
-    def _share_of(self, tenant: str | None) -> _Share:
+    def _share_of(self, tenant: str | None) -> Share:
         others = self._own if self.owner in (None, tenant) else self._nobodys
         return self._own if tenant is None else self._shares.get(tenant, others)
 
@@ -157,7 +104,7 @@ class MemoryStore:
     def lease(self, chunks: Sequence[Chunk]) -> MemoryLease[KVBlock]:
         """Hold the longest leading run of ``chunks`` that is stored with exactly these tokens."""
         with self._lock:
-            held: list[_Entry] = []
+            held: list[Entry] = []
             share = self._share_of(chunks[0].tenant if chunks else None)
             for chunk in chunks:
                 if (entry := self._entries.get(chunk.prefix_key)) is None:
@@ -170,7 +117,7 @@ class MemoryStore:
                 share.counters.hits += len(held)
                 share.counters.misses += len(chunks) - len(held)
             self._hold(held, share)
-            return MemoryLease(self, held, [entry.block for entry in held])
+            return MemoryLease(held, [entry.block for entry in held], release=self._release)
 
     def lease_content(self, chunks: Sequence[Chunk], *, after: int) -> MemoryLease[KVBlock | None]:
         """Hold, for each of ``chunks[after:]``, the best-fitting block with exactly these tokens."""
@@ -188,7 +135,7 @@ class MemoryStore:
             held = [self._entries[block.key] for block in found if block is not None]
             share.counters.content_hits += len(held)
             self._hold(held, share)
-            return MemoryLease(self, held, found)
+            return MemoryLease(held, found, release=self._release)
 
     def leading_run(self, chunks: Sequence[Chunk]) -> int:
         """How many of ``chunks`` a lease would hold. Counts nothing and marks nothing."""
@@ -229,11 +176,13 @@ class MemoryStore:
             entries = nlargest(limit, self._entries.values(), key=lambda entry: entry.uses)
             return [(entry.block.key, entry.block.content_key) for entry in entries]
 
-    def _hold(self, entries: Sequence[_Entry], share: _Share) -> None:
+    def _hold(self, entries: Sequence[Entry], share: Share) -> None:
         for entry in entries:
             entry.leases += 1
             entry.uses += 1
             entry.share.leased += 1
+            if not entry.block.tokens:
+                self._states[entry.block.key] = self._states.pop(entry.block.key)
         share.looked = monotonic()
         self._found.append([entry.block.key for entry in entries])
         if not entries:
@@ -264,13 +213,15 @@ class MemoryStore:
                 if parent is None:
                     return _refused(share)
                 parent.successors += 1  # before evicting: the parent itself must not be the victim
-            if not self._evict_for(block, share):
+            if not (self._within_states(block, share) and self._evict_for(block, share)):
                 if parent is not None:
                     parent.successors -= 1
                 return _refused(share)
-            self._entries[block.key] = _Entry(block, share)
+            self._entries[block.key] = Entry(block, share)
             self._contents.add(block.content_key, block.key)
-            self._count(share, 1, block.nbytes)
+            self._count(block, share, 1)
+            if not block.tokens:
+                self._states[block.key] = block.nbytes
             self._policy.inserted(block.key, parent=block.parent_key, nbytes=block.nbytes, content=block.content_key)
             if self._listener is not None:
                 self._listener.stored(TIER, block)
@@ -309,19 +260,39 @@ class MemoryStore:
         with self._lock:
             return self._bytes
 
+    @property
+    def state_bytes(self) -> int:
+        """What of that are states of recurrent layers."""
+        with self._lock:
+            return sum(self._states.values())
+
     def close(self, tenant: str | None = None) -> None:
         """Forget every block, or one tenant's and its counters."""
         with self._lock:  # once: nothing of it comes in between
             self.clear(tenant)
             self._shares = {} if tenant is None else {n: share for n, share in self._shares.items() if n != tenant}
 
-    def _count(self, share: _Share, chunks: int, nbytes: int) -> None:
+    def _count(self, block: KVBlock, share: Share, chunks: int) -> None:
+        """One block more, or one less."""
         self._holders += bool(share.chunks + chunks) - bool(share.chunks)
         share.chunks += chunks
-        share.bytes += nbytes
-        self._bytes += nbytes
+        share.bytes += chunks * block.nbytes
+        self._bytes += chunks * block.nbytes
 
-    def _evict_for(self, block: KVBlock, share: _Share) -> bool:
+    def _within_states(self, block: KVBlock, share: Share) -> bool:
+        """Evict states until this block is within their part of the memory, if it is one. False if it cannot be."""
+        if block.tokens:
+            return True
+        held, yields = self.state_bytes + block.nbytes, self._yielding(block.nbytes, share)
+        while held > max((self._bytes + block.nbytes) // _STATES_OF_HELD, self._capacity // _STATES):
+            oldest = next((key for key in self._states if yields(key)), None)
+            if oldest is None:
+                return False
+            held -= self._states[oldest]
+            self._evict(oldest)
+        return True
+
+    def _evict_for(self, block: KVBlock, share: Share) -> bool:
         """Evict until ``block`` fits. False if it cannot or is not worth it; the lock is held."""
         nbytes, newcomer = block.nbytes, block if self.selective else None
         if nbytes > self._quota or self._max_chunks == 0:
@@ -347,19 +318,22 @@ class MemoryStore:
             newcomer.key, parent=newcomer.parent_key, nbytes=newcomer.nbytes, victim=key, content=newcomer.content_key
         ):
             return False
+        self._evict(key)
+        return True
+
+    def _evict(self, key: bytes) -> None:
         self._entries[key].share.counters.evictions += 1
         block = self._drop(key)
         if block.parent_key is not None and block.parent_key in self._entries:
             self._entries[block.parent_key].successors -= 1
         self.on_evict(block)
-        return True
 
     def _evictable(self, key: bytes) -> bool:
         """Whether nobody holds this block and none of its successors is stored."""
         entry = self._entries[key]
         return entry.leases == 0 and entry.successors == 0
 
-    def _yielding(self, nbytes: int, share: _Share) -> Callable[[bytes], bool]:
+    def _yielding(self, nbytes: int, share: Share) -> Callable[[bytes], bool]:
         """Which blocks may be evicted for ``nbytes`` of this share.
 
         Its own, and those of tenants that have more than an even share and than this one; else the unique prompts of
@@ -381,13 +355,14 @@ class MemoryStore:
         entry = self._entries.pop(key)
         block = entry.block
         self._policy.removed(key)
-        self._count(entry.share, -1, -block.nbytes)
+        self._states.pop(key, None)
+        self._count(block, entry.share, -1)
         self._contents.remove(block.content_key, key)
         if self._listener is not None:
             self._listener.removed(TIER, [key])
         return block
 
-    def _release(self, entries: Sequence[_Entry]) -> None:
+    def _release(self, entries: Sequence[Entry]) -> None:
         with self._lock:
             self._report_found()
             for entry in entries:
@@ -395,6 +370,6 @@ class MemoryStore:
                 entry.share.leased -= 1
 
 
-def _refused(share: _Share) -> PutOutcome:
+def _refused(share: Share) -> PutOutcome:
     share.counters.refused += 1
     return PutOutcome.REFUSED

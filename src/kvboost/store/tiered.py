@@ -21,7 +21,7 @@ from kvboost.store.lookup import Background, Loader, LoadRules, Lookup, finished
 from kvboost.store.memory import MemoryStore
 from kvboost.store.write_behind import Unsaved, WriteBehind
 from kvboost.streams import BlockingStreams, Streams
-from kvboost.types import BlockInfo, Chunk, HotChunk, KVBlock, LoadReport, PutOutcome, StoreStats
+from kvboost.types import BlockInfo, Chunk, HotChunk, KVBlock, LoadReport, PutOutcome, StoreStats, Where
 
 T = TypeVar("T")
 
@@ -210,14 +210,11 @@ class TieredStore:
                 known += self._loader.leading_run(tier, [chunk.prefix_key for chunk in chunks[known:]])
         return known
 
-    def contains(self, keys: Sequence[bytes], *, in_memory: bool = False, tenant: str = "") -> list[bool]:
-        """Which of these are in memory or on this machine's disk: one round trip to a server is not worth a guess.
-
-        With ``in_memory`` no tier is asked.
-        """
+    def contains(self, keys: Sequence[bytes], *, where: Where = "near", tenant: str = "") -> list[bool]:
+        """Which of these are there: near is this machine's memory and disk, without a round trip to a server."""
         found = self._memory.contains(keys)
-        for tier in self._of(tenant).tiers if not in_memory else ():
-            if tier.name in _LOCAL:
+        for tier in self._of(tenant).tiers if where != "memory" else ():
+            if where == "anywhere" or tier.name in _LOCAL:
                 there: Sequence[bool] = self._ask(tier, [False] * len(keys), tier.contains, keys)
                 found = [one or other for one, other in zip(found, there, strict=True)]
         return found

@@ -23,7 +23,7 @@ from kvboost.errors import UnsupportedModelError
 from kvboost.hf.attention import UnsupportedAttentionError, flash
 from kvboost.hf.cache import KVLayout, SlabCache
 from kvboost.hf.device_memory import memory_available, memory_total
-from kvboost.hf.layers import windows_by_layer
+from kvboost.hf.layers import decoder_of, windows_by_layer
 from kvboost.hf.numerics.tiles import Choices, Tiles, why_no_tiles
 from kvboost.hf.weights import weights_by_owner
 from kvboost.steps import MaskedSteps, Numerics, StepRule
@@ -110,6 +110,12 @@ def budget_to_pack(model: Any) -> int:
 
 def _try_tiles(model: Any, layout: KVLayout, budget: int, known: KnownTiles | None) -> tuple[Tiles | None, str | None]:
     reason, granule = why_no_tiles(model), None
+    if layout.states:
+        reason = "what a recurrent layer sums depends on where a step begins"
+    elif decoder_of(model) is model:
+        reason = "its layers cannot be run without its vocabulary projection"
+    elif layout.without_kv:
+        reason = "some of its layers have no keys and values of their own"
     if reason is None:
         granule = key_granule(layout) if known is None else known.granule
         reason = "its attention rounds by the number of keys" if granule is None else None
