@@ -118,7 +118,7 @@ def over_failing_disk(judge: Judge, directory: Path, files: Failing) -> None:
         for number in range(2):
             with _opened(judge, disk_cache_dir=directory) as engine:
                 tier: Any = engine._store._own.tiers[0]  # type: ignore[attr-defined]
-                tier._files = tier._directory._files = files
+                tier._files = tier._directory.files = files
                 judge.ask(engine)
                 engine.flush()
                 if number:

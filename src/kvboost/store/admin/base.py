@@ -7,6 +7,7 @@ claims is believed only where :mod:`kvboost.store.admin.check` has proven it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -49,51 +50,73 @@ class ImportTier(Tier, Protocol):
         """How often each kind of failure was seen."""
 
 
-class Catalogue(Protocol):
+class Catalogue(ABC):
     """All records of one place. Every method may raise PlaceError."""
 
-    @property
-    def place(self) -> str:
-        """What to call it: never with a password."""
+    def __init__(self, place: str) -> None:
+        """``place`` is what to call it: never with a password."""
+        self.place = place
+        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="kvboost-admin")
 
+    @abstractmethod
     def entries(self) -> Iterator[Entry]:
         """Every record that is there, spaces one after the other where the place can. Others may write meanwhile."""
 
     def heads(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, bytes | None]]:
         """The first bytes of each, with its header in them; None for one that is gone."""
+        return in_order(self._pool, self._head, entries)
 
     def records(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, memoryview | None]]:
         """Each whole record, unchecked; None for one that is gone. One that cannot be right comes empty."""
+        return in_order(self._pool, self._record, entries)
 
+    @abstractmethod
+    def _head(self, entry: Entry) -> bytes | None:
+        """One of :meth:`heads`."""
+
+    @abstractmethod
+    def _record(self, entry: Entry) -> memoryview | None:
+        """One of :meth:`records`."""
+
+    @abstractmethod
     def remove(self, entries: Sequence[Entry]) -> int:
         """Remove these; how many there were."""
 
+    @abstractmethod
     def purge(self, tenant: bytes) -> int:
         """Remove everything of a tenant, of whatever model; how many records there were."""
 
+    @abstractmethod
     def purge_all(self) -> int:
         """Remove everything of every tenant; how many records there were."""
 
     def purge_outdated(self) -> int:
         """Remove what earlier versions left under names that are read no more; how many there were."""
+        return 0
 
+    @abstractmethod
     def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
         """A tier of this place to import into. ``capacity_bytes`` is the limit of a place that has none yet."""
 
+    @abstractmethod
     def limit(self) -> int | None:
         """The place's limit in bytes; None if it has none yet."""
 
+    @abstractmethod
     def set_limit(self, capacity: int) -> None:
         """Set the limit for all who use the place."""
 
     def trim(self) -> Iterator[int]:
-        """Evict what is beyond the limit, some records at a time; how many each time."""
+        """Evict what is beyond the limit, some records at a time; how many each time. None where others evict."""
+        return iter(())
 
+    @abstractmethod
     def check_writable(self) -> None:
         """Raise PlaceError if nothing can be written there."""
 
     def close(self) -> None:
         """Let go of the place."""
+        self._pool.shutdown(cancel_futures=True)
 
 
 def in_order(pool: ThreadPoolExecutor, work: Callable[[T], R], items: Iterable[T]) -> Iterator[tuple[T, R]]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvboost.errors import PlaceError
-from kvboost.store.admin.base import MAX_RECORD_BYTES, READERS, Entry, ImportTier, head_of, in_order
+from kvboost.store.admin.base import MAX_RECORD_BYTES, Catalogue, Entry, ImportTier, head_of
 from kvboost.store.admin.check import examine
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.disk.database import IndexUnavailableError, IndexView, is_damaged
@@ -29,14 +28,14 @@ _TIMEOUT_S = 10.0  # with engines that open the index at the same time
 _MAX_TRIED = 16  # records of a space that are asked whose it is, before the index is believed
 
 
-class DiskCatalogue:
+class DiskCatalogue(Catalogue):
     """A directory that disk tiers share."""
 
     def __init__(self, directory: Path, *, create: bool = False) -> None:
         """Raises PlaceError if it is no cache directory, unless an import shall ``create`` one."""
         self._layout = Layout(directory.expanduser().absolute())
+        super().__init__(str(self._layout.directory))
         self._files = Files()
-        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="kvboost-admin")
         self._owners: dict[bytes, Namespace | None] = {}
         try:
             if self._layout.directory.exists() and not self._layout.directory.is_dir():
@@ -48,11 +47,6 @@ class DiskCatalogue:
             raise self._failed(error) from error
         if not create and not is_cache:
             raise PlaceError(f"{directory} is no cache directory; give the one an engine has as disk_cache_dir")
-
-    @property
-    def place(self) -> str:
-        """Its path."""
-        return str(self._layout.directory)
 
     def entries(self) -> Iterator[Entry]:
         """Every file with a record's name, one space after the other."""
@@ -82,14 +76,6 @@ class DiskCatalogue:
             except FileNotFoundError:
                 continue  # evicted since
             yield Entry(space, key, tenant, status.st_size, used.get(key, status.st_mtime_ns) / 1e9)
-
-    def heads(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, bytes | None]]:
-        """The first bytes of each file."""
-        return in_order(self._pool, self._head, entries)
-
-    def records(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, memoryview | None]]:
-        """The bytes of each file."""
-        return in_order(self._pool, self._record, entries)
 
     def _head(self, entry: Entry) -> bytes | None:
         path = self._layout.record(entry.space, entry.key)
@@ -152,10 +138,6 @@ class DiskCatalogue:
         """Remove every file with a record's name."""
         return self.remove(list(self.entries()))
 
-    def purge_outdated(self) -> int:
-        """Nothing: the names are as they were."""
-        return 0
-
     def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
         """A disk tier in this directory."""
         return DiskTier(self._layout.directory, capacity_bytes=capacity_bytes, records=records)
@@ -208,10 +190,6 @@ class DiskCatalogue:
             Presence(self._layout.tmp).close()
         except OSError as error:
             raise self._failed(error) from error
-
-    def close(self) -> None:
-        """End the readers."""
-        self._pool.shutdown(cancel_futures=True)
 
     def _owner(self, space: bytes, view: IndexView | None) -> Namespace | None:
         """Whose space this is: as a record in it proves, else as the index says."""

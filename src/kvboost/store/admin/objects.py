@@ -7,13 +7,12 @@ objects takes minutes: a thousand names come per request.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from kvboost.errors import PlaceError
-from kvboost.store.admin.base import MAX_RECORD_BYTES, READERS, Entry, ImportTier, head_of, in_order
+from kvboost.store.admin.base import MAX_RECORD_BYTES, Catalogue, Entry, ImportTier, head_of
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.buckets import CAPACITY, PROBE, open_objects, read_limit, tenants_in
 from kvboost.store.tiers.s3 import ObjectTier
@@ -25,19 +24,13 @@ _AT_ONCE = 1000  # names in one request
 T = TypeVar("T")
 
 
-class ObjectCatalogue:
+class ObjectCatalogue(Catalogue):
     """A bucket, or a folder in it, that object tiers share."""
 
     def __init__(self, url: str) -> None:
         """Raises ConfigError for an URL that cannot work. Access is by the environment's ``AWS_*``."""
-        self._url = url
+        super().__init__(url)
         self._objects, self._failures = open_objects(url, timeout_s=_TIMEOUT_S)
-        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="kvboost-admin")
-
-    @property
-    def place(self) -> str:
-        """Its URL."""
-        return self._url
 
     def entries(self) -> Iterator[Entry]:
         """Every object with a record's name."""
@@ -53,14 +46,6 @@ class ObjectCatalogue:
                 yield from page
         except (*self._failures.absent, *self._failures.all) as error:  # absent: there is no such bucket
             raise self._failed(error) from error
-
-    def heads(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, bytes | None]]:
-        """The first bytes of each object."""
-        return in_order(self._pool, self._head, entries)
-
-    def records(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, memoryview | None]]:
-        """The bytes of each object."""
-        return in_order(self._pool, self._record, entries)
 
     def _head(self, entry: Entry) -> bytes | None:
         def read(length: int) -> bytes:
@@ -96,13 +81,9 @@ class ObjectCatalogue:
             batch = list(names[begin : begin + _AT_ONCE])
             self._asked(partial(self._objects.delete, batch))
 
-    def purge_outdated(self) -> int:
-        """Nothing: the names are as they were."""
-        return 0
-
     def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
         """An object tier in this bucket."""
-        return ObjectTier(self._url, records=records, capacity_bytes=capacity_bytes, timeout_s=_TIMEOUT_S)
+        return ObjectTier(self.place, records=records, capacity_bytes=capacity_bytes, timeout_s=_TIMEOUT_S)
 
     def limit(self) -> int | None:
         """Of one model and tenant."""
@@ -112,20 +93,12 @@ class ObjectCatalogue:
         """Set it for one model and tenant. Tiers read it when they are opened."""
         self._asked(lambda: self._objects.put(CAPACITY, b"%d" % capacity))
 
-    def trim(self) -> Iterator[int]:
-        """Nothing: a tier only refuses what does not fit, and the bucket's own rules expire objects."""
-        return iter(())
-
     def check_writable(self) -> None:
         """Write the empty object that tiers look for to see that the store answers."""
         try:
             self._objects.put(PROBE, b"")
         except (*self._failures.absent, *self._failures.all) as error:  # absent: there is no such bucket
             raise self._failed(error) from error
-
-    def close(self) -> None:
-        """End the readers."""
-        self._pool.shutdown(cancel_futures=True)
 
     def _asked(self, work: Callable[[], T]) -> T | None:
         """The store's answer; None for an object that is not there."""

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvboost.errors import ConfigError, PlaceError
-from kvboost.store.admin.base import MAX_RECORD_BYTES, Entry, ImportTier, head_of
+from kvboost.store.admin.base import MAX_RECORD_BYTES, Catalogue, Entry, ImportTier, head_of
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.mooncake import giving_nothing
 from kvboost.store.tiers.redis.tier import PREFIX, RedisTier, open_values
@@ -27,7 +27,7 @@ _AT_ONCE = 64
 T = TypeVar("T")
 
 
-class RedisCatalogue:
+class RedisCatalogue(Catalogue):
     """A server that Redis tiers share."""
 
     def __init__(self, url: str) -> None:
@@ -37,7 +37,7 @@ class RedisCatalogue:
         patience = Patience(_TIMEOUT_S, min_bytes_per_s=1e6)
         report = self._failures.append
         self._values = open_values(self._url, prefix=PREFIX, patience=patience, ttl_ms=None, report=report, warns=False)
-        self.place = self._values.place
+        super().__init__(self._values.place)
         self._values.open()
         if self._failures or not self._values.is_available:
             self.close()
@@ -58,10 +58,8 @@ class RedisCatalogue:
                     if isinstance(size, int) and size:
                         yield Entry(space, key, tenant, size, time.time() - idle if isinstance(idle, int) else None)
 
-    def heads(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, bytes | None]]:
-        """The first bytes of each value."""
-        for entry in entries:
-            yield entry, head_of(partial(self._first_bytes, entry)) or None
+    def _head(self, entry: Entry) -> bytes | None:
+        return head_of(partial(self._first_bytes, entry)) or None
 
     def _first_bytes(self, entry: Entry, length: int) -> bytes:
         command = ("GETRANGE", _name(entry), 0, length - 1)
@@ -69,13 +67,17 @@ class RedisCatalogue:
         return reply if isinstance(reply, bytes) else b""
 
     def records(self, entries: Iterable[Entry]) -> Iterator[tuple[Entry, memoryview | None]]:
-        """Each value."""
+        """Each value. Many are asked for at once."""
         left = iter(entries)
         while batch := list(itertools.islice(left, _AT_ONCE)):
             names = [_name(entry) for entry in batch]
             for entry, value in zip(batch, self._values.load(names, max_bytes=MAX_RECORD_BYTES), strict=True):
                 self._raise_failures()
                 yield entry, value
+
+    def _record(self, entry: Entry) -> memoryview | None:
+        ((_, value),) = self.records([entry])
+        return value
 
     def remove(self, entries: Sequence[Entry]) -> int:
         """Remove these values."""
@@ -113,10 +115,6 @@ class RedisCatalogue:
             f"the limit of {self.place} is its own; set it there (Redis: maxmemory, maxmemory-policy allkeys-lru)"
         )
 
-    def trim(self) -> Iterator[int]:
-        """Nothing: the server evicts by itself."""
-        return iter(())
-
     def check_writable(self) -> None:
         """Write a value that ends at once: a replica, or a server that is full, refuses it."""
         if isinstance(self._values, RedisValues):
@@ -125,6 +123,7 @@ class RedisCatalogue:
 
     def close(self) -> None:
         """Close the connections."""
+        super().close()
         self._values.close()
 
     def _listed(self) -> RedisValues:
@@ -147,10 +146,10 @@ class RedisCatalogue:
             raise self._failed(error) from error
 
     def _raise_failures(self) -> None:
-        if self._failures:
-            last = self._failures[-1]
-            self._failures.clear()
-            raise self._failed(last)
+        last = self._failures[-1:]  # several heads are read at once
+        self._failures.clear()
+        for error in last:
+            raise self._failed(error)
 
     def _failed(self, error: UnavailableError) -> PlaceError:
         cause = error.cause or "it did not answer before"

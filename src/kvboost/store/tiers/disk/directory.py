@@ -12,17 +12,17 @@ import sqlite3
 import stat
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from kvboost.config import DEFAULT_PLACE_BYTES
 from kvboost.errors import ConfigError
-from kvboost.failures import Failures
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.tiers.base import Place
+from kvboost.store.tiers.base import Backend, Place
 from kvboost.store.tiers.disk.database import IndexUnavailableError, is_damaged
 from kvboost.store.tiers.disk.files import Files, Layout, Presence, read_capacity, write_capacity
-from kvboost.store.tiers.disk.index import ChunkIndex
+from kvboost.store.tiers.disk.index import ChunkIndex, Limits
 from kvboost.store.tiers.disk.recovery import index_lock, inode, is_recorded, rebuild, reconcile
 
 FAILURES = (sqlite3.Error, OSError, IndexUnavailableError)
@@ -31,29 +31,36 @@ FAILURES = (sqlite3.Error, OSError, IndexUnavailableError)
 _TIMEOUT_S = 2.0  # with other processes that open the index at the same time
 
 
-class Directory:
-    """The directory as one tier of one process sees it. Thread-safe."""
+class Directory(Backend):
+    """The directory as the tiers of one process see it, and the threads that read it. Thread-safe."""
 
     def __init__(
         self,
         layout: Layout,
         *,
+        wanted_bytes: int | None,
+        tenant_quota: int | None,
         records: RecordFormat,
+        readers: int,
         files: Files,
-        health: Failures,
-        is_being_written: Callable[[Place], bool],
     ) -> None:
-        """``is_being_written`` tells what this tier is writing now from what it failed to write."""
-        self._layout = layout
-        self._records = records
-        self._files = files
-        self._health = health
-        self._is_being_written = is_being_written
+        place = str(layout.directory)
+        super().__init__("disk", place=place, wanted_bytes=wanted_bytes, default_bytes=DEFAULT_PLACE_BYTES)
+        self.removed: Callable[[bytes], None] = lambda key: None
+        """Called with the key of every record that is removed."""
+        self.layout, self.files = layout, files
+        self._records, self._tenant_quota = records, tenant_quota
+        self.ahead = readers + 2
+        self.pool = ThreadPoolExecutor(readers, thread_name_prefix="kvboost-disk")
         self._lock = threading.RLock()
         self._index: ChunkIndex | None = None
         self._presence: Presence | None = None
-        self.is_usable = True
+        self._is_usable = True
+
+    @property
+    def is_available(self) -> bool:
         """Whether the last access to the index, or the last write, succeeded."""
+        return self._is_usable
 
     def open(self) -> None:
         """Make the directory for this user alone and open its index.
@@ -61,7 +68,7 @@ class Directory:
         Raises ConfigError for one that is used for other things; any other failure is a warning.
         """
         try:
-            claim(self._layout)
+            claim(self.layout)
             self.index(timeout_s=_TIMEOUT_S)
         except FAILURES as error:
             self.failed(error)
@@ -74,30 +81,38 @@ class Directory:
                 self._index = None
             if self._index is None:
                 self._writer()  # before the index: see recover
-                with index_lock(self._layout, timeout_s=timeout_s):
-                    index = self._make(self._layout.index)
+                with index_lock(self.layout, timeout_s=timeout_s):
+                    index = self._make(self.layout.index)
                 try:
                     self.recover(index)
-                    reconcile(index, self._layout, self._files)
+                    reconcile(index, self.layout, self.files)
                 except FAILURES:
                     index.close()
                     raise
                 self._index = index
             return self._index
 
-    def capacity(self, index: ChunkIndex, wanted: int | None) -> int:
-        """The directory's limit. If it has none yet, ``wanted``; if that is None, the default or what lies there.
+    def limits(self, index: ChunkIndex, *, size: int = 0) -> Limits:
+        """What may lie in the directory now, together with a record of ``size``. Raises what FAILURES names."""
+        self.limited_to(self._capacity(index))
+        capacity, spare = self.capacity_bytes, self.files.spare(self.layout.directory)
+        if spare < size:
+            capacity = min(capacity, max(0, index.totals(whole=True).bytes + spare))
+        return Limits(capacity, self._tenant_quota)
+
+    def _capacity(self, index: ChunkIndex) -> int:
+        """The directory's limit. If it has none yet, the wanted one; if that is None, the default or what lies there.
 
         Read each time: ``kvboost cache limit`` may have changed it. Raises what FAILURES names.
         """
-        found = read_capacity(self._layout)
+        found, wanted = read_capacity(self.layout), self.wanted_bytes
         if found is not None:
             return found
-        with index_lock(self._layout, timeout_s=_TIMEOUT_S):
-            found = read_capacity(self._layout)  # another process may have come first
+        with index_lock(self.layout, timeout_s=_TIMEOUT_S):
+            found = read_capacity(self.layout)  # another process may have come first
             if found is None:
                 found = max(DEFAULT_PLACE_BYTES, index.totals(whole=True).bytes) if wanted is None else wanted
-                write_capacity(self._layout, found)
+                write_capacity(self.layout, found)
         return found
 
     def new_file(self) -> tuple[str, Path]:
@@ -112,35 +127,36 @@ class Directory:
             presence = self._writer()
 
         def is_being_written(writer: str, place: Place) -> bool:
-            return self._is_being_written(place) if writer == presence.writer else presence.is_alive(writer)
+            return self.is_being_written(place) if writer == presence.writer else presence.is_alive(writer)
 
         presence.reap()  # first: their bytes are free only once their files are gone
-        index.recover(is_being_written, lambda place, size: is_recorded(self._layout.record(*place), size))
+        index.recover(is_being_written, lambda place, size: is_recorded(self.layout.record(*place), size))
 
     def worked(self) -> None:
         """An access to the index, or a write, succeeded."""
-        self.is_usable = True
+        self._is_usable = True
 
     def failed(self, error: Exception) -> None:
         """Count a failure, warn of the first one, and rebuild the index if it is broken."""
-        self.is_usable = False
+        self._is_usable = False
         if not is_damaged(error):
             remedy = "look for a full disk, missing permissions or a file system without locks"
-            self._health.failed("the directory cannot be used", error, remedy=remedy)
+            self.health.failed("the directory cannot be used", error, remedy=remedy)
             return
-        self._health.failed("the index was damaged and is rebuilt", error, remedy="look at the disk if it goes on")
+        self.health.failed("the index was damaged and is rebuilt", error, remedy="look at the disk if it goes on")
         with self._lock:
-            broken = inode(self._layout.index)
+            broken = inode(self.layout.index)
             if self._index is not None:
                 self._index.close()
                 self._index = None
             try:
-                rebuild(self._layout, self._files, self.new_file()[1], broken, self._make)
+                rebuild(self.layout, self.files, self.new_file()[1], broken, self._make)
             except FAILURES as again:
-                self._health.failed("the index cannot be rebuilt", again, remedy="remove the directory's index files")
+                self.health.failed("the index cannot be rebuilt", again, remedy="remove the directory's index files")
 
     def close(self) -> None:
-        """Let go of the directory."""
+        """Let go of the directory and end the readers."""
+        self.pool.shutdown(cancel_futures=True)
         with self._lock:
             if self._index is not None:
                 self._index.close()
@@ -150,8 +166,8 @@ class Directory:
 
     def _writer(self) -> Presence:
         if self._presence is None:
-            self._layout.tmp.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._presence = Presence(self._layout.tmp)
+            self.layout.tmp.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._presence = Presence(self.layout.tmp)
         return self._presence
 
     def _make(self, path: Path) -> ChunkIndex:

@@ -16,17 +16,15 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from kvboost.config import DEFAULT_PLACE_BYTES
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.tiers.base import MAX_VARIANTS, Backend, Place, RecordTier, Unwritten, in_order, info_of
+from kvboost.store.tiers.base import MAX_VARIANTS, Place, RecordTier, Unwritten, in_order, info_of
 from kvboost.store.tiers.disk.directory import FAILURES, Directory
 from kvboost.store.tiers.disk.files import Files, Layout
-from kvboost.store.tiers.disk.index import BETWEEN_STEPS_S, ChunkIndex, Limits, NewEntry, Room
+from kvboost.store.tiers.disk.index import BETWEEN_STEPS_S, ChunkIndex, NewEntry, Room
 from kvboost.store.tiers.disk.recovery import charge, is_recorded
 from kvboost.types import BlockInfo, KVBlock, PutOutcome
 
@@ -37,51 +35,7 @@ _DROPPED_AT_ONCE = 64  # chunks in one transaction: others must get their turn
 T = TypeVar("T")
 
 
-class _DiskBackend(Backend):
-    """A directory and the threads that read it."""
-
-    def __init__(
-        self,
-        layout: Layout,
-        *,
-        wanted_bytes: int | None,
-        tenant_quota: int | None,
-        records: RecordFormat,
-        readers: int,
-        files: Files,
-    ) -> None:
-        place = str(layout.directory)
-        super().__init__("disk", place=place, wanted_bytes=wanted_bytes, default_bytes=DEFAULT_PLACE_BYTES)
-        self.removed: Callable[[bytes], None] = lambda key: None
-        """Called with the key of every record that is removed."""
-        self.layout = layout
-        self._tenant_quota = tenant_quota
-        self.files = files
-        self.ahead = readers + 2
-        self.pool = ThreadPoolExecutor(readers, thread_name_prefix="kvboost-disk")
-        self.directory = Directory(
-            layout, records=records, files=files, health=self.health, is_being_written=self.is_being_written
-        )
-
-    @property
-    def is_available(self) -> bool:
-        """Whether the directory could be used when it was last used."""
-        return self.directory.is_usable
-
-    def limits(self, index: ChunkIndex, *, size: int = 0) -> Limits:
-        """What may lie in the directory now, together with a record of ``size``. Raises what FAILURES names."""
-        self.limited_to(self.directory.capacity(index, self.wanted_bytes))
-        capacity, spare = self.capacity_bytes, self.files.spare(self.layout.directory)
-        if spare < size:
-            capacity = min(capacity, max(0, index.totals(whole=True).bytes + spare))
-        return Limits(capacity, self._tenant_quota)
-
-    def close(self) -> None:
-        self.pool.shutdown(cancel_futures=True)
-        self.directory.close()
-
-
-class DiskTier(RecordTier[_DiskBackend]):
+class DiskTier(RecordTier[Directory]):
     """Records in a directory, as many as its limit allows.
 
     Leaves are evicted first, and of them the least recently used.
@@ -104,7 +58,7 @@ class DiskTier(RecordTier[_DiskBackend]):
 
         ``capacity_bytes`` is the limit of a directory that has none yet; None takes the default, or what lies there.
         """
-        backend = _DiskBackend(
+        backend = Directory(
             Layout(Path(directory).expanduser().absolute()),
             wanted_bytes=capacity_bytes,
             tenant_quota=tenant_quota_bytes,
@@ -116,9 +70,9 @@ class DiskTier(RecordTier[_DiskBackend]):
         self._directory.open()
         self._with_index(backend.limits, None)  # whoever asked for another limit is told now
 
-    def _open(self, backend: _DiskBackend, records: RecordFormat, *, owns_backend: bool) -> None:
+    def _open(self, backend: Directory, records: RecordFormat, *, owns_backend: bool) -> None:
         super()._open(backend, records, owns_backend=owns_backend)
-        self._layout, self._files, self._directory = backend.layout, backend.files, backend.directory
+        self._layout, self._files, self._directory = backend.layout, backend.files, backend
         self._space = records.space
         self._unwritten = Unwritten()
         self._unsynced: dict[bytes, Path] = {}

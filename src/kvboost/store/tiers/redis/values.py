@@ -24,7 +24,6 @@ from kvboost.store.tiers.redis.client import client_maker, place_of
 from kvboost.store.tiers.remote import (
     BEHIND_S,
     Breaker,
-    Call,
     Deadline,
     Guard,
     Patience,
@@ -208,26 +207,15 @@ class RedisValues:
         self._guard.close()
         self._disconnect()
 
-    def _ask(self, commands: Sequence[Command]) -> Call[list[Any]] | None:
-        """Send these, for a request that will wait for the replies; None if the server is left alone."""
+    def _asked(self, commands: Sequence[Command], deadline: Deadline | None = None) -> list[Any]:
+        """The replies, which a request waits for; None for each if there are none or the server is left alone."""
         try:
             if not self._guard.breaker.is_open:
-                return self._guard.submit(partial(self._execute, commands))
+                call = self._guard.submit(partial(self._execute, commands))
+                return self._guard.result(call, deadline or Deadline(self._patience))
         except UnavailableError as error:
             self._report(error)
-        return None
-
-    def _answered(self, call: Call[list[Any]] | None, count: int, deadline: Deadline) -> list[Any]:
-        """The replies; None for each if there are none."""
-        try:
-            if call is not None:
-                return self._guard.result(call, deadline)
-        except UnavailableError as error:
-            self._report(error)
-        return [None] * count
-
-    def _asked(self, commands: Sequence[Command], deadline: Deadline | None = None) -> list[Any]:
-        return self._answered(self._ask(commands), len(commands), deadline or Deadline(self._patience))
+        return [None] * len(commands)
 
     def _connected(self) -> Any:
         with self._lock:
