@@ -10,7 +10,7 @@ import pytest
 
 _LIGHT = [
     "kvboost.capacity",
-    "kvboost.explain.log",
+    "kvboost.explain.replay",
     "kvboost.explain.report",
     "kvboost.types",
     "kvboost.config",

@@ -18,9 +18,8 @@ from typer.testing import CliRunner
 import kvboost
 from kvboost.approx import comparisons as calibration
 from kvboost.cli import main
-from kvboost.cli.calibrate import read_prompts
-from kvboost.cli.logs import log_with_time, logging_to_stderr, note_with_time, set_level
 from kvboost.cli.main import app
+from kvboost.cli.output import log_with_time, logging_to_stderr, note_with_time, set_level
 from kvboost.store.tiers.disk.files import Files
 from tests.approx.test_comparisons import traffic
 from tests.helpers.models import tiny_model
@@ -96,20 +95,6 @@ def test_a_mistake_is_one_line(
     assert last.startswith(("kvboost ", "kvboost: "))
     assert message in last
     assert "Traceback" not in said
-
-
-def test_prompts_come_as_json_lines_or_as_text(tmp_path: Path) -> None:
-    file = tmp_path / "p"
-    file.write_text('{"prompt": "a"}\n\n{"token_ids": [1, 2], "boundaries": [5]}\n')
-    assert read_prompts(file) == (["a", [1, 2]], [[], [5]])
-    file.write_text("one\ntwo\n")
-    assert read_prompts(file) == (["one", "two"], [[], []])
-    file.write_text('\n{"prompt": "one\u2028line"}\n\n{"prompt": 1', encoding="utf-8")
-    with pytest.raises(Exception, match="line 4"):
-        read_prompts(file)
-    file.write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    with pytest.raises(Exception, match="line 2"):
-        read_prompts(file)
 
 
 def test_warm_reads_directories_and_goes_on_where_it_stopped(

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from kvboost.cli import output
-from kvboost.cli.output import ProgressBar, age, size
+from kvboost.cli.output import age, progress, size
 
 
 class Terminal(io.StringIO):
@@ -22,9 +22,7 @@ def test_a_bar_is_shown_for_what_takes_long(monkeypatch: pytest.MonkeyPatch, qui
     monkeypatch.setattr(output, "_DELAY_S", quiet)
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    with ProgressBar("checking", total=3) as bar:
-        for _ in range(3):
-            bar.advance()
+    assert list(progress("checking", iter("abc"), total=3)) == ["a", "b", "c"]
     assert ("checking" in terminal.getvalue()) is shown
     assert ("3/3" in terminal.getvalue()) is shown
 
@@ -33,8 +31,8 @@ def test_a_bar_is_not_shown_to_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
     monkeypatch.setattr(output, "_DELAY_S", 0.0)
     monkeypatch.setattr(sys, "stderr", file)
-    with ProgressBar("checking") as bar:
-        bar.advance()
+    with progress("checking") as bar:
+        bar.update()
     assert file.getvalue() == ""
 
 

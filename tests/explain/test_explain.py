@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from kvboost.core.keys import token_array
+from kvboost.errors import ConfigError
 from kvboost.explain.faults import FaultKind
-from kvboost.explain.log import read_log
-from kvboost.explain.replay import LoggedPrompt
+from kvboost.explain.replay import LoggedPrompt, read_log
 from kvboost.explain.report import Explanation, explain, html_page, text_report
 from kvboost.types import Break
 
@@ -247,3 +247,22 @@ def test_a_line_separator_inside_a_prompt_ends_no_line(tmp_path: Path) -> None:
     file = tmp_path / "log.jsonl"
     file.write_text('{"prompt": "one\u2028line\u0085still"}\r\n\n{"prompt": "two"}\n', encoding="utf-8")
     assert [(record.line, record.prompt) for record in read_log(file)] == [(1, "one\u2028line\u0085still"), (3, "two")]
+
+
+def test_prompts_come_as_json_lines_or_as_text(tmp_path: Path) -> None:
+    file = tmp_path / "p"
+    file.write_text('{"prompt": "a"}\n\n{"token_ids": [1, 2], "boundaries": [5]}\n')
+    assert [(record.prompt, record.boundaries) for record in read_log(file)] == [("a", []), ([1, 2], [5])]
+    file.write_text("one\ntwo\n")
+    assert [record.prompt for record in read_log(file, or_texts=True)] == ["one", "two"]
+    with pytest.raises(ConfigError, match="line 1 is not JSON"):
+        read_log(file)
+    file.write_text('{"prompt": "a"}\n{"token_ids": [1], "boundaries": "5"}\n')
+    with pytest.raises(ConfigError, match='line 2: "boundaries" is no list'):
+        read_log(file)
+    file.write_text('\n{"prompt": "one\u2028line"}\n\n{"prompt": 1', encoding="utf-8")
+    with pytest.raises(Exception, match="line 4"):
+        read_log(file, or_texts=True)
+    file.write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    with pytest.raises(Exception, match="line 2"):
+        read_log(file, or_texts=True)

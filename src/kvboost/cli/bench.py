@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from kvboost.cli.flags import Model
 from kvboost.cli.output import note
+from kvboost.cli.settings import Model
 from kvboost.errors import ConfigError
 
 # Of `mine`. 72 answers with moved text, all the same, show 5 % for two settings at once.
@@ -105,7 +105,7 @@ def mine(
     from kvboost.bench.workloads import Request
     from kvboost.cli.explain import encoded
     from kvboost.config import parse_bytes
-    from kvboost.explain.log import read_log
+    from kvboost.explain.replay import read_log
     from kvboost.hf.breaks import break_table
     from kvboost.hf.loading import ModelSource, load_resident, load_tokenizer
 

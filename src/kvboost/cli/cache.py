@@ -18,7 +18,7 @@ import typer
 from rich.table import Table
 
 from kvboost.cli import cache_records as records
-from kvboost.cli.output import ProgressBar, age, note, size
+from kvboost.cli.output import age, note, progress, size
 from kvboost.errors import ConfigError
 from kvboost.types import tenant_digest
 
@@ -62,8 +62,8 @@ def list_records(
 ) -> None:
     """List the records, the most recently used first. With --json one object per line, in no order without --limit."""
     max_shown = (0 if as_json else _SHOWN) if limit is None else limit
-    with records.open_location(place) as catalogue, ProgressBar("listing") as bar:
-        entries: Iterable[Entry] = records.with_progress(records.select_records(catalogue, tenant, space), bar)
+    with records.open_location(place) as catalogue:
+        entries: Iterable[Entry] = progress("listing", records.select_records(catalogue, tenant, space))
         total = 0
         if max_shown or not as_json:
             found = list(entries)
@@ -128,8 +128,8 @@ def statistics(place: Place, *, as_json: AsJson = False) -> None:
     """Show how much is stored, by space: a model with its settings, a tenant and a codec."""
     counted: dict[bytes, dict[str, Any]] = {}
     samples: dict[bytes, list[Entry]] = {}
-    with records.open_location(place) as catalogue, ProgressBar("listing") as bar:
-        for entry in records.with_progress(catalogue.entries(), bar):
+    with records.open_location(place) as catalogue:
+        for entry in progress("listing", catalogue.entries()):
             row = counted.setdefault(
                 entry.space,
                 {"space": entry.space.hex(), "tenant": records.to_hex(entry.tenant), "records": 0, "bytes": 0}
@@ -243,10 +243,10 @@ def limit(
     with records.open_location(place, create=wanted is not None) as catalogue:
         if wanted is not None:
             catalogue.set_limit(wanted)
-            with ProgressBar("evicting") as bar:
+            with progress("evicting") as bar:
                 for count in catalogue.trim():
                     evicted += count
-                    bar.advance(count)
+                    bar.update(count)
         found, name = catalogue.limit(), catalogue.place
     if as_json:
         print(json.dumps({"place": name, "limit": found, "evicted": evicted}))
@@ -273,14 +273,13 @@ def verify(
     damaged: list[tuple[Entry, Finding]] = []
     with records.open_location(place) as catalogue:
         keys = records.read_key_files(key_file)
-        with ProgressBar("counting") as bar:  # listed twice rather than kept in memory: there may be tens of millions
-            total = sum(1 for _ in records.with_progress(records.select_records(catalogue, tenant, space), bar))
-        with ProgressBar("checking", total=total) as bar:
-            for entry, finding in verified(catalogue, records.select_records(catalogue, tenant, space), keys=keys):
-                counts[finding.verdict.value] += 1
-                if finding.verdict is Verdict.DAMAGED:
-                    damaged.append((entry, finding))
-                bar.advance()
+        # Listed twice rather than kept in memory: there may be tens of millions.
+        total = sum(1 for _ in progress("counting", records.select_records(catalogue, tenant, space)))
+        found = verified(catalogue, records.select_records(catalogue, tenant, space), keys=keys)
+        for entry, finding in progress("checking", found, total=total):
+            counts[finding.verdict.value] += 1
+            if finding.verdict is Verdict.DAMAGED:
+                damaged.append((entry, finding))
         removed = catalogue.remove([entry for entry, _ in damaged]) if remove_damaged else 0
     if as_json:
         reports = [{"key": e.key.hex(), "space": e.space.hex(), "reason": finding.reason} for e, finding in damaged]
@@ -318,11 +317,9 @@ def export(
         # Space by space, in each the most recently used last, so that an import keeps that order.
         selected = records.select_records(catalogue, tenant, space)
         entries = sorted(selected, key=lambda entry: (entry.space, entry.used_at or 0.0))
-        with records.open_for_writing(file) as stream, ProgressBar("exporting", total=len(entries)) as bar:
+        with records.open_for_writing(file) as stream:
             found = exported(catalogue, entries, keys=records.read_key_files(key_file), into=ArchiveWriter(stream))
-            for _, finding in found:
-                counts[finding.verdict.value] += 1
-                bar.advance()
+            counts.update(finding.verdict.value for _, finding in progress("exporting", found, total=len(entries)))
     if as_json:
         print(json.dumps(records.json_counts(counts)))
     else:
@@ -354,10 +351,7 @@ def import_records(
         reader = ArchiveReader(stream)
         importer = Importer(catalogue, keys=records.read_key_files(key_file), capacity_bytes=limit)
         counts: Counter[str] = Counter({outcome.value: 0 for outcome in Outcome})
-        with ProgressBar("importing") as bar:
-            for arrival in importer.arrivals(reader):
-                counts[arrival.outcome.value] += 1
-                bar.advance()
+        counts.update(arrival.outcome.value for arrival in progress("importing", importer.arrivals(reader)))
     counts["damaged"] += reader.damaged
     counts["other version"] = reader.other_version
     counts["evicted"] = importer.evicted

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import typer
 from rich.console import Console
 
-from kvboost.cli.output import ProgressBar
 from kvboost.config import parse_bytes
 from kvboost.errors import ConfigError
 from kvboost.types import tenant_digest
@@ -88,13 +87,6 @@ def read_key_files(files: Sequence[Path] | None) -> KeyRing:
         return KeyRing([read_key(file) for file in files or ()])
     except ConfigError as error:
         raise ConfigError(str(error).replace("record_key_file", "--key-file")) from error
-
-
-def with_progress(entries: Iterable[Entry], bar: ProgressBar) -> Iterator[Entry]:
-    """The same entries, each a step of the bar."""
-    for entry in entries:
-        bar.advance()
-        yield entry
 
 
 def confirm(question: str, yes: bool) -> None:

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvboost.cli.output import ProgressBar, note
+from kvboost.cli.output import note, progress
 from kvboost.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvboost.explain.log import LogRecord
-    from kvboost.explain.replay import LoggedPrompt
+    from kvboost.explain.replay import LoggedPrompt, LogRecord
 
 _ANY_ID = 2**31  # the model, which knows how many ids there are, is not loaded
 
@@ -49,7 +48,7 @@ def explain(
     ] = None,
 ) -> None:
     """Show where the reuse of your prompts breaks and why, what that costs, and what to change."""
-    from kvboost.explain.log import read_log
+    from kvboost.explain.replay import read_log
     from kvboost.explain.report import explain as explain_log
     from kvboost.explain.report import html_page, text_report
 
@@ -61,13 +60,13 @@ def explain(
     from kvboost.hf.loading import ModelSource, load_tokenizer
 
     tokenizer = load_tokenizer(ModelSource(model))
-    with ProgressBar("prompts", total=len(records)) as bar:
+    with progress("prompts", total=len(records)) as bar:
         explanation = explain_log(
             encoded(records, tokenizer, log),
             decode=lambda ids: _text(tokenizer, ids),
             breaks=break_table(tokenizer),
             tokens_per_second=tokens_per_second,
-            progress=bar.advance,
+            progress=bar.update,
         )
     print(json.dumps(explanation.as_dict()) if as_json else text_report(explanation), end="\n" if as_json else "")
     if html is not None:
@@ -76,7 +75,7 @@ def explain(
 
 
 def encoded(records: Sequence[LogRecord], tokenizer: Any, log: Path) -> Iterator[LoggedPrompt]:
-    """The prompts of a log as the engine would see them; ``bench mine`` reads its prompts so too."""
+    """The prompts of a log as the engine would see them; ``bench mine`` and ``calibrate`` read theirs so too."""
     from jinja2 import TemplateError
 
     from kvboost.core.chunking import NaturalChunker
@@ -90,7 +89,7 @@ def encoded(records: Sequence[LogRecord], tokenizer: Any, log: Path) -> Iterator
     for record in records:
         try:
             if record.prompt is not None:
-                yield LoggedPrompt(record.line, token_array(encoder.encode(record.prompt)))
+                yield LoggedPrompt(record.line, token_array(encoder.encode(record.prompt)), record.boundaries)
                 continue
             given = {"tools": record.tools} if record.tools else {}
             tokens, ends = encoder.encode_chat(record.messages, min_gap=gap, template_kwargs=given)

@@ -20,7 +20,7 @@ from kvboost.cli.calibrate import calibrate
 from kvboost.cli.chat import chat, run
 from kvboost.cli.doctor import doctor
 from kvboost.cli.explain import explain
-from kvboost.cli.logs import LogLevel, logging_to_stderr, set_level
+from kvboost.cli.output import LogLevel, logging_to_stderr, set_level
 from kvboost.cli.serve import serve
 from kvboost.cli.warm import warm
 from kvboost.errors import ClosedError, KVBoostError

@@ -1,23 +1,102 @@
-"""Replays prompts against the engine's chunks and keys, with a store that keeps everything.
+"""Reads a log of prompts, and replays them against the engine's chunks and keys, with a store that keeps everything.
 
-Used by :mod:`kvboost.explain.report`. Invariant: a prompt finds earlier prompts only, never itself.
+A log is JSON Lines with ``{"prompt": text}``, ``{"token_ids": [...]}`` or ``{"messages": [...]}``; ``bench mine`` and
+``calibrate`` read theirs so too. Invariants: an error in a log names the file and the line; a prompt finds earlier
+prompts only, never itself.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvboost.core.chunking import NaturalChunker
 from kvboost.core.keys import chunk_keys, tail_keys
+from kvboost.errors import ConfigError
 from kvboost.explain.differences import common_prefix
 from kvboost.extend import TokenArray
 from kvboost.types import Chunk
+
+
+@dataclass(frozen=True)
+class LogRecord:
+    """One request of the log: a text or its token ids, or the messages of a chat."""
+
+    line: int
+    prompt: str | list[int] | None = None
+    boundaries: list[int] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[Any] | None = None
+    """What the template is given besides the messages."""
+
+
+def read_log(file: Path, *, or_texts: bool = False) -> list[LogRecord]:
+    """The requests in ``file``, in its order. Blank lines are skipped, and so are fields with other names.
+
+    ``or_texts``: a file that does not begin with an object has one text per line.
+    """
+    try:
+        # Not splitlines(): it also splits at characters that JSON leaves as they are inside a string.
+        lines = file.expanduser().read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror}); give a file of JSON Lines") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 ({error.reason}); give a file of JSON Lines") from error
+    given = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if or_texts and given and not given[0][1].lstrip().startswith("{"):
+        return [LogRecord(number, prompt=line) for number, line in given]
+    records = [_record(line, file, number) for number, line in given]
+    if not records:
+        raise ConfigError(f'{file} is empty; give a log with one {{"prompt": text}} or {{"messages": [...]}} per line')
+    return records
+
+
+def _record(line: str, file: Path, number: int) -> LogRecord:
+    where = f"{file}, line {number}"
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where} is not JSON ({error}); repair that line") from error
+    record = record if isinstance(record, dict) else {}
+    prompt = record.get("prompt", record.get("token_ids"))
+    if isinstance(prompt, str) or _are_ids(prompt):
+        if not _are_ids(boundaries := record.get("boundaries", [])):
+            raise ConfigError(f'{where}: "boundaries" is no list of positions; repair it, or leave it out')
+        return LogRecord(number, prompt=prompt, boundaries=boundaries)
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(
+            f'{where} has neither "prompt" with a text nor "messages" with a list; write {{"prompt": "..."}} or '
+            '{"messages": [{"role": "user", "content": "..."}]}'
+        )
+    if not all(isinstance(message, Mapping) and "role" in message for message in messages):
+        raise ConfigError(f'{where}: every message needs a "role"; write {{"role": "user", "content": "..."}}')
+    tools = record.get("tools")
+    return LogRecord(
+        number, messages=[_flat(message) for message in messages], tools=tools if isinstance(tools, list) else None
+    )
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, int) for entry in value)
+
+
+def _flat(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Content in parts becomes one text, as the server makes it; what is no text is left out."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    return {**message, "content": "\n".join(texts)}
+
 
 _ROOT = hashlib.sha256(b"kvboost.explain").digest()
 _KEPT = 4
