@@ -24,7 +24,7 @@ from benchmarks.common.measure import positive
 from benchmarks.common.parts import add_part_arguments, run_parts, total
 from benchmarks.common.report import Report
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.tiers.disk.recovery import charge
+from kvboost.store.tiers.disk.directory import charge
 from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.types import KVBlock, Namespace, PutOutcome
 

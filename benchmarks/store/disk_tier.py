@@ -22,9 +22,9 @@ from benchmarks.common.report import Progress, Report
 from kvboost.bench.report import Spread, Table, describe_machine
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.record.header import PAGE
+from kvboost.store.tiers.disk.directory import charge
 from kvboost.store.tiers.disk.files import Files, Layout
 from kvboost.store.tiers.disk.index import ChunkIndex, NewEntry
-from kvboost.store.tiers.disk.recovery import charge
 from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.types import BlockInfo, KVBlock, Namespace
 

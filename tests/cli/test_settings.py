@@ -14,8 +14,9 @@ import typer
 from typer.testing import CliRunner
 
 from kvboost import KVBoost
+from kvboost.cli.flags import with_settings
 from kvboost.cli.main import main
-from kvboost.cli.settings import SECTIONS, SETTINGS, ReplyConfig, Settings, with_settings
+from kvboost.cli.settings import SECTIONS, SETTINGS, ReplyConfig, Settings
 from kvboost.cli.sources import read_settings
 from kvboost.config import EngineConfig, LoadConfig, RunnerConfig
 from kvboost.engine.assembly import split_settings

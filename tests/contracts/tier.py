@@ -18,7 +18,7 @@ import torch
 
 from kvboost.core.keys import variant_key
 from kvboost.extend import Tier
-from kvboost.store.tiers.base import info_of
+from kvboost.store.record.header import info_of
 from kvboost.types import Chunk, Namespace, PutOutcome, StoreStats
 
 from .blocks import SIZE, assert_same, block_of, namespace

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvboost.store import DiskTier, MemoryStore, RecordFormat, RedisTier, TieredStore
-from kvboost.store.tiers.disk.recovery import charge
+from kvboost.store.tiers.disk.directory import charge
 from kvboost.types import Chunk, KVBlock, PutOutcome
 from tests.contracts.blocks import assert_same, block_of, namespace
 from tests.contracts.content import prompt

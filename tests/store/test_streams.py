@@ -12,7 +12,7 @@ import torch
 
 from kvboost.store import DiskTier, HostTier, MemoryStore, TieredStore
 from kvboost.store import write_behind as writer
-from kvboost.store.record.protection import record_format
+from kvboost.store.record.format import record_format
 from kvboost.store.tiers.host import PagePool
 from kvboost.types import Chunk, KVBlock
 from tests.contracts.blocks import assert_same, block_of, namespace

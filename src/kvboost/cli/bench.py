@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from kvboost.cli.flags import Model
 from kvboost.cli.output import note
-from kvboost.cli.settings import Model
 from kvboost.errors import ConfigError
 
 # Of `mine`. 72 answers with moved text, all the same, show 5 % for two settings at once.

@@ -81,7 +81,7 @@ def _digits(prefix: str) -> str:
 def read_key_files(files: Sequence[Path] | None) -> KeyRing:
     """The keys in these files, which are as an engine's ``record_key_file`` must be."""
     from kvboost.store.admin import KeyRing
-    from kvboost.store.record.protection import read_key
+    from kvboost.store.record.format import read_key
 
     try:
         return KeyRing([read_key(file) for file in files or ()])

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from kvboost.cli.explain import encoded
+from kvboost.cli.flags import Model
 from kvboost.cli.output import note
-from kvboost.cli.settings import Model
 from kvboost.errors import ConfigError
 
 

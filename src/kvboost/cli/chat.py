@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvboost.cli.flags import Model, with_settings
 from kvboost.cli.output import note
-from kvboost.cli.settings import Model, ReplyConfig, Settings, with_settings
+from kvboost.cli.settings import ReplyConfig, Settings
 from kvboost.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvboost import __version__
+from kvboost.cli.flags import with_settings
 from kvboost.cli.output import note, size
-from kvboost.cli.settings import Settings, with_settings
+from kvboost.cli.settings import Settings
 from kvboost.errors import EXTRAS, ConfigError, with_extra
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvboost.cli.flags import Model, with_settings
 from kvboost.cli.output import log_with_time, note_with_time
-from kvboost.cli.settings import Model, Settings, with_settings
+from kvboost.cli.settings import Settings
 from kvboost.config import RunnerConfig
 from kvboost.errors import ClosedError, ConfigError, with_extra
 from kvboost.integrations.ray.config import RayConfig, need_ray

@@ -1,8 +1,8 @@
 """The settings a user can give: as a flag, as ``KVBOOST_...`` in the environment, or in a TOML file.
 
 Every setting is a field of a dataclass: its name, type, default and help text are declared there and nowhere else.
-``@with_settings()`` makes flags of them for every command that makes an engine, :mod:`kvboost.cli.sources` reads their
-values. A TOML file has the engine's settings by their names, and the others in tables::
+:mod:`kvboost.cli.flags` makes flags of them, :mod:`kvboost.cli.sources` reads their values. A TOML file has the
+engine's settings by their names, and the others in tables::
 
     disk_cache_dir = "~/.cache/kvboost/kv"
     kv_cache_bits = 8
@@ -10,29 +10,25 @@ values. A TOML file has the engine's settings by their names, and the others in 
     [serve]
     port = 8080
 
-Invariants: a password is never shown; importing this, as every help text does, imports neither torch nor pydantic.
+Invariants: a password is never shown; importing this imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
 import inspect
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
-import typer
-
-from kvboost.cli.output import LogLevel, set_level
 from kvboost.config import EngineConfig, LoadConfig, RunnerConfig
-from kvboost.errors import ConfigError, with_extra
+from kvboost.errors import ConfigError
 from kvboost.integrations.ray.config import RayConfig
 from kvboost.serve.config import ServerConfig
 from kvboost.serve.security.limits import Limits
@@ -168,69 +164,3 @@ class Settings:
 def without_password(value: Any) -> str:
     """The text of a value; what a URL has before its host is hidden."""
     return re.sub(r"(?<=://)([^/@]*:)?[^/@]*@", "***@", str(value))
-
-
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name, as Transformers takes it.")]
-
-
-def with_settings(*sections: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command the flags of ``sections`` and of the engine, ``--config``, ``--show-config`` and ``--log-level``.
-
-    The command has a parameter ``settings`` and gets a :class:`Settings` there.
-    """
-    offered = [setting for section in (*sections, "") for setting in SETTINGS if setting.section == section]
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(command, eval_str=True)
-        parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "settings"]
-        parameters += [_keyword(setting.name, _flag(setting), None) for setting in offered]
-        parameters += [_keyword("config", _CONFIG, None), _keyword("show_config", _SHOW, False)]
-        parameters += [_keyword("log_level", LogLevel, None)]
-
-        @functools.wraps(command)
-        def wrapped(**arguments: Any) -> Any:
-            set_level(arguments.pop("log_level"))
-            flags = {setting: arguments.pop(setting.name) for setting in offered}
-            settings = _read(flags, file=arguments.pop("config"))
-            if arguments.pop("show_config"):
-                typer.echo(settings.show_config("", *sections), nl=False)
-                raise typer.Exit(0)
-            return command(**arguments, settings=settings)
-
-        wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return wrapped
-
-    return decorate
-
-
-def _read(flags: Mapping[Setting, Any], *, file: Path | None) -> Settings:
-    try:
-        from kvboost.cli.sources import read_settings
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is missing; {with_extra('cli')}") from error
-    return read_settings({setting: value for setting, value in flags.items() if value is not None}, file=file)
-
-
-_CONFIG = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", envvar="KVBOOST_CONFIG", help="A TOML file of settings."),
-]
-_SHOW = Annotated[bool, typer.Option("--show-config", help="Print what is set and by whom, and do nothing else.")]
-
-
-def _flag(setting: Setting) -> Any:
-    """A flag for typer. Values stay text, so that they are checked in one place wherever they come from."""
-    kinds = set(get_args(setting.hint)) or {setting.hint}
-    options: dict[str, Any] = {"help": setting.help, "rich_help_panel": PANELS[setting.config]}
-    options["show_default"] = str(setting.default) if setting.default not in (None, "", False, ()) else False
-    if bool in kinds:
-        return Annotated[bool | None, typer.Option(f"{setting.flag}/--no-{setting.flag[2:]}", **options)]
-    names = ((Path, "PATH"), (str, "SIZE" if int in kinds else "TEXT"), (float, "NUMBER"), (int, "INTEGER"))
-    metavar = next((name for kind, name in names if kind in kinds), "TEXT")
-    if is_list(setting):
-        return Annotated[list[str] | None, typer.Option(setting.flag, metavar=metavar, **options)]
-    return Annotated[str | None, typer.Option(setting.flag, metavar=metavar, **options)]
-
-
-def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvboost.cli.cache_records import open_location
+from kvboost.cli.flags import Model, with_settings
 from kvboost.cli.output import note
-from kvboost.cli.settings import Model, Settings, with_settings
+from kvboost.cli.settings import Settings
 from kvboost.config import parse_bytes
 from kvboost.errors import CapacityError, ConfigError, PlaceError
 from kvboost.integrations.ray.config import need_ray

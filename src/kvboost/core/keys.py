@@ -151,7 +151,7 @@ class PromptKeys:
     codec: str
     keeps_decoded: bool
     salt: str = field(default="", repr=False)
-    """The secret of :func:`kvboost.store.record.protection.key_salt`."""
+    """The secret of :func:`kvboost.store.record.format.key_salt`."""
     _last: KeySnapshot | None = field(default=None, init=False, repr=False)
 
     @property

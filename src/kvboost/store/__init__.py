@@ -3,8 +3,7 @@
 from kvboost.store.eviction import LeafFirstLRU, LeastExpected
 from kvboost.store.lookup import LoadRules
 from kvboost.store.memory import MemoryStore
-from kvboost.store.record.format import RecordFormat
-from kvboost.store.record.protection import key_salt, read_key, record_format
+from kvboost.store.record.format import RecordFormat, key_salt, read_key, record_format
 from kvboost.store.tiered import TieredStore
 from kvboost.store.tiers.disk.directory import check_directory
 from kvboost.store.tiers.disk.tier import DiskTier

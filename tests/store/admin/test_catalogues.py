@@ -29,8 +29,7 @@ from kvboost.store.admin import (
     open_catalogue,
     verified,
 )
-from kvboost.store.record.format import RecordFormat
-from kvboost.store.record.protection import record_format
+from kvboost.store.record.format import RecordFormat, record_format
 from kvboost.types import tenant_digest
 from tests.contracts.blocks import assert_same
 from tests.helpers.places import Place, blocks_of, of

@@ -17,7 +17,7 @@ import pytest
 from kvboost.errors import ConfigError
 from kvboost.extend import Tier
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.tiers.disk import recovery
+from kvboost.store.tiers.disk import directory as disk_directory
 from kvboost.store.tiers.disk.files import Files, Layout, Presence
 from kvboost.store.tiers.disk.index import ChunkIndex, NewEntry
 from kvboost.store.tiers.disk.index import Limits as DiskLimits
@@ -436,7 +436,7 @@ def test_files_the_index_forgot_are_counted_again(tmp_path: Path, monkeypatch: p
     tier.close()
     for boot, chunks in (("same", 1), ("other", 2), ("other", 2)):
         if boot == "other":
-            monkeypatch.setattr(recovery, "_boot_id", lambda: "after the power came back")
+            monkeypatch.setattr(disk_directory, "_boot_id", lambda: "after the power came back")
         tier = open_tier(tmp_path)
         assert (tier.stats().chunks, tier.directory_bytes()) == (chunks, chunks * EACH)
         tier.close()
@@ -473,7 +473,7 @@ def test_records_of_another_version_count_and_go_by_their_age(tmp_path: Path) ->
 def test_what_others_write_meanwhile_stays_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody stores a block between the look at the folder and the look at the index."""
     other = open_tier(tmp_path)
-    monkeypatch.setattr(recovery, "_boot_id", lambda: "after the power came back")
+    monkeypatch.setattr(disk_directory, "_boot_id", lambda: "after the power came back")
     look, found = Layout.records, []
 
     def look_slowly(self: Layout, folder: Path) -> dict[bytes, Path]:

@@ -18,7 +18,7 @@ from typing import NoReturn
 import pytest
 
 from kvboost.store.record.header import PAGE, seal_of
-from kvboost.store.tiers.disk import recovery
+from kvboost.store.tiers.disk import directory as disk_directory
 from kvboost.store.tiers.disk.files import Files
 from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.types import PutOutcome
@@ -293,7 +293,7 @@ def test_a_broken_index_is_made_anew_from_the_files(
 
 
 def test_an_index_of_somebody_who_rebuilds_is_waited_for_by_nobody(tmp_path: Path) -> None:
-    from kvboost.store.tiers.disk.recovery import index_lock
+    from kvboost.store.tiers.disk.directory import index_lock
 
     tier = open_tier(tmp_path)
     store_all(tier, CHUNKS)
@@ -391,7 +391,7 @@ def test_an_index_that_cannot_be_rebuilt_leaves_no_files(tmp_path: Path, monkeyp
     broken = sqlite3.DatabaseError("file is not a database")
     broken.sqlite_errorcode = sqlite3.SQLITE_NOTADB
     before = sorted((tmp_path / "tmp").iterdir())
-    monkeypatch.setattr(recovery, "reconcile", full)
+    monkeypatch.setattr(disk_directory, "reconcile", full)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):

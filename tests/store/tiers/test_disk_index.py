@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvboost.store.tiers.base import info_of
+from kvboost.store.record.header import info_of
 from kvboost.store.tiers.disk import database
 from kvboost.store.tiers.disk.database import IndexView
 from kvboost.store.tiers.disk.index import ChunkIndex, Limits, NewEntry, Room

@@ -13,7 +13,7 @@ from kvboost.errors import ConfigError
 from kvboost.store import DiskTier
 from kvboost.store.admin import open_catalogue
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.tiers.base import info_of
+from kvboost.store.record.header import info_of
 from kvboost.store.tiers.disk import directory as directory_module
 from kvboost.store.tiers.disk.index import EVICTED_AT_ONCE, ChunkIndex, Limits, NewEntry, Room
 from kvboost.store.tiers.s3 import ObjectTier

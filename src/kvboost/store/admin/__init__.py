@@ -14,8 +14,7 @@ from kvboost.store.admin.archive import (
     exported,
     verified,
 )
-from kvboost.store.admin.base import Catalogue, Entry
-from kvboost.store.admin.check import Finding, KeyRing, Verdict, check, examine
+from kvboost.store.admin.base import Catalogue, Entry, Finding, KeyRing, Verdict, check, examine
 from kvboost.store.admin.disk import DiskCatalogue
 from kvboost.store.admin.objects import ObjectCatalogue
 from kvboost.store.admin.redis import RedisCatalogue

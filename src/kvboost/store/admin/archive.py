@@ -21,8 +21,7 @@ from typing import BinaryIO
 
 from kvboost.direct_io import page_aligned
 from kvboost.errors import ForeignRecordError, PlaceError, RecordError, RecordVersionError
-from kvboost.store.admin.base import MAX_RECORD_BYTES, Catalogue, Entry, ImportTier
-from kvboost.store.admin.check import Finding, KeyRing, Verdict, check
+from kvboost.store.admin.base import MAX_RECORD_BYTES, Catalogue, Entry, Finding, ImportTier, KeyRing, Verdict, check
 from kvboost.store.record.format import inspect, space_of
 from kvboost.store.record.header import PAGE, Buffer, RecordHeader, aligned, header_length
 from kvboost.types import PutOutcome

@@ -12,14 +12,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvboost.errors import PlaceError
-from kvboost.store.admin.base import MAX_RECORD_BYTES, Catalogue, Entry, ImportTier, head_of
-from kvboost.store.admin.check import examine
+from kvboost.store.admin.base import MAX_RECORD_BYTES, Catalogue, Entry, ImportTier, examine, head_of
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.disk.database import IndexUnavailableError, IndexView, is_damaged
-from kvboost.store.tiers.disk.directory import claim
+from kvboost.store.tiers.disk.directory import claim, index_lock
 from kvboost.store.tiers.disk.files import Files, Layout, Presence, read_capacity, write_capacity
 from kvboost.store.tiers.disk.index import BETWEEN_STEPS_S, ChunkIndex, Room
-from kvboost.store.tiers.disk.recovery import index_lock
 from kvboost.store.tiers.disk.tier import DiskTier
 from kvboost.types import Namespace
 

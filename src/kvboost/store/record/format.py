@@ -3,10 +3,12 @@
 Used by every tier that keeps blocks outside the process. A record is a header (:mod:`kvboost.store.record.header`),
 padded to whole pages, and a body: the token ids, then the tensors' raw bytes. The header carries a check of the body:
 its CRC-32; with a MAC key its SHA-256, as the header is then sealed with that key; with an encryption key the nonce
-of AES-256-GCM over the body, with the header as associated data and the tag at the end.
+of AES-256-GCM over the body, with the header as associated data and the tag at the end. Both keys are made of the one
+in an engine's key file, for one tenant each.
 
-Invariant: what was not written exactly so, for this key and namespace and with these secrets, is a
-:class:`RecordError` and never anything else; reading allocates nothing larger than the record.
+Invariants: what was not written exactly so, for this key and namespace and with these secrets, is a
+:class:`RecordError` and never anything else; reading allocates nothing larger than the record; no two tenants, and no
+two purposes, have a key in common.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from kvboost.errors import ConfigError, DamagedRecordError, ForeignRecordError, RecordError, with_extra
+from kvboost.private import read_secret
 from kvboost.store.record.header import (
     ALIGNMENT,
     KEY_BYTES,
@@ -32,7 +36,9 @@ from kvboost.store.record.header import (
     Buffer,
     RecordHeader,
     TensorRun,
+    described,
     header_bytes_of,
+    info_of,
     lay_out,
     pack_header,
     read_header,
@@ -147,22 +153,12 @@ class RecordFormat:
         elif _crc32([body]) != header.body_check[:4]:
             raise DamagedRecordError("the body does not match its checksum")
         whole = _tensor_over(body)
-        return KVBlock(
-            key=header.key,
-            parent_key=header.parent_key,
-            content_key=header.content_key,
-            tokens=bytes(body[: header.token_bytes]),
-            tensors=tuple(tensor for run in header.runs for tensor in _tensors(whole, run)),
-            nbytes=header.nbytes,
-            bitwise=header.bitwise,
-            start=header.start,
-            context=header.context,
-            approx_depth=header.approx_depth,
-        )
+        tensors = tuple(tensor for run in header.runs for tensor in _tensors(whole, run))
+        return KVBlock(**described(header), tokens=bytes(body[: header.token_bytes]), tensors=tensors)
 
     def info(self, buffer: Buffer) -> BlockInfo:
         """What a record's header says, checked but for the body, which need not be given. Raises RecordError."""
-        return self._own_header(_bytes_of(buffer)).info
+        return info_of(self._own_header(_bytes_of(buffer)))
 
     def _header(self, block: KVBlock) -> RecordHeader:
         """The header of the block's record, still without its checks."""
@@ -179,18 +175,12 @@ class RecordFormat:
         if header_bytes > MAX_HEADER_BYTES or total > self.max_bytes:
             raise RecordError(f"a record of {total:,} bytes is larger than {self.max_bytes:,}; use smaller chunks")
         return RecordHeader(
+            **described(block),
             version=VERSION,
             header_bytes=header_bytes,
             record_bytes=total,
             namespace=self.namespace,
             codec=self.codec,
-            key=block.key,
-            parent_key=block.parent_key,
-            content_key=block.content_key,
-            bitwise=block.bitwise,
-            start=block.start,
-            approx_depth=block.approx_depth,
-            context=block.context,
             token_bytes=len(block.tokens),
             runs=runs,
             keyed=self._mac_key is not None,
@@ -301,3 +291,37 @@ def _secrets_id(*keys: bytes | None) -> bytes:
         return bytes(8)
     ids = (bytes(32) if key is None else hmac.digest(key, b"kvboost.secret.1", "sha256") for key in keys)
     return hashlib.sha256(b"".join(ids)).digest()[:8]
+
+
+def read_key(file: str | Path) -> bytes:
+    """The 32 bytes in ``file``, raw or as 64 hex digits. Raises ConfigError for anything else, never with the key."""
+    return read_secret(file, name="record_key_file")
+
+
+def key_salt(file: str | Path | None) -> str:
+    """The secret that the keys of protected records are derived with; empty without a key file.
+
+    Names and headers hold those keys in the clear. Who could compute them could try guesses of a text on them.
+    """
+    return "" if file is None else hmac.digest(read_key(file), b"kvboost.salt.1", "sha256").hex()
+
+
+def record_format(
+    namespace: Namespace, *, codec: str, max_bytes: int, protection: str = "none", key: bytes | None = None
+) -> RecordFormat:
+    """The format of one tenant's records, ``protection`` as in the engine's settings, with keys of the tenant's own."""
+    if protection == "none":
+        return RecordFormat(namespace, codec=codec, max_bytes=max_bytes)
+    if key is None:
+        raise ConfigError(f"record_protection={protection!r} needs a key; give record_key_file")
+    return RecordFormat(
+        namespace,
+        codec=codec,
+        max_bytes=max_bytes,
+        mac_key=_derived(key, b"kvboost.mac.1", namespace),  # also of encrypted ones: headers are read alone at times
+        encryption_key=_derived(key, b"kvboost.encryption.1", namespace) if protection == "encrypt" else None,
+    )
+
+
+def _derived(key: bytes, purpose: bytes, namespace: Namespace) -> bytes:
+    return hmac.digest(key, purpose + namespace.tenant, "sha256")

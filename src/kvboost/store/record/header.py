@@ -33,7 +33,7 @@ from typing import Any, TypeAlias
 import torch
 
 from kvboost.errors import DamagedRecordError, RecordError, RecordVersionError
-from kvboost.types import TOKEN_BYTES, BlockInfo, Namespace
+from kvboost.types import TOKEN_BYTES, BlockInfo, KVBlock, Namespace
 
 VERSION = 1
 PAGE = 4096
@@ -95,21 +95,14 @@ class TensorRun:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordHeader:
-    """What a record says about itself. Nothing of it is proven before its seal is checked."""
+class RecordHeader(BlockInfo):
+    """What a record says about itself and its block. Nothing of it is proven before its seal is checked."""
 
     version: int
     header_bytes: int
     record_bytes: int
     namespace: Namespace
     codec: str
-    key: bytes
-    parent_key: bytes | None
-    content_key: bytes
-    bitwise: bool
-    start: int
-    approx_depth: int
-    context: bytes
     token_bytes: int
     runs: tuple[TensorRun, ...]
     """The tensors, in order."""
@@ -125,24 +118,15 @@ class RecordHeader:
         """How many tokens the block holds."""
         return self.token_bytes // TOKEN_BYTES
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(run.count * run.nbytes for run in self.runs)
 
-    @property
-    def info(self) -> BlockInfo:
-        """The block without its tensors and tokens."""
-        return BlockInfo(
-            key=self.key,
-            parent_key=self.parent_key,
-            content_key=self.content_key,
-            nbytes=self.nbytes,
-            bitwise=self.bitwise,
-            start=self.start,
-            context=self.context,
-            approx_depth=self.approx_depth,
-        )
+def described(block: KVBlock | BlockInfo) -> dict[str, Any]:
+    """What a :class:`BlockInfo` says, by name."""
+    return {name: getattr(block, name) for name in BlockInfo.__slots__}
+
+
+def info_of(block: KVBlock | BlockInfo) -> BlockInfo:
+    """A block without its tensors and tokens."""
+    return BlockInfo(**described(block))
 
 
 def header_length(first_page: Buffer) -> int:
@@ -261,6 +245,7 @@ def read_header(view: memoryview, max_bytes: int) -> RecordHeader:
         approx_depth=approx_depth,
         context=names[codec_bytes:],
         token_bytes=token_bytes,
+        nbytes=sum(run.count * run.nbytes for run in runs),
         runs=runs,
         keyed=bool(flags & _MAC),
         encrypted=bool(flags & _ENCRYPTED),

@@ -22,7 +22,7 @@ from kvboost.errors import RecordError
 from kvboost.failures import Failures
 from kvboost.store.counters import Counters
 from kvboost.store.record.format import RecordFormat
-from kvboost.types import BlockInfo, KVBlock, PutOutcome, StoreStats
+from kvboost.types import KVBlock, PutOutcome, StoreStats
 
 MAX_VARIANTS = 8
 """Blocks of one content that a lookup gives, as in memory."""
@@ -255,11 +255,6 @@ class Unwritten:
         taken = self._uses, list(self._missing)
         self._uses, self._missing = {}, set()
         return taken
-
-
-def info_of(block: KVBlock) -> BlockInfo:
-    """A block without its tensors and tokens."""
-    return BlockInfo(**{name: getattr(block, name) for name in BlockInfo.__slots__})
 
 
 def in_order(

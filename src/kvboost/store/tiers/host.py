@@ -25,7 +25,8 @@ import torch
 from kvboost.extend import EvictionPolicy
 from kvboost.store.counters import ContentKeys, Counters
 from kvboost.store.eviction import LeafFirstLRU
-from kvboost.store.tiers.base import MAX_VARIANTS, info_of
+from kvboost.store.record.header import info_of
+from kvboost.store.tiers.base import MAX_VARIANTS
 from kvboost.streams import BlockingStreams, Event, Streams
 from kvboost.types import BlockInfo, KVBlock, PutOutcome, StoreStats
 

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.tiers.base import MAX_VARIANTS, Place, RecordTier, Unwritten, in_order, info_of
-from kvboost.store.tiers.disk.directory import FAILURES, Directory
+from kvboost.store.record.header import info_of
+from kvboost.store.tiers.base import MAX_VARIANTS, Place, RecordTier, Unwritten, in_order
+from kvboost.store.tiers.disk.directory import FAILURES, Directory, charge, is_recorded
 from kvboost.store.tiers.disk.files import Files, Layout
 from kvboost.store.tiers.disk.index import BETWEEN_STEPS_S, ChunkIndex, NewEntry, Room
-from kvboost.store.tiers.disk.recovery import charge, is_recorded
 from kvboost.types import BlockInfo, KVBlock, PutOutcome
 
 _MAX_UNSYNCED = 1024  # files that wait for a flush; beyond, the oldest is synced at once

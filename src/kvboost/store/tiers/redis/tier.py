@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from kvboost.config import DEFAULT_TTL_S
 from kvboost.errors import ConfigError
 from kvboost.store.record.format import RecordFormat
-from kvboost.store.tiers.base import Backend, RecordTier, info_of
+from kvboost.store.record.header import info_of
+from kvboost.store.tiers.base import Backend, RecordTier
 from kvboost.store.tiers.mooncake import MooncakeValues
 from kvboost.store.tiers.redis.values import FORMAT, RedisValues
 from kvboost.store.tiers.remote import Patience, RefusedError, Report, UnavailableError
