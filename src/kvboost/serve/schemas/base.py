@@ -8,7 +8,7 @@ million wrong entries would otherwise be a million errors, made on the event loo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -164,6 +164,20 @@ TextOr = Annotated[
 _EXPECTED = 'expected {"type": "text", "text": "..."}'
 _IMAGES = {"image_url", "image", "input_image", "video_url", "video"}
 _OTHER_PARTS = _IMAGES | {"input_audio", "audio", "file", "input_file", "document"}
+
+
+def tagged(classes: Mapping[str, str], *, called: str, default: str | None = None) -> Discriminator:
+    """Tells the branches of a union apart by ``type``, whose values are given with the names of their classes.
+
+    ``called`` is what a refusal calls one of them, ``default`` the type of an object that names none.
+    """
+
+    def class_of(value: Any) -> str | None:
+        kind = value.get("type", default) if isinstance(value, dict) else None
+        return classes.get(kind) if isinstance(kind, str) else None
+
+    message = f"give {called} of type {' or '.join(classes)}"
+    return Discriminator(class_of, custom_error_type="tag", custom_error_message=message)
 
 
 def text_only(others: Collection[str]) -> BeforeValidator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Field, Tag, model_validator
 
 from kvboost.serve.schemas.base import (
     NO_EFFECT,
@@ -18,6 +18,7 @@ from kvboost.serve.schemas.base import (
     Text,
     TextOr,
     at_most,
+    tagged,
     text_only,
 )
 from kvboost.serve.security.bodies import limits_now
@@ -77,7 +78,7 @@ class ToolResultBlock(Body):
     cache_control: CacheControl | None = None
 
 
-_CLASSES = {
+_TAGS = {
     "text": "TextBlock",
     "tool_use": "ToolUseBlock",
     "tool_result": "ToolResultBlock",
@@ -86,20 +87,13 @@ _CLASSES = {
 }
 
 
-def _class_of(block: Any) -> str | None:
-    kind = block.get("type") if isinstance(block, dict) else None
-    return _CLASSES.get(kind) if isinstance(kind, str) else None
-
-
 Block = Annotated[
     Annotated[TextBlock, Tag("TextBlock")]
     | Annotated[ToolUseBlock, Tag("ToolUseBlock")]
     | Annotated[ToolResultBlock, Tag("ToolResultBlock")]
     | Annotated[ThinkingBlock, Tag("ThinkingBlock")]
     | Annotated[RedactedThinkingBlock, Tag("RedactedThinkingBlock")],
-    Discriminator(
-        _class_of, custom_error_type="block", custom_error_message=f"give a block of type {' or '.join(_CLASSES)}"
-    ),
+    tagged(_TAGS, called="a block"),
     _TEXT_ONLY,
 ]
 

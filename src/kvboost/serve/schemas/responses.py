@@ -9,17 +9,20 @@ from pydantic import Discriminator, Field, Tag
 from kvboost.serve.schemas.base import (
     NO_EFFECT,
     Body,
+    CalledFunction,
+    Function,
     Inert,
     JsonObjectFormat,
     Listed,
-    Name,
+    NamedFunction,
+    NamedSchema,
     SamplingBody,
-    Schema,
     Text,
     TextFormat,
     TextOr,
     TextPart,
     at_most,
+    tagged,
     text_only,
 )
 
@@ -49,14 +52,11 @@ class InputMessage(Body):
     phase: Literal["commentary", "final_answer"] | None = None
 
 
-class FunctionCall(Body):
+class FunctionCall(CalledFunction):
     """A call an assistant made earlier."""
 
     type: Literal["function_call"]
     call_id: Text
-    name: Name
-    arguments: Text
-    """JSON, as it was answered."""
     id: Text | None = None
     status: Status | None = None
 
@@ -90,7 +90,7 @@ class ReasoningItem(Body):
     status: Status | None = None
 
 
-_CLASSES = {
+_TAGS = {
     "message": "InputMessage",
     "function_call": "FunctionCall",
     "function_call_output": "FunctionCallOutput",
@@ -98,30 +98,19 @@ _CLASSES = {
 }
 
 
-def _class_of(item: Any) -> str | None:
-    kind = item.get("type", "message") if isinstance(item, dict) else None
-    return _CLASSES.get(kind) if isinstance(kind, str) else None
-
-
 InputItem = Annotated[
     Annotated[InputMessage, Tag("InputMessage")]
     | Annotated[FunctionCall, Tag("FunctionCall")]
     | Annotated[FunctionCallOutput, Tag("FunctionCallOutput")]
     | Annotated[ReasoningItem, Tag("ReasoningItem")],
-    Discriminator(
-        _class_of, custom_error_type="item", custom_error_message=f"give an item of type {' or '.join(_CLASSES)}"
-    ),
+    tagged(_TAGS, called="an item", default="message"),
 ]
 
 
-class InlineSchemaFormat(Body):
+class InlineSchemaFormat(NamedSchema):
     """JSON that follows a schema, as /v1/responses writes it."""
 
     type: Literal["json_schema"]
-    name: Name
-    schema_: Annotated[Schema, Field(alias="schema")]
-    description: Text | None = None
-    strict: bool | None = None
 
 
 class TextSettings(Body):
@@ -131,21 +120,16 @@ class TextSettings(Body):
     verbosity: Annotated[Literal["low", "medium", "high"] | None, NO_EFFECT] = None
 
 
-class FunctionTool(Body):
+class FunctionTool(Function):
     """A function the model may call. The tools that OpenAI's own servers run are refused."""
 
     type: Literal["function"]
-    name: Name
-    description: Text | None = None
-    parameters: Schema | None = None
-    strict: bool | None = None
 
 
-class NamedTool(Body):
+class NamedTool(NamedFunction):
     """The one function to call."""
 
     type: Literal["function"]
-    name: Name
 
 
 class Reasoning(Body):

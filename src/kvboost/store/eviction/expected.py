@@ -18,6 +18,7 @@ import random
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvboost.store.eviction.returns import Kind, Watch, rate_at
 
@@ -67,43 +68,30 @@ class Duels:
             self._mean = _FADE * self._mean + (1 - _FADE) * result
 
 
+@dataclass(slots=True, eq=False)
 class _Block:
     """A key, stored or evicted not long ago."""
 
-    __slots__ = (
-        "behind",
-        "children",
-        "content",
-        "key",
-        "kind",
-        "mean",
-        "parent",
-        "place",
-        "placed",
-        "position",
-        "span",
-        "time",
-        "turned_away",
-        "uses",
-        "watched",
-    )
-
-    def __init__(self, key: bytes, content: bytes | None, kind: Kind, *, watched: bool) -> None:
-        self.key = key
-        self.content = content
-        self.kind = kind
-        self.watched = watched
-        self.uses = 0  # how often it was found, or stored again
-        self.mean = 0.0  # prompts between its uses, the last ones most
-        self.time = 0
-        self.span = -1
-        self.parent: _Block | None = None
-        self.children = 0
-        self.place = -1  # among the leaves
-        self.position = 0  # in the prompt it was stored for
-        self.placed = False
-        self.behind = _INSIDE
-        self.turned_away = False  # refused the last time, and so was unseen all that followed it
+    key: bytes
+    content: bytes | None
+    kind: Kind
+    watched: bool
+    uses: int = 0
+    """How often it was found, or stored again."""
+    mean: float = 0.0
+    """Prompts between its uses, the last ones most."""
+    time: int = 0
+    span: int = -1
+    parent: _Block | None = None
+    children: int = 0
+    place: int = -1
+    """Among the leaves."""
+    position: int = 0
+    """In the prompt it was stored for."""
+    placed: bool = False
+    behind: int = _INSIDE
+    turned_away: bool = False
+    """Refused the last time, and so was unseen all that followed it."""
 
     def came_back(self, now: int) -> None:
         """One more use, after so many prompts."""

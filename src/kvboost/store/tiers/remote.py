@@ -12,10 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 _NEARLY = 0.9  # of its time: who waits for a call began to a little before the call did
 
@@ -28,21 +30,17 @@ BEHIND_S = 1.0
 T = TypeVar("T")
 
 
-class Call(Generic[T]):
+class Call(Future[T]):
     """A call that is waiting for its turn, under way, or done."""
 
     nbytes = 0
     """What it transfers, as soon as that is known."""
 
     def __init__(self, work: Callable[[Call[T]], T], *, seconds: float) -> None:
+        super().__init__()
         self._work = work
         self._seconds = seconds
         self._begun: float | None = None
-        self._lock = threading.Lock()
-        self._done = threading.Event()
-        self._given_up = False
-        self._result: T
-        self._error: Exception | None = None
 
     @property
     def is_overdue(self) -> bool:
@@ -57,32 +55,27 @@ class Call(Generic[T]):
 
     def wait(self, seconds: float) -> bool:
         """Whether it is done within this time."""
-        return self._done.wait(max(seconds, 0.0))
+        with suppress(TimeoutError, CancelledError):
+            self.exception(max(seconds, 0.0))
+        return self.done()
 
     def give_up(self) -> bool:
-        """Nobody wants it any more; False if it is done."""
-        with self._lock:
-            self._given_up = not self._done.is_set()
-            return self._given_up
-
-    def result(self) -> T:
-        """Of a call that is done. Raises what the work raised."""
-        if self._error is not None:
-            raise self._error
-        return self._result
+        """Nobody wants it any more: it is not begun if it was not yet. False if it is done."""
+        return self.cancel() or not self.done()
 
     def run(self) -> None:
         """In a thread of the library's calls."""
-        if self._given_up:
+        if not self.set_running_or_notify_cancel():
             return
         self._begun = time.monotonic()
         try:
-            self._result = self._work(self)
+            result = self._work(self)
         except Exception as error:  # noqa: BLE001 - the caller gets it
-            self._error = error
-        with self._lock:
             self._begun = None
-            self._done.set()
+            self.set_exception(error)
+        else:
+            self._begun = None
+            self.set_result(result)
 
 
 class Calls:
