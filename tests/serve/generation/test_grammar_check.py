@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from kvboost.serve.errors import ApiError
-from kvboost.serve.generation import grammar_check
-from kvboost.serve.generation.grammar_check import TOO_LONG, GrammarCheck
+from kvboost.serve.generation import structured
+from kvboost.serve.generation.structured import TOO_LONG, GrammarCheck
 
 pytest.importorskip("llguidance")
 
@@ -52,7 +52,7 @@ def test_a_process_that_is_killed_from_outside_is_no_grammars_fault(
     assert check._process is not None
     check._process.kill()
     assert check.check(_SMALL)[1] == ""
-    monkeypatch.setattr(grammar_check, "_CHILD", "print(flush=True)")  # it ends whatever it is asked
+    monkeypatch.setattr(structured, "_CHILD", "print(flush=True)")  # it ends whatever it is asked
     check._process.kill()
     assert "llguidance failed" in check.check(_SMALL)[1]
 
@@ -64,7 +64,7 @@ def test_the_reason_comes_from_the_process(check: GrammarCheck) -> None:
 
 @pytest.mark.skipif("sys.platform != 'linux'")
 def test_memory_is_bounded(check: GrammarCheck, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_check, "MEMORY_BYTES", 2**23)
+    monkeypatch.setattr(structured, "MEMORY_BYTES", 2**23)
     assert "too much memory" in check.check(_grammar(_LARGE), within=60)[1]
     assert check.check(_SMALL)[1] == ""
 

@@ -13,8 +13,7 @@ import torch
 
 from kvboost import ConfigError
 from kvboost.serve.errors import ApiError
-from kvboost.serve.generation.grammar_check import COMPILE_S, TOO_LONG, GrammarCheck
-from kvboost.serve.generation.structured import Grammars
+from kvboost.serve.generation.structured import COMPILE_S, TOO_LONG, GrammarCheck, Grammars
 from kvboost.serve.schemas.responses import InlineSchemaFormat
 from kvboost.serve.security.limits import Limits
 from tests.helpers.tokenizer import byte_tokenizer

@@ -5,7 +5,7 @@ Invariant: a stream and a whole answer come from the same events, so they say th
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +19,9 @@ from kvboost.serve.generation.parts import CallOpened, Content, Part, Reasoning
 from kvboost.serve.generation.prompts import ChatPrompt, Turn, as_function, check_arguments, effort_variables, to_turn
 from kvboost.serve.generation.requests import GenerationRequest, Offer, make_offer, sampling_of
 from kvboost.serve.generation.service import Service
-from kvboost.serve.generation.structured import Constrain
 from kvboost.serve.generation.token_stream import Ended, Piece
-from kvboost.serve.schemas.base import Message, NamedChoice, ResponseFormat
+from kvboost.serve.schemas.base import Message, NamedChoice
 from kvboost.serve.schemas.chat import ChatRequest
-from kvboost.serve.schemas.responses import InlineSchemaFormat
 from kvboost.serve.security.auth import Caller
 from kvboost.serve.security.limits import check_json
 
@@ -57,8 +55,8 @@ class _Chat:
             raise bad_request("stream_options needs stream", param="stream_options")
         if offer.forced and body.min_tokens:
             raise bad_request("min_tokens and a forced call do not go together", param="min_tokens")
-        grammar = await grammar_of(
-            service, self.offer, body.response_format, param="response_format", caller=self.caller
+        grammar = await service.grammar(
+            body.response_format, offer=offer, param="response_format", tenant=self.caller.tenant
         )
         self.prompt = await service.tokenizing.run(
             self.caller.tenant,
@@ -221,17 +219,6 @@ def _logprobs(service: Service, tokens: Sequence[NewToken]) -> dict[str, Any]:
         for token in tokens
     ]
     return {"content": content, "refusal": None}
-
-
-async def grammar_of(
-    service: Service, offer: Offer, wanted: ResponseFormat | InlineSchemaFormat | None, *, param: str, caller: Caller
-) -> Callable[[], Constrain] | None:
-    """What constrains an answer: the call it has to be, or the format in the field ``param``; None for free text."""
-    if offer.tools and wanted is not None and wanted.type != "text":
-        raise bad_request("tools and a JSON format do not go together here", param=param)
-    if offer.forced:
-        return await service.call_grammar(offer.forced, tenant=caller.tenant)
-    return await service.grammar(wanted, param=param, tenant=caller.tenant)
 
 
 def encode_messages(

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from kvboost.hf.sampling import Sampling
-from kvboost.serve.api.chat import encode_turns, grammar_of
+from kvboost.serve.api.chat import encode_turns
 from kvboost.serve.api.common import AppCaller, AppService, streamed, unread, with_ignored
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.answers import AnswerReader, answer_parts
@@ -36,7 +36,7 @@ async def messages(service: AppService, body: MessagesRequest, caller: AppCaller
     if body.messages[-1].role == "assistant":
         raise bad_request("the last message is the assistant's, which this server does not continue; end with a user's")
     offer, prompt = await _read(service, body, caller)
-    grammar = await grammar_of(service, offer, _format(body), param="output_config", caller=caller)
+    grammar = await service.grammar(_format(body), offer=offer, param="output_config", tenant=caller.tenant)
     parallel = body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use
     reader = service.answers.make(
         prompt=prompt.text,

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from starlette.responses import JSONResponse, Response
 
 from kvboost.hf.sampling import Sampling
-from kvboost.serve.api.chat import encode_turns, grammar_of
+from kvboost.serve.api.chat import encode_turns
 from kvboost.serve.api.common import AppCaller, AppService, streamed, unread, with_ignored
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.answers import AnswerReader, answer_parts
@@ -36,7 +36,7 @@ async def responses(service: AppService, body: ResponsesRequest, caller: AppCall
     service.check_model(body.model)
     offer = _offered(service, body)
     wanted = body.text.format if body.text is not None else None
-    grammar = await grammar_of(service, offer, wanted, param="text.format", caller=caller)
+    grammar = await service.grammar(wanted, offer=offer, param="text.format", tenant=caller.tenant)
     if body.previous_response_id is not None:
         add_remembered_bytes(service.responses.nbytes(body.previous_response_id, tenant=caller.tenant))
     turns = await service.tokenizing.run(caller.tenant, _conversation, service, body, caller)

@@ -27,8 +27,8 @@ from kvboost.serve.generation.answers import AnswerReaders
 from kvboost.serve.generation.items import ResponseMemory
 from kvboost.serve.generation.prompts import ChatPrompt, ChatPrompts
 from kvboost.serve.generation.replies import ReplyMemory
-from kvboost.serve.generation.requests import Answer, GenerationRequest
-from kvboost.serve.generation.structured import Grammars
+from kvboost.serve.generation.requests import Answer, GenerationRequest, Offer
+from kvboost.serve.generation.structured import Constrain, Grammars
 from kvboost.serve.generation.token_stream import Ended, TokenStream, milliseconds, seconds_per_token, token_bytes
 from kvboost.serve.generation.tokenizing import PromptLengths, Tokenizing
 from kvboost.serve.observability.kept import KeptStats
@@ -166,22 +166,25 @@ class Service:
         await self.tokenizing.finish(prompt.tenant, len(prompt.text), self.chats.remember, prompt, **reply)
 
     async def grammar(
-        self, wanted: ResponseFormat | InlineSchemaFormat | None, *, param: str, tenant: str
-    ) -> Callable[[], Callable[[list[int], Any], None]] | None:
-        """What constrains answers to the format a client wants; None for free text."""
+        self,
+        wanted: ResponseFormat | InlineSchemaFormat | None,
+        *,
+        offer: Offer | None = None,
+        param: str,
+        tenant: str,
+    ) -> Callable[[], Constrain] | None:
+        """What constrains answers: a call, or the format in the field ``param``; None for free text."""
+        offer = offer or Offer()
+        if offer.tools and wanted is not None and wanted.type != "text":
+            raise bad_request("tools and a JSON format do not go together here", param=param)
+        charge = partial(self.compiling.pace.worked, tenant)
+        if offer.forced:
+            return await self.compiling.run(tenant, self.grammars.compile_call, offer.forced, charge=charge)
         if wanted is None:
             return None
-        charge = partial(self.compiling.pace.worked, tenant)
         return await self.compiling.run(
             tenant, self.grammars.compile, wanted, limits=self.limits, param=param, charge=charge
         )
-
-    async def call_grammar(
-        self, functions: Mapping[str, dict[str, Any] | None], *, tenant: str
-    ) -> Callable[[], Callable[[list[int], Any], None]]:
-        """What constrains answers to a call of one of these functions."""
-        charge = partial(self.compiling.pace.worked, tenant)
-        return await self.compiling.run(tenant, self.grammars.compile_call, functions, charge=charge)
 
     @asynccontextmanager
     async def generating(self, generation: GenerationRequest, *, prefix: str) -> AsyncIterator[Answer]:
