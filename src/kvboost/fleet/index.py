@@ -7,22 +7,19 @@ answer wrong; a row that nobody holds any more stays until the table is made aga
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvboost.errors import ConfigError, DamagedRecordError
+from kvboost.errors import ConfigError
 
 ShortKeys = npt.NDArray[np.uint64]
 """The first eight bytes of keys. Never 0, which marks an empty row in an index."""
 
 SHORT_BYTES = 8
 _KEY_BYTES = 32  # of SHA-256
-_MAGIC = b"KVS1"
-_HEADER = struct.Struct("<4s?QQ")
 _LITTLE_ENDIAN = np.dtype("<u8")
 
 
@@ -54,22 +51,14 @@ class KeyUpdate:
         return cls(np.unique(keys), keys[:0], whole=True)
 
     def to_bytes(self) -> bytes:
-        """For sending: eight bytes per key behind a short header."""
-        header = _HEADER.pack(_MAGIC, self.whole, len(self.added), len(self.dropped))
-        return header + b"".join(keys.astype(_LITTLE_ENDIAN).tobytes() for keys in (self.added, self.dropped))
+        """A whole one for sending: eight bytes per key."""
+        return self.added.astype(_LITTLE_ENDIAN).tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> KeyUpdate:
-        """As it was sent. Raises DamagedRecordError for anything else."""
-        if len(data) < _HEADER.size or data[:4] != _MAGIC or data[4] > 1:
-            raise DamagedRecordError("these bytes are no key update; ask the replica for a whole one")
-        _, whole, added, dropped = _HEADER.unpack_from(data)
-        if len(data) != _HEADER.size + 8 * (added + dropped):
-            raise DamagedRecordError("this key update is cut short or too long; ask the replica for a whole one")
-        keys = np.frombuffer(data, dtype=_LITTLE_ENDIAN, offset=_HEADER.size).astype(np.uint64)
-        if not keys.all():
-            raise DamagedRecordError("this key update names no key (0); ask the replica for a whole one")
-        return cls(keys[:added], keys[added:], whole)
+        """A whole one as it was sent."""
+        keys = joined_short_keys(data)
+        return cls(keys, keys[:0], whole=True)
 
 
 Holders = npt.NDArray[np.uint64]

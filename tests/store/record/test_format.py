@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvboost.errors import ConfigError, DamagedRecordError, ForeignRecordError, RecordError, RecordVersionError
 from kvboost.store.record.format import RecordFormat, inspect, space_of
-from kvboost.store.record.header import MAX_HEADER_BYTES, PAGE, header_length, seal_of
+from kvboost.store.record.header import MAX_HEADER_BYTES, PAGE, header_length, info_of, seal_of
 from kvboost.types import KVBlock, Namespace
 
 DTYPES = (
@@ -112,7 +112,7 @@ def test_a_block_comes_back_as_it_was(original: KVBlock, name: str, writable: bo
     info = form.info(data)
     assert all(getattr(info, field) == getattr(original, field) for field in info.__slots__)
     header = inspect(data)
-    assert form.info(data[: header.header_bytes]) == info == header.info
+    assert form.info(data[: header.header_bytes]) == info == info_of(header)
     assert (header.namespace, header.codec, header.tokens) == (NAMESPACE, "raw", len(original.tokens) // 4)
     written = [(run.dtype, run.shape) for run in header.runs for _ in range(run.count)]
     assert written == [(t.dtype, tuple(t.shape)) for t in original.tensors]
