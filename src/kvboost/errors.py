@@ -53,7 +53,7 @@ class RecordVersionError(RecordError):
 
 
 EXTRAS: dict[str, tuple[str, ...]] = {
-    "cli": ("pydantic_settings",),
+    "cli": ("pydantic",),
     "serve": ("fastapi", "uvicorn", "prometheus_client"),
     "structured": ("llguidance",),
     "redis": ("redis",),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typer.testing import CliRunner
 
 from kvboost import KVBoost
 from kvboost.cli.flags import with_settings
-from kvboost.cli.main import main
 from kvboost.cli.settings import SECTIONS, SETTINGS, ReplyConfig, Settings
 from kvboost.cli.sources import read_settings
 from kvboost.config import EngineConfig, LoadConfig, RunnerConfig
@@ -222,16 +220,3 @@ def test_a_command_gets_flags_and_settings() -> None:
     assert "quality = 0.02  # --quality" in shown.output
     assert "port = 82  # KVBOOST_SERVE_PORT" in shown.output
     assert "max_tools = 128  # default" in shown.output
-
-
-def test_without_pydantic_settings_one_line_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "pydantic_settings", None)
-    monkeypatch.delitem(sys.modules, "kvboost.cli.sources")
-    assert main(["run", "no-such-model", "hello"]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.endswith(
-        'pydantic_settings is missing; install KVBoost with its extra cli (in a checkout: pip install ".[cli]")'
-    )
-    assert main(["run", "--help"]) == 0

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 
 from kvboost.cli.output import LogLevel, set_level
-from kvboost.cli.settings import PANELS, SETTINGS, Setting, Settings, is_list
-from kvboost.errors import ConfigError, with_extra
+from kvboost.cli.settings import PANELS, SETTINGS, Setting, is_list
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name, as Transformers takes it.")]
 
@@ -38,7 +37,10 @@ def with_settings(*sections: str) -> Callable[[Callable[..., Any]], Callable[...
         def wrapped(**arguments: Any) -> Any:
             set_level(arguments.pop("log_level"))
             flags = {setting: arguments.pop(setting.name) for setting in offered}
-            settings = _read(flags, file=arguments.pop("config"))
+            from kvboost.cli.sources import read_settings
+
+            given = {setting: value for setting, value in flags.items() if value is not None}
+            settings = read_settings(given, file=arguments.pop("config"))
             if arguments.pop("show_config"):
                 typer.echo(settings.show_config("", *sections), nl=False)
                 raise typer.Exit(0)
@@ -48,14 +50,6 @@ def with_settings(*sections: str) -> Callable[[Callable[..., Any]], Callable[...
         return wrapped
 
     return decorate
-
-
-def _read(flags: Mapping[Setting, Any], *, file: Path | None) -> Settings:
-    try:
-        from kvboost.cli.sources import read_settings
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is missing; {with_extra('cli')}") from error
-    return read_settings({setting: value for setting, value in flags.items() if value is not None}, file=file)
 
 
 _CONFIG = Annotated[
