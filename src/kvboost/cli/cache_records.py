@@ -10,7 +10,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -29,16 +29,11 @@ if TYPE_CHECKING:
 _MIN_DIGITS = 4
 
 
-@contextmanager
-def open_location(place: str, *, create: bool = False) -> Iterator[Catalogue]:
+def open_location(place: str, *, create: bool = False) -> AbstractContextManager[Catalogue]:
     """The records of a directory, server or bucket, for one ``with`` block."""
     from kvboost.store.admin import open_catalogue
 
-    catalogue = open_catalogue(place, create=create)
-    try:
-        yield catalogue
-    finally:
-        catalogue.close()
+    return closing(open_catalogue(place, create=create))
 
 
 def select_records(catalogue: Catalogue, tenant: str | None, space: str | None) -> Iterator[Entry]:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def _facts(engine: KVBoost) -> Facts:
         approximate=False,
         shares=False,
     )
-    carried = json.loads(json.dumps(made.to_dict()))  # as plain values
+    carried = json.loads(json.dumps(asdict(made)))  # as plain values
     assert Facts.from_dict(carried) == made
     return made
 

@@ -82,9 +82,9 @@ def test_a_full_fleet_is_asked_again_only_after_a_while(router: Any, names: tupl
 
 def test_whoever_holds_the_prompt_is_chosen(router: Any, facts: Facts) -> None:
     pending = _pending({"prompt": text(1, 300)})
-    router._take("empty", facts.to_dict(), _stats(_NONE))
+    router._learn("empty", asdict(facts), _stats(_NONE))
     asked = asyncio.run(router._prompts_of(pending))[repr(facts)]
-    router._take("holds it", facts.to_dict(), _stats(asked.prefix_keys))
+    router._learn("holds it", asdict(facts), _stats(asked.prefix_keys))
     for _ in range(5):
         assert _ask(router, pending, "empty", "holds it") == [["holds it"], ["empty"]]
 
@@ -95,10 +95,10 @@ def test_replicas_with_new_weights_get_requests_while_old_ones_hold_the_prompt(
 ) -> None:
     old, new = facts, replace(facts, approximate=True)  # or other weights
     pending = _pending({"prompt": text(1, 300)})
-    router._take("new", new.to_dict(), _stats(_NONE))
-    router._take("old", old.to_dict(), _stats(_NONE))
+    router._learn("new", asdict(new), _stats(_NONE))
+    router._learn("old", asdict(old), _stats(_NONE))
     asked = asyncio.run(router._prompts_of(pending))[repr(old)]
-    router._take("old", old.to_dict(), _stats(asked.prefix_keys))
+    router._learn("old", asdict(old), _stats(asked.prefix_keys))
     replicas = {replica.replica_id.unique_id: replica for replica in _replicas("old", "new")}
     router._mean_seconds = 10.0  # for each that waits
     assert router._choose(router._prompts[pending.metadata.internal_request_id], replicas).replica == "old"
@@ -118,19 +118,19 @@ def test_what_the_shared_tier_holds_is_forgotten_now_and_then_not_at_every_updat
     rng = np.random.default_rng(0)
     keys = [rng.integers(1, 2**63, 300, dtype=np.uint64) for _ in range(4)]
     for number in range(3):
-        router._take(f"r{number}", facts.to_dict(), _stats(keys[number]))
+        router._learn(f"r{number}", asdict(facts), _stats(keys[number]))
     shared = module._SHARED
     assert router._index.held_by(shared, np.concatenate(keys[:3])).all()
-    router._take("r3", facts.to_dict(), _stats(keys[3]))  # one too many
+    router._learn("r3", asdict(facts), _stats(keys[3]))  # one too many
     assert not router._index.held_by(shared, np.concatenate(keys[:3])).any()
     for number in range(3):  # told again: not wiped by each other
-        router._take(f"r{number}", facts.to_dict(), _stats(keys[number][:150]))
+        router._learn(f"r{number}", asdict(facts), _stats(keys[number][:150]))
     assert router._index.held_by(shared, np.concatenate([keys[3], *(own[:150] for own in keys[:3])])).all()
 
 
 def test_a_replica_that_has_loaded_nothing_says_nothing_about_loading(router: Any, facts: Facts) -> None:
-    router._take("has loaded", facts.to_dict(), _stats(np.array([5], dtype=np.uint64), load=1e-4))
-    router._take("is new", facts.to_dict(), _stats(np.array([6], dtype=np.uint64)))
+    router._learn("has loaded", asdict(facts), _stats(np.array([5], dtype=np.uint64), load=1e-4))
+    router._learn("is new", asdict(facts), _stats(np.array([6], dtype=np.uint64)))
     assert router._router.costs.load == 1e-4
 
 
@@ -140,7 +140,7 @@ def test_a_prompt_whose_reading_fails_goes_where_the_queue_is_short(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    router._take("a", facts.to_dict(), _stats(np.array([5], dtype=np.uint64)))
+    router._learn("a", asdict(facts), _stats(np.array([5], dtype=np.uint64)))
 
     def fails(scope: Any, body: bytes) -> Any:
         raise ZeroDivisionError("in a template")

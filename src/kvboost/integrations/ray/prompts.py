@@ -7,7 +7,7 @@ Used by :mod:`kvboost.integrations.ray.router`, in the front's process: needs ne
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from pydantic import ValidationError
@@ -35,10 +35,6 @@ class Facts:
     """Whether it uses text behind other text."""
     shares: bool
     """Whether what it computes goes to a tier that all replicas read."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As Serve carries it."""
-        return asdict(self)
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Self:

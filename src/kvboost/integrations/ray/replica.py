@@ -71,13 +71,14 @@ class Replica:
         config, session = self._engine.config, self._engine.session
         if session is None or not isinstance(config.chunking, str):
             return {}  # nothing is reused here, or cut by rules that a router does not have
-        return Facts(
+        facts = Facts(
             fingerprint=session.prefiller.keys.fingerprint(),
             chunking=config.chunking,
             chunk_tokens=config.chunk_tokens,
             approximate=config.quality != "exact",
             shares=config.remote_url is not None or config.object_url is not None,
-        ).to_dict()
+        )
+        return asdict(facts)
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Called by Serve every few seconds, for the routers."""

@@ -27,7 +27,6 @@ from kvboost.hf.fingerprint import CONFIG_NOISE
 from kvboost.types import ModelSnapshot
 
 _log = logging.getLogger(__name__)
-_PIECE = 2**24
 _MAX_REQUEST_KINDS = 4096  # pairs of salt and adapter whose keys are kept
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 
@@ -80,11 +79,8 @@ def digest_files(files: Sequence[Path]) -> str:
     """SHA-256 over the contents of these files, whatever their names."""
 
     def one(file: Path) -> bytes:
-        hasher = hashlib.sha256()
         with file.open("rb") as stream:
-            while piece := stream.read(_PIECE):
-                hasher.update(piece)
-        return hasher.digest()
+            return hashlib.file_digest(stream, "sha256").digest()
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # hashing releases the interpreter
         return hashlib.sha256(b"".join(pool.map(one, files))).hexdigest()

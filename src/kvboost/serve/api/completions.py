@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -86,18 +87,15 @@ def _prompts(given: str | list[Any]) -> Sequence[str | list[int]]:
     return [given] if isinstance(given[0], int) else given
 
 
+@dataclass(frozen=True)
 class _Writer:
     """Writes one answer."""
 
-    def __init__(
-        self,
-        service: Service,
-        body: CompletionRequest,
-        generation: GenerationRequest,
-        echoed: Sequence[str],
-    ) -> None:
-        """``echoed`` are the texts of the prompts, if they are to be repeated."""
-        self._service, self._body, self._generation, self._echoed = service, body, generation, echoed
+    _service: Service
+    _body: CompletionRequest
+    _generation: GenerationRequest
+    _echoed: Sequence[str]
+    """The texts of the prompts, if they are to be repeated."""
 
     async def whole(self) -> Response:
         """The answer as one object."""

@@ -163,17 +163,28 @@ class RecordTier(ABC, Generic[B]):
             self._counters.refused += outcome is PutOutcome.REFUSED
         return outcome
 
+    def flush(self) -> None:
+        """Return once what was stored is as safe as the place makes it: at once, where it is so from the beginning."""
+
     @abstractmethod
     def remove(self, keys: Sequence[bytes]) -> None:
         """Remove these blocks."""
 
-    @abstractmethod
+    def clear(self) -> None:
+        """Remove every block of this namespace."""
+        self._forget(self._records.namespace.tenant, self._records.space)
+
     def purge(self, tenant: bytes) -> None:
         """Remove every block of a tenant, of whatever model or codec. ``tenant`` is the digest in its namespace."""
+        self._forget(tenant, None)
 
-    @abstractmethod
     def purge_all(self) -> None:
         """Remove every block in the place, of whatever tenant, model or codec."""
+        self._forget(None, None)
+
+    @abstractmethod
+    def _forget(self, tenant: bytes | None, space: bytes | None) -> None:
+        """Remove every block of a tenant, or of all, and of a space of that tenant's, or of all."""
 
     def close(self) -> None:
         """Close the connections and threads if they were opened for this tier. What was stored stays."""

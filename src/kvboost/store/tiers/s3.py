@@ -309,9 +309,6 @@ class ObjectTier(RecordTier[_ObjectBackend]):
     def used(self, chain: Sequence[bytes]) -> None:
         """Nothing: objects go by their age, not by their use."""
 
-    def flush(self) -> None:
-        """Nothing: an object that was stored is as safe as the store makes it."""
-
     # Forgetting
 
     def remove(self, keys: Sequence[bytes]) -> None:
@@ -325,19 +322,12 @@ class ObjectTier(RecordTier[_ObjectBackend]):
                 self._objects.delete(self._path(key))
                 self._uncount(size)
 
-    def clear(self) -> None:
-        """Remove every block of this namespace."""
-        self._backend.each(self._delete_all, [self._space], None, waited_for=False)
-
-    def purge(self, tenant: bytes) -> None:
-        """Remove every block of a tenant, of whatever model or codec. ``tenant`` is the digest in its namespace."""
-        self._backend.each(self._delete_all, [tenant.hex()], None, waited_for=False)
-
-    def purge_all(self) -> None:
-        """Remove every block under the URL, of whatever tenant."""
-        nobody: list[str] = []
-        (tenants,) = self._backend.each(lambda _: tenants_in(self._objects), [None], nobody, waited_for=False)
-        self._backend.each(self._delete_all, tenants, None, waited_for=False)
+    def _forget(self, tenant: bytes | None, space: bytes | None) -> None:
+        folders = ["/".join(part.hex() for part in (tenant, space) if part is not None)]
+        if tenant is None:
+            nobody: list[str] = []
+            (folders,) = self._backend.each(lambda _: tenants_in(self._objects), [None], nobody, waited_for=False)
+        self._backend.each(self._delete_all, folders, None, waited_for=False)
 
     def _delete_all(self, prefix: str) -> None:
         with self._counting:

@@ -251,17 +251,12 @@ class DiskTier(RecordTier[Directory]):
             self._remove_file(place)
         index.delete_missing(places, self._layout.has)
 
-    def clear(self) -> None:
-        """Remove every block of this namespace."""
-        self._with_index(lambda index: self._drop(index, [self._space]), None)
+    def _forget(self, tenant: bytes | None, space: bytes | None) -> None:
+        def drop(index: ChunkIndex) -> None:
+            spaces = index.spaces(tenant=tenant) if space is None else [space]
+            self._drop(index, spaces if tenant is not None else [*{*spaces, *self._layout.spaces()}])
 
-    def purge(self, tenant: bytes) -> None:
-        """Remove every block of a tenant, of whatever model or codec. ``tenant`` is the digest in its namespace."""
-        self._with_index(lambda index: self._drop(index, index.spaces(tenant=tenant)), None)
-
-    def purge_all(self) -> None:
-        """Remove every block in the directory, of whatever tenant."""
-        self._with_index(lambda index: self._drop(index, [*{*index.spaces(), *self._layout.spaces()}]), None)
+        self._with_index(drop, None)
 
     def _drop(self, index: ChunkIndex, spaces: Sequence[bytes]) -> None:
         while index.drop(spaces, _DROPPED_AT_ONCE, self._remove_file):

@@ -105,8 +105,7 @@ class RedisTier(RecordTier[_RedisBackend]):
         super()._open(backend, records, owns_backend=owns_backend)
         self._values = backend.values
         self.name = backend.values.kind
-        self._space = f"{records.namespace.tenant.hex()}:{records.space.hex()}"
-        self._names = f"{backend.prefix}:{FORMAT}:{self._space}:"
+        self._names = f"{backend.prefix}:{FORMAT}:{records.namespace.tenant.hex()}:{records.space.hex()}:"
 
     def _name(self, key: bytes) -> str:
         return self._names + key.hex()
@@ -149,9 +148,6 @@ class RedisTier(RecordTier[_RedisBackend]):
         there = self._values.touch([self._name(key) for key in reversed(chain)])
         return [key for key, is_there in zip(chain, reversed(there), strict=True) if not is_there]
 
-    def flush(self) -> None:
-        """Nothing: what was stored lies in the server already."""
-
     # Forgetting
 
     def remove(self, keys: Sequence[bytes]) -> None:
@@ -161,28 +157,17 @@ class RedisTier(RecordTier[_RedisBackend]):
     def _discard(self, key: bytes) -> None:
         self._values.remove([self._name(key)], is_waited_for=True)
 
-    def clear(self) -> None:
-        """Remove every block of this namespace, by a scan of the server."""
-        self._purge(self._space)
-
-    def purge(self, tenant: bytes) -> None:
-        """Remove every block of a tenant, of whatever model or codec. ``tenant`` is the digest in its namespace."""
-        self._purge(tenant.hex())
-
-    def purge_all(self) -> None:
-        """Remove every block under the prefix, of whatever tenant."""
-        self._purge("")
+    def _forget(self, tenant: bytes | None, space: bytes | None) -> None:
+        """By a scan of the server."""
+        try:
+            self._values.purge(":".join(part.hex() for part in (tenant, space) if part is not None))
+        except UnavailableError as error:
+            self._backend.report(error)
 
     def _totals(self) -> tuple[int, int]:
         """Nothing: only a scan of the whole server would tell, and every process that shares it would make one."""
         self._backend.capacity_bytes = self._values.capacity_bytes or _UNLIMITED
         return 0, 0
-
-    def _purge(self, owner: str) -> None:
-        try:
-            self._values.purge(owner)
-        except UnavailableError as error:
-            self._backend.report(error)
 
 
 def _pointer(info: BlockInfo) -> bytes:
