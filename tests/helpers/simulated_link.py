@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from kvboost.direct_io import page_aligned, up_to_page
-from kvboost.offload.weights.link import Budget, Extent, Source
+from kvboost.direct_io import page_aligned
+from kvboost.offload.weights.link import Extent, Link, Source
 from kvboost.streams import Copies
 
 POISON = 0xFF  # of every byte: not a number in any floating type
@@ -64,7 +64,7 @@ class _Queue:
                 self._errors.append(error)
 
 
-class SimulatedLink:
+class SimulatedLink(Link):
     """Copies on one thread; with ``queued``, computes on another, as a device does."""
 
     def __init__(
@@ -76,7 +76,7 @@ class SimulatedLink:
         delay: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """``delay`` gives seconds to lose before each copy and each computation."""
-        self._budget = Budget(budget)
+        super().__init__(budget=budget)
         self._rate, self._delay = bytes_per_second, delay
         self.copy_seconds = 0.0
         """How long copies took, without waiting for their turn."""
@@ -87,16 +87,9 @@ class SimulatedLink:
         self._copying = _Queue(delay, self.errors)
         self._computing = _Queue(delay, self.errors) if queued else None
 
-    @property
-    def allocated(self) -> int:
-        """Bytes given out so far."""
-        return self._budget.used
-
-    def allocate(self, size: int) -> torch.Tensor:
+    def _memory(self, size: int) -> torch.Tensor:
         """Poisoned memory [bytes]."""
-        self._budget.take(up_to_page(size))
-        memory = torch.frombuffer(page_aligned(up_to_page(size)), dtype=torch.uint8)
-        return memory.fill_(POISON)
+        return torch.frombuffer(page_aligned(size), dtype=torch.uint8).fill_(POISON)
 
     def copy(self, source: Source, extent: Extent, into: torch.Tensor, *, after: _Event) -> _Event:
         """Poison the memory, then copy as fast as the link allows."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvboost import KVBoost
-from kvboost.serve.observability.kept import total_stats
+from kvboost.serve.observability.metrics import total_stats
 from kvboost.store import DiskTier, MemoryStore
 
 _SETTINGS: dict[str, Any] = {"chunk_size": 16, "chunking": "fixed", "quality": "exact"}

@@ -6,6 +6,7 @@ keeps the contract of :class:`Link`, the simulated one in ``tests/helpers`` too.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -88,67 +89,56 @@ class HostSource:
         into[: extent.size] = memoryview(held.numpy())  # type: ignore[arg-type]
 
 
-class Link(Protocol):
+class Link(ABC):
     """Copies weights to where they are computed with. Copies run in the order in which they were asked for."""
 
-    @property
-    def allocated(self) -> int:
+    def __init__(self, *, budget: int) -> None:
+        """``budget`` in bytes, of all that is given out."""
+        self._budget = budget
+        self.allocated = 0
         """Bytes given out so far."""
-        ...
 
     def allocate(self, size: int) -> torch.Tensor:
         """Memory [bytes] that begins at a page. Raises CapacityError beyond the budget, whatever was asked before."""
-        ...
+        size = up_to_page(size)
+        if self.allocated + size > self._budget:
+            raise CapacityError(
+                f"{size / 1e6:.1f} MB more do not fit a weight budget of {self._budget / 1e6:.1f} MB, of which "
+                f"{self.allocated / 1e6:.1f} MB are taken; raise weight_budget"
+            )
+        self.allocated += size
+        return self._memory(size)
 
+    @abstractmethod
+    def _memory(self, size: int) -> torch.Tensor:
+        """So many whole pages of new memory."""
+
+    @abstractmethod
     def copy(self, source: Source, extent: Extent, into: torch.Tensor, *, after: Any) -> Any:
         """Copy a part of a slab once that event has happened, and not before. Returns at once what to wait for."""
-        ...
 
+    @abstractmethod
     def event(self) -> Any:
         """All that was computed so far by the calling thread."""
-        ...
 
+    @abstractmethod
     def wait(self, copy: Any) -> None:
         """Let nothing be computed from here on before the copy is whole. A copy that failed raises here."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """End its threads. No more copies."""
-        ...
 
 
-class Budget:
-    """Counts bytes against a limit."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.used = limit, 0
-
-    def take(self, size: int) -> None:
-        """Raises CapacityError if that is more than is left."""
-        if self.used + size > self.limit:
-            raise CapacityError(
-                f"{size / 1e6:.1f} MB more do not fit a weight budget of {self.limit / 1e6:.1f} MB, of which "
-                f"{self.used / 1e6:.1f} MB are taken; raise weight_budget"
-            )
-        self.used += size
-
-
-class HostLink:
+class HostLink(Link):
     """For computing on the CPU: a thread reads straight into the memory the model computes with."""
 
     def __init__(self, *, budget: int) -> None:
-        self._budget = Budget(budget)
+        super().__init__(budget=budget)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvboost-weights")
 
-    @property
-    def allocated(self) -> int:
-        """Bytes given out so far."""
-        return self._budget.used
-
-    def allocate(self, size: int) -> torch.Tensor:
-        """Memory [bytes] that begins at a page."""
-        self._budget.take(up_to_page(size))
-        return torch.frombuffer(page_aligned(up_to_page(size)), dtype=torch.uint8)
+    def _memory(self, size: int) -> torch.Tensor:
+        return torch.frombuffer(page_aligned(size), dtype=torch.uint8)
 
     def copy(self, source: Source, extent: Extent, into: torch.Tensor, *, after: None) -> Future[None]:
         """Begin to read. A CPU has computed everything before when it gets here, so there is nothing to wait for."""
@@ -166,7 +156,7 @@ class HostLink:
         self._worker.shutdown(wait=True, cancel_futures=True)
 
 
-class AcceleratorLink:
+class AcceleratorLink(Link):
     """For an accelerator: a stream of its own copies from pinned memory while the model's stream computes.
 
     Not run by this project's tests, which have no accelerator: reviewed against the contract above. Two threads meet
@@ -175,8 +165,8 @@ class AcceleratorLink:
     """
 
     def __init__(self, device: torch.device, *, budget: int) -> None:
+        super().__init__(budget=budget)
         self.device = device
-        self._budget = Budget(budget)
         self._stream = torch.Stream(device)
         self._worker = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="kvboost-weights", initializer=self._use_copy_stream
@@ -184,15 +174,9 @@ class AcceleratorLink:
         # For sources that hold nothing: two pinned buffers, each with the copy that last read it.
         self._staging: list[tuple[torch.Tensor, Any]] = []
 
-    @property
-    def allocated(self) -> int:
-        """Bytes given out so far."""
-        return self._budget.used
-
-    def allocate(self, size: int) -> torch.Tensor:
-        """Device memory [bytes]. It is never given back while copies run, so the allocator cannot reuse it early."""
-        self._budget.take(up_to_page(size))
-        return torch.empty(up_to_page(size), dtype=torch.uint8, device=self.device)
+    def _memory(self, size: int) -> torch.Tensor:
+        """On the device. It is never given back while copies run, so the allocator cannot reuse it early."""
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def copy(self, source: Source, extent: Extent, into: torch.Tensor, *, after: torch.Event) -> Future[Any]:
         """Hand the copy to the link's thread. ``after`` was recorded by the caller, so it is on its stream already."""

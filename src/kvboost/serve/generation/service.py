@@ -31,8 +31,7 @@ from kvboost.serve.generation.requests import Answer, GenerationRequest, Offer
 from kvboost.serve.generation.structured import Constrain, Grammars
 from kvboost.serve.generation.token_stream import Ended, TokenStream, milliseconds, seconds_per_token, token_bytes
 from kvboost.serve.generation.tokenizing import PromptLengths, Tokenizing
-from kvboost.serve.observability.kept import KeptStats
-from kvboost.serve.observability.metrics import Metrics, RequestRecord
+from kvboost.serve.observability.metrics import KeptStats, Metrics, RequestRecord
 from kvboost.serve.observability.requests import Spaces, current_request, stored_tenant
 from kvboost.serve.observability.tracing import RequestSpan, current_span
 from kvboost.serve.schemas.base import ResponseFormat

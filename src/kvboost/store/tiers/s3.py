@@ -29,7 +29,7 @@ from kvboost.direct_io import page_aligned
 from kvboost.errors import RecordError
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.base import MAX_VARIANTS, Backend, RecordTier, in_order
-from kvboost.store.tiers.buckets import CAPACITY, PROBE, Failures, open_objects, read_limit, tenants_in
+from kvboost.store.tiers.buckets import CAPACITY, PROBE, open_objects, read_limit, tenants_in
 from kvboost.store.tiers.remote import Breaker
 from kvboost.types import BlockInfo, KVBlock, PutOutcome
 
@@ -48,17 +48,16 @@ class _ObjectBackend(Backend):
 
     def __init__(
         self,
-        objects: Any,
-        failures: Failures,
+        url: str,
         *,
-        place: str,
         wanted_bytes: int | None,
         tenant_quota: int | None,
         timeout_s: float,
         readers: int,
+        config: Mapping[str, Any] | None,
     ) -> None:
-        super().__init__("objects", place=place, wanted_bytes=wanted_bytes, default_bytes=_UNLIMITED)
-        self.objects, self.failures = objects, failures
+        super().__init__("objects", place=url, wanted_bytes=wanted_bytes, default_bytes=_UNLIMITED)
+        self.objects, self.failures = open_objects(url, timeout_s=timeout_s, config=config)
         self._tenant_quota = tenant_quota
         self._limit_is_known = False
         self._timeout_s = timeout_s
@@ -171,15 +170,13 @@ class ObjectTier(RecordTier[_ObjectBackend]):
         ``capacity_bytes`` is the limit of a bucket that has none yet. No request of the store's takes longer than
         ``timeout_s``.
         """
-        objects, failures = open_objects(url, timeout_s=timeout_s, config=config)
         backend = _ObjectBackend(
-            objects,
-            failures,
-            place=url,
+            url,
             wanted_bytes=capacity_bytes,
             tenant_quota=tenant_quota_bytes,
             timeout_s=timeout_s,
             readers=readers,
+            config=config,
         )
         self._open(backend, records, owns_backend=True)
 
