@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
-from kvboost.serve.generation.prompts import Turn
+from kvboost.serve.generation.prompts import Turn, join_parts
 from kvboost.serve.schemas.messages import (
     Block,
     CountTokensRequest,
@@ -25,41 +25,10 @@ _BILLING = "x-anthropic-billing-header:"
 """Begins the line that Claude Code writes before its system prompt; a hash in it changes with every request."""
 
 
-class _Content:
-    """The text of one turn, and where its blocks mark a cut. Blocks are joined with a line break."""
-
-    def __init__(self, content: str | Iterable[TextBlock] | None = None) -> None:
-        self._texts: list[str] = []
-        self._length = 0
-        self.marks: list[int] = []
-        for block in _as_blocks(content):
-            self.add(block)
-
-    def add(self, block: TextBlock) -> None:
-        """One more block."""
-        self._length += len(block.text) + bool(self._texts)
-        self._texts.append(block.text)
-        if block.cache_control is not None:
-            self.mark()
-
-    def mark(self) -> None:
-        """A cut after what there is."""
-        self.marks.append(self._length)
-
-    def turn(self, role: str, **fields: Any) -> Turn:
-        """A turn with this text."""
-        return Turn({"role": role, "content": "\n".join(self._texts), **fields}, tuple(self.marks))
-
-    def __bool__(self) -> bool:
-        return bool(self._texts)
-
-
 def to_turns(body: CountTokensRequest) -> list[Turn]:
     """The turns of a conversation. Messages of one role in a row are one turn, as at Anthropic."""
-    turns: list[Turn] = []
-    system = _Content(block for block in map(_without_billing, _as_blocks(body.system)) if block.text)
-    if system:
-        turns.append(system.turn("system"))
+    system = [block for block in map(_without_billing, _as_blocks(body.system)) if block.text]
+    turns = [_turn("system", system)] if system else []
     names: dict[str, str] = {}  # of the functions, by the ids of their calls
     for role, messages in groupby(body.messages, key=lambda message: message.role):
         blocks = [block for message in messages for block in _blocks_of(message)]
@@ -67,12 +36,19 @@ def to_turns(body: CountTokensRequest) -> list[Turn]:
     return turns
 
 
+def _turn(role: str, blocks: Iterable[TextBlock], *, is_marked: bool = False, **fields: Any) -> Turn:
+    """A turn with the text of these blocks, cut where they mark it, and if ``is_marked`` at its end."""
+    text, _, marks = join_parts(blocks)
+    return Turn({"role": role, "content": text, **fields}, (*marks, len(text)) if is_marked else tuple(marks))
+
+
 def _of_assistant(blocks: Iterable[Block], names: dict[str, str]) -> Turn:
-    content, thoughts = _Content(), []
+    said: list[TextBlock] = []
+    thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for block in blocks:
         if isinstance(block, TextBlock):
-            content.add(block)
+            said.append(block)
         elif isinstance(block, ThinkingBlock):
             thoughts.append(block.thinking)
         elif isinstance(block, ToolUseBlock):
@@ -82,25 +58,24 @@ def _of_assistant(blocks: Iterable[Block], names: dict[str, str]) -> Turn:
     fields: dict[str, Any] = {"tool_calls": calls} if calls else {}
     if thoughts:
         fields["reasoning_content"] = "\n".join(thoughts)
-    return content.turn("assistant", **fields)
+    return _turn("assistant", said, **fields)
 
 
 def _of_user(role: str, blocks: Iterable[Block], names: dict[str, str]) -> Iterator[Turn]:
-    content = _Content()
+    said: list[TextBlock] = []
     for block in blocks:
         if isinstance(block, TextBlock):
-            content.add(block)
+            said.append(block)
         elif isinstance(block, ToolResultBlock):
-            if content:
-                yield content.turn(role)
-                content = _Content()
-            result = _Content(block.content)
-            if block.cache_control is not None:
-                result.mark()
+            if said:
+                yield _turn(role, said)
+                said = []
             named = {"name": names[block.tool_use_id]} if block.tool_use_id in names else {}
-            yield result.turn("tool", tool_call_id=block.tool_use_id, **named)
-    if content:
-        yield content.turn(role)
+            is_marked = block.cache_control is not None
+            result = _as_blocks(block.content)
+            yield _turn("tool", result, is_marked=is_marked, tool_call_id=block.tool_use_id, **named)
+    if said:
+        yield _turn(role, said)
 
 
 def _as_blocks(content: str | Iterable[TextBlock] | None) -> Iterable[TextBlock]:

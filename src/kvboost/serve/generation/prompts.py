@@ -20,7 +20,8 @@ from typing import Any
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.replies import ReplyMemory, TextBefore
 from kvboost.serve.generation.tokenizing import PromptLengths
-from kvboost.serve.schemas.base import Message
+from kvboost.serve.schemas.base import Message, TextPart
+from kvboost.serve.schemas.messages import TextBlock
 from kvboost.serve.security.bodies import check_size
 from kvboost.serve.security.limits import Limits
 
@@ -71,17 +72,10 @@ class ChatPrompt:
 
 def to_turn(message: Message, *, param: str = "messages") -> Turn:
     """A client's message as templates take it; ``param`` is the field it came in."""
-    marks: list[int] = []
-    ends: list[int] = []
     if isinstance(message.content, list):
-        content = ""
-        for index, part in enumerate(message.content):
-            content += part.text if index == 0 else "\n" + part.text
-            ends.append(len(content))
-            if part.cache_control is not None:
-                marks.append(len(content))
+        content, ends, marks = join_parts(message.content)
     else:
-        content = message.content or ""
+        content, ends, marks = message.content or "", [], []
     role = "system" if message.role == "developer" else message.role
     fields: dict[str, Any] = {"role": role, "content": content}
     if message.reasoning_content is not None:
@@ -100,6 +94,19 @@ def to_turn(message: Message, *, param: str = "messages") -> Turn:
             for call in message.tool_calls
         ]
     return Turn(fields, tuple(marks), tuple(ends))
+
+
+def join_parts(parts: Iterable[TextPart | TextBlock]) -> tuple[str, list[int], list[int]]:
+    """The text of several parts, joined with line breaks; where each ends in it, and where those do that mark a cut."""
+    text = ""
+    ends: list[int] = []
+    marks: list[int] = []
+    for index, part in enumerate(parts):
+        text += part.text if index == 0 else "\n" + part.text
+        ends.append(len(text))
+        if part.cache_control is not None:
+            marks.append(len(text))
+    return text, ends, marks
 
 
 def check_arguments(texts: Iterable[str], limits: Limits, *, param: str) -> None:

@@ -10,13 +10,13 @@ from kvboost.serve.schemas.base import (
     NO_EFFECT,
     Body,
     CalledFunction,
-    Function,
     Inert,
     JsonObjectFormat,
     Listed,
-    NamedFunction,
+    Name,
     NamedSchema,
     SamplingBody,
+    Schema,
     Text,
     TextFormat,
     TextOr,
@@ -120,16 +120,21 @@ class TextSettings(Body):
     verbosity: Annotated[Literal["low", "medium", "high"] | None, NO_EFFECT] = None
 
 
-class FunctionTool(Function):
+class FunctionTool(Body):
     """A function the model may call. The tools that OpenAI's own servers run are refused."""
 
     type: Literal["function"]
+    name: Name
+    description: Text | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
 
 
-class NamedTool(NamedFunction):
+class NamedTool(Body):
     """The one function to call."""
 
     type: Literal["function"]
+    name: Name
 
 
 class Reasoning(Body):

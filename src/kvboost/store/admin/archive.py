@@ -17,13 +17,14 @@ import os
 import tarfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from kvboost.direct_io import page_aligned
 from kvboost.errors import ForeignRecordError, PlaceError, RecordError, RecordVersionError
-from kvboost.store.admin.base import MAX_RECORD_BYTES, Catalogue, Entry, Finding, ImportTier, KeyRing, Verdict, check
+from kvboost.store.admin.base import MAX_RECORD_BYTES, Catalogue, Entry, Finding, KeyRing, Verdict, check
 from kvboost.store.record.format import inspect, space_of
 from kvboost.store.record.header import PAGE, Buffer, RecordHeader, aligned, header_length
+from kvboost.store.tiers.base import RecordTier
 from kvboost.types import PutOutcome
 
 _BLOCK = tarfile.BLOCKSIZE
@@ -159,11 +160,7 @@ def _member(block: bytes) -> tarfile.TarInfo | None:
 
 def verified(catalogue: Catalogue, entries: Iterable[Entry], *, keys: KeyRing) -> Iterator[tuple[Entry, Finding]]:
     """Each record and what can be said about it."""
-    for entry, record in catalogue.records(entries):
-        if record is None:
-            yield entry, Finding(Verdict.MISSING, "it is not there any more")
-        else:
-            yield entry, check(record, space=entry.space, key=entry.key, keys=keys)
+    return ((entry, _finding(entry, record, keys)) for entry, record in catalogue.records(entries))
 
 
 def exported(
@@ -171,14 +168,17 @@ def exported(
 ) -> Iterator[tuple[Entry, Finding]]:
     """Write what is whole, and what is locked as it stands; say of each record what was found."""
     for entry, record in catalogue.records(entries):
-        if record is None:
-            yield entry, Finding(Verdict.MISSING, "it is not there any more")
-            continue
-        finding = check(record, space=entry.space, key=entry.key, keys=keys)
-        if finding.verdict in (Verdict.WHOLE, Verdict.LOCKED):
+        finding = _finding(entry, record, keys)
+        if record is not None and finding.verdict in (Verdict.WHOLE, Verdict.LOCKED):
             into.add(record)
         yield entry, finding
     into.finish()
+
+
+def _finding(entry: Entry, record: memoryview | None, keys: KeyRing) -> Finding:
+    if record is None:
+        return Finding(Verdict.MISSING, "it is not there any more")
+    return check(record, space=entry.space, key=entry.key, keys=keys)
 
 
 class Outcome(enum.Enum):
@@ -209,7 +209,7 @@ class Importer:
         self._keys = keys
         self._capacity = capacity_bytes
         self._space: bytes | None = None
-        self._tier: ImportTier | None = None
+        self._tier: RecordTier[Any] | None = None
         self.evicted = 0
         """Records that were evicted for new ones."""
 
@@ -237,7 +237,7 @@ class Importer:
             raise PlaceError(f"{self._catalogue.place} takes no records ({kinds}); repair that and import again")
         return Arrival(header, Outcome(outcome.value))
 
-    def _tier_for(self, header: RecordHeader) -> ImportTier:
+    def _tier_for(self, header: RecordHeader) -> RecordTier[Any]:
         """A tier for the record's space. An export has spaces one after the other: one is open at a time."""
         space = space_of(header)
         if self._tier is None or self._space != space:

@@ -15,12 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kvboost.errors import ConfigError, ForeignRecordError, RecordError, RecordVersionError
-from kvboost.extend import Tier
 from kvboost.store.record.format import RecordFormat, inspect, record_format, space_of
 from kvboost.store.record.header import PAGE, Buffer, RecordHeader, header_length
+from kvboost.store.tiers.base import RecordTier
 from kvboost.store.tiers.base import in_order as submitted_in_order
 from kvboost.types import KVBlock
 
@@ -46,13 +46,6 @@ class Entry:
     """The bytes it takes, as this place counts them."""
     used_at: float | None
     """When it was last used (in a bucket: written), in seconds since 1970."""
-
-
-class ImportTier(Tier, Protocol):
-    """A tier that also says what failed."""
-
-    def health(self) -> dict[str, int]:
-        """How often each kind of failure was seen."""
 
 
 class Catalogue(ABC):
@@ -100,7 +93,7 @@ class Catalogue(ABC):
         return 0
 
     @abstractmethod
-    def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
+    def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> RecordTier[Any]:
         """A tier of this place to import into. ``capacity_bytes`` is the limit of a place that has none yet."""
 
     @abstractmethod

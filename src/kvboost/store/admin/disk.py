@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvboost.errors import PlaceError
-from kvboost.store.admin.base import MAX_RECORD_BYTES, Catalogue, Entry, ImportTier, examine, head_of
+from kvboost.store.admin.base import MAX_RECORD_BYTES, Catalogue, Entry, examine, head_of
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.disk.database import IndexUnavailableError, IndexView, is_damaged
 from kvboost.store.tiers.disk.directory import claim, index_lock
@@ -136,7 +136,7 @@ class DiskCatalogue(Catalogue):
         """Remove every file with a record's name."""
         return self.remove(list(self.entries()))
 
-    def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
+    def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> DiskTier:
         """A disk tier in this directory."""
         return DiskTier(self._layout.directory, capacity_bytes=capacity_bytes, records=records)
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvboost.errors import PlaceError
-from kvboost.store.admin.base import MAX_RECORD_BYTES, Catalogue, Entry, ImportTier, head_of
+from kvboost.store.admin.base import MAX_RECORD_BYTES, Catalogue, Entry, head_of
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.buckets import CAPACITY, PROBE, open_objects, read_limit, tenants_in
 from kvboost.store.tiers.s3 import ObjectTier
@@ -81,7 +81,7 @@ class ObjectCatalogue(Catalogue):
             batch = list(names[begin : begin + _AT_ONCE])
             self._asked(partial(self._objects.delete, batch))
 
-    def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
+    def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ObjectTier:
         """An object tier in this bucket."""
         return ObjectTier(self.place, records=records, capacity_bytes=capacity_bytes, timeout_s=_TIMEOUT_S)
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvboost.errors import ConfigError, PlaceError
-from kvboost.store.admin.base import MAX_RECORD_BYTES, Catalogue, Entry, ImportTier, head_of
+from kvboost.store.admin.base import MAX_RECORD_BYTES, Catalogue, Entry, head_of
 from kvboost.store.record.format import RecordFormat
 from kvboost.store.tiers.mooncake import giving_nothing
 from kvboost.store.tiers.redis.tier import PREFIX, RedisTier, open_values
@@ -96,7 +96,7 @@ class RedisCatalogue(Catalogue):
         """Remove what earlier versions left: their values, and the ledger that counted them."""
         return self._done(lambda: self._listed().purge("", outdated=True))
 
-    def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> ImportTier:
+    def tier(self, records: RecordFormat, *, capacity_bytes: int | None) -> RedisTier:
         """A Redis tier on this server."""
         if capacity_bytes is not None:
             raise self._own_limit()

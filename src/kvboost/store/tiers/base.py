@@ -44,8 +44,7 @@ class Backend(ABC):
         self.wanted_bytes = wanted_bytes
         self.capacity_bytes = default_bytes if wanted_bytes is None else wanted_bytes
         """The place's limit, as far as it is known."""
-        self._told = False
-        self._is_small = False
+        self._said: set[str] = set()
         self.health = Failures(f"{tier} tier")
         self._writing_lock = threading.Lock()
         self._being_written: set[Place] = set()
@@ -58,10 +57,7 @@ class Backend(ABC):
     def limited_to(self, capacity: int) -> None:
         """The place has this limit. Whoever asked for another is told, once."""
         self.capacity_bytes = capacity
-        differs = self.wanted_bytes is not None and self.wanted_bytes != capacity
-        with self._writing_lock:
-            first, self._told = differs and not self._told, self._told or differs
-        if first:
+        if self.wanted_bytes not in (None, capacity) and self._is_new("limit"):
             warnings.warn(
                 f"{self._place} has a limit of {capacity:,} bytes for all who use it, so {self.wanted_bytes:,} is not "
                 f"used; change it for all with: kvboost cache limit {self._place} SIZE",
@@ -71,15 +67,19 @@ class Backend(ABC):
 
     def warn_too_small(self, size: int) -> None:
         """A record does not fit, whatever is evicted. Said once: nothing else shows that nothing is stored."""
-        with self._writing_lock:
-            first, self._is_small = not self._is_small, True
-        if first:
+        if self._is_new("size"):
             warnings.warn(
                 f"{self._place} has a limit of {self.capacity_bytes:,} bytes, and a chunk takes {size:,}: it is "
                 f"not stored; raise the limit with: kvboost cache limit {self._place} SIZE",
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def _is_new(self, warning: str) -> bool:
+        """Whether this was not said before."""
+        with self._writing_lock:
+            was_said, self._said = warning in self._said, {*self._said, warning}
+        return not was_said
 
     @contextmanager
     def writing(self, place: Place) -> Iterator[bool]:
@@ -165,6 +165,10 @@ class RecordTier(ABC, Generic[B]):
 
     def flush(self) -> None:
         """Return once what was stored is as safe as the place makes it: at once, where it is so from the beginning."""
+
+    @abstractmethod
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of these are there."""
 
     @abstractmethod
     def remove(self, keys: Sequence[bytes]) -> None:
