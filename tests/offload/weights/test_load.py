@@ -18,8 +18,7 @@ from kvboost.hf.fingerprint import ModelIdentity
 from kvboost.hf.loading import ModelSource
 from kvboost.hf.probe import probe_model
 from kvboost.offload.weights.load import load_streamed, put_together
-from kvboost.offload.weights.placement import place_weights
-from kvboost.offload.weights.skeleton import build_skeleton
+from kvboost.offload.weights.skeleton import build_skeleton, place_weights
 from kvboost.offload.weights.slabs import make_slabs
 from kvboost.offload.weights.streamer import streamer_of
 from tests.helpers.files import same_times

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvboost.direct_io import PAGE
 from kvboost.errors import ConfigError
-from kvboost.offload.weights.placement import place_weights
+from kvboost.offload.weights.skeleton import place_weights
 from kvboost.offload.weights.slabs import REST, lay_out
 
 _ROW = PAGE // 4

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvboost.errors import CapacityError
 from kvboost.offload.weights.link import Extent, FileSource, HostSource
-from kvboost.offload.weights.placement import place_weights
+from kvboost.offload.weights.skeleton import place_weights
 from kvboost.offload.weights.slabs import REST, SlabFolder, lay_out, make_slabs
 from kvboost.offload.weights.streamer import WeightStreamer
 from tests.helpers.simulated_link import SimulatedLink

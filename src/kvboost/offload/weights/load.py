@@ -27,8 +27,7 @@ from kvboost.hf.loading import ModelSource, load_checkpoint, load_resident, load
 from kvboost.hf.shape import layout_of_config, shape_of
 from kvboost.offload.weights.awq import AwqWeights
 from kvboost.offload.weights.link import AcceleratorLink, Extent, FileSource, HostLink, HostSource, Link, Source
-from kvboost.offload.weights.placement import WeightPlacement, place_weights
-from kvboost.offload.weights.skeleton import Skeleton, build_skeleton
+from kvboost.offload.weights.skeleton import Skeleton, WeightPlacement, build_skeleton, place_weights
 from kvboost.offload.weights.slabs import Pieces, SlabFolder, make_slabs
 from kvboost.offload.weights.streamer import WeightStreamer
 

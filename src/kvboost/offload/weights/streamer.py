@@ -20,7 +20,7 @@ import torch
 from kvboost.capacity import WeightMemory
 from kvboost.hf.weights import attach_streamed_weights, streamed_weights_of
 from kvboost.offload.weights.link import Link, Source
-from kvboost.offload.weights.placement import Unit, WeightPlacement
+from kvboost.offload.weights.skeleton import Unit, WeightPlacement
 from kvboost.offload.weights.slabs import SlabFolder, Weight
 
 

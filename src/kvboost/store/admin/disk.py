@@ -93,7 +93,7 @@ class DiskCatalogue(Catalogue):
     def remove(self, entries: Sequence[Entry]) -> int:
         """Remove these files and what the index says about them."""
         removed = 0
-        index = self._index_of(entries)
+        index = self._index()
         try:
             for begin in range(0, len(entries), _AT_ONCE):
                 some = entries[begin : begin + _AT_ONCE]
@@ -111,22 +111,14 @@ class DiskCatalogue(Catalogue):
                 index.close()
         return removed
 
-    def _index_of(self, entries: Sequence[Entry]) -> ChunkIndex | None:
-        """The index, to delete their entries; None if it does not know them or is broken."""
-        view = self._view()
-        if view is None:
-            return None  # one that is made later comes from the files
+    def _index(self) -> ChunkIndex | None:
+        """The index, to delete entries; None if there is none, as one that is made later comes from the files."""
         try:
-            for entry in entries:  # which space it is opened for does not matter
-                if (owner := self._owner(entry.space, view)) is not None:
-                    return ChunkIndex.open(self._layout.index, space=entry.space, namespace=owner)
-            return None
+            return ChunkIndex.open(self._layout.index) if self._layout.index.exists() else None
         except sqlite3.Error as error:
             if is_damaged(error):
                 return None  # the next engine rebuilds it from the files
             raise self._failed(error) from error
-        finally:
-            view.close()
 
     def purge(self, tenant: bytes) -> int:
         """Remove every file of a tenant."""
@@ -158,27 +150,19 @@ class DiskCatalogue(Catalogue):
 
     def trim(self) -> Iterator[int]:
         """Evict some records in each transaction."""
-        view = self._view()
-        if view is None:
-            return  # there is no index, so nobody has stored anything that it counts
+        limit, index = self.limit(), self._index()
+        if index is None:
+            return  # nobody has stored anything that it counts
         try:
-            owned = next(iter(view.namespaces().items()), None)
-            limit = self.limit()
-            if owned is None or limit is None:
-                return
-            index = ChunkIndex.open(self._layout.index, space=owned[0], namespace=owned[1])
-            try:
-                room = Room.NOT_YET
-                while room is Room.NOT_YET:
-                    room, evicted = index.trim(limit, lambda place: self._files.remove(self._layout.record(*place)))
-                    yield evicted
-                    time.sleep(BETWEEN_STEPS_S)
-            finally:
-                index.close()
+            room = Room.NOT_YET
+            while limit is not None and room is Room.NOT_YET:
+                room, evicted = index.trim(limit, lambda place: self._files.remove(self._layout.record(*place)))
+                yield evicted
+                time.sleep(BETWEEN_STEPS_S)
         except (OSError, sqlite3.Error) as error:
             raise self._failed(error) from error
         finally:
-            view.close()
+            index.close()
 
     def check_writable(self) -> None:
         """Make the directory if it is not there, and a file in it for a moment."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from kvboost.store.tiers.base import Place
-from kvboost.store.tiers.disk.database import Database, enter_space
+from kvboost.store.tiers.disk.database import NOBODY, Database, enter_space
 from kvboost.types import BlockInfo, Namespace
 
 # The column "generation" is approx_depth: indexes on users' disks have the older name.
@@ -28,6 +28,7 @@ EVICTED_AT_ONCE = 64
 """Chunks evicted in one transaction: others must get their turn."""
 BETWEEN_STEPS_S = 0.005
 """Time between two such transactions: whoever waits looks more often than that."""
+_NO_SPACE = 0  # their numbers begin with 1
 _MAX_ANCESTORS = 10_000  # that are counted
 _STALE_NS = 24 * 3600 * 10**9  # what was not used for a day is kept from nobody: its tenant may be gone
 
@@ -92,13 +93,13 @@ class ChunkIndex:
     Every method may raise sqlite3.Error.
     """
 
-    def __init__(self, database: Database, *, space: bytes, namespace: Namespace) -> None:
+    def __init__(self, database: Database, *, space: bytes | None, namespace: Namespace) -> None:
         self._database = database
-        self._space = database.space_id(space, namespace)
+        self._space = database.space_id(space, namespace) if space is not None else _NO_SPACE
 
     @classmethod
-    def open(cls, path: Path, *, space: bytes, namespace: Namespace) -> Self:
-        """The index in this file, made if there is none."""
+    def open(cls, path: Path, *, space: bytes | None = None, namespace: Namespace = NOBODY) -> Self:
+        """The index in this file, made if there is none; without a ``space``, for what concerns the whole directory."""
         database = Database(path)
         try:
             return cls(database, space=space, namespace=namespace)
