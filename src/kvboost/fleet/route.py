@@ -28,8 +28,7 @@ _ALL = ~np.uint64(0)
 _REMEMBERED = 32  # requests of each replica by which its memory's turnover is judged
 _NEEDED_AGAIN = 0.25  # of what is evicted: more finds more in memory, and lets requests wait longer for it
 _MOST_TURNOVER = 2.0  # times the mean that count, so that waiting for memory has an end
-_LARGE, _NOTHING = 1e100, 1e-20
-_PART = 256  # chunks
+_NOTHING = 1e-9  # tokens
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,6 @@ class Router:
         self._random = random.Random(seed)
         self._brought: dict[str, float] = {}
         """Tokens that each replica was sent and did not hold, the latest counting most."""
-        self._weight = 1.0
 
     def choose(self, prompt: RoutePrompt, *, queues: Mapping[str, float], approximate: bool = True) -> Choice:
         """One of the replicas in ``queues``: the seconds until each could begin.
@@ -178,12 +176,9 @@ class Router:
         return evicted
 
     def _count(self, name: str, tokens: float, *, of: int) -> None:
-        self._brought[name] = self._brought.get(name, 0.0) + self._weight * tokens
-        self._weight *= 1.0 + 1.0 / (_REMEMBERED * of)
-        if self._weight > _LARGE:
-            scaled = {other: count / self._weight for other, count in self._brought.items()}
-            self._brought = {other: count for other, count in scaled.items() if count > _NOTHING}  # others are gone
-            self._weight = 1.0
+        fades = 1.0 / (1.0 + 1.0 / (_REMEMBERED * of))
+        faded = {other: fades * count for other, count in self._brought.items() if count > _NOTHING}  # others are gone
+        self._brought = {**faded, name: faded.get(name, 0.0) + tokens}
 
     def expect(self, prompt: RoutePrompt, *, replicas: Sequence[str], approximate: bool = True) -> Expected:
         """What the prompt would take on each of ``replicas``, were they idle."""
@@ -221,19 +216,10 @@ class Router:
         )
 
     def _exact_run(self, keys: ShortKeys) -> tuple[Holders, Holders]:
-        """Who holds these chunks, and whose run of exact chunks reaches them. Behind the longest run both are empty."""
-        parts, runs = [self.index.holders(keys[:0])], [self.index.holders(keys[:0])]
-        alive = np.full((1, parts[0].shape[1]), _ALL)
-        for start in range(0, len(keys), _PART):  # a prompt of passages in a new order is over after the first part
-            parts.append(self.index.holders(keys[start : start + _PART]))
-            # What the tier shares reaches everybody: a run goes on through it.
-            reached = parts[-1] | self._shared_by_all(parts[-1])
-            runs.append(np.bitwise_and.accumulate(np.concatenate((alive, reached)))[1:])
-            alive = runs[-1][-1:]
-            if not alive.any():
-                break
-        behind = np.zeros((len(keys) - sum(map(len, parts)), alive.shape[1]), dtype=np.uint64)
-        return np.concatenate((*parts, behind)), np.concatenate((*runs, behind))
+        """Who holds these chunks, and whose run of exact chunks reaches them."""
+        held = self.index.holders(keys)
+        # What the tier shares reaches everybody: a run goes on through it.
+        return held, np.bitwise_and.accumulate(held | self._shared_by_all(held))
 
     def _shared_by_all(self, held: Holders) -> Holders:
         """All bits of the chunks that the shared tier holds: [chunks, 1]."""

@@ -85,11 +85,13 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
     _known: ClassVar[frozenset[str]]
+    _inert: ClassVar[tuple[str, ...]]
 
     @classmethod
     def __pydantic_init_subclass__(cls, **settings: Any) -> None:
         """Called by pydantic once the fields of a subclass are complete."""
         cls._known = frozenset(field.alias or name for name, field in cls.model_fields.items())
+        cls._inert = tuple(name for name, field in cls.model_fields.items() if field.description == _INERT)
 
     @model_validator(mode="before")
     @classmethod
@@ -103,12 +105,9 @@ class Body(BaseModel):
 
     def ignored(self) -> list[str]:
         """The fields that the client sent and that have no effect here, also those of objects in fields."""
-        found: list[str] = []
-        for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            if field.description == _INERT and value is not None:
-                found.append(name)
-            elif isinstance(value, Body):
+        found = [name for name in self._inert if getattr(self, name) is not None]
+        for name, value in vars(self).items():
+            if isinstance(value, Body) and name not in found:
                 found += [f"{name}.{inner}" for inner in value.ignored()]
         return found
 
