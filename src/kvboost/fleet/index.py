@@ -31,11 +31,6 @@ def short_keys(keys: Sequence[bytes]) -> ShortKeys:
     return np.maximum(np.frombuffer(joined, dtype=_LITTLE_ENDIAN)[:: _KEY_BYTES // SHORT_BYTES], np.uint64(1))
 
 
-def joined_short_keys(joined: bytes | bytearray) -> ShortKeys:
-    """Of the first bytes of keys, one behind the other."""
-    return np.maximum(np.frombuffer(joined, dtype=_LITTLE_ENDIAN), np.uint64(1))
-
-
 @dataclass(frozen=True)
 class KeyUpdate:
     """What a replica holds (``whole``), or what has changed since its last update."""
@@ -57,7 +52,7 @@ class KeyUpdate:
     @classmethod
     def from_bytes(cls, data: bytes) -> KeyUpdate:
         """A whole one as it was sent."""
-        keys = joined_short_keys(data)
+        keys = np.frombuffer(data, dtype=_LITTLE_ENDIAN).astype(np.uint64)
         return cls(keys, keys[:0], whole=True)
 
 

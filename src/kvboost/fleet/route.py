@@ -21,7 +21,7 @@ from kvboost.core.costs import CostModel
 from kvboost.core.keys import key_pairs
 from kvboost.errors import ConfigError
 from kvboost.extend import TokenArray
-from kvboost.fleet.index import SHORT_BYTES, FleetIndex, Holders, ShortKeys, joined_short_keys
+from kvboost.fleet.index import FleetIndex, Holders, ShortKeys, short_keys
 
 _Floats = npt.NDArray[np.float64]
 _ALL = ~np.uint64(0)
@@ -43,12 +43,10 @@ class RoutePrompt:
     @classmethod
     def of(cls, root: bytes, tokens: TokenArray, ends: Sequence[int]) -> RoutePrompt:
         """Of a prompt that is cut at ``ends``; the tokens behind the last one are computed wherever it goes."""
-        prefix, content = bytearray(), bytearray()
-        for prefix_key, content_key in key_pairs(root, tokens, ends):
-            prefix += prefix_key[:SHORT_BYTES]
-            content += content_key[:SHORT_BYTES]
+        pairs = list(key_pairs(root, tokens, ends))
+        prefix, content = (short_keys([pair[which] for pair in pairs]) for which in (0, 1))
         lengths = np.diff(np.array(ends, dtype=np.float64), prepend=0.0)
-        return cls(joined_short_keys(prefix), joined_short_keys(content), lengths, len(tokens))
+        return cls(prefix, content, lengths, len(tokens))
 
 
 @dataclass(frozen=True)

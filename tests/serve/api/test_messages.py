@@ -11,7 +11,7 @@ from jsonschema import validate
 
 from kvboost import KVBoost
 from kvboost.scheduler.jobs import Finished, Job, NewToken, RunnerLoad
-from kvboost.serve.generation.blocks import to_turns
+from kvboost.serve.generation.turns import turns_of_messages
 from kvboost.serve.schemas.messages import CountTokensRequest
 from tests.helpers.runner import Scripted
 from tests.helpers.tokenizer import byte_tokenizer
@@ -304,7 +304,7 @@ def test_a_stream_that_fails_says_so_in_its_last_event(
 
 
 def _turns(**body: Any) -> list[tuple[dict[str, Any], tuple[int, ...]]]:
-    turns = to_turns(CountTokensRequest.model_validate({"model": "m", **body}))
+    turns = turns_of_messages(CountTokensRequest.model_validate({"model": "m", **body}))
     return [(turn.fields, turn.marks) for turn in turns]
 
 

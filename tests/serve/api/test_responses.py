@@ -11,10 +11,10 @@ from jsonschema import validate
 
 from kvboost import KVBoost
 from kvboost.serve.api.responses import ItemEvents
-from kvboost.serve.generation import items
-from kvboost.serve.generation.items import ResponseMemory, to_turns
+from kvboost.serve.generation import turns as remembered
 from kvboost.serve.generation.parts import Content, Reasoning
 from kvboost.serve.generation.prompts import Turn
+from kvboost.serve.generation.turns import ResponseMemory, turns_of_items
 from kvboost.serve.schemas.responses import ResponsesRequest
 from kvboost.serve.security.auth import Keys
 from tests.helpers.tokenizer import byte_tokenizer
@@ -146,8 +146,8 @@ def _turn(text: str) -> Turn:
 
 
 def test_the_memory_of_responses_is_bounded_for_each_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(items, "_MAX_RESPONSES", 3)
-    monkeypatch.setattr(items, "_MAX_BYTES", 3000)
+    monkeypatch.setattr(remembered, "_MAX_RESPONSES", 3)
+    monkeypatch.setattr(remembered, "_MAX_BYTES", 3000)
     memory = ResponseMemory(10**6)
     memory.remember("other", [_turn("x")], tenant="b")
     for number in range(5):
@@ -220,7 +220,7 @@ def test_items_become_turns() -> None:
         }
     )
     function = {"name": "paint", "arguments": {"colour": "red"}}
-    assert [turn.fields for turn in to_turns(body.input)] == [
+    assert [turn.fields for turn in turns_of_items(body.input)] == [
         {"role": "system", "content": "Be kind"},
         {"role": "user", "content": "Paint it"},
         {
@@ -307,6 +307,6 @@ def test_reasoning_is_an_item_of_its_own() -> None:
     assert (said["type"], said["status"], said["content"][0]["text"]) == ("message", "incomplete", "Well")
     deltas = [fields["delta"] for name, fields in written if name == "response.reasoning_text.delta"]
     assert deltas == ["Hm", "!"]
-    assert [turn.fields for turn in to_turns(events.as_input())] == [
+    assert [turn.fields for turn in turns_of_items(events.as_input())] == [
         {"role": "assistant", "content": "Well", "reasoning_content": "Hm!"}
     ]

@@ -16,12 +16,12 @@ from kvboost.serve.api.chat import encode_turns
 from kvboost.serve.api.common import AppCaller, AppService, streamed, unread, with_ignored
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.answers import AnswerReader, answer_parts
-from kvboost.serve.generation.blocks import to_turns
 from kvboost.serve.generation.parts import CallArguments, CallOpened, Part, Reasoning
 from kvboost.serve.generation.prompts import ChatPrompt, as_function, effort_variables
 from kvboost.serve.generation.requests import Answer, Choice, GenerationRequest, Offer, make_offer
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Ended
+from kvboost.serve.generation.turns import turns_of_messages
 from kvboost.serve.schemas.messages import CountTokensRequest, MessagesRequest
 from kvboost.serve.schemas.responses import InlineSchemaFormat
 from kvboost.serve.security.auth import Caller
@@ -92,7 +92,7 @@ async def _read(service: Service, body: CountTokensRequest, caller: Caller) -> t
     def encode() -> ChatPrompt:
         tools = list(offer.tools)
         return encode_turns(
-            service, to_turns(body), caller, cache_key, tools, param="messages", template_kwargs=variables
+            service, turns_of_messages(body), caller, cache_key, tools, param="messages", template_kwargs=variables
         )
 
     return offer, await service.tokenizing.run(caller.tenant, encode)

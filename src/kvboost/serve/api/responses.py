@@ -17,12 +17,12 @@ from kvboost.serve.api.chat import encode_turns
 from kvboost.serve.api.common import AppCaller, AppService, streamed, unread, with_ignored
 from kvboost.serve.errors import bad_request
 from kvboost.serve.generation.answers import AnswerReader, answer_parts
-from kvboost.serve.generation.items import to_turns
 from kvboost.serve.generation.parts import CallArguments, CallOpened, Part, Reasoning
 from kvboost.serve.generation.prompts import ChatPrompt, Turn, as_function, check_arguments, effort_variables
 from kvboost.serve.generation.requests import Answer, GenerationRequest, Offer, make_offer
 from kvboost.serve.generation.service import Service
 from kvboost.serve.generation.token_stream import Ended
+from kvboost.serve.generation.turns import turns_of_items
 from kvboost.serve.schemas.responses import FunctionCall, FunctionTool, InputItem, NamedTool, ResponsesRequest
 from kvboost.serve.security.auth import Caller
 from kvboost.serve.security.bodies import add_remembered_bytes
@@ -92,7 +92,7 @@ def _conversation(service: Service, body: ResponsesRequest, caller: Caller) -> l
     items = body.input if isinstance(body.input, list) else []
     calls = (item for item in items if isinstance(item, FunctionCall))
     check_arguments((call.arguments for call in calls), service.limits, param="input")
-    return [*before, *to_turns(body.input)]
+    return [*before, *turns_of_items(body.input)]
 
 
 def _offered(service: Service, body: ResponsesRequest) -> Offer:
@@ -146,7 +146,7 @@ class _ResponseWriter:
                 for event in events:
                     yield event
             if self._body.store is not False:  # inside the block: a server that drains waits for it
-                said = [*self._turns, *to_turns(self._items.as_input())]
+                said = [*self._turns, *turns_of_items(self._items.as_input())]
                 tenant, size = generation.caller.tenant, len(self._prompt.text)
                 remember = self._service.responses.remember
                 await self._service.tokenizing.finish(tenant, size, remember, answer.id, said, tenant=tenant)

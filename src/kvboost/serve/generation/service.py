@@ -24,13 +24,13 @@ from kvboost.scheduler.jobs import Job, Ticket
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve.errors import ApiError, bad_request
 from kvboost.serve.generation.answers import AnswerReaders
-from kvboost.serve.generation.items import ResponseMemory
 from kvboost.serve.generation.prompts import ChatPrompt, ChatPrompts
 from kvboost.serve.generation.replies import ReplyMemory
 from kvboost.serve.generation.requests import Answer, GenerationRequest, Offer
 from kvboost.serve.generation.structured import Constrain, Grammars
 from kvboost.serve.generation.token_stream import Ended, TokenStream, milliseconds, seconds_per_token, token_bytes
 from kvboost.serve.generation.tokenizing import PromptLengths, Tokenizing
+from kvboost.serve.generation.turns import ResponseMemory
 from kvboost.serve.observability.metrics import KeptStats, Metrics, RequestRecord
 from kvboost.serve.observability.requests import Spaces, current_request, stored_tenant
 from kvboost.serve.observability.tracing import RequestSpan, current_span

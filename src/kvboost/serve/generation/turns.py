@@ -1,7 +1,8 @@
-"""Items of /v1/responses as turns that chat templates take, and the responses that are remembered.
+"""Conversations in the shapes of Anthropic and of /v1/responses as turns that chat templates take, and remembered ones.
 
-Invariant of :class:`ResponseMemory`: a tenant finds its own responses only; each tenant has a bounded number of
-responses, and each and all together have a bounded number of bytes.
+Invariants: the same conversation gives the same turns whatever a client adds to it per request, so that the cache finds
+the conversation again; of :class:`ResponseMemory` a tenant finds its own responses only, each tenant has a bounded
+number of responses, and each and all together have a bounded number of bytes.
 """
 
 from __future__ import annotations
@@ -10,34 +11,108 @@ import json
 import sys
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from kvboost.serve.generation.prompts import Turn, to_turn
+from kvboost.serve.generation.prompts import Turn, join_parts, to_turn
 from kvboost.serve.schemas.base import CalledFunction, Message, ToolCall
-from kvboost.serve.schemas.responses import (
-    FunctionCall,
-    FunctionCallOutput,
-    InputItem,
-    InputMessage,
-    ReasoningItem,
+from kvboost.serve.schemas.messages import (
+    Block,
+    CountTokensRequest,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
 )
+from kvboost.serve.schemas.messages import InputMessage as AnthropicMessage
+from kvboost.serve.schemas.responses import FunctionCall, FunctionCallOutput, InputItem, InputMessage, ReasoningItem
 
 _MAX_RESPONSES = 1024
 _MAX_BYTES = 16 * 2**20  # of one tenant
 _Conversation = tuple[tuple[bytes, ...], int]
 """Its turns as JSON, and their size."""
+_BILLING = "x-anthropic-billing-header:"
+"""Begins the line that Claude Code writes before its system prompt; a hash in it changes with every request."""
 
 
-def to_turns(items: str | Iterable[InputItem]) -> list[Turn]:
+def turns_of_messages(body: CountTokensRequest) -> list[Turn]:
+    """The turns of a conversation. Messages of one role in a row are one turn, as at Anthropic."""
+    system = [block for block in map(_without_billing, _as_blocks(body.system)) if block.text]
+    turns = [_turn("system", system)] if system else []
+    names: dict[str, str] = {}  # of the functions, by the ids of their calls
+    for role, messages in groupby(body.messages, key=lambda message: message.role):
+        blocks = [block for message in messages for block in _blocks_of(message)]
+        turns += (
+            [_assistant_of_blocks(blocks, names)] if role == "assistant" else _others_of_blocks(role, blocks, names)
+        )
+    return turns
+
+
+def _turn(role: str, blocks: Iterable[TextBlock], *, is_marked: bool = False, **fields: Any) -> Turn:
+    """A turn with the text of these blocks, cut where they mark it, and if ``is_marked`` at its end."""
+    text, _, marks = join_parts(blocks)
+    return Turn({"role": role, "content": text, **fields}, (*marks, len(text)) if is_marked else tuple(marks))
+
+
+def _assistant_of_blocks(blocks: Iterable[Block], names: dict[str, str]) -> Turn:
+    said: list[TextBlock] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            said.append(block)
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            names[block.id] = block.name
+            function = {"name": block.name, "arguments": block.input}
+            calls.append({"id": block.id, "type": "function", "function": function})
+    fields: dict[str, Any] = {"tool_calls": calls} if calls else {}
+    if thoughts:
+        fields["reasoning_content"] = "\n".join(thoughts)
+    return _turn("assistant", said, **fields)
+
+
+def _others_of_blocks(role: str, blocks: Iterable[Block], names: dict[str, str]) -> Iterator[Turn]:
+    said: list[TextBlock] = []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            said.append(block)
+        elif isinstance(block, ToolResultBlock):
+            if said:
+                yield _turn(role, said)
+                said = []
+            named = {"name": names[block.tool_use_id]} if block.tool_use_id in names else {}
+            is_marked = block.cache_control is not None
+            result = _as_blocks(block.content)
+            yield _turn("tool", result, is_marked=is_marked, tool_call_id=block.tool_use_id, **named)
+    if said:
+        yield _turn(role, said)
+
+
+def _as_blocks(content: str | Iterable[TextBlock] | None) -> Iterable[TextBlock]:
+    return [TextBlock(type="text", text=content)] if isinstance(content, str) else content or ()
+
+
+def _blocks_of(message: AnthropicMessage) -> Iterable[Block]:
+    return message.content if isinstance(message.content, list) else _as_blocks(message.content)
+
+
+def _without_billing(block: TextBlock) -> TextBlock:
+    if not block.text.startswith(_BILLING):
+        return block
+    return block.model_copy(update={"text": block.text.partition("\n")[2]})
+
+
+def turns_of_items(items: str | Iterable[InputItem]) -> list[Turn]:
     """The turns of a conversation. What an assistant thought, said and called in a row is one turn."""
     if isinstance(items, str):
         return [Turn({"role": "user", "content": items})]
     turns: list[Turn] = []
     for of_assistant, group in groupby(items, key=_is_of_assistant):
         found = list(group)
-        turns += [_of_assistant(found)] if of_assistant else [_of_others(item) for item in found]
+        turns += [_assistant_of_items(found)] if of_assistant else [_other_of_item(item) for item in found]
     return turns
 
 
@@ -47,7 +122,7 @@ def _is_of_assistant(item: InputItem) -> bool:
     )
 
 
-def _of_assistant(items: Iterable[InputItem]) -> Turn:
+def _assistant_of_items(items: Iterable[InputItem]) -> Turn:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
@@ -62,7 +137,7 @@ def _of_assistant(items: Iterable[InputItem]) -> Turn:
     return Turn({**turn.fields, "reasoning_content": "\n".join(thoughts)}) if thoughts else turn
 
 
-def _of_others(item: InputItem) -> Turn:
+def _other_of_item(item: InputItem) -> Turn:
     if isinstance(item, FunctionCallOutput):
         return to_turn(Message(role="tool", content=_content(item.output), tool_call_id=item.call_id))
     assert isinstance(item, InputMessage)
