@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from starlette.responses import JSONResponse
 from starlette.routing import compile_path
@@ -54,13 +54,6 @@ class Caller:
     """Tells the keys of one tenant apart; empty where no key is needed."""
 
 
-class _KeyFiles(NamedTuple):
-    """Where the keys of a server are."""
-
-    api_keys: str | Path | None
-    admin_key: str | Path | None
-
-
 class Keys:
     """The keys of a server. Without any, every caller is the admin: that is for one's own machine."""
 
@@ -71,14 +64,12 @@ class Keys:
         admin_key: str | None = None,
         named: Mapping[str, Sequence[str]] | None = None,
         secret: bytes | None = None,
-        files: _KeyFiles | None = None,
     ) -> None:
         """``named`` are the keys of tenants with a name; each of ``api_keys`` is a tenant of its own.
 
         ``secret`` names the tenants; without it they have other names after a restart, and find nothing stored.
-        :meth:`read_again` reads ``files``.
         """
-        self._files = files
+        self._files: tuple[str | Path | None, str | Path | None] | None = None
         self._secret = secret = secrets.token_bytes() if secret is None else secret
         named = named or {}
         tenants = [(key, tenant_of(key, secret)) for key in api_keys]
@@ -104,12 +95,14 @@ class Keys:
 
         ``secret`` is a file too; None takes the installation's, which is made if there is none.
         """
-        return cls._read(_KeyFiles(api_keys, admin_key), _read_secret(secret) if api_keys is not None else None)
+        found = cls._read(api_keys, admin_key, _read_secret(secret) if api_keys is not None else None)
+        found._files = api_keys, admin_key
+        return found
 
     @classmethod
-    def _read(cls, files: _KeyFiles, secret: bytes | None) -> Self:
-        admin = _read_keys(files.admin_key, name="admin_key_file")
-        lines = _read_keys(files.api_keys, name="api_key_file")
+    def _read(cls, api_keys: str | Path | None, admin_key: str | Path | None, secret: bytes | None) -> Self:
+        admin = _read_keys(admin_key, name="admin_key_file")
+        lines = _read_keys(api_keys, name="api_key_file")
         if len(admin) > 1:
             raise ConfigError("the file for the admin key holds several lines; give one key")
         named: dict[str, list[str]] = {}
@@ -117,12 +110,12 @@ class Keys:
             if name is not None:
                 named.setdefault(name, []).append(key)
         bare = [key for name, key in lines if name is None]
-        return cls(bare, admin_key=admin[0][1] if admin else None, named=named, secret=secret, files=files)
+        return cls(bare, admin_key=admin[0][1] if admin else None, named=named, secret=secret)
 
     def read_again(self) -> None:
         """Use what the files hold now: tenants keep their names. Raises ConfigError, and then everything stays."""
         if self._files is not None:
-            self._known = self._read(self._files, self._secret)._known
+            self._known = self._read(*self._files, self._secret)._known
 
     @property
     def callers(self) -> list[Caller]:

@@ -13,7 +13,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi.routing import APIRoute
@@ -229,32 +228,24 @@ def parse(body: bytes) -> Any:
         return json.loads(body)  # takes half a surrogate pair, and its error says where it is
 
 
-@dataclass(frozen=True)
-class _Parsed:
-    """What a large body holds, or why it is no JSON."""
-
-    value: Any = None
-    error: Exception | None = None
-
-
-def _read_large(body: bytes, limits: Limits) -> _Parsed:
-    """Count and parse a large body. Raises a 413. For a worker thread."""
+def _read_large(body: bytes, limits: Limits) -> tuple[Any, Exception | None]:
+    """What a large body holds, counted, or why it is no JSON. Raises a 413. For a worker thread."""
     check_size(body, limits, what="the body has")
     try:
-        return _Parsed(parse(body))
+        return parse(body), None
     except (ValueError, RecursionError) as error:
-        return _Parsed(error=error)
+        return None, error
 
 
 class _JsonRequest(Request):
     async def json(self) -> Any:
         """What the body holds. Raises what parsing it raised."""
-        parsed: _Parsed | None = self.scope.pop(_PARSED, None)
-        if parsed is None:
+        if _PARSED not in self.scope:
             return parse(await self.body())
-        if parsed.error is not None:
-            raise parsed.error
-        return parsed.value
+        value, error = self.scope.pop(_PARSED)
+        if error is not None:
+            raise error
+        return value
 
 
 class JsonRoute(APIRoute):
