@@ -351,7 +351,7 @@ def import_records(
         reader = ArchiveReader(stream)
         importer = Importer(catalogue, keys=records.read_key_files(key_file), capacity_bytes=limit)
         counts: Counter[str] = Counter({outcome.value: 0 for outcome in Outcome})
-        counts.update(arrival.outcome.value for arrival in progress("importing", importer.arrivals(reader)))
+        counts.update(outcome.value for outcome in progress("importing", importer.outcomes(reader)))
     counts["damaged"] += reader.damaged
     counts["other version"] = reader.other_version
     counts["evicted"] = importer.evicted

@@ -62,7 +62,7 @@ def archived(place: Place, *, keys: KeyRing | None = None) -> bytes:
 def imported(place: Place, archive: bytes, *, keys: KeyRing | None = None, room: int | None = None) -> Counter[str]:
     with opened(place, create=True) as catalogue:
         importer = Importer(catalogue, keys=keys or KeyRing(), capacity_bytes=room)
-        return Counter(arrival.outcome.value for arrival in importer.arrivals(ArchiveReader(io.BytesIO(archive))))
+        return Counter(outcome.value for outcome in importer.outcomes(ArchiveReader(io.BytesIO(archive))))
 
 
 def verdicts(catalogue: Catalogue) -> dict[bytes, Verdict]:

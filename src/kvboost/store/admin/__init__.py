@@ -8,7 +8,6 @@ from kvboost.config import is_server
 from kvboost.store.admin.archive import (
     ArchiveReader,
     ArchiveWriter,
-    Arrival,
     Importer,
     Outcome,
     exported,
@@ -36,7 +35,6 @@ def open_catalogue(place: str, *, create: bool = False) -> Catalogue:
 __all__ = [
     "ArchiveReader",
     "ArchiveWriter",
-    "Arrival",
     "Catalogue",
     "DiskCatalogue",
     "Entry",

@@ -16,7 +16,6 @@ import enum
 import os
 import tarfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from kvboost.direct_io import page_aligned
@@ -192,15 +191,6 @@ class Outcome(enum.Enum):
     DAMAGED = "damaged"
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One record of an archive."""
-
-    header: RecordHeader
-    outcome: Outcome
-    reason: str = ""
-
-
 class Importer:
     """Brings the records of an archive into a place. ``capacity_bytes`` is the limit of a place that has none yet."""
 
@@ -213,29 +203,29 @@ class Importer:
         self.evicted = 0
         """Records that were evicted for new ones."""
 
-    def arrivals(self, archive: ArchiveReader) -> Iterator[Arrival]:
+    def outcomes(self, archive: ArchiveReader) -> Iterator[Outcome]:
         """Import each record; what came of it. Raises PlaceError if the place cannot be used."""
         try:
             for header in archive:
-                yield self._arrival(header, archive)
+                yield self._outcome(header, archive)
         finally:
             self._close()
 
-    def _arrival(self, header: RecordHeader, archive: ArchiveReader) -> Arrival:
+    def _outcome(self, header: RecordHeader, archive: ArchiveReader) -> Outcome:
         records = self._keys.format_for(header)
         if records is None:
-            return Arrival(header, Outcome.LOCKED, "a key it was made with was not given")
+            return Outcome.LOCKED  # a key it was made with was not given
         tier = self._tier_for(header)
         if tier.contains([header.key])[0]:
-            return Arrival(header, Outcome.PRESENT)
+            return Outcome.PRESENT
         finding = check(archive.record(), space=space_of(header), key=header.key, keys=self._keys)
         if finding.block is None:
-            return Arrival(header, Outcome.DAMAGED, finding.reason)
+            return Outcome.DAMAGED
         outcome = tier.store(finding.block)
         if outcome is PutOutcome.REFUSED and (failures := tier.health()):
             kinds = ", ".join(failures)
             raise PlaceError(f"{self._catalogue.place} takes no records ({kinds}); repair that and import again")
-        return Arrival(header, Outcome(outcome.value))
+        return Outcome(outcome.value)
 
     def _tier_for(self, header: RecordHeader) -> RecordTier[Any]:
         """A tier for the record's space. An export has spaces one after the other: one is open at a time."""
