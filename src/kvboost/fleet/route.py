@@ -109,9 +109,6 @@ class Choice:
     seconds: float
     """Until its first token, without the queue."""
     queue_seconds: float
-    exact_tokens: int
-    moved_tokens: int
-    loaded_tokens: int
     known: bool
     """False if nobody is known to hold anything of the prompt: then one of two drawn, with the shorter queue."""
 
@@ -152,9 +149,6 @@ class Router:
             replica=names[chosen],
             seconds=float(seconds[chosen]),
             queue_seconds=queues[names[chosen]],
-            exact_tokens=int(expected.exact[chosen]),
-            moved_tokens=int(expected.moved[chosen]),
-            loaded_tokens=int(expected.loaded[chosen]),
             known=known,
         )
 
