@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Annotated, TextIO, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from tqdm import tqdm  # type: ignore[import-untyped]  # comes with transformers
@@ -146,13 +146,7 @@ LogLevel = Annotated[
 ]
 
 
-def _show(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    """In place of Python's own, which also says where in the code it was."""
     level = logging.INFO if issubclass(category, _FOR_DEVELOPERS) else logging.WARNING
     logging.getLogger("py.warnings").log(level, "%s", message)
