@@ -8,7 +8,6 @@ model loaded from it have the same shape.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from kvboost.direct_io import up_to_page
 from kvboost.errors import ConfigError
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.checkpoint import Shards, checkpoint_files, sample_pages
+from kvboost.hf.device_memory import memory_available
 from kvboost.hf.loading import ModelSource, load_checkpoint, load_resident, load_tokenizer, loading_errors
 from kvboost.hf.shape import layout_of_config, shape_of
 from kvboost.offload.weights.awq import AwqWeights
@@ -101,7 +101,7 @@ def put_together(
             skeleton.put(weight.name, weight.view(memory))
         _move_buffers(skeleton.model, device)
         source: Source = files
-        if device.type != "cpu" and placement.memory.streamed <= _free_memory() // 2:
+        if device.type != "cpu" and placement.memory.streamed <= memory_available() // 2:
             source = HostSource(folder, device)
         streamer = WeightStreamer(skeleton.model, placement=placement, link=link, source=source, folder=folder)
     except BaseException:
@@ -203,10 +203,6 @@ def _take_generation_config(model: Any, source: str, hub: dict[str, Any]) -> Non
     found = cached_file(source, "generation_config.json", _raise_exceptions_for_missing_entries=False, **hub)
     if found is not None:
         model.generation_config = GenerationConfig.from_pretrained(Path(found).parent)
-
-
-def _free_memory() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _only(arguments: Mapping[str, Any], *names: str) -> dict[str, Any]:

@@ -82,7 +82,8 @@ def build_skeleton(
             f"{config.model_type} has no list of decoder layers to stream; leave weight_budget out"
         ) from error
     aliases = _aliases(model)
-    matrices = _matrices(layers, {id(tensor) for tensor, names in aliases.values() if len(names) == 1})
+    unshared = {id(tensor) for tensor, names in aliases.values() if len(names) == 1}
+    matrices = [{id(p) for p in layer.parameters() if p.dim() > 1 and id(p) in unshared} for layer in layers]
     slabs = []
     for number, of_layer in enumerate(matrices):
         names = [names[0] for tensor, names in aliases.values() if id(tensor) in of_layer]
@@ -114,11 +115,6 @@ def _aliases(model: Any) -> dict[str, tuple[torch.Tensor, list[str]]]:
     for name, tensor in everything:
         by_tensor.setdefault(id(tensor), (tensor, []))[1].append(name)
     return {names[0]: (tensor, names) for tensor, names in by_tensor.values()}
-
-
-def _matrices(layers: list[torch.nn.Module], unshared: set[int]) -> list[set[int]]:
-    """Each layer's parameters of two or more dimensions, by identity."""
-    return [{id(p) for p in layer.parameters() if p.dim() > 1 and id(p) in unshared} for layer in layers]
 
 
 def _described(

@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 from kvboost.serve.generation.prompts import Turn, join_parts, to_turn
 from kvboost.serve.schemas.base import CalledFunction, Message, ToolCall
@@ -25,9 +25,9 @@ from kvboost.serve.schemas.messages import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from kvboost.serve.schemas.messages import InputMessage as AnthropicMessage
 from kvboost.serve.schemas.responses import FunctionCall, FunctionCallOutput, InputItem, InputMessage, ReasoningItem
 
+B = TypeVar("B")
 _MAX_RESPONSES = 1024
 _MAX_BYTES = 16 * 2**20  # of one tenant
 _Conversation = tuple[tuple[bytes, ...], int]
@@ -42,7 +42,7 @@ def turns_of_messages(body: CountTokensRequest) -> list[Turn]:
     turns = [_turn("system", system)] if system else []
     names: dict[str, str] = {}  # of the functions, by the ids of their calls
     for role, messages in groupby(body.messages, key=lambda message: message.role):
-        blocks = [block for message in messages for block in _blocks_of(message)]
+        blocks: list[Block] = [block for message in messages for block in _as_blocks(message.content)]
         turns += (
             [_assistant_of_blocks(blocks, names)] if role == "assistant" else _others_of_blocks(role, blocks, names)
         )
@@ -91,12 +91,8 @@ def _others_of_blocks(role: str, blocks: Iterable[Block], names: dict[str, str])
         yield _turn(role, said)
 
 
-def _as_blocks(content: str | Iterable[TextBlock] | None) -> Iterable[TextBlock]:
+def _as_blocks(content: str | Iterable[B] | None) -> Iterable[B | TextBlock]:
     return [TextBlock(type="text", text=content)] if isinstance(content, str) else content or ()
-
-
-def _blocks_of(message: AnthropicMessage) -> Iterable[Block]:
-    return message.content if isinstance(message.content, list) else _as_blocks(message.content)
 
 
 def _without_billing(block: TextBlock) -> TextBlock:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -184,11 +185,8 @@ def _names(folder: Path, digits: int, *, suffix: str = "") -> list[str]:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [n for n in names if n.endswith(suffix) and len(n) == digits + len(suffix) and _is_hex(n[:digits])]
-
-
-def _is_hex(name: str) -> bool:
-    return all(letter in "0123456789abcdef" for letter in name)
+    ours = re.compile(rf"[0-9a-f]{{{digits}}}{re.escape(suffix)}")
+    return [name for name in names if ours.fullmatch(name)]
 
 
 class Presence:
