@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvboost.integrations.ray.front import LocalApp, plain_scope
+from kvboost.integrations.ray.asgi import LocalApp, plain_scope
 from kvboost.serve.security.limits import Limits
 
 _SCOPE = {"type": "http", "method": "POST", "path": "/x", "headers": [], "query_string": b"", "app": object()}

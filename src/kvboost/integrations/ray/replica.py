@@ -20,7 +20,7 @@ from kvboost.config import RunnerConfig
 from kvboost.engine import KVBoost
 from kvboost.fleet.index import KeyUpdate
 from kvboost.fleet.route import RouteCosts
-from kvboost.integrations.ray.front import LocalApp
+from kvboost.integrations.ray.asgi import LocalApp
 from kvboost.integrations.ray.prompts import Facts
 from kvboost.scheduler.runner import BatchRunner
 from kvboost.serve.config import ServerConfig
