@@ -39,6 +39,7 @@ _DECIDE_NO_BITS = {
     "errors",
     "hf/checkpoint.py",
     "hf/device_memory.py",
+    "hf/packed_weights.py",  # what is tested in tiles: how a model is stepped is in the key
     "hf/peft_layers.py",
     "hf/probe.py",
     "hf/speculation.py",  # decoding

@@ -29,6 +29,7 @@ from kvboost.hf.cache import KVLayout
 from kvboost.hf.code_digest import attention_code_digest, code_digest, model_code_digest
 from kvboost.hf.environment import NumericEnvironment
 from kvboost.hf.loaded_weights import claim_loaded
+from kvboost.hf.packed_weights import settings_of_modules, settle, traces_of
 from kvboost.hf.peft_layers import AdapterLayer, adapter_layers, merges_missed, plain_path
 from kvboost.hf.weights import (
     ModuleTree,
@@ -70,6 +71,7 @@ class ModelIdentity:
 
     def __init__(self, model: Any, layout: KVLayout | None = None, *, steps: str = "") -> None:
         """``steps`` names how the model is stepped through a prompt. Without a ``layout`` its weights stand in."""
+        settle(model)
         self._model = model
         self._lock = threading.Lock()
         self._set_measured(layout, steps)
@@ -164,11 +166,12 @@ class ModelIdentity:
         owned += [(module, tensors) for module in modules if (tensors := module._parameters)]
         owned += [(module, buffers) for module in modules if (buffers := module._buffers)]
         watched = [
-            tensor
+            part
             for module, tensors in owned
             for name, tensor in tensors.items()
             # A streamed weight is a new tensor every time, and never written to.
             if not (tensor is None or name.endswith("inv_freq") or (streamer and streamer.holds(module, name)))
+            for part in traces_of(module, tensor)
         ]
         return ModelState(
             self._changes,
@@ -216,7 +219,8 @@ class ModelIdentity:
         return hasher.hexdigest()
 
     def _digest(self, owner: str | None, weights: list[Weight]) -> str:
-        states = self._watch.states([w.tensor for w in weights if not is_streamed(self._model, w.path)])
+        resident = [weight for weight in weights if not is_streamed(self._model, weight.path)]
+        states = self._watch.states([part for weight in resident for part in weight.traces])
         known = self._digests.get(owner)
         if known is None or known[0] != states:
             loaded = None
@@ -265,6 +269,8 @@ def _config_digest(model: Any) -> str:
     config = {k: v for k, v in model.config.to_dict().items() if k not in CONFIG_NOISE}
     if (config.get("quantization_config") or {}).get("quant_method") == "gguf":
         del config["quantization_config"]  # unpacked at loading: the weights' digest covers it
+    if settings := settings_of_modules(model):
+        config["kvboost_module_settings"] = settings
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
 
 

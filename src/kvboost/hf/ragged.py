@@ -23,6 +23,7 @@ from kvboost.hf.cache import KVLayout, SlabCache
 from kvboost.hf.cache_layers import StateLayer, StateSpec, StepLayer
 from kvboost.hf.layers import windows_by_layer
 from kvboost.hf.numerics.forwards import Forward, replaced, set_on
+from kvboost.hf.packed_weights import is_packed
 from kvboost.hf.peft_layers import walk
 from kvboost.hf.probe import compare_logits
 from kvboost.hf.rows import RowBatch, RowGroup
@@ -209,8 +210,8 @@ def _attend_with_lse(
 
 def gains_exchanged(weight: torch.Tensor) -> bool:
     """Whether few rows are multiplied faster by :func:`exchanged` with weights of this shape and type."""
-    plain = weight.dtype is torch.float32 and weight.device.type == "cpu" and weight.dim() == 2
-    return plain and weight.shape[0] >= _EXCHANGED_OUTPUTS
+    plain = weight.dtype is torch.float32 and weight.device.type == "cpu" and not is_packed(weight)
+    return plain and weight.dim() == 2 and weight.shape[0] >= _EXCHANGED_OUTPUTS
 
 
 def exchanged(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from kvboost.capacity import WeightMemory
 from kvboost.errors import UnsupportedModelError
+from kvboost.hf.packed_weights import packed, tensors_of, traces_of
 from kvboost.hf.peft_layers import WeightNames, walk
 
 if TYPE_CHECKING:
@@ -58,8 +59,10 @@ def weights_of(model: Any) -> WeightMemory:
     streamed = streamed_weights_of(model)
     if streamed is not None:
         return streamed.memory
-    unique = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
-    return WeightMemory(sum(tensor.numel() * tensor.element_size() for tensor in unique))
+    weights = [(module, one) for module in model.modules() for one in module.parameters(recurse=False)]
+    weights += [(module, one) for module in model.modules() for one in module.buffers(recurse=False)]
+    unique = {id(part): part for module, one in weights for part in tensors_of(module, one)}.values()
+    return WeightMemory(sum(part.numel() * part.element_size() for part in unique))
 
 
 def describe_weights(model: Any) -> str:
@@ -151,6 +154,13 @@ class Weight(NamedTuple):
     path: str
     """The name it has now."""
     tensor: torch.Tensor
+    module: Any
+    """The module that has it: quantisation libraries keep a part of a weight there."""
+
+    @property
+    def traces(self) -> tuple[torch.Tensor, ...]:
+        """The tensors in which a change of it shows."""
+        return traces_of(self.module, self.tensor)
 
 
 def weights_by_owner(model: Any) -> dict[str | None, list[Weight]]:
@@ -158,12 +168,16 @@ def weights_by_owner(model: Any) -> dict[str | None, list[Weight]]:
     names = WeightNames(model)
     owned: dict[str | None, list[Weight]] = {None: []}
     seen: set[int] = set()
-    for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    modules = list(model.named_modules())
+    found = [(path, module, each) for path, module in modules for each in module._parameters.items()]
+    found += [(path, module, each) for path, module in modules for each in module._buffers.items()]
+    for path, module, (key, tensor) in found:
+        path = f"{path}.{key}" if path else key
         # Tied weights count once; rotary tables are state of the module and have a field of their own.
-        if id(tensor) not in seen and not path.endswith("inv_freq"):
+        if tensor is not None and id(tensor) not in seen and not path.endswith("inv_freq"):
             seen.add(id(tensor))
             owner, name = names.owner_and_name(path)
-            owned.setdefault(owner, []).append(Weight(name, path, tensor))
+            owned.setdefault(owner, []).append(Weight(name, path, tensor, module))
     return {owner: sorted(weights, key=lambda weight: weight.name) for owner, weights in owned.items()}
 
 
@@ -188,7 +202,7 @@ def digest_weights(model: Any, weights: Sequence[Weight], *, loaded: KnownDigest
     def one(weight: Weight) -> bytes:
         if weight.name in unchanged and weight.name in known:
             return known[weight.name]
-        return _streamed_digest(model, weight) or digest_tensor(weight.name, weight.tensor)
+        return _streamed_digest(model, weight) or _digest(weight)
 
     try:
         with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:  # hashing releases the GIL
@@ -202,6 +216,16 @@ def digest_weights(model: Any, weights: Sequence[Weight], *, loaded: KnownDigest
         names = (weight.name for weight in weights)
         loaded.write({name: digest for name, digest in zip(names, digests, strict=True) if name in unchanged})
     return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _digest(weight: Weight) -> bytes:
+    """The digest of one weight, of all its parts if it is packed."""
+    found = packed(weight.module, weight.tensor)
+    if found is None:
+        return digest_tensor(weight.name, weight.tensor)
+    parts = [digest_tensor(f"{weight.name}:{number}", part) for number, part in enumerate(found.tensors)]
+    shape = [str(weight.tensor.dtype), list(weight.tensor.shape)]
+    return hashlib.sha256(json.dumps([weight.name, found.kind, shape]).encode() + b"".join(parts)).digest()
 
 
 def digest_tensor(name: str, tensor: torch.Tensor) -> bytes:

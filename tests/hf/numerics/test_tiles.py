@@ -20,8 +20,8 @@ from kvboost.hf.cache import SlabCache
 from kvboost.hf.numerics import choose as choose_module
 from kvboost.hf.numerics import choose_numerics
 from kvboost.hf.numerics import tiles as tiles_module
-from kvboost.hf.numerics.rows import PackedLinear, run_rows
-from kvboost.hf.numerics.tiles import Tiles
+from kvboost.hf.numerics.rows import PackedLinear, can_pack, run_rows
+from kvboost.hf.numerics.tiles import Tiles, why_no_tiles
 from kvboost.hf.probe import probe_model
 from kvboost.hf.shape import shape_of
 from kvboost.steps import StepRule
@@ -175,6 +175,42 @@ def test_what_cannot_run_in_tiles_is_stepped_on_a_grid(family: str, changes: dic
     assert chosen.rule == StepRule(128, 128)
     assert re.search(why, chosen.reason or "")
     assert model.config._attn_implementation == before
+
+
+class _InBuffers(torch.nn.Module):
+    """As GPTQ's and AWQ's layers keep their weights."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("numbers", (layer.weight.detach() * 100).to(torch.int8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.numbers.to(x.dtype).T
+
+
+def _replace_forward(layer: torch.nn.Linear) -> None:
+    layer.forward = lambda x: torch.nn.functional.linear(x.round(decimals=2), layer.weight)
+
+
+def _pack(layer: torch.nn.Linear) -> None:
+    layer.weight = torch.nn.Parameter(layer.weight.to(torch.float8_e4m3fn), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda layer: _InBuffers(layer), "_InBuffers multiplies with weights in its own way"),
+        (_replace_forward, "the forward of Linear was replaced"),
+        (_pack, "the weights of Linear are packed"),
+    ],
+)
+def test_layers_whose_rounding_cannot_be_tested_are_not_run_in_tiles(change: Any, why: str) -> None:
+    model = tiny_model("llama")
+    layers = model.model.layers[1].self_attn
+    assert why_no_tiles(model) is None
+    layers.k_proj = change(layers.k_proj) or layers.k_proj
+    assert why_no_tiles(model) == why
+    assert not can_pack(layers.k_proj)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from kvboost.hf.numerics.forwards import set_on
+from kvboost.hf.packed_weights import is_packed
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
 """A layer applied to [rows, inputs]."""
@@ -219,7 +220,9 @@ def can_pack(module: torch.nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     return (
         type(module) is torch.nn.Linear
+        and set_on(module) is None
         and isinstance(weight, torch.Tensor)
+        and not is_packed(weight)
         and weight.device.type == "cpu"
         and weight.dtype in (torch.float32, torch.bfloat16)
         and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from kvboost.errors import ConfigError
 from kvboost.hf.attention import NAME, JointStep, Step, attending
 from kvboost.hf.cache import KVLayout
-from kvboost.hf.numerics.forwards import Forward, functions_of, replaced
+from kvboost.hf.numerics.forwards import Forward, functions_of, replaced, set_on
 from kvboost.hf.numerics.rows import (
     CALL_COST,
     PackedLinear,
@@ -35,6 +35,7 @@ from kvboost.hf.numerics.rows import (
     sizes_like,
     writer_of,
 )
+from kvboost.hf.packed_weights import is_packed
 from kvboost.hf.peft_layers import WeightNames, walk
 
 _PACKED_CALL_COST = 24  # less than CALL_COST, as nothing is reordered
@@ -72,10 +73,28 @@ def why_no_tiles(model: Any) -> str | None:
     config = model.config.get_text_config(decoder=True)
     if any(getattr(config, name, None) for name in _EXPERTS):
         return "a mixture of experts groups the rows of a step by their content"
-    for module in model.modules():
-        for weight in module._parameters.values():
-            if weight is not None and weight.dim() > 1 and not isinstance(module, _KNOWN):
-                return f"{type(module).__name__} multiplies with weights in its own way"
+    return next(filter(None, map(_own_way, model.modules())), None)
+
+
+def _own_way(module: torch.nn.Module) -> str | None:
+    """Why a layer's rounding cannot be tested with other weights than its own; None if it can, or it has none.
+
+    No numbers can be made for packed weights whose sums would show the order in which they are added, and some layers
+    pack the rows of a call together, as LLM.int8 does with outliers.
+    """
+    tensors: list[torch.Tensor | None] = [*module._parameters.values()]
+    if not module._modules:  # GPTQ and AWQ keep their weights here; attention, which has children, its masks
+        tensors += [buffer for buffer in module._buffers.values() if buffer is not None and is_packed(buffer)]
+    matrices = [tensor for tensor in tensors if tensor is not None and tensor.dim() > 1]
+    if not matrices:
+        return None
+    name = type(module).__name__
+    if not isinstance(module, _KNOWN):
+        return f"{name} multiplies with weights in its own way"
+    if any(map(is_packed, matrices)):
+        return f"the weights of {name} are packed"
+    if not isinstance(module, torch.nn.Embedding) and set_on(module) is not None:
+        return f"the forward of {name} was replaced"
     return None
 
 
