@@ -106,6 +106,16 @@ def _compressed(save: Callable[..., None], **settings: Any) -> Load:
     return load
 
 
+def _unpacked(model: Any, folder: Path) -> Any:
+    pytest.importorskip("compressed_tensors")
+    if transformers.__version__.startswith("5.16."):
+        pytest.skip("this version keeps the forward that packs activations")
+    from transformers import CompressedTensorsConfig
+
+    save_compressed(model, folder)
+    return _loaded(folder, quantization_config=CompressedTensorsConfig(dequantize=True))
+
+
 def _gptqmodel(save: Callable[..., None]) -> Load:
     def load(model: Any, folder: Path) -> Any:
         pytest.importorskip("gptqmodel")
@@ -145,8 +155,8 @@ PACKED: dict[str, Load] = {
     "awq": _gptqmodel(save_awq),
 }
 """Served on a grid: no test can show how their kernels round."""
-UNPACKED: dict[str, Load] = {"fp8 blocks": _fp8}
-"""Unpacked at loading where there is no GPU."""
+UNPACKED: dict[str, Load] = {"fp8 blocks": _fp8, "compressed-tensors unpacked": _unpacked}
+"""Unpacked at loading: FP8 where there is no GPU."""
 FORMATS = {**PACKED, **UNPACKED}
 
 formats = pytest.mark.parametrize("name", FORMATS)
