@@ -21,6 +21,8 @@ from kvboost.types import Chunk
 
 _PADDING = bytes(24)  # stores and summaries take keys of 32 bytes
 
+_ANY = bytes(4)  # not none: a block without tokens is a state
+
 
 @dataclass(frozen=True)
 class Hot:
@@ -41,11 +43,11 @@ class Request:
 
     @cached_property
     def chunks(self) -> list[Chunk]:
-        """As a store sees them. They have no tokens: keys are enough."""
+        """As a store sees them, all with the same token: keys are enough."""
         prefixes, contents = (_long(keys) for keys in (self.prompt.prefix_keys, self.prompt.content_keys))
         ends = np.cumsum(self.prompt.chunk_tokens).astype(int).tolist()
         return [
-            Chunk(start, end, b"", prefix, parent, content)
+            Chunk(start, end, _ANY, prefix, parent, content)
             for start, end, prefix, parent, content in zip(
                 [0, *ends], ends, prefixes, [None, *prefixes], contents, strict=False
             )

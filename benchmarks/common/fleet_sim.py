@@ -145,7 +145,7 @@ def _block(chunk: Chunk, *, chained: bool) -> KVBlock:
         key=chunk.prefix_key,
         parent_key=chunk.parent_key if chained else None,
         content_key=chunk.content_key,
-        tokens=b"",
+        tokens=chunk.tokens,
         tensors=(),
         nbytes=chunk.end - chunk.start,
         bitwise=True,

@@ -102,7 +102,7 @@ def test_trained_model(dtype: torch.dtype, smollm2_path: str) -> None:
 
 
 def test_on_a_grid_a_prompt_that_fills_its_last_step_is_found_whole(tiny: Callable[..., Any]) -> None:
-    engine = KVBoost(tiny("qwen3_moe", max_position_embeddings=512), None, chunk_size=16, reuse_generated=True)
+    engine = KVBoost(tiny("gemma2", max_position_embeddings=512), None, chunk_size=16, reuse_generated=True)
     text = torch.randint(3, 97, (300,), generator=torch.Generator().manual_seed(4)).tolist()
     for length in (128, 256):
         engine.clear()

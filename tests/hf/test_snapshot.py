@@ -11,7 +11,6 @@ import torch
 
 from kvboost import KVBoost
 from kvboost.hf import fingerprint
-from kvboost.hf.numerics import choose
 from kvboost.hf.probe import probe_model
 from tests.helpers.models import tiny_model
 
@@ -98,7 +97,6 @@ def test_data_at_dead_datas_address_is_other_data() -> None:
 
 
 def test_the_experts_kernel_of_decoding_does_not_keep_generate_from_storing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "_GRID_ON_CPU", 16)
     model = tiny_model("qwen3_moe")
     model.set_experts_implementation("grouped_mm")
     engine = _engine(model)
@@ -112,8 +110,8 @@ def test_the_experts_kernel_of_decoding_does_not_keep_generate_from_storing(monk
     monkeypatch.setattr(type(model), "_optimize_model_for_decode", switched)
     monkeypatch.setattr(fingerprint, "_switches_experts_to_decode", lambda model: True, raising=False)
     engine.generate(_PROMPT, max_new_tokens=2, temperature=0)
-    assert engine.cache_stats()["hot_chunks"] == 4
-    assert _exact(engine) == 32
+    assert engine.cache_stats()["hot_chunks"] == 5
+    assert _exact(engine) == len(_PROMPT) - 1
 
 
 def _identity(model: Any) -> fingerprint.ModelIdentity:

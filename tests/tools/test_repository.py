@@ -12,7 +12,7 @@ import pytest
 yaml: Any = pytest.importorskip("yaml")
 
 _ROOT = Path(__file__).resolve().parents[2]
-_MOST_LINES = 46_050  # of the wheel. It may only fall: 41,000 is the aim, and 45,000 the ceiling of all that is planned
+_MOST_LINES = 45_900
 _WORKFLOWS = sorted((_ROOT / ".github" / "workflows").glob("*.yml"))
 
 

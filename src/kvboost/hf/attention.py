@@ -290,8 +290,8 @@ def _attend(
         return flash(_to_blocks(query), key, value, None, scale)[:, :, : query.shape[2]]
     if allowed is step.causal:
         return _after_prefix(step, query, key, value, scale)
-    if not allowed.numel():
-        raise UnsupportedAttentionError("it changes its mask")
+    if allowed.shape[-1:] != (step.padded,):
+        raise UnsupportedAttentionError("it changes its mask, or makes one of its own")
     return _masked(step, query, key, value, allowed, scale)
 
 

@@ -27,8 +27,8 @@ class ModelRunner:
         self.model, self.tiles = model, tiles
         # A PEFT model passes on what its own signature does not name. Without this every row would be projected onto
         # the vocabulary, and the last one's bits would depend on how many there are.
-        forward = model.get_base_model().forward if hasattr(model, "get_base_model") else model.forward
-        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(forward).parameters
+        self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(self._base.forward).parameters
         # The decoder without its vocabulary projection: enough for a step whose logits are not needed.
         self._decoder = decoder_of(model)
 
@@ -72,8 +72,9 @@ class ModelRunner:
             leaves.remove()
             step.close()
 
-        enters = self._decoder.register_forward_pre_hook(in_this_thread(before))
-        leaves = self._decoder.register_forward_hook(in_this_thread(after))
+        # Not of the decoder alone: models that also see make masks before they call theirs.
+        enters = self._base.register_forward_pre_hook(in_this_thread(before))
+        leaves = self._base.register_forward_hook(in_this_thread(after))
         try:
             yield
         finally:

@@ -159,7 +159,7 @@ def test_outside_a_step_the_attention_is_sdpa(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("family", "changes", "why"),
     [
-        ("qwen3_moe", {}, "mixture of experts"),
+        ("qwen3_5_text", {}, "recurrent layer"),
         ("llama", {"attn_implementation": "eager"}, "eager"),
         ("gemma2", {}, "eager|softcap"),  # by the version of Transformers
     ],

@@ -140,7 +140,10 @@ def _rotary(module: torch.nn.Module) -> Forward:
             kwargs["position_ids"] = padded
         else:
             args = (args[0], padded, *args[2:])
-        return tuple(angles[..., :rows, :] for angles in module.forward(*args, **kwargs))
+        found = module.forward(*args, **kwargs)
+        if isinstance(found, torch.Tensor):  # cosine and sine as one complex number
+            return found[..., :rows, :]
+        return tuple(angles[..., :rows, :] for angles in found)
 
     return forward
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -22,6 +22,7 @@ from kvboost.errors import ConfigError
 from kvboost.hf.attention import NAME, JointStep, Step, attending
 from kvboost.hf.cache import KVLayout
 from kvboost.hf.numerics.forwards import Forward, functions_of, replaced, set_on
+from kvboost.hf.numerics.own_weights import Shape, WholeVectors, forward_of, is_own, shapes_of
 from kvboost.hf.numerics.rows import (
     CALL_COST,
     PackedLinear,
@@ -39,7 +40,6 @@ from kvboost.hf.packed_weights import is_packed
 from kvboost.hf.peft_layers import WeightNames, walk
 
 _PACKED_CALL_COST = 24  # less than CALL_COST, as nothing is reordered
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _KNOWN = (torch.nn.Linear, Conv1D, torch.nn.Embedding)
 _MAX_TEST_BYTES = 1 << 26  # of a layer's weights, up to which it is kept to test the lengths of steps as they come
 _GOOD_ENOUGH = 1.05  # overhead of a class, above which packed weights may be worth their memory
@@ -70,9 +70,6 @@ def why_no_tiles(model: Any) -> str | None:
     """Why this model's layers cannot run in tiles, as far as its modules tell; None if they may."""
     if model.config._attn_implementation != NAME:
         return f"its attention is {model.config._attn_implementation!r}, not {NAME!r}"
-    config = model.config.get_text_config(decoder=True)
-    if any(getattr(config, name, None) for name in _EXPERTS):
-        return "a mixture of experts groups the rows of a step by their content"
     return next(filter(None, map(_own_way, model.modules())), None)
 
 
@@ -89,7 +86,7 @@ def _own_way(module: torch.nn.Module) -> str | None:
     if not matrices:
         return None
     name = type(module).__name__
-    if not isinstance(module, _KNOWN):
+    if not isinstance(module, _KNOWN) and not is_own(module, _KNOWN):
         return f"{name} multiplies with weights in its own way"
     if any(map(is_packed, matrices)):
         return f"the weights of {name} are packed"
@@ -104,6 +101,8 @@ class _Plan:
 
     layers: list[_Layer]
     functions: list[tuple[torch.nn.Module, Forward]]
+    own: Mapping[Shape, RowSizes]
+    """Of modules with weights of their own."""
 
 
 class Tiles:
@@ -125,16 +124,18 @@ class Tiles:
         self._plans: dict[int, _Plan] = {}
         self._packed: frozenset[str] | None = None
         self._known = known or {}
-        layers = self._plan().layers
+        plan = self._plan()
+        layers, own = plan.layers, plan.own
         self._known = {}  # other numbers of threads are tested
         # For other numbers of threads too: what is packed is in the key.
         self._packed = frozenset(_shape(layer.module) for layer in layers if layer.packed is not None)
         added = _adapters_of(model)
         self.choices: Choices = {
             _name(layer.module, layer.module in added): (layer.sizes, layer.packed is not None) for layer in layers
-        }
+        } | {_own_name(shape): (sizes, False) for shape, sizes in own.items()}
         """What was found with this thread's number of threads."""
         kinds = sorted({_kind(layer) for layer in layers if layer.module not in added})
+        kinds += sorted(f"{_own_name(shape)}:{sizes.dense}" for shape, sizes in own.items())
         self.spec = f"tiles2:{granule}:{','.join(kinds)}"
         """Names what the bits depend on, beside the machine: the sizes of each shape, and whether it is packed."""
 
@@ -168,11 +169,13 @@ class Tiles:
         cache.wipe(end, padded)
         return Step(cache, start, padded, self.granule)
 
-    def _in_sizes(self, rows: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def _in_sizes(self, rows: int) -> Iterator[None]:
         """Within this block the layers compute ``rows`` rows in the sizes that were tested."""
         plan = self._plan()
         layers = [(layer.module, layer.forward) for layer in plan.layers if not layer.runs_as_it_is(rows)]
-        return replaced([*layers, *plan.functions])
+        with replaced([*layers, *plan.functions]), WholeVectors() if plan.own else nullcontext():
+            yield
 
     def weights_changed(self) -> None:
         """Pack again: weights may have changed without a trace."""
@@ -199,7 +202,9 @@ class Tiles:
     def _make_plan(self) -> _Plan:
         added, linear = _adapters_of(self._model), _linear_modules(self._model)
         layers = _linear_layers(linear, added, self._device, self._budget, self._packed, self._known)
-        return _Plan(layers, functions_of(self._model))
+        own = _own_sizes(self._model, self._device, self._known)
+        forwards = [(module, forward_of(module, own)) for module in self._model.modules() if is_own(module, _KNOWN)]
+        return _Plan(layers, [*functions_of(self._model), *forwards], own)
 
 
 def _adapters_of(model: Any) -> set[Any]:
@@ -263,6 +268,29 @@ def _linear_layers(
             into = writer_of(module) if packed is None else None
             layers.append(_Layer(module, sizes, packed, into))
     return layers
+
+
+def _own_name(shape: Shape) -> str:
+    """A shape among :data:`Choices`."""
+    outputs, inputs, dtype, bias = shape
+    return f"own:{outputs}x{inputs}:{dtype}:{'bias' if bias else 'plain'}"
+
+
+def _own_sizes(model: Any, device: torch.device, known: Choices) -> dict[Shape, RowSizes]:
+    """The sizes in which modules with weights of their own are run. How many rows come is never the same twice, so
+    other sizes than these are not tested."""
+    found: dict[Shape, RowSizes] = {}
+    for module in model.modules():
+        for shape in shapes_of(module) if is_own(module, _KNOWN) else ():
+            if shape in found:
+                continue
+            if (name := _own_name(shape)) in known:
+                found[shape] = known[name][0]
+                continue
+            outputs, inputs, dtype, bias = shape
+            alike = torch.nn.Linear(inputs, outputs, bias=bias, device="meta", dtype=dtype)
+            found[shape] = replace(_choose(alike, device, packable=False, wanted=None)[0], test=None)
+    return found
 
 
 def _choose(module: Any, device: torch.device, *, packable: bool, wanted: bool | None) -> tuple[RowSizes, bool]:
