@@ -88,8 +88,8 @@ def test_exactness_finds_no_difference_and_predicts_every_hit(folder: Path, tmp_
 
 
 def test_exactness_predicts_every_hit_on_a_grid(tmp_path: Path) -> None:
-    """Experts are stepped on a grid: whole steps only, and no end of a prompt, are stored."""
-    document = measure(saved("mixtral", tmp_path / "bench"), tmp_path, "exactness", "--requests", "100")
+    """This attention is stepped on a grid: whole steps only, and no end of a prompt, are stored."""
+    document = measure(saved("gemma2", tmp_path / "bench"), tmp_path, "exactness", "--requests", "100")
     assert document["raw"]["failures"] == []
     reused = [counts["reused_tokens"] for counts in document["raw"]["engines"].values()]
     assert sum(reused) > 0
