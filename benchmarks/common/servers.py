@@ -111,7 +111,7 @@ sys.stdin.read()
 """
 
 
-def _cluster_ports(nodes: int) -> list[int]:
+def cluster_ports(nodes: int) -> list[int]:
     """Ports of the nodes; each one's bus has its port + 10000.
 
     Both are below those that the system gives to outgoing connections, which could take one before its node does.
@@ -134,7 +134,7 @@ def redis_cluster(nodes: int = 3) -> Iterator[RedisCluster]:
     """A cluster for one ``with`` block, made with ``redis-cli --cluster create``. Raises BenchError."""
     options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no"]
     with ExitStack() as stack:
-        ports = _cluster_ports(nodes)
+        ports = cluster_ports(nodes)
         servers = [stack.enter_context(redis_server(options, port=port)) for port in ports]
         addresses = [f"127.0.0.1:{port}" for port in ports]
         _cli(ports[0], "--cluster", "create", *addresses, "--cluster-replicas", "0", "--cluster-yes")

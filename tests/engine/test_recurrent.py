@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.common.servers import RedisServer
-from kvboost import ConfigError, KVBoost
+from kvboost import CapacityError, ConfigError, KVBoost
 from kvboost.capacity import workspace_capacity
 from kvboost.hf.numerics import choose
 from kvboost.scheduler.forwards import Forwards
@@ -189,6 +189,12 @@ def test_what_cannot_be_done_is_refused_with_the_reason(tiny: Tiny) -> None:
         engine_for(model, draft="prompt-lookup")
     with engine_for(model, quality="fast") as engine:
         assert "a recurrent state holds all that came before it" in engine.describe()["non-prefix reuse"]
+    for family in ("falcon_h1", "qwen3_5_text"):
+        with (
+            engine_for(tiny(family), kv_bytes=100_000) as engine,
+            pytest.raises(CapacityError, match="keep a state, which goes into no page"),
+        ):
+            engine.generate(text(1, 450), **_GREEDY)
     with engine_for(tiny("lfm2")) as engine:  # which Transformers decodes with a draft, by a cache of its own
         drafted = engine.generate(text(1, 70), **_GREEDY, prompt_lookup_num_tokens=3)
         assert "take no tokens back" in str(drafted.reuse.reason)

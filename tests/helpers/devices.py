@@ -49,6 +49,7 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {
 class PretendedTensor(torch.Tensor):
     """A tensor on a simulated device; ``data_on_host`` is what it holds."""
 
+    __module__ = "torch.simulated"  # taken for torch's own, as FakeTensor is, and not for a library's packed weight
     data_on_host: torch.Tensor
 
     @staticmethod

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.servers import RedisCluster, RedisServer, free_port, redis_cluster, redis_server
+from benchmarks.common.servers import RedisCluster, RedisServer, cluster_ports, redis_cluster, redis_server
 from kvboost.errors import PlaceError
 from kvboost.extend import Tier
 from kvboost.store import RedisTier
@@ -213,7 +213,7 @@ def test_a_purge_that_could_not_look_everywhere_says_so() -> None:
 
 def test_a_node_that_has_not_joined_is_not_believed(cluster: RedisCluster) -> None:
     (block,) = some_blocks(1)
-    with redis_server(["--cluster-enabled", "yes"], port=_port_of_a_node()) as lonely:
+    with redis_server(["--cluster-enabled", "yes"], port=cluster_ports(1)[0]) as lonely:
         hosts = [f"127.0.0.1:{server.port}" for server in (lonely, *cluster.nodes)]
         with closing(RedisTier(f"redis+cluster://{','.join(hosts)}", records=RECORDS, timeout_s=10.0)) as tier:
             assert tier.store(block) is PutOutcome.STORED
@@ -221,15 +221,10 @@ def test_a_node_that_has_not_joined_is_not_believed(cluster: RedisCluster) -> No
             open_catalogue(f"redis+cluster://{hosts[0]}")
 
 
-def _port_of_a_node() -> int:
-    """The bus of a node has its port + 10000, which must be one too."""
-    return next(port for port in (free_port() for _ in range(100)) if port < 55000)
-
-
 def test_a_cluster_that_is_not_there_is_a_miss_and_found_later() -> None:
     import redis
 
-    block, port = block_of(prompt("a")[0]), _port_of_a_node()
+    block, port = block_of(prompt("a")[0]), cluster_ports(1)[0]
     url = f"redis+cluster://127.0.0.1:{port}"
     with pytest.raises(PlaceError):
         open_catalogue(url)

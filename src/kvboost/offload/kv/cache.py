@@ -228,6 +228,8 @@ def probe_paging(model: Any, *, directory: Path | None = None) -> KVLayout:
     """
     config = model.config.get_text_config(decoder=True)
     layout = probe_model(model).layout
+    if layout.states:
+        raise UnsupportedModelError(f"its recurrent layers keep a state, which goes into no page. {_UNPAGED}")
     runner = ModelRunner(model)
     ids = [i * 7919 % min(config.vocab_size, 30_000) for i in range(_PROBE_TOKENS)]
     whole, _ = runner.prefill_plain(ids)
