@@ -30,7 +30,7 @@ from kvboost.capacity import rounded_capacity
 from kvboost.hf.cache_layers import SlabLayer, SlabStateLayer, Spreading, StateLayer, StateSpec
 
 # What Transformers has for a layer that keeps nothing; its older versions have an empty recurrent one.
-_Nothing: Any = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
+_Nothing: Any = getattr(cache_utils, "DummyLayer", partial(StateLayer, ()))
 
 
 @dataclass(frozen=True)
