@@ -18,7 +18,11 @@ _PROMPT = list(range(3, 60))
     [
         ("mamba", {}, "no layer of mamba has keys and values"),
         ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4}, "prefilled in two steps"),
-        ("recurrent_gemma", {"num_hidden_layers": 3, "head_dim": 8, "lru_width": 32}, "in two steps|does not run on a cache"),
+        (
+            "recurrent_gemma",
+            {"num_hidden_layers": 3, "head_dim": 8, "lru_width": 32},
+            "in two steps|does not run on a cache",
+        ),
         # Transformers' own generate goes wrong for this family as soon as a cache is handed to it.
         ("mpt", {}, "continues from a given cache"),
     ],
